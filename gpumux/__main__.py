@@ -1,4 +1,4 @@
-"""`python -m gpumux` is the `gpumux` command, for where no script was installed."""
+"""`python -m gpumux` is the `gpumux` command, for systems without the script."""
 
 from __future__ import annotations
 

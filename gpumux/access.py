@@ -1,8 +1,8 @@
-"""Who may do what on a daemon: rules by user, group and CURVE key, as an operator sets them (docs/security.md).
+"""Access rules of a daemon, by user, group and CURVE key, as its administrator sets them (docs/security.md).
 
 Exactly one rule applies to a peer: the first that names its user or its key, else the first that names one of its
-groups, else the one called `default`, else BUILT_IN, which allows what the [limits] allow. A rule stands by itself:
-what it leaves out is not inherited from `default`. Pure: names were made ids by `config.py`.
+groups, else the one called `default`, else BUILT_IN, which allows what the [limits] allow. A rule is complete by
+itself: it inherits nothing from `default`. Pure: `config.py` has converted names to ids.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the users it names may do, each of them. Bytes and counts of 0 leave it to the daemon's [limits], a
-    weight of 0.0 allows any. An operator may control everybody's jobs, see their names, and take over the recorder."""
+    """What each of the named users may do. Bytes and counts of 0 leave it to the daemon's [limits], a weight of 0.0
+    allows any. An operator may control all users' jobs, see their names, and take over the recorder."""
 
     name: str
     users: frozenset[int] = frozenset()
@@ -33,7 +33,7 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """The place in the configuration, for whoever is refused."""
+        """The rule's place in the configuration, for messages to refused users."""
         return f"[access.rules.{self.name}]"
 
 
@@ -61,11 +61,11 @@ class Access:
         return by_group or default
 
     def may_operate(self, peer: Peer) -> bool:
-        """Root, and whom a rule makes an operator."""
+        """Whether the peer is root, or a rule makes it an operator."""
         return peer.uid == 0 or self.rule_for(peer).operator
 
 
-OPEN = Access()  # no rules: BUILT_IN for everybody
+OPEN = Access()  # no rules: BUILT_IN for all
 
 
 def refuse_submit(rule: Rule, priority: Priority, weight: float) -> Fault | None:

@@ -1,9 +1,9 @@
-"""`python -m gpumux.compile_core`: compile the core's hot modules with mypyc, for this interpreter, where this package
-lies.
+"""`python -m gpumux.compile_core`: compile the core's hot modules with mypyc, for this interpreter, in this package's
+directory.
 
-The daemon uses the result from its next start on (`gpumux/compiled.py`) and does the same with it, in about a third of
-the time. It takes mypy, a C compiler and Python's headers; an unchanged core is not compiled again. The modules are
-compiled together, into one library: a call between them is a call of C.
+The daemon uses the result from its next start on (`gpumux/compiled.py`). It behaves the same, and is faster. Compiling
+takes mypy, a C compiler and Python's headers; an unchanged core is not compiled again. The modules are compiled
+together, into one library, so that calls between them are calls of C.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any
 from gpumux import compiled
 from gpumux.errors import BuildFailed, GpumuxError
 
-# What runs for every event. The others are asked seldom, are data that the daemon makes, too, or put things into words.
+# The modules that run for every event. Others run seldom, hold data that the daemon makes, too, or produce sentences.
 MODULES = (
-    "awaited", "fair_queue", "history", "jobs", "policy", "scheduler", "state", "windows", "guard.answers", "guard.arrivals",
-    "guard.attribution", "guard.baseline", "guard.budget", "guard.costs", "guard.cutting", "guard.guard", "guard.high_job",
-    "guard.learning", "guard.scene", "guard.timing",
+    "fair_queue", "history", "jobs", "policy", "scheduler", "state", "windows", "guard.arrivals", "guard.attribution",
+    "guard.bans", "guard.baseline", "guard.budget", "guard.costs", "guard.cutting", "guard.decisions",
+    "guard.device_view", "guard.guard", "guard.high_job", "guard.learning", "guard.timing",
 )  # fmt: skip
-# As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers
-# wrap.
+# To compute as the interpreter does: floats are rounded after each operation (a fused one differs in the last bit), and
+# integers wrap.
 FLAGS = (
     "-fPIC", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG", "-w",
-    "-fvisibility=hidden", "-fno-plt",  # calls go straight where they go: that saves a tenth of the time
+    "-fvisibility=hidden", "-fno-plt",  # direct calls, which are faster
 )  # fmt: skip
 OPTIMIZE = "2"
 LEAST_MYPY = 2
@@ -48,7 +48,7 @@ TOLD = 20  # lines of what a tool says that fails
 
 
 class Missing(BuildFailed):
-    """A tool that is needed to compile is not there."""
+    """A tool that compiling needs is missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(package: Path, *, force: bool = False) -> tuple[bool, Path]:
-    """(whether it had to be made, the directory it is in). Raises Missing when a tool is, BuildFailed when one fails or
-    the package's directory can't be written."""
+    """Compile; returns (whether that was necessary, the directory of the result). Raises Missing if a tool is missing,
+    BuildFailed if one fails or the package's directory can't be written."""
     place = package / "scheduler" / compiled.PLACE.name
     with _alone(place):
         files = compiled.sources(package)
@@ -103,18 +103,18 @@ def build(package: Path, *, force: bool = False) -> tuple[bool, Path]:
             made = Path(scratch) / "made"
             _translate_and_compile(files, Path(scratch) / "work", made, compiler, headers)
             for old in place.glob(f"{compiled.tag()}-*"):
-                old.rename(Path(scratch) / old.name)  # at once, not file by file: a daemon may be about to load it
+                old.rename(Path(scratch) / old.name)  # atomically: a daemon may be about to load it
             made.rename(directory)
         return True, directory
 
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """One build at a time. What a killed one left is removed."""
+    """A block for one build at a time. Removes what a killed build left."""
     try:
         if not place.exists():
             place.mkdir()
-            place.chmod(0o755)  # daemons may run as somebody else
+            place.chmod(0o755)  # daemons may run as another user
         lock = (place / ".lock").open("w")
     except OSError as error:
         raise BuildFailed(
@@ -136,7 +136,7 @@ def _tools() -> tuple[list[str], list[str]]:
         raise Missing(f"mypy {version('mypy')} is too old", INSTALL)
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     if shutil.which(compiler[0]) is None:
-        compiler = ["cc"]  # the one this Python was made with is not always the one there is
+        compiler = ["cc"]  # the compiler that Python was built with may not be installed
     if shutil.which(compiler[0]) is None:
         raise Missing("there is no C compiler", "install one (on Debian: gcc)")
     headers = list(dict.fromkeys(sysconfig.get_path(path) for path in ("include", "platinclude")))
@@ -158,7 +158,7 @@ def _tools() -> tuple[list[str], list[str]]:
 def _translate_and_compile(
     files: dict[str, bytes], work: Path, made: Path, compiler: list[str], headers: list[str]
 ) -> None:
-    for path, content in files.items():  # what the name of the result speaks of, whatever is edited meanwhile
+    for path, content in files.items():  # the content that was hashed, even if files are edited meanwhile
         (work / "gpumux" / path).parent.mkdir(parents=True, exist_ok=True)
         (work / "gpumux" / path).write_bytes(content)
     target = made / f"{compiled.LIBRARY.rpartition('.')[2]}__mypyc{compiled.SUFFIX}"
@@ -180,11 +180,11 @@ def _translate_and_compile(
         list(pool.map(_run, jobs))
     _run([*compiler, "-shared", *[str(path) for path in objects], "-o", str(target)])
     for file in (made, *made.rglob("*")):
-        file.chmod(0o755)  # daemons may run as somebody else
+        file.chmod(0o755)  # daemons may run as another user
 
 
 def _translate(work: Path) -> list[Any]:
-    """Python to C: what mypyc wants to have compiled, the library first."""
+    """Python to C: the modules that mypyc made, the library first."""
     said = io.StringIO()
     options = ["--config-file=", "--follow-imports=silent", "--cache-dir=/dev/null"]
     with contextlib.chdir(work), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

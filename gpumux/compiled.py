@@ -1,11 +1,11 @@
-"""Which core runs: its Python files as they are, or the same compiled to machine code by mypyc
+"""Chooses which core runs: its Python files, or the same files compiled to machine code by mypyc
 (`gpumux/compile_core.py`).
 
-What was compiled lies in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter it is for and the
-sources it was made of. So what is older than the sources has another name and is never used.
-`gpumux/scheduler/__init__.py` looks there first when it is imported. GPUMUX_CORE says otherwise: `interpreted` leaves
-what was compiled alone, `compiled` is an error where nothing fits. Both do the same; `tests/scheduler/test_both.py`
-holds them to it.
+Compiled modules are in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter and the sources they
+were made of. Modules older than the sources therefore have another name and are never used.
+`gpumux/scheduler/__init__.py` looks there first when it is imported. GPUMUX_CORE overrides this: `interpreted` ignores
+compiled modules, and `compiled` is an error if none fit. Both behave the same; `tests/scheduler/test_compiled_is_equal.py` checks
+that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "types")  
 LIBRARY = "gpumux.scheduler.together"  # of all compiled modules; mypyc adds a word
 ENVIRONMENT = "GPUMUX_CORE"
 COMPILED, INTERPRETED = "compiled", "interpreted"
-COMPILE = "python -P -m gpumux.compile_core"  # -P: of the gpumux that is installed, not of a checkout one is in
+COMPILE = "python -P -m gpumux.compile_core"  # -P: the installed gpumux, not a checkout in the working directory
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """`directory` has the compiled modules that run; None: the core is interpreted, `why`, and what to do about it
-    where that is likely not what is wanted (`remedy`)."""
+class CoreChoice:
+    """`directory`: the compiled modules that run. None: the core is interpreted, for the reason `why`, with a `remedy`
+    if that is probably not wanted."""
 
     directory: Path | None
     why: str
@@ -47,17 +47,17 @@ class Choice:
 
 
 def sources(package: Path = PACKAGE) -> dict[str, bytes]:
-    """All that a compiled core is made of: files by their path within the package."""
-    paths = [
+    """All files that a compiled core is made of, by their path within the package."""
+    paths = [  # without editors' temporary files
         *(package / f"{name}.py" for name in BESIDE),
         *sorted(path for path in (package / "scheduler").rglob("[!.]*.py") if PLACE.name not in path.parts),
-    ]  # not what an editor puts beside them
+    ]
     return {str(path.relative_to(package)): path.read_bytes() for path in paths}
 
 
 def name(files: Mapping[str, bytes]) -> str:
-    """The directory for what is compiled of these sources for this interpreter."""
-    import hashlib  # where nothing was compiled, nobody needs it
+    """The directory name for modules compiled from these sources for this interpreter."""
+    import hashlib  # not needed if nothing was compiled
 
     digest = hashlib.sha256()
     for path, content in files.items():
@@ -70,12 +70,12 @@ def tag() -> str:
     return SUFFIX.removesuffix(".so").lstrip(".")
 
 
-def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> Choice:
-    """Which core is to run. Raises ConfigError when GPUMUX_CORE demands a compiled one and there is none, or means
-    nothing."""
+def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> CoreChoice:
+    """Which core is to run. Raises ConfigError if GPUMUX_CORE demands a compiled one and there is none, or has an
+    unknown value."""
     asked = environ.get(ENVIRONMENT, "")
     if asked == INTERPRETED:
-        return Choice(None, f"{ENVIRONMENT}={INTERPRETED}")
+        return CoreChoice(None, f"{ENVIRONMENT}={INTERPRETED}")
     if asked not in ("", COMPILED):
         raise ConfigError(f"{ENVIRONMENT} is {asked!r}", f"set it to {COMPILED} or {INTERPRETED}, or leave it out")
     found = _find(package)
@@ -87,8 +87,8 @@ def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> 
 
 
 def load(directory: Path) -> None:
-    """Have what was compiled loaded, all of it at once. Raises ConfigError where it can't be: it is damaged, or this
-    system is another one."""
+    """Load the compiled modules, all at once. Raises ConfigError if that fails: they are damaged, or of another
+    system."""
     try:
         import_module(LIBRARY + "__mypyc")
     except ImportError as error:
@@ -98,19 +98,19 @@ def load(directory: Path) -> None:
         ) from error
 
 
-def _find(package: Path) -> Choice:
+def _find(package: Path) -> CoreChoice:
     place = package / "scheduler" / PLACE.name
     try:
         there = os.listdir(place)
     except FileNotFoundError:
-        return Choice(None, "it was not compiled")
+        return CoreChoice(None, "it was not compiled")
     except OSError as error:
-        return Choice(None, f"can't look into {place}: {error.strerror}", "make it readable, or remove it")
+        return CoreChoice(None, f"can't look into {place}: {error.strerror}", "make it readable, or remove it")
     wanted = name(sources(package))
     if wanted in there:
-        return Choice(place / wanted, wanted)
+        return CoreChoice(place / wanted, wanted)
     if any(entry.startswith(f"{tag()}-") for entry in there):
-        return Choice(None, "what was compiled is of other sources than these", f"compile it anew: `{COMPILE}`")
+        return CoreChoice(None, "what was compiled is of other sources than these", f"compile it anew: `{COMPILE}`")
     if any(not entry.startswith(".") for entry in there):
-        return Choice(None, f"it was not compiled for {tag()}", f"compile it for this Python, too: `{COMPILE}`")
-    return Choice(None, "it was not compiled")
+        return CoreChoice(None, f"it was not compiled for {tag()}", f"compile it for this Python, too: `{COMPILE}`")
+    return CoreChoice(None, "it was not compiled")

@@ -1,9 +1,9 @@
-"""What the daemon is told: defaults, then a TOML file, then GPUMUX_* variables, then flags.
+"""The daemon's configuration: defaults, then a TOML file, then GPUMUX_* variables, then flags.
 
 A later source wins, setting by setting. Every setting is declared once, on `Config`; its table in the
 file, its variable (`GPUMUX_` and the name in capitals) and its checks follow from that. Nothing is
-guessed: an unknown key, a bad type or a value out of range raises ConfigError, which names where the
-value came from and the nearest name that exists.
+guessed: an unknown key, a bad type or a value out of range raises ConfigError, which names the source of the
+value and the nearest existing name.
 
     [daemon]
     gpu = 0
@@ -16,7 +16,7 @@ value came from and the nearest name that exists.
     groups = ["students"]
     max_priority = "low"
 
-Access rules (config.py has their settings) are for the file alone.
+Access rules are only set in the file (`_READERS` below lists their settings).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from gpumux.types import Priority
 #     max_priority = "low"
 #     max_jobs = 2
 #
-#     [access.rules.default]         # everybody whom no other rule names
+#     [access.rules.default]         # all users that no other rule names
 #     submit = false
 #
-# A rule is read whole or not at all: an unknown user, group or key would silently leave somebody under another rule.
+# A rule is read whole or not at all: an unknown user, group or key would silently leave a user under another rule.
 # Groups are those the kernel recorded for a connection, so no directory service is asked while the daemon runs.
 
 
@@ -176,7 +176,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 }
 
 
-# ----
+# ---- The settings.
 
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
@@ -187,7 +187,7 @@ LOG_FORMATS = ("text", "json")
 TABLES = ("daemon", "limits", "access")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
-ENV_OTHERS = frozenset(  # which core runs (compiled.py), and what is for clients
+ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
     {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
 )
 GIB = 1 << 30
@@ -205,7 +205,7 @@ def _setting(
     choices: Sequence[str] = (),
     words: Mapping[str, Any] | None = None,
 ) -> Any:
-    """One setting. `words` are spellings that stand for a value (`off`), in the file and outside it."""
+    """One setting. words: spellings that stand for a value (`off`), in the file and outside it."""
     meta = {"meaning": meaning, "table": table, "low": low, "high": high, "choices": choices, "words": words or {}}
     return field(default=default, metadata=meta)
 
@@ -228,7 +228,7 @@ class Config:
     )  # fmt: skip
     gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=GPU_MODELS)
     profiles: tuple[str, ...] = _setting((), "files of `gpumux jobs profile` whose times a simulated GPU uses")
-    policy: str = _setting("guarded", "who runs next", choices=POLICIES)
+    policy: str = _setting("guarded", "scheduling policy: which job's piece is launched next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
     low_nice: int = _setting(
         19, "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none", low=0, high=19
@@ -287,7 +287,7 @@ class Config:
         "hidden", "whether /metrics and the status page, which ask for no password, name jobs", table="access",
         choices=("hidden", "shown"),
     )  # fmt: skip
-    rules: tuple[Rule, ...] = _setting((), "who may do what (config.py)", table="access")
+    rules: tuple[Rule, ...] = _setting((), "access rules: what each user may do", table="access")
 
 
 FILE_ONLY = frozenset({"rules"})  # too much for a variable or a flag
@@ -298,14 +298,14 @@ def _settings() -> dict[str, Field[Any]]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name. With nothing near it, all there is."""
+    """A remedy for an unknown name: the nearest known one, else all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else "known are: " + ", ".join(names)
 
 
 def _nearest_in(table: str, name: str, known: Mapping[str, Field[Any]]) -> str:
-    """The same for an unknown key of a table: the near name may be another table's, the list is its own."""
+    """A remedy for an unknown key of a table: the nearest name may be another table's, the list is this table's."""
     if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return _nearest(name, known)
     return f"[{table}] has: " + ", ".join(sorted(key for key, spec in known.items() if spec.metadata["table"] == table))
@@ -357,7 +357,7 @@ def _check(spec: Field[Any], value: Any, where: str) -> Any:
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """The settings a TOML file gives, checked. Raises ConfigError."""
+    """The checked settings of a TOML file. Raises ConfigError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -382,7 +382,7 @@ def from_file(path: Path) -> dict[str, Any]:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings GPUMUX_* variables give, checked. Raises ConfigError."""
+    """The checked settings of GPUMUX_* variables. Raises ConfigError."""
     known = {ENV_PREFIX + name.upper(): spec for name, spec in _settings().items() if name not in FILE_ONLY}
     found: dict[str, Any] = {}
     for name, value in environ.items():
@@ -395,7 +395,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings flags give (None: not given), checked. Raises ConfigError."""
+    """The checked settings of flags (None: not given). Raises ConfigError."""
     known = _settings()
     found: dict[str, Any] = {}
     for name, value in flags.items():

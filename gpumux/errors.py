@@ -19,7 +19,7 @@
     +-- Refused                 the daemon said no
     |   +-- AdmissionRefused    memory, job count or another limit
     |   +-- AccessDenied        an access rule of the daemon's operator forbids it
-    |   +-- NotOwner            a verb on somebody else's job
+    |   +-- NotOwner            a verb on another user's job
     |   +-- UnknownJob          no such job
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
@@ -32,7 +32,7 @@
     +-- TrialFailed             a trial of a sweep: the user's factory, data, step or score raises
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
-other side, so a user catches one type wherever the mistake was noticed.
+other side, so that a user catches one type wherever the error occurred.
 """
 
 from __future__ import annotations

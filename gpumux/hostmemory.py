@@ -1,9 +1,9 @@
-"""How much of the host's memory this process may still take, and files in it.
+"""The host memory that this process may still allocate, and files in memory.
 
-Two things bound it: what the kernel calls available, and every memory control group the process is
-in, its own and all above it. A group's usage counts the page cache of files its processes read and
-wrote; the kernel drops the inactive part of that before it refuses anybody memory, so it counts as free.
-`root` stands for "/" so that a test can hand in another machine.
+Two things limit it: the memory that the kernel reports as available, and every memory control group that the process
+is in, its own and all above it. A group's usage counts the page cache of files its processes read and wrote. The kernel
+drops the inactive part of that cache before it refuses memory, so it counts as free.
+`root` stands for "/" so that a test can pass another machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Group:
 
 
 def free_bytes(root: Path = ROOT) -> int:
-    """Bytes this process may still allocate. Raises OSError where /proc says nothing."""
+    """Bytes this process may still allocate. Raises OSError if /proc does not say."""
     return min([_available(root), *(group.free for group in groups(root))])
 
 
@@ -69,7 +69,7 @@ def _group(path: Path, limit: str, used: str, cache: str) -> Iterator[Group]:
 
 
 def _statistic(path: Path, name: str) -> int:
-    """One figure of the group's memory.stat, 0 where there is none."""
+    """One figure of the group's memory.stat, 0 if it is missing."""
     try:
         lines = (path / "memory.stat").read_text().splitlines()
     except OSError:
@@ -85,8 +85,8 @@ def _available(root: Path) -> int:
 
 
 def memory_file(name: str, parts: Sequence[bytes]) -> int:
-    """A memfd holding `parts` end to end, for what is too long for a message. The caller closes it. Raises OSError when
-    there is no memory or no descriptor left."""
+    """A memfd holding `parts` end to end, for data that is too long for a message. The caller closes it. Raises OSError
+    if there is no memory or no descriptor left."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         for part in parts:
@@ -99,7 +99,7 @@ def memory_file(name: str, parts: Sequence[bytes]) -> int:
     return fd
 
 
-# ---- What the machine this runs on is called.
+# ---- The name of this machine's processor.
 
 
 def cpu_name() -> str:

@@ -1,7 +1,7 @@
-"""The nouns of gpumux (DESIGN: nouns), each with one meaning everywhere. Plain data, no behaviour.
+"""The nouns of gpumux, each with one meaning everywhere. Plain data, no behaviour.
 
-Programs and their operators live in `program/ir.py`; this file holds what the core, the wire and
-the devices say to each other about jobs. Times are seconds, sizes are bytes, everywhere.
+Programs and their operators are in `program/ir.py`. This file holds what the scheduler, the wire and
+the devices tell each other about jobs. Times are seconds, sizes are bytes, everywhere.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ JobId = NewType("JobId", str)  # chosen by the client: 32 hex digits
 SessionId = NewType("SessionId", str)  # chosen by the daemon, one a client connection
 ProgramId = NewType("ProgramId", int)  # chosen by the client, unique within its job
 StepId = NewType("StepId", int)  # chosen by the client, increasing within its job
-LaunchId = NewType("LaunchId", int)  # chosen by the core, unique in the daemon's life
+LaunchId = NewType("LaunchId", int)  # chosen by the scheduler, unique in the daemon's life
 TransferId = NewType("TransferId", int)  # chosen by the client, unique within its job
 
-GENERATOR_BYTES = (
-    8192  # of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros
-)
+# Size of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros.
+GENERATOR_BYTES = 8192
 
 
 class Priority(IntEnum):
-    """A job's class. Larger is more important, so comparison reads naturally."""
+    """A job's class. Larger is more important, so that comparison reads naturally."""
 
     LOW = 0
     HIGH = 1
@@ -31,7 +30,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a connection, as the kernel says; `groups` are its supplementary ones. Over tcp each
+    """The other end of a connection, as the kernel reports it; `groups` are its supplementary ones. Over tcp each
     client key has a negative uid of its own, `key` is the name of its file, and gid and pid are -1."""
 
     uid: int
@@ -43,8 +42,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own. `models`: how many a
-    step trains; it changes nothing but what is shown of the job."""
+    """A client's request when it opens a job. `memory_limit` None means no limit of its own. `models`: number of models
+    that a step trains; it only changes what is shown of the job."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -58,9 +57,9 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Device memory a program adds. Persistent state and transient bytes are apart because jobs
-    that never run at once could share the transient part (DESIGN 4). As the core is offered it,
-    `state_bytes` are only the buffers the job did not have yet, `slot_bytes` all slots together."""
+    """Device memory a program adds. Persistent state and transient bytes are separate because jobs
+    that never run at once could share the transient part. When it is offered to the scheduler,
+    `state_bytes` are only the buffers that the job did not have yet, and `slot_bytes` are all slots together."""
 
     state_bytes: int
     transient_bytes: int
@@ -77,7 +76,7 @@ class Fault:
 
 
 class StepTimes(NamedTuple):
-    """Where a step's time went: waiting in its queue, running on the device, and in all."""
+    """A step's times: waiting in its queue, running on the device, and in all."""
 
     queue_s: float
     device_s: float
@@ -86,10 +85,10 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a device is. `parallel` is how many pieces it can truly run at once, None when only
-    windows bound it; `threads` is intra-op threads a piece (CPU), 0 where it has no meaning; `checks` is
-    how many Programs it checks at once; `shares` are the parts of its multiprocessors a launch can be
-    confined to, largest first (only 1.0: it can confine nothing)."""
+    """Facts about a device. `parallel` is how many pieces it can truly run at once, None if only
+    windows limit it. `threads` is intra-op threads a piece (CPU), 0 if it has no meaning. `checks` is the number of
+    Programs it checks at once. `shares` are the parts of its multiprocessors a launch can be confined to, largest first
+    (only 1.0: it can confine nothing)."""
 
     kind: str
     name: str
@@ -97,6 +96,6 @@ class DeviceInfo:
     parallel: int | None
     threads: int
     torch_version: str
-    piece_target_s: dict[str, float]  # by priority name, lower case: how long a piece should run
+    piece_target_s: dict[str, float]  # by priority name, lower case: the length of a piece to aim at
     checks: int = 2
     shares: tuple[float, ...] = (1.0,)

@@ -27,8 +27,8 @@ from typing import Any
 
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import DeviceInfo, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId
 from microbench import common
 
@@ -121,8 +121,8 @@ class Recorder:
         self.give(ev.PieceDone(done.launch, min(started, self.now), self.now))
 
 
-def new_core(jobs: int, policy: str) -> Core:
-    return Core(CoreConfig(policy=policy, max_jobs=jobs, max_jobs_per_uid=jobs))
+def new_core(jobs: int, policy: str) -> Scheduler:
+    return Scheduler(SchedulerConfig(policy=policy, max_jobs=jobs, max_jobs_per_uid=jobs))
 
 
 def record(jobs: int, events: int, policy: str, seed: int = 0, after: int = 0) -> tuple[list[Timed], list[Timed], int]:

@@ -24,13 +24,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.capture.staleness import StaleGuard, Words
+from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import Part, StateTable
-from gpumux.capture.step import State, StepFunction
+from gpumux.capture.step import Choice, State, StepFunction
 from gpumux.capture.structure import Structure, from_local
-from gpumux.capture.symbols import Steady
+from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
-from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda import operators
 from gpumux.device.cuda.operators import Number
 from gpumux.device.run.schema import DTYPES, constant
 from gpumux.program import operators as allowlist
@@ -143,7 +143,7 @@ class _Nothing:
         raise AssertionError(parts)
 
 
-def program_of(make: Make, options: dict[str, Any], steady: Steady | None) -> Program:
+def program_of(make: Make, options: dict[str, Any], constants: ConstantScalars | None) -> Program:
     """Of a step that is one call of the optimizer's, its second, for a GPU."""
     model = model_of()
     optimizer = make(model.parameters(), **options)
@@ -151,19 +151,21 @@ def program_of(make: Make, options: dict[str, Any], steady: Steady | None) -> Pr
     structure, host = from_local(table)
     known: dict[Structure, Structure] = {}
     state = State(known.setdefault(structure, structure), host, frozenset(i for i, _ in structure.kept))
-    guard = StaleGuard(Words("it", "", "", ""), table, _Nothing(structure))
+    guard = StalenessHooks(Wording("it", "", "", ""), table, _Nothing(structure))
 
     def step() -> None:
         optimizer.step()
 
     function = StepFunction(
         step, table, Tracer(table, allowlist.is_allowed), guard, lambda s: known.setdefault(s, s), 4,
-        twice=False, steady=steady,
+        twice=False, constants=constants,
     )  # fmt: skip
-    choice = function.choose((), {}, state)
-    choice = function.choose((), {}, choice.after(state.keep))
+    first = function.choose((), {}, state)
+    assert isinstance(first, Choice), "the gradients are there"
+    second = function.choose((), {}, first.after(state.keep))
+    assert isinstance(second, Choice)
     guard.remove()
-    return choice.made.lowered.program
+    return second.made.lowered.program
 
 
 def of_program(program: Program) -> float:
@@ -189,7 +191,7 @@ def of_program(program: Program) -> float:
 
     with Counting() as counting:
         for index, op in enumerate(program.ops):
-            run = retarget.call(index, op, lambda target: True)
+            run = operators.call(index, op, lambda target: True)
             run(*map(value, op.args), **{key: value(arg) for key, arg in op.kwargs})
     return float(counting.nbytes / WHOLE)
 
@@ -202,7 +204,7 @@ def passes(name: str) -> dict[str, float]:
     }  # fmt: skip
     if name not in FUSED:  # those have no form without
         found["first form"] = of_program(program_of(make, options, None))
-    return found | {"gpumux": of_program(program_of(make, options, Steady()))}
+    return found | {"gpumux": of_program(program_of(make, options, ConstantScalars()))}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,11 +23,11 @@ from gpumux.plan import costs, deeppool, optimal
 from gpumux.plan import measure as roofline
 from gpumux.plan import plan as rules
 from gpumux.plan.costs import Costs, ProfiledCosts, powers_of_two, preset
-from gpumux.plan.graph import Graph, reduce
+from gpumux.plan.graph import LayerGraph, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import find
 from gpumux.plan.plan import Placement, evaluate
-from gpumux.plan.question import Question
+from gpumux.plan.query import PlanQuery
 from gpumux.plan.trace import trace
 from microbench import a100, common
 
@@ -38,7 +38,7 @@ SIZES = (8, 1024)
 TURN_S = 0.03
 LONG_S = 12.0  # turns that take longer together stop early, after three
 
-Search: TypeAlias = Callable[[Graph, Costs, float, int], Placement]
+Search: TypeAlias = Callable[[LayerGraph, Costs, float, int], Placement]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def modelled(name: str) -> ModelProfile:
     return roofline.roofline_profile(trace(find(name, model.shape), whole=model.whole), A100)
 
 
-def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) -> dict[str, Any]:
+def searches(graph: LayerGraph, gpus: int, batch: int, limit: float, repeats: int) -> dict[str, Any]:
     """Both searches in turns, from profiles in memory to a plan. `first_s`: ours with all it keeps between searches
     gone."""
     model = ProfiledCosts(graph, batch, powers_of_two(gpus), preset("nvswitch"))
@@ -166,7 +166,7 @@ class LookedUp:
         self.comm, self.moved = lru_cache(None)(costs.comm), lru_cache(None)(costs.moved)
 
 
-def turn(search: Search, graph: Graph, given: Costs, limit: float, gpus: int, *, forgetting: bool) -> float:
+def turn(search: Search, graph: LayerGraph, given: Costs, limit: float, gpus: int, *, forgetting: bool) -> float:
     """Seconds of the processor for one search, over as many as fit into TURN_S, at least one: its caches know either
     search then. Time in which others had the processor is not counted; both searches are one thread. `forgetting`:
     before each, what our search keeps from one time to the next is dropped."""
@@ -184,25 +184,25 @@ def turn(search: Search, graph: Graph, given: Costs, limit: float, gpus: int, *,
 
 def forget() -> None:
     """Drop what our search keeps beside the graph."""
-    for kept in (costs._shares, rules._inverse, splits.tabled, splits._parts):
+    for kept in (costs._shares, rules._inverse, splits.splits_table, splits._parts):
         kept.cache_clear()
 
 
-def anew(graph: Graph, model: Costs) -> tuple[Graph, ProfiledCosts]:
+def anew(graph: LayerGraph, model: Costs) -> tuple[LayerGraph, ProfiledCosts]:
     """The same, without what a graph keeps of itself."""
     assert isinstance(model, ProfiledCosts)
     made = replace(graph)
     return made, replace(model, graph=made)
 
 
-def worth(graph: Graph, batch: int, gpus: int) -> list[dict[str, Any]]:
+def worth(graph: LayerGraph, batch: int, gpus: int) -> list[dict[str, Any]]:
     """Burst parallelism over data parallelism, as the model has it."""
     network = preset("nvswitch")
-    question = Question(graph, batch, gpus, powers_of_two(gpus), network)
-    plain = question.data_parallel(gpus)
+    query = PlanQuery(graph, batch, gpus, powers_of_two(gpus), network)
+    plain = query.data_parallel(gpus)
     found = []
     for limit in LIMITS:
-        plan = replace(question, limit=limit).plan()
+        plan = replace(query, limit=limit).plan()
         found.append(
             {"limit": None if limit == inf else limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds, "gain": plain.seconds / plan.seconds,
              "idle": plan.idle / (gpus * plan.seconds)}

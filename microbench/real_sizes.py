@@ -123,7 +123,7 @@ def job_part(name: str, size: str, endpoint: str) -> None:
     for i in range(STEPS):
         job.step(*made.batch(i)).result()
     say("phase", name="snapshot")
-    saved = job._persist(lambda: job._recovery.save(job)) if job._recovery.snapshots is not None else None
+    saved = job._persist(job._recovery.save) if job._recovery.snapshots is not None else None
     say("phase", name="after", wait=True)
     sys.stdin.readline()
     say("phase", name="sync")

@@ -6,9 +6,6 @@ wire     a step message and its answer through gpumux's wire layer, with no daem
 empty    `job.step().result()` of a program without operators: client, daemon, executor process and back
 one op   `job.step(x).result()` of one: a batch into shared memory, a kernel, a result back
 
-Each job is alone while its turn lasts, so after a few steps they no longer pass through the daemon
-(docs/architecture.md, "Steps past the daemon"); its accounts of them show in the upper percentiles.
-
 All take turns in one run; the ratio is empty over echo, of each turn's medians. Waking a process on
 another core costs tens of microseconds where the machine is virtual, and the kernel places the echo's
 two processes now on one core, now on two: `--cores 1` confines everything to one core, where all ways

@@ -87,7 +87,7 @@ def measure(width: int, args: argparse.Namespace) -> dict[str, Any]:
                 taken += number
                 if number:  # count is of the job that was kept, whose turn came second
                     costs.append((took["kept"] - took["plain"]) * count / number)
-            nbytes = jobs["kept"]._recovery.told.log.nbytes if jobs["kept"]._recovery.told is not None else 0
+            nbytes = jobs["kept"]._recovery.recorder.log.nbytes if jobs["kept"]._recovery.recorder is not None else 0
             table = jobs["kept"]._table
             size = sum(table.buffers[b].nbytes for b in jobs["kept"]._remote.resident())
             for job in jobs.values():

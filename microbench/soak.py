@@ -105,9 +105,9 @@ def settled(daemon: Daemon, control: Control, before: watch.Holding | None) -> w
     until = time.monotonic() + REST_S
     at_rest(control, daemon.alive, REST_S)
     if before is None:
-        control.rest(2.0)
+        control.wait(2.0)
     while True:
-        control.rest(1.0)
+        control.wait(1.0)
         now = watch.holding(daemon.process.pid)
         if before is None or time.monotonic() > until or not _more(before, now):
             return now

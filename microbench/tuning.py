@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from clients import digits_sweep
+from gpumux.tune.run import SCHEDULERS, SweepResult, tune
 from gpumux.tune.task import Task, find
-from gpumux.tune.tune import SCHEDULERS, Found, tune
 from microbench import common
 from microbench.daemon import running_daemon
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
     facts = common.machine()
-    found: dict[str, list[Found]] = {name: [] for name in args.schedulers}
+    found: dict[str, list[SweepResult]] = {name: [] for name in args.schedulers}
     task = find("clients.digits_sweep:factory")
     with ExitStack() as stack:
         endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if "concurrent" in found else None
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if agreement["same_best"] else 1
 
 
-def _sweep(task: Task, scheduler: str, endpoint: str | None, args: Any) -> Found:
+def _sweep(task: Task, scheduler: str, endpoint: str | None, args: Any) -> SweepResult:
     space = {
         "model": {"choices": [args.model]},
         "batch_size": {"choices": [args.batch]},
@@ -70,7 +70,7 @@ def _sweep(task: Task, scheduler: str, endpoint: str | None, args: Any) -> Found
     )  # fmt: skip
 
 
-def summary(runs: list[Found]) -> dict[str, Any]:
+def summary(runs: list[SweepResult]) -> dict[str, Any]:
     best = runs[0].best
     return {
         "wall_s": common.figure([run.wall_s for run in runs]),
@@ -82,7 +82,7 @@ def summary(runs: list[Found]) -> dict[str, Any]:
     }
 
 
-def agree(found: dict[str, list[Found]]) -> dict[str, Any]:
+def agree(found: dict[str, list[SweepResult]]) -> dict[str, Any]:
     """How far the schedulers' scores are apart, and whether they chose the same trial."""
     runs = [run for each in found.values() for run in each]
     scores = [[entry.score for entry in run.entries] for run in runs]

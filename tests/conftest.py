@@ -13,7 +13,7 @@ from typing import Any
 
 # The tests themselves look into the core, put things in their place and read its source, which takes the Python files.
 # What they start as processes runs what users would have, which is compiled after `make core`;
-# tests/scheduler/test_both.py compares the two.
+# tests/scheduler/test_compiled_is_equal.py compares the two.
 os.environ["GPUMUX_CORE"] = "interpreted"
 import gpumux.scheduler  # noqa: F401
 

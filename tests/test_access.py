@@ -1,4 +1,4 @@
-"""Access rules: how they are read, which one applies to whom, and what a mistake in them says."""
+"""Access rules: their file, the rule that applies to a user, and the errors for mistakes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_key_is_nobody_of_this_machine():
     st.sets(st.integers(0, 5)),
 )
 def test_exactly_one_rule_applies_and_it_names_the_peer(bodies, uid, groups):
-    """Against the sentence in the documentation, read word by word."""
+    """Compared with the sentence in the documentation, implemented word by word."""
     made = tuple(Rule(f"r{i}", frozenset(u), frozenset(g)) for i, (u, g) in enumerate(bodies))
     named = [rule for rule in made if uid in rule.users] or [rule for rule in made if rule.groups & groups]
     peer = Peer(uid, 99, 1, tuple(groups))

@@ -1,5 +1,5 @@
 """The build of the compiled core: what it needs, says and leaves. Whether it works, `make core` and
-tests/scheduler/test_both.py show."""
+tests/scheduler/test_compiled_is_equal.py show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all were there."""
+    """Pretends that all tools are there."""
     monkeypatch.setattr(compile_core, "_tools", lambda: (["cc"], []))
 
 
@@ -49,8 +49,8 @@ def test_what_is_compiled_is_there_and_all_it_is_made_with_is_looked_at() -> Non
 
 
 def test_what_may_return_a_value_says_so_where_it_is_compiled() -> None:
-    """mypyc takes the end of a function with a result for out of reach: what happens there is undefined. mypy finds
-    them all but for bodies that are a docstring alone, which mean None to Python."""
+    """mypyc takes the end of a function with a result to be unreachable: reaching it is undefined. mypy finds all such
+    functions except for bodies that are only a docstring, which return None in Python."""
     found = []
     for module in compile_core.MODULES:
         nodes = list(ast.walk(ast.parse(_source(module).read_text())))

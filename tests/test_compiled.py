@@ -1,5 +1,4 @@
-"""Which core runs: what was compiled is used where it is of these sources and for this interpreter, and nowhere
-else."""
+"""The choice of the core: compiled modules are used only with these sources and this interpreter."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_the_doctor_says_which(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     found = checks.core()
-    # Whoever changes the core has what was compiled out of date, and is told.
+    # After a change of the core the compiled modules are out of date, and an error says so.
     assert found.level == level or (not environ and found.level == checks.WARN and found.remedy)
     assert words in found.detail
 

@@ -1,4 +1,4 @@
-"""The configuration: who wins, and what is refused by name."""
+"""The configuration: precedence of sources, and refusals by name."""
 
 from __future__ import annotations
 

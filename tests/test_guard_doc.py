@@ -1,4 +1,4 @@
-"""What docs/multiplexing.md, docs/architecture.md and the README say was measured of the guard is what lies in
+"""What docs/multiplexing.md, docs/measured.md and the README say was measured of the guard is what lies in
 microbench/results."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MULTIPLEXING, ARCHITECTURE, README = (
-    (ROOT / page).read_text() for page in ("docs/multiplexing.md", "docs/architecture.md", "README.md")
+MULTIPLEXING, MEASURED, README = (
+    (ROOT / page).read_text() for page in ("docs/multiplexing.md", "docs/measured.md", "README.md")
 )
 
 
@@ -92,7 +92,7 @@ def test_steps_that_come_at_random():
     wanted = (2e-3, 100.0, True, "guarded")
     (told,) = [row for row in rows if (row["step_s"], row["rate"], row["random"], row["policy"]) == wanted]
     assert (
-        cell(README, "simulated A100: high steps of 2 ms at random")
+        cell(MEASURED, "simulated A100: high steps of 2 ms at random")
         == f"{told['mean_slowdown']:.3f} and {told['p99_slowdown']:.3f}; {told['low']:.2f}"
     )
 
@@ -114,13 +114,13 @@ def test_the_guards_cost():
         micros.append(
             "({:.0f} to {:.0f} us against {:.0f} to {:.0f})".format(*[f(of) for of in both for f in (min, max)])
         )
-    assert cell(README, "core events a second of processor time under `paced`") == "; ".join(rates)
-    assert cell(README, "an event under `guarded` over one under `paced`") == "; ".join(cost)
+    assert cell(MEASURED, "core events a second of processor time under `paced`") == "; ".join(rates)
+    assert cell(MEASURED, "an event under `guarded` over one under `paced`") == "; ".join(cost)
     told = (
         f"{cost[0]} times with 10, 100 and 1,000 jobs where the core is compiled {micros[0]}, {cost[1]} where it is not"
         f" {micros[1]}, " + f"and for a launch {launch[0]} compiled"
     )
-    assert told in " ".join(ARCHITECTURE.split())
+    assert told in " ".join(MULTIPLEXING.split())
 
 
 def test_a_high_job_next_to_a_greedy_one():

@@ -1,4 +1,4 @@
-"""What is left of the host's memory, on machines made up for it."""
+"""The free host memory, on invented machines."""
 
 from __future__ import annotations
 

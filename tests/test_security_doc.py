@@ -55,7 +55,7 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
             "steps in flight, transfers, profiles, changes of a job",
             (Config().max_inflight, requests.MAX_TRANSFERS, questions.MAX_PROFILES, changes.MAX_CHANGES),
         ),
-        ("questions of a session that wait", (turns.MOST_WAITING,)),
+        ("questions of a session that wait", (turns.MAX_WAITING,)),
         ("recordings", (int(tracing.MAX_SECONDS), tracing.MAX_RECORDS)),
         ("names; other strings; lists", (MAX_NAME, fields.MAX_NAME, fields.MAX_LIST)),
         ("descriptors of the daemon", (connections.RESERVE,)),

@@ -6,8 +6,8 @@ from tests.deploy.packages import need
 
 
 def become(uid: int, gid: int, groups: list[int], *, read_all: bool = True) -> list[str]:
-    """A command before a command. `read_all`: may read everybody's files (but write no socket), since the Python
-    that runs the tests may lie in somebody's home."""
+    """A prefix for a command that runs it as another user. read_all: it may read all users' files (but write no
+    socket), since the Python that runs the tests may be in another user's home."""
     words = [need("setpriv", "util-linux"), f"--reuid={uid}", f"--regid={gid}"]
     words += [f"--groups={','.join(map(str, groups))}"] if groups else ["--clear-groups"]
     caps = "-all,+dac_read_search" if read_all else "-all"

@@ -1,10 +1,10 @@
-"""Tensors and optimizer states that are behind the daemon's, and fetch it before they are read.
+"""Stale tensors and optimizer states, which fetch the daemon's newer state before they are read.
 
-While a job's state in the daemon is newer than the local one, each of its tensors has a class of its own: a subclass of
-the one it had, whose `__torch_function__` has the newer state fetched and then runs the function. The fetch gives every
-tensor its class back first, so the function meets plain tensors and takes the path it takes without gpumux. What only
-describes a tensor (its shape, its type) is answered without. A module that is called asks before its forward, as some
-modules choose their path by the classes they meet: one global hook, there only while something is behind.
+While a job's state in the daemon is newer than the local one, each local tensor has a special class: a subclass of its
+own, whose `__torch_function__` fetches the newer state and then runs the function. The fetch first restores the class
+of every tensor, so the function gets plain tensors and behaves as without gpumux. Functions that only describe a tensor
+(its shape, its type) fetch nothing. A global module hook, set only while something is stale, fetches before a module's
+forward, because some modules choose their path by the classes of their tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gpumux.capture.state import DESCRIBES, Part
 from gpumux.errors import StaleGradient, StaleState
 
-plainly = torch._C.DisableTorchFunctionSubclass  # with plainly(): nothing is fetched
+without_fetching = torch._C.DisableTorchFunctionSubclass  # with without_fetching(): nothing is fetched
 
 
-class Keeper(Protocol):
-    """What has newer state than the local tensors."""
+class ReadHandler(Protocol):
+    """The holder of newer state than that of the local tensors."""
 
     def fetch(self, parts: frozenset[Part]) -> None: ...
-    def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
+    def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
     def gradient(self, index: int) -> torch.Tensor | None: ...
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None: ...
     def gradient_zeroed(self, index: int, value: torch.Tensor) -> None: ...
@@ -42,57 +42,61 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this
-    is, or whose gradient; -1 for none. The tensor itself holds it: so a job lives for as long as what it trained can be
-    asked for."""
+class StaleMark:
+    """The mark of a stale tensor. `part`: None for a gradient that was not kept. `index`: the parameter that the tensor
+    is, or is the gradient of; -1 for none. The tensor holds its mark, so a job lives as long as its state can be
+    read."""
 
     plain: type
-    keeper: Keeper | weakref.ref[Any]
+    handler: ReadHandler | weakref.ref[Any]
     part: Part | None
     index: int
 
 
-_MARK = "_gpumux_held"
+_MARK = "_gpumux_stale"
+_LIVE = "_gpumux_live"
 _fetching: dict[type, type] = {}  # by the plain class
 _lost: dict[type, type] = {}  # by the plain class
 _outdated: dict[type, type] = {}  # by the plain class
 _plain: dict[type, type] = {}  # by any of them
 
 
-def held_of(tensor: torch.Tensor) -> Held | None:
-    """None for a tensor that is not behind."""
-    found: Held | None = tensor.__dict__.get(_MARK) if type(tensor) in _plain else None
+def stale_mark(tensor: torch.Tensor) -> StaleMark | None:
+    """The mark of a tensor, None if it is not stale."""
+    found: StaleMark | None = tensor.__dict__.get(_MARK) if type(tensor) in _plain else None
     return found
 
 
-def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -1) -> None:
-    """From now on the tensor is behind."""
+def mark_stale(tensor: torch.Tensor, handler: ReadHandler, part: Part | None, index: int = -1) -> None:
+    """Mark a tensor as stale."""
     kind = type(tensor)
     plain = _plain.get(kind, kind)
-    tensor.__dict__[_MARK] = Held(plain, keeper if part is not None else weakref.ref(keeper), part, index)
+    tensor.__dict__[_MARK] = StaleMark(plain, handler if part is not None else weakref.ref(handler), part, index)
     wanted = lost(plain) if part is None else fetching(plain)
     if kind is not wanted:
         object.__setattr__(tensor, "__class__", wanted)
 
 
-def lose(tensor: torch.Tensor) -> None:
-    """The tensor was a gradient, or a window onto one, and its values are nowhere any more."""
-    let_go(tensor)
+def mark_lost(tensor: torch.Tensor, *, live: bool = False) -> None:
+    """Mark a tensor that was a gradient, or a view of one, and whose values exist nowhere. `live`: in the plain loop it
+    still is a gradient's memory, so it can't be zeroed either."""
+    unmark(tensor)
+    if live:
+        tensor.__dict__[_LIVE] = True
     object.__setattr__(tensor, "__class__", lost(type(tensor)))
 
 
-def let_go(tensor: torch.Tensor) -> None:
-    """The tensor is plain again. Idempotent."""
+def unmark(tensor: torch.Tensor) -> None:
+    """Make the tensor plain again. Idempotent."""
     plain = _plain.get(type(tensor))
     if plain is not None:
         tensor.__dict__.pop(_MARK, None)
+        tensor.__dict__.pop(_LIVE, None)
         object.__setattr__(tensor, "__class__", plain)
 
 
 def fetching(plain: type) -> type:
-    """The subclass of a tensor's class that fetches. It goes by the same name, and what is copied or pickled is
-    plain."""
+    """The subclass of a tensor's class that fetches. It has the same name; copies and pickles are plain tensors."""
     found = _fetching.get(plain)
     if found is None:
         found = type(plain)(
@@ -111,13 +115,14 @@ def fetching(plain: type) -> type:
         _fetching[plain] = found
         _plain[found] = plain
         reducer = ForkingPickler._extra_reducers.get(plain)  # type: ignore[attr-defined]
-        if reducer is not None:  # as multiprocessing sends tensors
+        if reducer is not None:  # used by multiprocessing to send tensors
             ForkingPickler.register(found, lambda tensor: reducer(_ready(tensor)))
     return found
 
 
 def _without_values(plain: Any, function: Callable[..., Any], refuse: Callable[[], Any], what: str) -> type:
-    """A subclass of a tensor's class whose values are nowhere: `function` decides what may be asked, copying is refused."""
+    """A subclass of a tensor's class for tensors without values: `function` decides which functions are allowed,
+    copying is refused."""
     found: type = type(plain)(
         plain.__name__,
         (plain,),
@@ -134,17 +139,17 @@ def _without_values(plain: Any, function: Callable[..., Any], refuse: Callable[[
 
 
 def lost(plain: type) -> type:
-    """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed,
-    and put away; reading them raises StaleGradient."""
+    """The subclass of a tensor's class for gradients that were not kept. They may be described, zeroed and dropped;
+    reading them raises StaleGradient."""
     if plain not in _lost:
         _lost[plain] = _without_values(plain, _lost_torch_function, _refuse, "gradient of size {} that was not kept")
     return _lost[plain]
 
 
-def outdate(tensor: torch.Tensor) -> None:
-    """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any
-    more."""
-    let_go(tensor)
+def mark_replaced(tensor: torch.Tensor) -> None:
+    """Mark a tensor that was a buffer or optimizer state and that a step replaced while it was stale: its values exist
+    nowhere."""
+    unmark(tensor)
     plain: type = type(tensor)
     if plain not in _outdated:
         what = "tensor of size {} that a step replaced"
@@ -154,7 +159,7 @@ def outdate(tensor: torch.Tensor) -> None:
 
 def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func in _DESCRIBES:
-        with plainly():
+        with without_fetching():
             return func(*args, **(kwargs or {}))
     return _refuse_outdated()
 
@@ -168,7 +173,7 @@ def _refuse_outdated() -> Any:
 
 
 def is_lost(tensor: torch.Tensor | None) -> bool:
-    """Whether it is a gradient that was not kept, or what a step replaced."""
+    """Whether the tensor is a gradient that was not kept, or was replaced by a step."""
     kind = type(tensor)
     return kind in _plain and (_lost.get(_plain[kind]) is kind or _outdated.get(_plain[kind]) is kind)
 
@@ -183,7 +188,7 @@ def _refuse() -> Any:
 
 
 def _ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, up to date and of its own class."""
+    """The tensor itself, fetched and of its own class."""
     _fetch([tensor])
     return tensor
 
@@ -207,9 +212,9 @@ def _getters(*names: str) -> Iterator[Any]:
     return (getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name))
 
 
-_TENSOR: Any = torch.Tensor  # whose attributes are descriptors, when asked of the class
+_TENSOR: Any = torch.Tensor  # its attributes, read from the class, are descriptors
 
-# What only describes a tensor, or is about autograd's hooks.
+# Functions that only describe a tensor, or concern autograd's hooks.
 _DESCRIBES = DESCRIBES | frozenset(
     (
         *_getters(
@@ -228,7 +233,7 @@ _DESCRIBES = DESCRIBES | frozenset(
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__
 _ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
 _SET_DATA = _TENSOR.data.__set__
-# What torch's compilers ask of a gradient to make a fake one like it.
+# Functions that torch's compilers call on a gradient to make a fake tensor like it.
 _OUTSIDE = frozenset(
     (
         *_methods("_is_view", "share_memory_", "untyped_storage"),
@@ -242,7 +247,7 @@ _MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfl
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _DESCRIBES:
-        with plainly():
+        with without_fetching():
             return func(*args, **kwargs)
     if func in (_GET_GRAD, _SET_GRAD, _DELETE_GRAD):
         return _about_gradient(func, args)
@@ -255,13 +260,13 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _DESCRIBES or func in _OUTSIDE:
-        with plainly():
+        with without_fetching():
             return func(*args, **kwargs)
     if func in _ZERO or func is torch._foreach_zero_:
         _zeroed(args)
         return func(*args, **kwargs)
-    if func == _SET_DATA or func in _MOVES:  # as model.to() does, whatever to
-        with plainly():
+    if func == _SET_DATA or func in _MOVES:  # model.to() uses them
+        with without_fetching():
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and out is not args[0]:
             object.__setattr__(out, "__class__", lost(type(out)))
@@ -270,42 +275,43 @@ def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs
 
 
 def _zeroed(value: Any) -> None:
-    """These are about to be zeros, whatever they are. A gradient need not be fetched for it, unless it shares its
-    memory."""
+    """Prepare tensors that are about to be zeroed. A gradient need not be fetched for that, unless it shares memory."""
     for tensor in value if isinstance(value, (tuple, list)) else ():
         if isinstance(tensor, (tuple, list)):
             _zeroed(tensor)
         elif isinstance(tensor, torch.Tensor) and type(tensor) in _plain:
-            held = held_of(tensor)
+            if _LIVE in tensor.__dict__:
+                _refuse()
+            held = stale_mark(tensor)
             if held is None or (held.index >= 0 and held.part is not Part.MODEL and _owns_memory(tensor)):
-                let_go(tensor)
-                keeper = held.keeper if held is not None else None
-                keeper = keeper() if isinstance(keeper, weakref.ref) else keeper
-                if held is not None and keeper is not None:
-                    keeper.gradient_zeroed(held.index, tensor)
+                unmark(tensor)
+                handler = held.handler if held is not None else None
+                handler = handler() if isinstance(handler, weakref.ref) else handler
+                if held is not None and handler is not None:
+                    handler.gradient_zeroed(held.index, tensor)
 
 
 def _owns_memory(tensor: torch.Tensor) -> bool:
-    with plainly():
+    with without_fetching():
         return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _about_gradient(func: Any, args: Any) -> Any:
-    held = held_of(args[0])
-    if held is None or held.index < 0 or held.part is not Part.MODEL or isinstance(held.keeper, weakref.ref):
-        with plainly():
+    held = stale_mark(args[0])
+    if held is None or held.index < 0 or held.part is not Part.MODEL or isinstance(held.handler, weakref.ref):
+        with without_fetching():
             return func(*args)
     if func == _GET_GRAD:
-        return held.keeper.gradient(held.index)
+        return held.handler.gradient(held.index)
     value = args[1] if func == _SET_GRAD else None
-    with plainly():
-        func(*args)  # which says what is wrong with a value
-    held.keeper.gradient_set(held.index, value)
+    with without_fetching():
+        func(*args)  # raises torch's own error for an invalid value
+    held.handler.gradient_set(held.index, value)
     return None
 
 
 def _found(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that can be fetched, in arguments of whatever nesting."""
+    """The stale tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         if type(value) in _plain and not is_lost(value):
             yield value
@@ -318,25 +324,25 @@ def _found(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _fetch(value: Any) -> None:
-    wanted: dict[int, tuple[Keeper, set[Part]]] = {}
+    wanted: dict[int, tuple[ReadHandler, set[Part]]] = {}
     for tensor in list(_found(value)):
-        held = held_of(tensor)
-        if held is not None and held.part is not None and not isinstance(held.keeper, weakref.ref):
-            wanted.setdefault(id(held.keeper), (held.keeper, set()))[1].add(held.part)
-    for keeper, parts in wanted.values():
-        keeper.fetch(frozenset(parts))
+        held = stale_mark(tensor)
+        if held is not None and held.part is not None and not isinstance(held.handler, weakref.ref):
+            wanted.setdefault(id(held.handler), (held.handler, set()))[1].add(held.part)
+    for handler, parts in wanted.values():
+        handler.fetch(frozenset(parts))
     for tensor in list(_found(value)):
-        let_go(tensor)  # fetched a moment ago by another thread, or made by the class of one that was behind
+        unmark(tensor)  # fetched meanwhile by another thread, or made with the class of a stale tensor
 
 
 def fetch_arguments(values: Iterable[Any]) -> None:
-    """Those of these that are behind are brought up to date. Raises StaleGradient for a gradient that was not kept."""
+    """Fetch the stale tensors among these. Raises StaleGradient for a gradient that was not kept."""
     behind = [value for value in values if type(value) in _plain]
     if behind and torch._C._is_torch_function_enabled():
         _fetch(behind)
         if any(type(value) in _outdated.values() for value in behind):
             _refuse_outdated()
-        if any(map(is_lost, behind)):  # or was found to be, by the fetch
+        if any(map(is_lost, behind)):  # or the fetch found that it is lost
             _refuse()
 
 
@@ -345,23 +351,23 @@ def fetch_arguments(values: Iterable[Any]) -> None:
 
 _behind: list[weakref.ref[Any]] = []
 _handle: Any = None
-_hooking = threading.RLock()  # a collector may come to `watch_modules` amid it
+_hooking = threading.RLock()  # reentrant, because the collector may call `watch_modules` inside it
 
 
 def before_forward(module: torch.nn.Module, args: Any) -> None:
-    """The global hook: fetch before a module decides on its path."""
+    """The global hook: fetch before a module chooses its path."""
     for ref in list(_behind):
-        keeper = ref()
-        if keeper is not None and keeper.has(module):
-            keeper.fetch(frozenset({Part.MODEL}))
+        handler = ref()
+        if handler is not None and handler.has(module):
+            handler.fetch(frozenset({Part.MODEL}))
 
 
-def watch_modules(keeper: Keeper, on: bool) -> None:
-    """Have module calls ask `keeper` first, or no longer. Idempotent."""
+def watch_modules(handler: ReadHandler, on: bool) -> None:
+    """Set or remove `handler` as one that fetches before module calls. Idempotent."""
     with _hooking:
-        _behind[:] = [ref for ref in _behind if ref() is not None and ref() is not keeper]
+        _behind[:] = [ref for ref in _behind if ref() is not None and ref() is not handler]
         if on:
-            _behind.append(weakref.ref(keeper, _unwatch))
+            _behind.append(weakref.ref(handler, _unwatch))
         _hook()
 
 
@@ -384,7 +390,8 @@ HOOKS = torch.nn.modules.module._global_forward_pre_hooks
 
 
 class OtherHooks:
-    """A dictionary of hooks, but for ours: it comes and goes, and no step is another one for it."""
+    """A view of a dictionary of hooks without gpumux's own, which comes and goes and must not make a step another
+    variant."""
 
     def __init__(self, hooks: dict[Any, Any]) -> None:
         self._hooks = hooks
@@ -396,12 +403,11 @@ class OtherHooks:
         return sum(1 for _ in self)
 
 
-# ---- Functions of torch that read or share a tensor's memory and never ask its class
-# (`torch.overrides.get_ignored_functions`).
+# ---- functions of torch that read or share a tensor's memory and bypass `__torch_function__`
+# (`torch.overrides.get_ignored_functions`)
 #
-# `__torch_function__` does not hear of them. So from the first job on, each has one in its place that fetches what is
-# behind and then calls it. They stay when the last job has closed: torch's compilers note functions by identity,
-# whenever they first look.
+# From the first job on, each of them is replaced by a function that fetches stale tensors and then calls the original.
+# The replacements stay after the last job has closed, because torch's compilers remember functions by identity.
 
 
 _lock = threading.Lock()
@@ -410,7 +416,7 @@ _installed = False
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 TORCH = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _SPARSE))
 _METHODS = ("new", "new_tensor", "as_subclass", "set_")
-_TRANSFORMS: tuple[tuple[Any, str], ...] = (  # how an argument of torch.func's transforms is wrapped
+_TRANSFORMS: tuple[tuple[Any, str], ...] = (  # functions that wrap the arguments of torch.func's transforms
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
     (torch._functorch.vmap, "_add_batch_dim"),
@@ -425,7 +431,7 @@ _SCRIPTED = (
 
 
 def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, which fetches its arguments first."""
+    """A function that fetches the arguments of `plain` first."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -436,14 +442,14 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
-    """By which pickle finds it again, also in a process without gpumux: a DataLoader's worker gets its collate function
-    so."""
+    """Give a function the name by which pickle finds the original, also in a process without gpumux: a DataLoader's
+    worker gets its collate function in that way."""
     function.__module__, function.__qualname__ = module, name
     return function
 
 
 def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, some of whose arguments are lists of tensors."""
+    """A function that fetches the arguments of `plain`, some of which are lists of tensors."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -455,7 +461,7 @@ def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a TorchScript module, whose parameters only C++ goes through."""
+    """A function that fetches the parameters of a TorchScript module first, because only C++ code reads them."""
 
     @functools.wraps(plain)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -467,12 +473,14 @@ def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Idempotent."""
+    """Put the replacements in place. Idempotent."""
     global _installed
     with _lock:
         if _installed:
             return
-        table = _builtins._get_builtin_table()  # torch.jit fills it when first asked, with what stands in `torch` then
+        table = (
+            _builtins._get_builtin_table()
+        )  # torch.jit fills it at its first use, with the functions that `torch` has then
         for name in TORCH:
             plain = getattr(torch, name)
             asking = _named(_asking(plain), "torch", name)
@@ -492,7 +500,7 @@ def install() -> None:
         for made, name in ((torch.Tensor, "_make_subclass"), (torch.nn.Parameter, "__new__")):
             setattr(made, name, staticmethod(_asking(getattr(made, name))))
         torch.nested.nested_tensor = _of_lists(torch.nested.nested_tensor)
-        torch.autograd._make_grads = _of_lists(torch.autograd._make_grads)  # with which backward() and grad() begin
+        torch.autograd._make_grads = _of_lists(torch.autograd._make_grads)  # backward() and grad() call it first
         for scripted in _script.ScriptModule, _script.RecursiveScriptModule:
             for name in _SCRIPTED:
                 if name in vars(scripted):
@@ -503,25 +511,26 @@ def install() -> None:
         _installed = True
 
 
-# ---- Finds the tensors of a script that lie over a job's storages: `p.data`, detached views, windows onto a flat
-# buffer.
+# ---- the script's own tensors over a job's storages: `p.data`, detached views, windows onto a flat buffer
 
 
 _use_count = torch._C._storage_Use_Count
 
 
 class Aliases:
-    """A storage counts its references: tensors, and one for Python's own handle of it. Where there are more than those
-    known, tensors are looked for among all objects of the process: a tenth of a second. What has no Python object (a
-    DLPack capsule, a graph that autograd keeps) is not found, and is reason to look again, as a tensor may have come in
-    the place of another."""
+    """Finds other tensors over a job's storages.
+
+    A storage counts its references: tensors, and one for its Python handle. If there are more than are known, tensors
+    are searched among all objects of the process, which takes about a tenth of a second. References without a Python
+    object (a DLPack capsule, a graph that autograd keeps) are not found. They cause another search each time, because a
+    tensor may have taken the place of one."""
 
     def __init__(self) -> None:
         self._found: list[weakref.ref[torch.Tensor]] = []
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-        """Tensors over the storages of `tensors`, other than these, each with the `_cdata` of the storage. Needs torch
-        functions to be off."""
+        """Other tensors over the storages of `tensors`, each with the `_cdata` of its storage. Must be called with
+        torch functions disabled."""
         mine = set(map(id, tensors))
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
         known: dict[int, int] = dict.fromkeys(storages, 1)  # the handle in `storages`
@@ -541,8 +550,8 @@ class Aliases:
 
 
 def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[torch.Tensor, int]]:
-    """All tensors over these storages that Python objects hold, but those whose ids are in `mine`, each with the
-    `_cdata` of its storage. Needs torch functions to be off."""
+    """All tensors over these storages that Python objects hold, except those whose ids are in `mine`, each with the
+    `_cdata` of its storage. Must be called with torch functions disabled."""
     return [
         (thing, key)
         for thing in gc.get_objects()
@@ -551,7 +560,7 @@ def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[to
 
 
 def _over(tensor: torch.Tensor, storages: Container[int]) -> int:
-    """Which of these the tensor lies over, itself or with its values (of a sparse or nested one); 0 for none."""
+    """The storage among these over which the tensor, or the values of a sparse or nested tensor, lies; 0 for none."""
     if is_traceable_wrapper_subclass(tensor):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return next((key for part in inner if (key := _over(part, storages))), 0)
@@ -564,24 +573,29 @@ def _over(tensor: torch.Tensor, storages: Container[int]) -> int:
     return key if key in storages else 0
 
 
-# ---- An optimizer's state that is behind the daemon's, and fetches it before it is read.
+# ---- an optimizer's stale state, which fetches before it is read
 
 
 class FetchingState(defaultdict[Any, Any]):
-    """Stands where `optimizer.state` was: whatever is done with it is done with the real one, up to date."""
+    """Takes the place of `optimizer.state`. Every operation fetches and is then made on the real dictionary."""
 
-    def __init__(self, keeper: Keeper, optimizer: Any) -> None:
+    def __init__(self, handler: ReadHandler, optimizer: Any) -> None:
         super().__init__(dict)
-        self._keeper = keeper
+        self._handler = handler
         self._optimizer = weakref.ref(optimizer)
         self.plain = optimizer.state
 
     def real(self) -> Any:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.state is self:
-            self._keeper.fetch(frozenset({Part.OPTIMIZER}))
+            self._handler.fetch(frozenset({Part.OPTIMIZER}))
             self.plain = optimizer.state
         return self.plain
+
+
+def plain_state(state: Any) -> Any:
+    """An optimizer's state as its own dictionary, without a fetch."""
+    return state.plain if isinstance(state, FetchingState) else state
 
 
 def _forwarding(name: str) -> Callable[..., Any]:

@@ -1,15 +1,15 @@
-"""The client's random generator: a job's draws go on from it, and after each step it stands where the plain loop would
-have left it.
+"""The client's random generator: a job's steps draw from it, and after each step it has the state that the plain loop
+would have left.
 
-A step takes the state of torch's default generator along, as one more tensor of its batch, and draws from there in the
-daemon (`Program.generator`). What the step draws the client must skip. How many 32-bit words of the generator an
-operator takes depends on the operator, the number of elements and the processor (`exponential_`, for one, draws
-otherwise with MKL), so it is measured when the step is captured: the operator runs here, on as many elements, and what
-it took is counted. Skipping as many words after each step costs a few nanoseconds a word and waits for nothing.
+A step carries the state of torch's default generator as one more tensor of its batch, and draws from that state in the
+daemon (`Program.generator`). The client must skip what the step draws. The number of 32-bit words that an operator
+takes depends on the operator, the number of elements and the processor (`exponential_`, for one, draws differently with
+MKL). So it is measured when the step is captured: the operator runs here, on as many elements, and the words it took
+are counted. Skipping as many words after each step costs a few nanoseconds a word and waits for nothing.
 
-Where the number of words depends on data (`poisson`), on a normal number that an earlier draw left over (fewer than 16
-are drawn in pairs, and the second of a pair is kept for the next call), or skipping would take longer than what it
-saves, `step()` waits for the answer instead, which brings the generator's state as the step left it.
+In three cases `step()` waits for the answer instead, which brings the generator's state after the step: the number of
+words depends on data (`poisson`); it depends on a normal number that an earlier draw left over (fewer than 16 are drawn
+in pairs, and the second of a pair is kept for the next call); skipping would take longer than what it saves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gpumux.program.ir import (
 )
 from gpumux.program.validate import leaves, op_args, out_views
 
-# Operators that take the same number of words whatever the values they are given.
+# Operators whose number of words does not depend on the values of their arguments.
 _BY_SIZE_ALONE = frozenset(
     f"aten.{name}"
     for name in (
@@ -52,27 +52,26 @@ _BY_SIZE_ALONE = frozenset(
     )
 )  # fmt: skip
 _NEVER_ON_THE_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # its kernel there has no dropout
-_MEASURED_ELEMENTS = (
-    1 << 22
-)  # an operator on more of them is not run to be measured: its steps are long enough to wait for
-_MOST_BLOCKS = 2000  # that are looked through for a number of words that is neither one nor two an element
+# An operator on more elements is not run to be measured; its steps are long enough to wait for the answer.
+_MEASURED_ELEMENTS = 1 << 22
+_MOST_BLOCKS = 2000  # searched for a number of words that is neither one nor two an element
 _BLOCK = 624  # words that the Mersenne Twister makes at once
-_AT = slice(24, 24 + 8 * _BLOCK)  # its state within the bytes of torch.Generator.get_state()
-_NEXT = slice(16, 24)  # and the next word's place in it
-# Behind it are the normal numbers kept for the next call: one of 64 bits, and one of 32, each with the byte that says
-# it is there.
+_AT = slice(24, 24 + 8 * _BLOCK)  # the twister's state within the bytes of torch.Generator.get_state()
+_NEXT = slice(16, 24)  # the next word's index in that state
+# After the state lie the normal numbers kept for the next call, of 64 and of 32 bits: bytes of the number, byte that
+# says whether there is one, type.
 _KEPT = ((slice(5024, 5032), 5040, torch.float64), (slice(5048, 5052), 5052, torch.float32))
 _SCRATCH = 1 << 14  # elements of 64 bits, drawn to skip twice as many words
 
-WAIT_S = 500e-6  # what waiting for an answer costs a loop that would have gone on, about (microbench/draws.py)
-SHARE = 0.02  # of a step's time that skipping may take
+WAIT_S = 500e-6  # approximate cost of waiting for an answer to a loop that could go on (microbench/draws.py)
+SHARE = 0.02  # the part of a step's time that skipping may take
 
 _measured: dict[tuple[Any, ...], int | None] = {}
 
 
 def words_drawn(program: Program) -> int | None:
-    """How many words of the generator one step takes; None where that depends on more than the Program. Operators that
-    share a random slot (recomputation) draw the same numbers, once."""
+    """The number of words of the generator that one step takes, None if it depends on more than the Program. Operators
+    that share a random slot (recomputation) draw the same numbers, once."""
     total = 0
     seen: set[int] = set()
     for op in program.ops:
@@ -91,7 +90,7 @@ def _words_of(program: Program, op: Op) -> int | None:
         return 0
     given = list(leaves(op_args(op)))
     if op.target not in _BY_SIZE_ALONE or any(isinstance(arg, ScalarRef) for arg in given):
-        return None  # the next step's number may be another one
+        return None  # the number may differ at the next step
     read = [program.views[arg.view] for arg in given if isinstance(arg, TensorRef)]
     made = [program.views[view] for view in out_views(op.outs)]
     elements = max((prod(view.size) for view in (*read, *made)), default=0)
@@ -105,12 +104,12 @@ def _words_of(program: Program, op: Op) -> int | None:
 
 
 def _measure(program: Program, op: Op, elements: int) -> int | None:
-    """Run the operator from several states of a generator, one with normal numbers kept; None where they don't all take
-    as many words and leave what is kept as it was, or torch refuses."""
+    """Run the operator from several states of a generator, one of them with kept normal numbers. Returns the number of
+    words, or None if it is not the same each time, the kept numbers change, or torch refuses."""
     _, name, overload = op.target.split(".")
     call = getattr(getattr(torch.ops.aten, name), overload)
     takes_generator = any(argument.name == "generator" for argument in call._schema.arguments)
-    # Torch's default generator is moved only for the few operators that know no other.
+    # Torch's default generator is used only for the few operators that take no other.
     generator = torch.Generator() if takes_generator else torch.default_generator
     more = {"generator": generator} if takes_generator else {}
     before = generator.get_state()
@@ -134,7 +133,7 @@ def _measure(program: Program, op: Op, elements: int) -> int | None:
 
 
 def _value(program: Program, arg: Arg) -> Any:
-    """An argument of a call, with invented tensors: halves and ones do as probabilities and as counts."""
+    """An argument of a call, with made-up tensors: halves and ones are valid as probabilities and as counts."""
     if isinstance(arg, TensorRef):
         view = program.views[arg.view]
         dtype: torch.dtype = getattr(torch, view.dtype)
@@ -151,9 +150,9 @@ def _value(program: Program, arg: Arg) -> Any:
 
 
 def _words_between(start: torch.Tensor, end: torch.Tensor, elements: int) -> int | None:
-    """How many words were taken from state `start` to `end`; None where skipping so many leads elsewhere (a normal
-    number that is kept for the next call came or went), or where they are too far apart. One or two an element is
-    looked for first."""
+    """The number of words between the states `start` and `end`. None if skipping that many leads to another state (a
+    normal number kept for the next call came or went), or if the states are too far apart. One or two words an element
+    are tried first."""
     for words in (2 * elements, elements):
         if torch.equal(_after(start, words), end):
             return words
@@ -189,7 +188,7 @@ def _place(state: torch.Tensor) -> int:
 
 
 def skip(words: int, generator: torch.Generator | None = None) -> None:
-    """Move the generator on (torch's default one) as if it had drawn so many words."""
+    """Advance the generator (default: torch's default one) by `words` 32-bit words."""
     pairs, odd = divmod(words, 2)
     scratch = torch.empty(min(pairs, _SCRATCH), dtype=torch.int64, device="cpu")
     while pairs:
@@ -201,8 +200,8 @@ def skip(words: int, generator: torch.Generator | None = None) -> None:
 
 
 class ClientGenerator:
-    """Torch's default generator as the jobs of this process share it. `lock` is held from reading the state for a step
-    until the generator stands behind the step, so that no two steps draw the same numbers."""
+    """Torch's default generator, shared by the jobs of this process. `lock` is held from reading the state for a step
+    until the generator was advanced past the step, so that no two steps draw the same numbers."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -213,14 +212,14 @@ class ClientGenerator:
         """Its state, uint8 of STATE_BYTES."""
         return torch.default_generator.get_state()
 
-    def take_back(self, state: torch.Tensor) -> None:
-        """It goes on from the state that a step left."""
+    def set_state(self, state: torch.Tensor) -> None:
+        """Set its state to the one after a step."""
         torch.default_generator.set_state(state)
 
     def waits(self, words: int | None, step_s: float | None) -> bool:
-        """Whether waiting for the answer is the better way past a step of so many words (None: unknown) that took
-        `step_s` seconds when it last ran. Where there is a choice it is not while the process has other jobs, whose
-        steps the thread could not send meanwhile."""
+        """Whether to wait for the answer of a step instead of skipping its words. `words`: their number, None if
+        unknown; `step_s`: the seconds that the step took when it last ran. A known number is skipped while the process
+        has other jobs, because the thread could not send their steps while it waits."""
         if words is None:
             return True
         return len(self.jobs) <= 1 and words * self._s_per_word > max(WAIT_S, SHARE * (step_s or 0.0))

@@ -1,4 +1,4 @@
-"""Bringing the daemon's state home: into the local objects, or into dictionaries beside them."""
+"""Copies the daemon's state into the local objects, or into dictionaries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.fetching import FetchingState
+from gpumux.capture.fetching import plain_state
 from gpumux.capture.state import ALL, Part, Place, StateTable, byte_view
 from gpumux.capture.step import State
 from gpumux.capture.structure import DeviceLeaf, HostLeaf, thaw
@@ -20,8 +20,8 @@ Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 def install(
     table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL, mine: Collection[int] = ()
 ) -> None:
-    """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives
-    besides is left alone, unless it is all. `mine`: buffers that are newer here."""
+    """Overwrite these parts of the local state with the daemon's. `pull` calls its argument with the buffers' numbers
+    and bytes (uint8); buffers of other parts are ignored. `mine`: buffers that are newer here and stay as they are."""
     wanted = None if parts == ALL else state.structure.buffers(table, parts)
 
     def write(buffer: int, data: torch.Tensor) -> None:
@@ -33,16 +33,16 @@ def install(
 
     pull(write)
     if Part.MODEL in parts:
-        torch.autograd.graph.increment_version([t for _, t in table.tensors])  # so that graphs made before are noticed
+        torch.autograd.graph.increment_version([t for _, t in table.tensors])  # so that autograd refuses older graphs
     if Part.OPTIMIZER in parts:
         for optimizer, frozen in zip(table.optimizers, state.structure.optimizers, strict=True):
             _put_state(optimizer, _state(table, frozen, state, table.local), table)
 
 
 def _put_state(optimizer: Any, fresh: Any, table: StateTable) -> None:
-    """Into the dictionaries and step counters that are there, as the optimizer itself writes to them: a script may hold
-    them."""
-    old = optimizer.state.plain if isinstance(optimizer.state, FetchingState) else optimizer.state
+    """Write the state into the dictionaries and step counters that exist, as the optimizer does, because a script may
+    hold them."""
+    old = plain_state(optimizer.state)
     if type(old) not in (dict, defaultdict):
         optimizer.state = fresh
         return
@@ -126,8 +126,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def load_local(table: StateTable, state: dict[str, Any]) -> None:
-    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers. Raises ConfigError for
-    what holds neither, such as a model's own state_dict: nothing of it would be loaded."""
+    """Load dictionaries, as `dictionaries` returns them, into the local models and optimizers. Raises ConfigError for
+    another mapping, such as a model's own state_dict, of which nothing would be loaded."""
     if not isinstance(state, Mapping) or not state.keys() & {"model", "optimizer"}:
         found = "has neither 'model' nor 'optimizer'" if isinstance(state, Mapping) else f"is a {type(state).__name__}"
         raise ConfigError(
@@ -135,8 +135,8 @@ def load_local(table: StateTable, state: dict[str, Any]) -> None:
             'give {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, or one of the two',
         )
     for owners, key in ((table.models, "model"), (table.optimizers, "optimizer")):
-        given = state.get(key)
-        if given is None:
+        value = state.get(key)
+        if value is None:
             continue
-        for owner, one in zip(owners, given if len(owners) > 1 else [given], strict=True):
+        for owner, one in zip(owners, value if len(owners) > 1 else [value], strict=True):
             owner.load_state_dict(one)

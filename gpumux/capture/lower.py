@@ -1,8 +1,8 @@
-"""From a raw trace to a Program: drop what nobody needs, keep what outlives the step, renumber.
+"""Lowers a raw trace to a Program: drops dead operators, gives the state that outlives the step a place, renumbers.
 
-A gradient that the step leaves in `p.grad` is kept in the daemon only if some step of the job reads
-gradients it did not make itself (`keep`): a loop that zeroes them first would pay a copy of every
-gradient at every step for nothing.
+A gradient that the step leaves in `p.grad` is kept in the daemon only if some step of the job reads gradients that it
+did not make itself (`keep`). Otherwise a loop that zeroes gradients first would copy all of them at every step for
+nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.capture.generator import STATE_BYTES, words_drawn
-from gpumux.capture.recorder import RawOp, RawStorage, Record
+from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import ALL, Part, Place, StateTable
-from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, frozen_leaves, path_name
-from gpumux.capture.symbols import Evaluator, Expr, Guard, Steady
+from gpumux.capture.structure import (
+    ConstLeaf,
+    DeviceLeaf,
+    HostLeaf,
+    Structure,
+    frozen_leaves,
+    keeps_gradient,
+    path_name,
+)
+from gpumux.capture.symbols import ConstantScalars, Evaluator, Expr, ScalarGuard
 from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.capture.watch.fingerprint import Change
 from gpumux.capture.watch.watches import numerics_now, uses_tf32
@@ -42,20 +50,19 @@ from gpumux.program.ir import (
     spans,
 )
 
-# ---- Where each thing that a step leaves behind lies from then on: which of the job's buffers, and the copies that
-# takes.
+# ---- the places of the tensors that a step leaves behind: job buffers, and the copies into them
 #
-# What lies on the job's memory already stays there. Anything else goes to a buffer of its own, known by its path, so
-# that a step that makes it anew finds the same place each time. Things that overlap in the memory the step made share
-# one buffer, each at its own offset: what a later step writes to one of them, the others have too, as in the plain
-# loop. No two things that share nothing are given the same place, whatever shared it before.
+# A tensor that already lies on the job's memory stays there. Any other goes to a buffer of its own, identified by its
+# path, so that it has the same place after each step that makes it anew. Tensors that overlap in the memory that the
+# step made share one buffer, each at its own offset: a later write to one of them changes the others, as in the plain
+# loop. Two tensors that share no memory never get the same place, even if earlier ones shared it.
 
 
 _ALIGNED = 16  # bytes: the largest element
 
 
-def place_of(record: Record, view: int) -> Place | None:
-    """The job buffer place of a view that lies on state, else None."""
+def place_of(record: TraceRecord, view: int) -> Place | None:
+    """The place of a view that lies on a job buffer, else None."""
     v = record.views[view]
     storage = record.storages[v.storage]
     if storage.kind != "state":
@@ -75,11 +82,11 @@ class _Leaf:
         return bool(self.path[0] == "grad")
 
 
-Span = tuple[int, int]  # first byte, and the one behind the last
+Span = tuple[int, int]  # first byte, and the byte after the last
 
 
 class _Taken:
-    """Which parts of which buffers are in use."""
+    """The parts of buffers that are in use."""
 
     def __init__(self) -> None:
         self._spans: defaultdict[int, list[Span]] = defaultdict(list)
@@ -91,18 +98,22 @@ class _Taken:
         return place.buffer in self._spans and any(_meet(_span(place), span) for span in self._spans[place.buffer])
 
 
-class Homes:
-    """`keep`: the parameters whose gradients the job keeps. Raises CaptureError for a buffer of a module that shares
-    memory with something else the step leaves behind: its place is given."""
+class ExitPlaces:
+    """The place of each tensor that a step leaves behind. `keep`: the parameters whose gradients the job keeps.
+
+    Raises CaptureError for a module's buffer that shares memory with another tensor that the step leaves behind,
+    because the buffer's place is fixed. Raises it also for optimizer state that shares memory with a gradient, because
+    a change of that gradient by the script would change the state."""
 
     def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
         self._record = raw.record
         self._table = table
         self._leaves = {leaf.path: leaf for leaf in self._found(raw)}
-        self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # what is copied, and for which leaves
+        self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # a leaf that is copied, and the leaves it is copied for
         for leaf in self._leaves.values():
             leaf.place = place_of(self._record, leaf.view)
         self._refuse_shared_buffers(raw)
+        self._refuse_shared_gradients()
         fresh = [leaf for leaf in self._leaves.values() if leaf.place is None]
         self._settle()
         self.anew = frozenset([*(self.of(leaf.path) for leaf in fresh), *(place for place, _ in raw.replaced)])
@@ -114,7 +125,7 @@ class Homes:
         return place
 
     def copies(self) -> list[tuple[Place, int]]:
-        """(place, view) of all that must be brought to its place; gradients that are not kept need not be."""
+        """(place, view) of the tensors that must be copied to their place. Gradients that are not kept need no copy."""
         wanted = [
             leaf for leaf, users in self._copied
             if any(not one.gradient or one.path[1] in self.kept for one in users)
@@ -143,7 +154,7 @@ class Homes:
             else:
                 fresh[self._record.views[leaf.view].storage].append(leaf)
         groups = {leaf.path: group for found in fresh.values() for group in self._overlapping(found) for leaf in group}
-        for leaf in self._leaves.values():  # in their order, by which buffers are numbered
+        for leaf in self._leaves.values():  # in this order, because it decides the buffers' numbers
             if leaf.place is None:
                 group = groups[leaf.path]
                 if len(group) == 1:
@@ -152,7 +163,7 @@ class Homes:
                     self._together(group, taken)
 
     def _overlapping(self, leaves: list[_Leaf]) -> list[list[_Leaf]]:
-        """Leaves on one storage, in groups that have no byte in common."""
+        """Leaves on one storage, in groups that share no byte with each other."""
         if len(leaves) == 1:
             return [leaves]
         groups: list[list[_Leaf]] = []
@@ -198,8 +209,8 @@ class Homes:
                 self._copied.append((leaf, group))
 
     def _free(self, path: tuple[Any, ...], name: str, layout: Any, taken: _Taken) -> Place:
-        """The place known by this path. While something else lies there, another one, as a history has that is passed
-        on."""
+        """The place of this path, or another one while another tensor lies there (a history that is passed on from
+        entry to entry)."""
         for turn in count():
             tensor = self._table.placeholder((*path, "turn", turn) if turn else path, name, *layout)
             place = self._table.place(tensor)
@@ -209,15 +220,12 @@ class Homes:
         raise AssertionError("a new buffer is in no use")
 
     def _kept(self, keep: frozenset[int]) -> frozenset[int]:
-        """The gradients whose values the job has: also those in memory that it keeps for another's sake."""
+        """The gradients whose values the job has: those in `keep`, and those that share memory with kept state."""
         places = {leaf.path[1]: self.of(leaf.path) for leaf in self._leaves.values() if leaf.gradient}
         kept = keep & places.keys()
         if len(kept) == len(places):
             return kept
         needed = _Taken()
-        for leaf in self._leaves.values():
-            if not leaf.gradient:
-                needed.add(self.of(leaf.path))
         for _, tensor in self._table.tensors:
             if (place := self._table.place(tensor)) is not None:
                 needed.add(place)
@@ -231,8 +239,17 @@ class Homes:
             for index in more:
                 needed.add(places[index])
 
+    def _refuse_shared_gradients(self) -> None:
+        views = self._record.views
+        gradients = {views[leaf.view].storage: leaf for leaf in self._leaves.values() if leaf.gradient}
+        for leaf in self._leaves.values():
+            other = gradients.get(views[leaf.view].storage)
+            if other is not None and not leaf.gradient:
+                raise keeps_gradient(leaf.name, other.name.removeprefix("grad."))
+
     def _refuse_shared_buffers(self, raw: RawTrace) -> None:
-        """A buffer of a module stays where it is, so what takes its place is copied there, and shares nothing."""
+        """Raises CaptureError for a module's buffer that shares memory. A buffer keeps its place: the tensor that
+        replaces it is copied there, and then shares no memory."""
         if not raw.replaced:
             return
         table, views = self._table, self._record.views
@@ -270,7 +287,7 @@ def _meet(a: Span, b: Span) -> bool:
 
 
 def _dense(view: View) -> bool:
-    """Whether its elements are all that its bytes hold."""
+    """Whether the view covers all bytes of its span, each once."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(view.size, view.stride, strict=True) if n > 1):
         if stride != expected:
@@ -288,24 +305,23 @@ class Lowered:
     binding: tuple[int, ...]  # job buffer of each state slot
     exit: Structure
     evaluator: Evaluator  # -> scalars, exit host values, changed hyperparameters, host results
-    counts: tuple[int, int, int]  # how many of the first three the evaluator gives
+    counts: tuple[int, int, int]  # numbers of the evaluator's values of the first three kinds
     groups: tuple[tuple[int, int, str, int | None], ...]
     results: tuple[Any, ...]  # per leaf: ("tensor", i), ("host", i) or ("const", value)
     result_spec: pytree.TreeSpec
     flags: tuple[Change, ...]
-    reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
-    written: tuple[Expr, ...] = ()  # numbers that the Program has as they were when it was traced
-    words: int | None = (
-        0  # of the client's generator that a step takes (generator.py), where its Program has `generator`
-    )
-    anew: frozenset[Place] = frozenset()  # where something that the step made stands from then on
-    returns_leaf: bool = field(init=False)  # the result is one value, no container
+    reads_dropped: frozenset[int]  # parameters whose dropped gradient the step reads
+    written: tuple[Expr, ...] = ()  # numbers written into the Program as constants
+    # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
+    words: int | None = 0
+    anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
+    returns_leaf: bool = field(init=False)  # whether the result is one value, no container
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
 
     def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
-        """What the step function returned, put together again. `host`: the evaluator's last values."""
+        """The pytree that the step function returned. `host`: the evaluator's values for the results."""
         leaves = [
             tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in self.results
         ]
@@ -313,20 +329,20 @@ class Lowered:
 
 
 class _Exit:
-    """How the step ends: where each thing it leaves behind lies, and the copies that takes."""
+    """The end of a step: the places of the tensors that it leaves behind, and the copies into them."""
 
     def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
         self.host: list[Expr] = []
         self._vars: dict[int, int] = {}
-        self._homes = Homes(raw, table, keep)
+        self._places = ExitPlaces(raw, table, keep)
         optimizers = tuple(
             tuple((key, thaw_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
         )
-        places = [(index, self._homes.of(("grad", index))) for index in sorted(raw.gradients)]
-        kept = tuple(one for one in places if one[0] in self._homes.kept)
-        dropped = tuple(one for one in places if one[0] not in self._homes.kept)
-        self.copies = [*self._homes.copies(), *raw.replaced]
-        self.anew = self._homes.anew
+        places = [(index, self._places.of(("grad", index))) for index in sorted(raw.gradients)]
+        kept = tuple(one for one in places if one[0] in self._places.kept)
+        dropped = tuple(one for one in places if one[0] not in self._places.kept)
+        self.copies = [*self._places.copies(), *raw.replaced]
+        self.anew = self._places.anew
         self.structure = Structure(optimizers, kept, dropped)
 
     def _leaf(self, leaf: Any) -> Any:
@@ -336,7 +352,7 @@ class _Exit:
                 self.host.append(leaf.expr)
             return HostLeaf(var, leaf.dtype)
         if isinstance(leaf, DeviceExit):
-            return DeviceLeaf(self._homes.of(leaf.path))
+            return DeviceLeaf(self._places.of(leaf.path))
         assert isinstance(leaf, ConstLeaf)
         return leaf
 
@@ -353,10 +369,10 @@ def thaw_frozen(tree: Any, make: Any) -> Any:
 
 def lower(
     raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False,
-    steady: Steady | None = None,
+    constants: ConstantScalars | None = None,
 ) -> Lowered:  # fmt: skip
-    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its
-    draws go on from the generator of the client (generator.py). `steady`: which numbers are written into it."""
+    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: draw
+    from the client's generator (generator.py). `constants`: decides which numbers are written into the Program."""
     end = _Exit(raw, table, keep)
     record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
@@ -366,16 +382,16 @@ def lower(
     roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
     roots |= {s for b, s in record.state_storage.items() if b not in dropped}
     ops = _live(record.ops, roots)
-    # Before dead operators go: adding to a gradient reads it, whether or not anybody looks later.
+    # Before dead operators are dropped: adding to a gradient reads it, even if the sum is not used.
     touched = frozenset().union(*(op.reads for op in record.ops))
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
-    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), steady)
+    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), constants)
     ops, copies = _born_in_place(record, ops, end.copies, build)
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops = [build.op(op) for op in ops]
     places = [build.view(v) for v in tensors]
-    if end.copies:  # what the step returns is read before what it leaves behind is put in place
+    if end.copies:  # results are read before the copies overwrite state
         places = build.spare(places, out_ops)
     out_ops += build.copies(copies)
     results, host_results = _results(raw)
@@ -392,7 +408,7 @@ def lower(
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
     written = tuple(build.written.values())
-    guards = (*raw.guards, *(Guard(expr, expr.value, "") for expr in written))
+    guards = (*raw.guards, *(ScalarGuard(expr, expr.value, "") for expr in written))
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
@@ -401,7 +417,7 @@ def lower(
 
 
 def with_generator(program: Program) -> Program:
-    """The Program with the generator's state as one more input, and as one more result."""
+    """The Program with the generator's state as an additional input and an additional result."""
     storage, view = len(program.storages), len(program.views)
     return replace(
         program,
@@ -428,7 +444,7 @@ def _results(raw: RawTrace) -> tuple[tuple[Any, ...], list[Expr]]:
 
 
 def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
-    """Operators whose effect reaches a root. Draws stay: dropping one would shift all later draws."""
+    """The operators that a root depends on, and all draws, because dropping one would shift the later ones."""
     live = set(roots)
     kept: list[RawOp] = []
     for op in reversed(ops):
@@ -443,11 +459,11 @@ _ZEROS = frozenset(("aten.zeros_like.default", "aten.zeros.default", "aten.new_z
 
 
 def _born_in_place(
-    record: Record, ops: list[RawOp], copies: list[tuple[Place, int]], build: _Build
+    record: TraceRecord, ops: list[RawOp], copies: list[tuple[Place, int]], build: _Build
 ) -> tuple[list[RawOp], list[tuple[Place, int]]]:
-    """Let what an optimizer's first step makes (zeros, or a clone) be made where it is kept: the operators, and the
-    copies that are left. Momenta would else be there twice, in the very step that takes the most memory."""
-    made: dict[int, int] = {}  # by storage, the first operator that has it as its only output
+    """Make the state of an optimizer's first step (zeros, or a clone) directly in its buffer. Returns the operators and
+    the remaining copies. Otherwise momenta would exist twice in the step that takes the most memory."""
+    made: dict[int, int] = {}  # storage -> the first operator that has it as its only output
     for at, op in enumerate(ops):
         if len(op.outs) == 1 and isinstance(op.outs[0], int):
             made.setdefault(record.views[op.outs[0]].storage, at)
@@ -461,7 +477,7 @@ def _born_in_place(
         fits = (
             storage.kind == "temp"
             and wanted[v.storage] == targets[place.buffer] == 1
-            and place.buffer not in record.state_storage  # nothing in this step looks at what was there before
+            and place.buffer not in record.state_storage  # the step does not read the buffer's old content
             and (place.size, place.stride, place.offset, v.offset) == (v.size, v.stride, 0, 0)
             and place.dtype == getattr(torch, v.dtype)
             and build.takes(v.storage, place.buffer)
@@ -481,10 +497,10 @@ class _Build:
     """Renumbers storages, views and scalars in order of first use."""
 
     def __init__(
-        self, record: Record, table: StateTable, written: frozenset[int], steady: Steady | None = None
+        self, record: TraceRecord, table: StateTable, written: frozenset[int], constants: ConstantScalars | None = None
     ) -> None:
-        self._steady = steady
-        self.written: dict[int, Expr] = {}  # numbers of the record that stand in operators themselves
+        self._constants = constants
+        self.written: dict[int, Expr] = {}  # numbers of the record that are constants in operators
         self._record = record
         self._table = table
         self._written = written
@@ -514,11 +530,11 @@ class _Build:
         return self._storage[raw]
 
     def takes(self, raw: int, buffer: int) -> bool:
-        """Whether a temporary is as large as a job buffer."""
+        """Whether a temporary storage is as large as a job buffer."""
         return self._record.storages[raw].nbytes == self._table.buffers[buffer].nbytes
 
     def keep_in(self, raw: int, buffer: int) -> None:
-        """Let a temporary lie on a job buffer."""
+        """Put a temporary storage on a job buffer."""
         self._storage[raw] = self._state(buffer)
 
     def _const(self, s: RawStorage, written: bool) -> int:
@@ -534,7 +550,7 @@ class _Build:
         return fresh
 
     def spare(self, places: list[int], ops: list[Op]) -> list[int]:
-        """Results that lie on state, copied away by operators added to `ops`."""
+        """Views of results; those that lie on state are cloned by operators added to `ops`."""
         spared = []
         for view in places:
             if self.storages[self.views[view].storage].kind == "state":
@@ -575,7 +591,7 @@ class _Build:
             return TensorRef(self.view(arg.view))
         if isinstance(arg, ScalarRef):
             expr = self._record.scalars[arg.index]
-            if arg.index in self.written or (self._steady is not None and self._steady.holds(expr)):
+            if arg.index in self.written or (self._constants is not None and self._constants.holds(expr)):
                 self.written[arg.index] = expr
                 return expr.value
             if arg.index not in self._scalar:
@@ -598,8 +614,8 @@ class _Build:
         return tuple(self.view(v) for v in out) if isinstance(out, tuple) else self.view(out)
 
     def copies(self, wanted: list[tuple[Place, int]]) -> list[Op]:
-        """Operators that bring what the step leaves behind to its buffers. What is read from state
-        is cloned first, in case another copy overwrites it."""
+        """Operators that copy the tensors that the step leaves behind to their buffers. A source on state is cloned
+        first, in case another copy overwrites it."""
         first: list[Op] = []
         then: list[Op] = []
         for place, raw in wanted:
@@ -620,16 +636,16 @@ class _Build:
         return first + then
 
 
-# ---- Buffers and optimizer state that a step replaces: the script may hold the tensors that stood there.
+# ---- buffers and optimizer state that a step replaces by new tensors
 #
-# In the plain loop those keep their values, while others stand in their places. So the places get other local memory,
-# and the old tensors are plain ones of the script's. Where their last values were never here, reading them raises
-# StaleState.
+# The script may hold the old tensors. In the plain loop these keep their values. So the places get other local memory,
+# and the old tensors become plain tensors of the script's. Reading them raises StaleState if their last values were
+# never fetched.
 
 
 class Replaces(NamedTuple):
-    """Of one Program, by the job's buffers. `written`: all that it writes in place, kept or not. `beside`: in which
-    something else lies, which stays."""
+    """The job buffers in which one Program replaces tensors. `written`: all buffers that it writes in place, kept or
+    not. `beside`: buffers with replaced state in which other state stays."""
 
     model: frozenset[int]
     optimizer: frozenset[int]
@@ -640,8 +656,9 @@ class Replaces(NamedTuple):
 NOTHING = Replaces(frozenset(), frozenset(), frozenset(), frozenset())
 
 
-def replaces(record: Record, anew: Iterable[Place], after: Structure, table: StateTable) -> Replaces:
-    """What a trace does, whose things lie at `anew` from then on, in a job that is as `after` says."""
+def replaces(record: TraceRecord, anew: Iterable[Place], after: Structure, table: StateTable) -> Replaces:
+    """The replacements that a trace makes. `anew`: the places of the tensors it made; `after`: the structure after
+    it."""
     places = set(anew)
     storages = frozenset[int]().union(*(op.writes for op in record.ops))
     written = frozenset(buffer for buffer, storage in record.state_storage.items() if storage in storages)

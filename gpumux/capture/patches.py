@@ -1,9 +1,9 @@
-"""What must behave differently in Python while a step is traced: random-number state and `math`.
+"""Python functions that are replaced while a step is traced: random-number state, `math`, and others.
 
-Checkpointing saves the generator's state before a block and sets it again to recompute the block
-with the same draws. Under fake tensors nothing is drawn, so `RngTape` keeps the *position* in the
-job's stream of draws instead: each drawing operator has a slot number, going back to a saved
-position reuses slots, and the device makes equal slots draw equal numbers (ir.Op.random).
+Checkpointing saves the generator's state before a block and sets it again to recompute the block with the same draws.
+Over fake tensors nothing is drawn, so `RngTape` keeps the *position* in the job's stream of draws instead. Each drawing
+operator has a slot number; going back to a saved position reuses slots; the device makes operators with equal slots
+draw equal numbers (ir.Op.random).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpumux.errors import CaptureError, DataDependent
 
 
 class RngTape:
-    """The draws of one step, in order, and where in them the traced code stands."""
+    """The draws of one step, in order, and the present position among them."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -34,11 +34,11 @@ class RngTape:
 
     @property
     def rewinds(self) -> bool:
-        """Whether draws from here on may have to be drawn again: somebody has noted a position."""
+        """Whether later draws may be repeated, because a position was saved."""
         return bool(self._saved)
 
     def draw(self, signature: tuple[Any, ...]) -> int:
-        """The slot of the next draw. `signature` says what is drawn (operator, shape, type)."""
+        """The slot of the next draw. `signature`: what is drawn (operator, shape, type)."""
         slot = self.position
         self.position += 1
         if slot == len(self._draws):
@@ -51,14 +51,14 @@ class RngTape:
         return slot
 
     def save(self) -> torch.Tensor:
-        """Stands in for torch.get_rng_state: a token for the present position."""
+        """Replaces torch.get_rng_state: returns a token for the present position."""
         with torch.utils._python_dispatch._disable_current_modes():
             token = torch.zeros(1, dtype=torch.uint8)
         self._saved[token.untyped_storage()._cdata] = (token, self.position)
         return token
 
     def restore(self, token: torch.Tensor) -> None:
-        """Stands in for torch.set_rng_state."""
+        """Replaces torch.set_rng_state."""
         found = self._saved.get(token.untyped_storage()._cdata)
         if found is None:
             raise CaptureError(
@@ -68,8 +68,8 @@ class RngTape:
         self.position = found[1]
 
     def finish(self) -> None:
-        """Raises CaptureError when the step ends inside a rewound stretch: the next step's draws
-        would then repeat this one's."""
+        """Raises CaptureError if the step ends before the end of a repeated block, because the next step would repeat
+        draws of this one."""
         if self.position != len(self._draws):
             raise CaptureError(
                 "the step leaves the random state rewound, so every step would draw the same numbers",
@@ -78,8 +78,8 @@ class RngTape:
 
 
 def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
-    """A GradScaler keeps its scale, and what it found of each optimizer's gradients, outside of the model, and decides
-    in Python whether the optimizer's step is taken."""
+    """A replacement for a method of GradScaler. A GradScaler keeps its scale, and its findings about gradients, outside
+    of the model, and decides in Python whether the optimizer steps."""
     plain = getattr(torch.amp.GradScaler, name)
 
     def method(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
 
 
 def _format(self: Any, spec: str) -> str:
-    """f"{lr:.3f}" on a traced number: text made of it can decide anything, so its value is guarded."""
+    """Formatting of a traced number, f"{lr:.3f}". Guards its value, because Python may decide anything by the text."""
     node = self.node
     value = node.guard_float() if node.is_float() else node.guard_int()
     return format(value, spec)
@@ -111,7 +111,7 @@ def _refuse_seed(*_: Any, **__: Any) -> None:
 
 
 def _value_guard(name: str) -> Callable[..., Any]:
-    """A stand-in for a method that hands out tensor values without any operator noticing."""
+    """A replacement for a method that returns tensor values without running an operator."""
     plain = getattr(torch._C.TensorBase, name)
     tracing = threading.get_ident()
 
@@ -152,8 +152,8 @@ def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
     return wrapper
 
 
-# Fused optimizers hand hyperparameters to operators whose schemas say `float`; torch asks a symbol for its plain value
-# there, which would make the trace one for this learning rate alone.
+# Fused optimizers pass hyperparameters to operators whose schemas say `float`. There torch reads the plain value of a
+# symbol, and the trace would hold for this learning rate alone.
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -169,7 +169,7 @@ def _fused_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
 
 
 def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
-    """torch.as_tensor, which asks a symbol for its plain value. ASGD makes its numbers into state with it."""
+    """Replaces torch.as_tensor, which reads the plain value of a symbol. ASGD puts numbers into its state with it."""
     if not is_symbol(data) or not by_numbers():
         return _AS_TENSOR(data, dtype=dtype, device=device)
     kind = dtype or (torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64)
@@ -182,15 +182,15 @@ _CAPTURABLE = "_get_capturable_supported_devices"
 
 
 def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Where the tensors of a traced step lie, whatever will run it."""
+    """A list of devices with "cpu" added, because the tensors of a traced step lie there."""
     return lambda *args, **kwargs: [*known(*args, **kwargs), "cpu"]
 
 
 @contextmanager
 def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
-    """Swap the functions in for the length of a trace. They act on tracing values only, so another
-    thread that calls `math.sqrt` meanwhile notices nothing. Optimizers take their implementation of many tensors at
-    once by default where a GPU is concerned (`gpu`), as they would there."""
+    """Replace the functions for the length of a trace. They act on traced values only, so that another thread can call
+    `math.sqrt` meanwhile. `gpu`: optimizers use their implementation for many tensors at once by default, as they do
+    on a GPU."""
     random: dict[str, Callable[..., Any]] = {
         "get_rng_state": tape.save,
         "set_rng_state": tape.restore,
@@ -221,7 +221,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
             if name.startswith("torch.optim.") and hasattr(module, _CAPTURABLE)
         ]
         name = "_get_foreach_kernels_supported_devices"
-        optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim takes the name away from itself
+        optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name `optimizer`
         known = getattr(optimizers, name)
         swaps.append((optimizers, name, here(known, _and_cpu(known))))
     with swapped(swaps):

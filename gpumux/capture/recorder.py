@@ -1,9 +1,8 @@
-"""Records every operator a step runs, over fake tensors, as raw operators on storages and views.
+"""Records every operator that a step runs, over fake tensors, as raw operators on storages and views.
 
-The recorder sits below autograd: what it sees is exactly the aten operators the plain loop runs,
-backward and optimizer included. The user's own parameters and buffers stay where they are; each
-time one reaches an operator it is looked up *by its storage* and replaced by a fake twin, so it does
-not matter by which reference the step found it.
+The recorder sits below autograd: it gets exactly the aten operators that the plain loop runs, those of backward and the
+optimizer included. The user's own parameters and buffers stay in place. When one reaches an operator, it is looked up
+*by its storage* and replaced by a fake twin, so it does not matter by which reference the step found it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import fake_call
 from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
 
-# ---- What the recorder needs to know of an operator's schema, worked out once an operator.
+# ---- operator schemas, prepared once for each operator
 
 
-# Operators that change an argument without saying so in their schema: positions of what they write.
+# Operators that change an argument although their schema does not say so: positions of the arguments they write.
 HIDDEN_WRITES: dict[str, tuple[int, ...]] = {
     "aten.native_batch_norm.default": (3, 4),
     "aten.cudnn_batch_norm.default": (3, 4),
@@ -43,7 +42,7 @@ HIDDEN_WRITES: dict[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class OperatorParam:
     name: str
     kwarg_only: bool
     default: Any
@@ -54,32 +53,32 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class RecordedSchema:
     target: str
-    params: tuple[Param, ...]
+    params: tuple[OperatorParam, ...]
     mutable: bool
     random: bool
     hidden_writes: tuple[int, ...]
 
 
-_cache: dict[Any, Schema] = {}
+_cache: dict[Any, RecordedSchema] = {}
 _SCALAR_TYPES = {"number", "Scalar", "float", "List[number]", "List[Scalar]", "Optional[number]", "Optional[Scalar]",
                  "Optional[float]", "List[float]"}  # fmt: skip
 
 
-def schema_of(func: torch._ops.OpOverload) -> Schema:
+def schema_of(func: torch._ops.OpOverload) -> RecordedSchema:
     found = _cache.get(func)
     if found is None:
         target = str(func)
         params = tuple(
-            Param(
+            OperatorParam(
                 a.name, a.kwarg_only, a.default_value if a.has_default_value() else None, a.has_default_value(),
                 a.alias_info is not None and a.alias_info.is_write, str(a.type) in ("Tensor", "Optional[Tensor]"),
                 str(a.type) in _SCALAR_TYPES,
             )
             for a in func._schema.arguments
         )  # fmt: skip
-        found = Schema(
+        found = RecordedSchema(
             target, params, func._schema.is_mutable, torch.Tag.nondeterministic_seeded in func.tags,
             HIDDEN_WRITES.get(target, ()),
         )  # fmt: skip
@@ -87,9 +86,9 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
     return found
 
 
-def bind(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Param, Any]]:
-    """(parameter, value) for everything given, positionals first, in schema order."""
-    bound: list[tuple[Param, Any]] = []
+def bind(schema: RecordedSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[OperatorParam, Any]]:
+    """(parameter, value) for all arguments of a call, positional ones first, in the order of the schema."""
+    bound: list[tuple[OperatorParam, Any]] = []
     for i, param in enumerate(schema.params):
         if i < len(args):
             bound.append((param, args[i]))
@@ -101,7 +100,7 @@ def bind(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 
 
 def functional_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """For an `out=` form with one output: the form that makes its own result from the same inputs."""
+    """For an `out=` overload with one output: the overload that makes a new result from the same inputs."""
     outs = [a for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
     if len(outs) != 1 or outs[0].name != "out" or len(func._schema.returns) != 1:
         return None
@@ -116,8 +115,8 @@ def functional_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | 
 def scalar_overload(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch._ops.OpOverload | None:
-    """For a number where the schema wants a tensor (`mul.Tensor(x, 2.0)`): the overload that takes
-    the number itself, which torch defines to compute the same."""
+    """For a call with a number in place of a tensor (`mul.Tensor(x, 2.0)`): the overload that takes the number, which
+    torch defines to compute the same."""
     packet = func.overloadpacket
     wanted = {"Tensor": "Scalar", "Tensor_mode": "Scalar_mode", "self": "ScalarOther"}.get(func._overloadname)
     if wanted is None or wanted not in packet.overloads():
@@ -129,13 +128,13 @@ def scalar_overload(
     return other
 
 
-# ---- What a trace has recorded so far: storages, views, operators, each as plain data.
+# ---- the record of a trace: storages, views and operators, as plain data
 #
-# Identity is by storage, not by tensor: holding tensors would raise their reference counts and make
-# autograd copy gradients it otherwise takes over as they are.
+# Tensors are identified by their storages. Holding the tensors would raise their reference counts, and autograd would
+# copy gradients that it otherwise takes over without a copy.
 
 
-# Operators that turn a tensor into another view of its storage, in place: nothing runs on the device.
+# Operators that change a tensor in place into another view of its storage: nothing runs on the device.
 _INPLACE_VIEWS = frozenset(
     ("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "detach_", "as_strided_")
 )
@@ -148,7 +147,7 @@ class RawStorage:
     kind: str
     nbytes: int
     key: Any = None
-    dtype: str = ""  # of the tensor it was born as (temp)
+    dtype: str = ""  # of the tensor that it was made for (temp)
 
 
 @dataclass(slots=True)
@@ -158,14 +157,14 @@ class RawOp:
     kwargs: tuple[tuple[str, Arg], ...]
     outs: tuple[Out, ...]
     reads: frozenset[int]  # storages
-    writes: frozenset[int]  # storages changed in place or born
+    writes: frozenset[int]  # storages changed in place or made
     random: int | None
     where: str
-    label: Label | None = None  # whose layer it is
+    label: Label | None = None  # its layer
 
 
 @dataclass(slots=True)
-class Record:
+class TraceRecord:
     storages: list[RawStorage] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     ops: list[RawOp] = field(default_factory=list)
@@ -174,11 +173,11 @@ class Record:
     state_storage: dict[int, int] = field(default_factory=dict)  # job buffer -> storage
 
 
-class Ledger:
-    """Numbers storages, views and host scalars as they come up, and writes operators down."""
+class TraceBuilder:
+    """Numbers storages, views and host scalars in the order in which they occur, and writes operators to the record."""
 
     def __init__(self, scope: Scope, tape: RngTape, allowed: Callable[[str], bool], device: torch.device) -> None:
-        self.record = Record()
+        self.record = TraceRecord()
         self._scope = scope
         self._tape = tape
         self._allowed = allowed
@@ -186,11 +185,11 @@ class Ledger:
         self._storage_ids: dict[int, int] = {}
         self._view_ids: dict[View, int] = {}
         self._scalar_ids: dict[int, int] = {}
-        self.label: Label | None = None  # of what is being recorded
-        self._keep: list[Any] = []  # storages, so that their addresses are not used again
+        self.label: Label | None = None  # of the operator that is being recorded
+        self._keep: list[Any] = []  # storages, so that their addresses are not reused
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let the tensor's storage live, so that its address names it for the whole trace."""
+        """Keep the tensor's storage alive, so that its address identifies it for the whole trace."""
         self._keep.append(tensor.untyped_storage())
 
     def storage_id(self, storage: torch.UntypedStorage) -> int | None:
@@ -221,9 +220,11 @@ class Ledger:
             self._view_ids[view] = index
         return index
 
-    # ---- writing an operator down ----------------------------------------------------------------
+    # ---- writing an operator ---------------------------------------------------------------------
 
-    def write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
+    def write(
+        self, func: Any, schema: RecordedSchema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any
+    ) -> None:
         outs = _returns(func, out)
         if any(isinstance(o, torch.Tensor) and o.layout is not torch.strided for o in leaves(outs)):
             raise UnsupportedOperator(
@@ -236,7 +237,7 @@ class Ledger:
                     f"{user_line()} changes the shape of the model's own tensor ({schema.target})",
                     "make a view of it instead",
                 )
-            return  # the tensor is another view of its storage from now on; nothing happens on the device
+            return  # only the view changes; nothing runs on the device
         fresh = [
             o for o in leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
         ]
@@ -267,7 +268,7 @@ class Ledger:
             if not param.kwarg_only:
                 positional.append(value)
             elif isinstance(value, ScalarRef) or not self._is_default(param.name, fake, param.default):
-                keywords.append((param.name, value))  # a number that is the default now may be another later
+                keywords.append((param.name, value))  # a number that equals the default now may differ later
         for o in fresh:
             writes.add(self.add_storage(o.untyped_storage(), "temp", None, str(o.dtype).removeprefix("torch.")))
         slot = (
@@ -283,9 +284,9 @@ class Ledger:
         )  # fmt: skip
 
     @staticmethod
-    def _draws(schema: Schema, args: tuple[Any, ...]) -> bool:
-        """Whether this call really draws. Fused attention draws only with a dropout probability, and forward; cuDNN's
-        recurrent layers only with a state to draw from, which they are never given."""
+    def _draws(schema: RecordedSchema, args: tuple[Any, ...]) -> bool:
+        """Whether this call draws random numbers. Fused attention draws only forward, with a dropout probability;
+        cuDNN's recurrent layers only with a dropout state, which they never get."""
         if schema.target.endswith("_backward.default") or schema.target == "aten._cudnn_rnn.default":
             return False
         if "dot_product" in schema.target:
@@ -300,7 +301,7 @@ class Ledger:
         return found
 
     def _pure_view(self, outs: Sequence[Any]) -> bool:
-        """All outputs are views of known storages that as_strided could make."""
+        """Whether all outputs are views of known storages that as_strided can make."""
         for o in leaves(outs):
             if isinstance(o, torch.Tensor):
                 storage = self.record.storages[self._known(o)]
@@ -311,7 +312,7 @@ class Ledger:
     def _shapes(self, outs: Sequence[Any]) -> tuple[Any, ...]:
         return tuple((tuple(o.shape), str(o.dtype)) for o in leaves(outs) if isinstance(o, torch.Tensor))
 
-    def _scalar_form(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Schema]:
+    def _scalar_form(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, RecordedSchema]:
         other = scalar_overload(func, args, kwargs)
         if other is None:
             raise UnsupportedOperator(
@@ -337,7 +338,7 @@ class Ledger:
         return ScalarRef(index)
 
     def _arg(self, value: Any, fake: Any, takes_scalar: bool, target: str) -> Arg:
-        """One argument as data. `value` may hold symbols, `fake` has the fake tensors."""
+        """One argument as data. `value` may contain symbols; `fake` contains the fake tensors."""
         if isinstance(fake, torch.Tensor):
             return TensorRef(self.view_of(fake))
         if is_symbol(value):
@@ -367,7 +368,7 @@ class Ledger:
 
 
 def _returns(func: Any, out: Any) -> Sequence[Any]:
-    """What an operator returned, one entry a return of its schema."""
+    """An operator's results, one entry for each return of its schema."""
     declared = len(func._schema.returns)
     if declared == 1:
         return (out,)
@@ -375,14 +376,14 @@ def _returns(func: Any, out: Any) -> Sequence[Any]:
 
 
 def placed(value: Any, view_of: Callable[[torch.Tensor], int]) -> Out:
-    """What an operator returned, tensors by the numbers of their views."""
+    """An operator's results, with tensors replaced by the numbers of their views."""
     if isinstance(value, torch.Tensor):
         return view_of(value)
     return tuple(view_of(v) for v in value) if isinstance(value, (list, tuple)) else None
 
 
 def leaves(value: Any) -> list[Any]:
-    """Flat list of what nested lists, tuples and dicts hold."""
+    """The leaves of nested lists, tuples and dicts as a flat list."""
     if isinstance(value, (list, tuple)):
         return [leaf for v in value for leaf in leaves(v)]
     if isinstance(value, dict):
@@ -390,10 +391,10 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-# ---- Operators on tracked 0-dim tensors (an optimizer's `step`), carried out on the host.
+# ---- operators on tracked 0-dim tensors (an optimizer's `step`), computed on the host
 #
-# Such a tensor's value depends on nothing but step counts and hyperparameters, so it is computed as an
-# expression instead of on the device: `.item()` on it is then known, and Python may decide by it.
+# The value of such a tensor depends only on step counts and hyperparameters, so it is computed as an expression and not
+# on the device. Then the result of `.item()` is known, and Python may decide by it.
 
 
 aten = torch.ops.aten
@@ -405,7 +406,7 @@ _TYPES = (torch.float32, torch.float64, torch.int64)
 
 
 def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """(done, result). Not done: the operator isn't one of ours, and runs on the device."""
+    """(done, result). `done` is False for an operator that the host does not compute and that runs on the device."""
     if func is aten._local_scalar_dense.default:
         return True, rec.scope.symbol(_value(rec, args[0]))
     if func in _SAME:
@@ -436,7 +437,8 @@ def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def filled(rec: Recorder, number: int, dtype: torch.dtype | None) -> tuple[bool, Any]:
-    """(done, a tracked 0-dim tensor that holds this number). Not done: a type whose arithmetic is the device's."""
+    """(done, a tracked 0-dim tensor that holds this number). `done` is False for a type that the host does not compute
+    with."""
     kind = dtype or torch.get_default_dtype()
     if kind not in _TYPES:
         return False, None
@@ -453,7 +455,7 @@ def _set(rec: Recorder, tensor: torch.Tensor, expr: Expr) -> None:
 
 def _new(rec: Recorder, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.zeros((), dtype=dtype)
-    rec.ledger.keep(tensor)
+    rec.builder.keep(tensor)
     _set(rec, tensor, expr)
     return tensor
 
@@ -483,7 +485,7 @@ def _binary(rec: Recorder, name: str, left: torch.Tensor, right: Any) -> Expr | 
 
 
 def _negate(rec: Recorder, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
-    # No square roots and the like here: torch's vectorised float32 ones are not correctly rounded.
+    # No square roots and similar functions: torch's vectorised float32 ones are not correctly rounded.
     if not tensor.is_floating_point():
         return False, None
     expr = rec.scope.apply("neg", _value(rec, tensor))
@@ -537,30 +539,32 @@ def _foreach(rec: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     return True, [_new(rec, e, t.dtype) for t, e in zip(tensors, exprs, strict=True)]  # type: ignore[arg-type]
 
 
-# ----
+# ---- the recorder
 
 
-# How ASGD begins the numbers of its state (step, mu), of which its Python later reads the values. Others that begin so
-# (the fused and capturable ones) leave them to the device.
+# Operators by which ASGD makes the numbers of its state (step, mu), whose values its Python reads later. Optimizers
+# that make them in the same way but do not read them (fused and capturable ones) leave them on the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
 
-# Finds a real tensor's place in the job's state: (buffer, its bytes, the storage's byte offset in it).
+# The place of a real tensor in the job's state: (buffer, bytes of the buffer, byte offset of the storage in it).
 Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 
 
 class Recorder(TorchDispatchMode):
+    """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for any
+    other tensor; `allowed`: whether a Program may contain an operator; `gpu`: whether the step runs on a GPU."""
+
     def __init__(
-        self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
+        self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
         gpu: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
-        self.fake_mode = FakeTensorMode(
-            allow_non_fake_inputs=False, allow_fallback_kernels=False
-        )  # like the daemon's check
+        # As in the daemon's check.
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
         self._observer = observer
@@ -569,12 +573,12 @@ class Recorder(TorchDispatchMode):
         self._unknown = unknown
         self.device = torch.device(device)
         self._gpu = gpu
-        self.ledger = Ledger(scope, tape, allowed, self.device)
-        self.record = self.ledger.record
-        self.view_of = self.ledger.view_of
+        self.builder = TraceBuilder(scope, tape, allowed, self.device)
+        self.record = self.builder.record
+        self.view_of = self.builder.view_of
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}  # by what the real one is, and how it lies in its buffer
-        self._rebound: dict[int, torch.Tensor] = {}  # real storage -> fake tensor that took its place
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}  # by the real tensor's id, place and layout
+        self._rebound: dict[int, torch.Tensor] = {}  # real storage -> fake tensor that replaces it
 
     # ---- tensors to storages and views ----------------------------------------------------------
 
@@ -584,7 +588,7 @@ class Recorder(TorchDispatchMode):
             fake = torch.empty_strided(
                 tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self.device
             )
-        self.ledger.add_storage(fake.untyped_storage(), "input", position)
+        self.builder.add_storage(fake.untyped_storage(), "input", position)
         self.record.inputs.append(self.view_of(fake))
         return fake
 
@@ -593,20 +597,20 @@ class Recorder(TorchDispatchMode):
         data = bytes(torch._C.TensorBase.numpy(flat.view(-1).view(torch.uint8))) if flat.numel() else b""
         with self.fake_mode:
             fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self.device)
-        self.ledger.add_storage(fake.untyped_storage(), "const", data, str(flat.dtype).removeprefix("torch."))
+        self.builder.add_storage(fake.untyped_storage(), "const", data, str(flat.dtype).removeprefix("torch."))
         return fake
 
     def materialise(self, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
-        """A 0-dim device tensor holding a host scalar's value."""
+        """A 0-dim device tensor with the value of a host scalar."""
         if expr.constant:
             return self._const(torch.tensor(expr.value, dtype=dtype))
         with self.fake_mode:
             fake = torch.empty((), dtype=dtype, device=self.device)
         name = str(dtype).removeprefix("torch.")
-        sid = self.ledger.add_storage(fake.untyped_storage(), "temp", None, name)
+        sid = self.builder.add_storage(fake.untyped_storage(), "temp", None, name)
         op = RawOp(
-            "aten.full.default", ((), self.ledger.scalar(expr)), (("dtype", Tag("dtype", name)),), (self.view_of(fake),),
-            frozenset(), frozenset((sid,)), None, user_line(), self.ledger.label,
+            "aten.full.default", ((), self.builder.scalar(expr)), (("dtype", Tag("dtype", name)),),
+            (self.view_of(fake),), frozenset(), frozenset((sid,)), None, user_line(), self.builder.label,
         )  # fmt: skip
         self.record.ops.append(op)
         return fake
@@ -620,7 +624,7 @@ class Recorder(TorchDispatchMode):
             )
         key = (id(real), place, real.dtype, real.storage_offset(), real.size(), real.stride())
         fake = self._views.get(key)
-        if fake is not None:  # making one takes as long as an operator does
+        if fake is not None:  # cached, because making one takes as long as an operator
             return fake
         buffer, nbytes, start = place
         base = self._bases.get(buffer)
@@ -628,7 +632,7 @@ class Recorder(TorchDispatchMode):
             with self.fake_mode:
                 base = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self._bases[buffer] = base
-            self.record.state_storage[buffer] = self.ledger.add_storage(base.untyped_storage(), "state", buffer)
+            self.record.state_storage[buffer] = self.builder.add_storage(base.untyped_storage(), "state", buffer)
         offset, rest = divmod(start, real.element_size())
         if rest:
             raise CaptureError(
@@ -668,7 +672,7 @@ class Recorder(TorchDispatchMode):
             self._observer.resume()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.ledger.label = self._layers.here()
+        self.builder.label = self._layers.here()
         if func is torch.ops.prim.device.default:
             return self.device
         if func.namespace != "aten":
@@ -685,7 +689,7 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()} runs an LSTM through oneDNN, whose backward can't be captured",
                 "set torch.backends.mkldnn.enabled = False before you submit (and in runs you compare with)",
             )
-        if func is aten._conj.default:  # lazy conjugation is a flag on a view; make it real
+        if func is aten._conj.default:  # lazy conjugation is only a flag on a view
             func = aten.conj_physical.default
         elif func is aten._neg_view.default:
             func = aten.neg.default
@@ -724,7 +728,7 @@ class Recorder(TorchDispatchMode):
         return self._device_op(func, args, kwargs)
 
     def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """`out=` written as the operator and a copy, which any device can carry out."""
+        """Record an `out=` call as the operator and a copy, which every device can run."""
         if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
             raise UnsupportedOperator(
                 f"{user_line()} gives out= a tensor of another shape or type than the result",
@@ -739,7 +743,7 @@ class Recorder(TorchDispatchMode):
         return key is not None and key in self.host and key not in self._rebound
 
     def is_number(self, value: Any) -> bool:
-        """Whether it is a tracked number, or the tensor of one, that is another at another step."""
+        """Whether a value is a tracked number, or a tensor of one, that differs from step to step."""
         if is_symbol(value):
             return True
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not self.is_host(value):
@@ -760,7 +764,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor.dim() == 0 and not tensor.is_complex():
-            self.ledger.keep(tensor)
+            self.builder.keep(tensor)
             self.host[tensor.untyped_storage()._cdata] = self.scope.const(tensor.item())
             return tensor
         return self._const(tensor)
@@ -772,9 +776,9 @@ class Recorder(TorchDispatchMode):
         fake_kwargs = {k: self._concrete(v, originals, keep) for k, v in kwargs.items()}
         out = self._run_fake(func, fake_args, fake_kwargs)
         schema = schema_of(func)
-        self.ledger.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
+        self.builder.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
         if schema.mutable:
-            if torch.Tag.inplace_view in func.tags:  # a fake was reshaped, and its real one was not
+            if torch.Tag.inplace_view in func.tags:  # the fake tensor was reshaped, but not the real one
                 self._views.clear()
             self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
         else:
@@ -786,9 +790,9 @@ class Recorder(TorchDispatchMode):
         return originals.get(id(out), out)
 
     def _concrete(self, value: Any, originals: dict[int, torch.Tensor], keep: list[torch.Tensor]) -> Any:
-        """An argument with a fake tensor for each real one: those are noted in `originals`, by the fake's id, and the
-        fakes in `keep`. A method, since a closure that calls itself would hold the real ones until the cyclic collector
-        runs."""
+        """An argument with each real tensor replaced by a fake one. Enters the real ones into `originals`, by the
+        fake's id, and the fakes into `keep`. A method, because a recursive closure would hold the real ones until the
+        cyclic collector runs."""
         if isinstance(value, torch.Tensor):
             fake = self.to_fake(value)
             if fake is not value:
@@ -820,16 +824,16 @@ class Recorder(TorchDispatchMode):
             ) from error
 
     def _follow_views(self, originals: dict[int, torch.Tensor], fakes: list[torch.Tensor], out: Any) -> None:
-        """A view of a tracked host tensor: both live on the device from now on, so that a later write
-        to one is seen through the other."""
+        """Move a tracked host tensor, of which a view was made, to the device, so that a later write to one of the two
+        changes the other."""
         made = {o.untyped_storage()._cdata for o in leaves(out) if isinstance(o, torch.Tensor)}
         for fake in fakes:
             real = originals[id(fake)]
             if fake.untyped_storage()._cdata in made and self.is_host(real):
                 self._rebound[real.untyped_storage()._cdata] = fake
 
-    def _rebind(self, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any) -> None:
-        """A device operator wrote into a tracked host tensor: from now on it lives on the device."""
+    def _rebind(self, schema: RecordedSchema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any) -> None:
+        """Move tracked host tensors that a device operator wrote to the device."""
         fakes = bind(schema, fargs, fkwargs)
         for (param, real), (_, fake) in zip(bind(schema, args, kwargs), fakes, strict=True):
             if param.writes:

@@ -1,4 +1,9 @@
-"""Says which line of the user's code, or which of their tensors, an error is about."""
+"""The user's code: the line or tensor that an error is about, the layer of an operator, and the functions that ran.
+
+The layer of an operator in the forward pass is the innermost module whose call is on Python's stack. In the backward
+pass autograd knows which node it evaluates; nodes are numbered when they are made, so the operator belongs to the layer
+that ran then. The loss, the optimizer and steps without modules have no layer. Nothing is hooked.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ _CONTEXTS = contextlib.__file__
 
 @cache
 def _between(path: str) -> bool:
-    """Whether a file only stands between the user's line and what it does."""
+    """Whether a file is a library's that may stand on the stack between the user's line and the operator."""
     if path.startswith("<frozen "):
         return True
     here, torch_home = (
@@ -38,7 +43,7 @@ def _torch_file() -> str:
 
 
 def user_frame(start: types.FrameType | None = None) -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame that is neither torch's nor gpumux's own."""
+    """(file, line, function) of the innermost frame that belongs neither to torch nor to gpumux."""
     frame = start or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -61,7 +66,7 @@ def definition(fn: Any) -> str:
 
 
 def optimizer_inside() -> Any:
-    """The optimizer whose step is on the stack, the outermost of them; None where there is none."""
+    """The outermost optimizer whose step() is on the stack; None if there is none."""
     import torch
 
     frame: types.FrameType | None = sys._getframe(1)
@@ -75,8 +80,8 @@ def optimizer_inside() -> Any:
 
 
 def by_numbers() -> bool:
-    """Whether an optimizer is on the stack that keeps numbers as tensors of its state and reads them in its Python at
-    each step."""
+    """Whether an optimizer is on the stack that keeps numbers as tensors in its state and reads their values in Python
+    at each step."""
     import torch
 
     return isinstance(optimizer_inside(), torch.optim.ASGD)
@@ -95,7 +100,7 @@ def traceback_line(error: BaseException) -> str:
 
 
 def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a function's closure and globals hold, by the names its code uses."""
+    """(name, value) of the closure variables and globals that a function's code names."""
     fn = getattr(fn, "__wrapped__", fn)
     if isinstance(fn, types.MethodType):
         yield "self", fn.__self__
@@ -106,7 +111,7 @@ def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # a cell not filled yet
+        except ValueError:  # an empty cell
             continue
     seen = set()
     for name in code_names(code):
@@ -119,8 +124,8 @@ _BY_STRING = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", "var
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
-    """Every name a function's code uses, nested functions included, and in code that looks names up by
-    strings (getattr) its strings."""
+    """Every name that a function's code uses, nested functions included. For code that looks names up by strings
+    (getattr), also its strings."""
     for one in codes_in(code):
         yield from one.co_names
         if not _BY_STRING.isdisjoint(one.co_names):
@@ -136,8 +141,8 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def name_of(tensor: Any, fn: Any) -> str:
-    """A name the user would know the tensor by: a closure or global variable, an item or attribute
-    of one, or its shape when it has none."""
+    """A name that the user knows the tensor by: a closure or global variable, or an item or attribute of one. Without a
+    name, its shape and type."""
     import torch
 
     storage = tensor.untyped_storage()._cdata
@@ -171,11 +176,11 @@ def name_of(tensor: Any, fn: Any) -> str:
     return f"a tensor of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
 
 
-# ---- Which of the user's layers an operator belongs to, while a step is recorded.
+# ---- the user's layer of an operator, while a step is recorded
 #
-# Forward, the innermost module whose call is on Python's stack says it. Backward, no call is: there the node that
-# autograd evaluates says which operator it belongs to, by its sequence number, which it was given while that operator's
-# layer ran. Nothing is hooked, and nothing of the user's is held or changed.
+# In the forward pass the layer is the innermost module whose call is on Python's stack. In the backward pass no call is
+# on the stack. There the sequence number of the node that autograd evaluates tells the layer: the node got its number
+# while that layer ran. Nothing is hooked, and no object of the user's is held or changed.
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -183,8 +188,8 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Layers:
-    """Names the modules of `models` as named_modules does, behind "model0." and so on where there are several. What
-    runs in a model itself, in none of its modules, is of the layer ROOT."""
+    """The names of the modules of `models`, as named_modules gives them, with a prefix "model0." and so on if there are
+    several models. Code that runs in a model itself, outside of its modules, belongs to the layer ROOT."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._names: dict[int, str] = {}
@@ -197,17 +202,17 @@ class Layers:
         self._nodes: dict[int, str | None] = {}  # sequence number -> layer
 
     def here(self) -> Label | None:
-        """The layer of the operator that is being dispatched. To be asked once for each, also for views: their nodes
-        are counted, too."""
+        """The layer of the operator that is being dispatched. Must be called once for each operator, also for views,
+        because their nodes are numbered as well."""
         if not self._names:
             return None
         node: Any = torch._C._current_autograd_node()
         layer = self._on_stack(sys._getframe(1))
         if layer is None and node is not None:
             layer = self._nodes.get(node._sequence_nr())
-        if threading.get_ident() == self._thread:  # sequence numbers are counted for each thread
+        if threading.get_ident() == self._thread:  # each thread has its own sequence numbers
             following = torch._C._autograd._get_sequence_nr()
-            for number in range(self._next, following):  # nodes are made before their operator runs
+            for number in range(self._next, following):  # a node is made before its operator runs
                 self._nodes[number] = layer
             self._next = following
         return None if layer is None else Label(layer, node is not None)
@@ -222,25 +227,25 @@ class Layers:
         return None
 
 
-# ---- Which functions run while a step is traced.
+# ---- the functions that run while a step is traced
 #
-# Reading the step's code says what it may call by name. What Python and torch call by themselves
-# (`__getitem__`, a context manager, a metaclass's property, `Function.backward`, a hook) and what is
-# called by a computed name shows only when it runs.
+# The step's code tells which functions it may call by name. Functions that Python and torch call by themselves
+# (`__getitem__`, a context manager, a metaclass's property, `Function.backward`, a hook) and functions called by a
+# computed name are known only when they run.
 
 
-Executed = dict[int, tuple[types.CodeType, dict[str, Any]]]  # by id, which the code object keeps from reuse
+Executed = dict[int, tuple[types.CodeType, dict[str, Any]]]  # by id, which is not reused while the code object is held
 
 
 class Observer:
-    """Within `with observer:`, notes every code object that starts in this thread, with its globals, but
-    for what starts between `pause` and `resume` (torch's own machinery, which is most of it) and for what an import
-    runs: modules, which are made once, and finders that others put in its way. A profiler of the user's pauses."""
+    """Inside `with observer:`, notes every code object that starts in this thread, with its globals. Excepted is code
+    that starts between `pause` and `resume` (torch's own, which is most of it), and code that an import runs: modules,
+    which are made once, and import finders. A profiler that the user has set is suspended meanwhile."""
 
     def __init__(self) -> None:
         self.found: Executed = {}
         self._before: Any = None
-        self._around: types.FrameType | None = None  # who observes
+        self._around: types.FrameType | None = None  # the frame that entered the context
 
     def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -249,7 +254,8 @@ class Observer:
                 self.found[id(code)] = (code, frame.f_globals)
 
     def _importing(self, frame: types.FrameType | None) -> bool:
-        """Whether a frame runs for an `import` of what is observed; the program around it may be one, too."""
+        """Whether a frame runs for an `import` inside the context. The code around it may be run by an import
+        itself."""
         while frame is not None and frame is not self._around:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
                 return True
@@ -272,10 +278,10 @@ class Observer:
         self._around = None
         sys.setprofile(self._before if callable(self._before) else None)
         if self._before is not None and not callable(self._before):
-            self._before.enable()  # cProfile's, which is no function
+            self._before.enable()  # a cProfile.Profile, which is no function
 
 
-# ---- What to do instead of what can't be captured, where there is more to say than in general.
+# ---- remedies for single operators that can't be captured
 
 
 _BAG = "use torch.nn.Embedding and reduce what it gives, with .sum(1), .mean(1) or .amax(1)"
@@ -293,13 +299,13 @@ _INSTEAD = {
 
 
 def instead_of(target: str, general: str) -> str:
-    """The remedy for an operator ("aten.NAME.OVERLOAD"); `general` where nothing better is known."""
+    """The remedy for an operator ("aten.NAME.OVERLOAD"); `general` if there is no special one."""
     return _INSTEAD.get(target.split(".")[1], general)
 
 
 def value_read() -> DataDependent:
-    """The error for what reads a tensor's value in Python; an optimizer of torch's own is nothing that a user could
-    mend."""
+    """The error for code that reads a tensor's value in Python. Its remedy differs for an optimizer of torch's own,
+    which a user can't change."""
     optimizer = optimizer_inside()
     name = type(optimizer).__name__
     where = "" if optimizer is None else f" (inside {name}.step)"

@@ -1,9 +1,8 @@
-"""The local model and optimizers as a copy of what the daemon holds: what is behind, and what was written.
+"""The local model and optimizers as a copy of the daemon's state: which tensors are stale, and which were written.
 
-While the daemon holds newer state, whatever reads a parameter, a buffer, the optimizers' state or a gradient has it
-fetched first (fetching.py). Between a fetch and the next step local tensors are plain, and must stay as they are: at
-the job's next verb LocalWrite says that one was written or replaced, by version counter, address, identity and the sums
-of its bytes.
+While the daemon holds newer state, code that reads a parameter, a buffer, the optimizers' state or a gradient has it
+fetched first (fetching.py). Between a fetch and the next step local tensors are plain and must not be changed. The
+job's next verb raises LocalWrite if one was written or replaced, by version counter, address, identity and checksums.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from gpumux.capture import fetching
 from gpumux.capture.fetching import (
     Aliases,
     FetchingState,
-    Held,
-    Keeper,
-    held_of,
-    hold,
+    ReadHandler,
+    StaleMark,
     is_lost,
-    let_go,
-    lose,
-    outdate,
-    plainly,
+    mark_lost,
+    mark_replaced,
+    mark_stale,
+    plain_state,
     search,
+    stale_mark,
+    unmark,
     watch_modules,
+    without_fetching,
 )
 from gpumux.capture.lower import Replaces
 from gpumux.capture.recorder import Recorder
@@ -41,24 +41,24 @@ from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import Structure
 from gpumux.errors import LocalWrite, StaleGradient, StaleState
 
-# ---- Sums over the bytes of storages: they show writes that leave no other trace.
+# ---- checksums of storages, which show writes that leave no other trace
 #
 # A write through `p.data`, a numpy array or a DLPack capsule changes no version counter of the parameter. Between a
-# fetch and the next step the local bytes must stay what the daemon holds, so they are summed after the one and compared
-# at the other.
+# fetch and the next step the local bytes must stay what the daemon holds, so their sums are noted after the fetch and
+# compared at the step.
 
 
 _ROW = 1024  # words of eight bytes
 
 
 class Checksums:
-    """The sums of some storages, as they were when last noted."""
+    """Noted checksums of storages."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[torch.UntypedStorage, tuple[torch.Tensor, ...]]] = {}
 
     def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """From now on these storages are watched, as they are now."""
+        """Note the present sums of these storages."""
         for storage in storages:
             self._noted[storage._cdata] = (storage, sums(storage))
 
@@ -66,7 +66,7 @@ class Checksums:
         self._noted.clear()
 
     def changed(self) -> bool:
-        """Whether the bytes of a noted storage are others now."""
+        """Whether the bytes of a noted storage have changed."""
         return any(
             len(before) != len(now := sums(storage)) or not all(map(torch.equal, before, now))
             for storage, before in self._noted.values()
@@ -74,8 +74,8 @@ class Checksums:
 
 
 def sums(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """The storage as rows of words, added up by row and by column, and the bytes that fill no row. A word that changes
-    shows in both, and so do two that change places: they share a row or a column, not both."""
+    """The sums of a storage's 8-byte words by row and by column, and the remaining bytes that fill no row. A changed
+    word changes both sums. So do two words that are swapped, because they can share a row or a column, but not both."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     whole = flat.numel() // (8 * _ROW) * (8 * _ROW)
     rest = flat[whole:].clone()
@@ -85,15 +85,15 @@ def sums(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
     return rows.sum(1), rows.sum(0), rest
 
 
-# ---- The gradients as the script sees them between two steps: what `p.grad` gives, and what the script made of it.
+# ---- the gradients as the script sees them between two steps
 #
-# A gradient that the job keeps is fetched when it is read. One that was there only inside the step exists in the plain
-# loop, so `p.grad` is not None, and reading it raises StaleGradient. What the script does to gradients (None, zeros,
-# values of its own) is told to the job at the next verb, which goes on from there.
+# A gradient that the job keeps is fetched when it is read. One that existed only inside the step exists in the plain
+# loop as well, so `p.grad` is not None, and reading it raises StaleGradient. The job takes over the script's changes of
+# gradients (None, zeros, values of its own) at its next verb.
 
 
-class Noted:
-    """Tensors as they are now, to be compared with what they are later."""
+class ChangeDetector:
+    """Finds out which of some tensors have changed since it was made."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = {id(t): (t, t._version, t.data_ptr()) for t in tensors}
@@ -101,7 +101,7 @@ class Noted:
         self._sums = {key: (storage, sums(storage)) for key, storage in storages.items()}
 
     def changed(self) -> set[int]:
-        """The ids of those that are others now, or share memory with one that was written."""
+        """The ids of the tensors that have changed, or share a storage with one that was written."""
         written = {
             key for key, (storage, before) in self._sums.items() if not all(map(torch.equal, before, sums(storage)))
         }
@@ -112,31 +112,29 @@ class Noted:
 
 
 class Gradients:
-    """`structure()` says which gradients there are. `keeper` is the guard of the job."""
+    """The gradients of a job's parameters. `structure()`: which of them exist. `handler`: the job's StalenessHooks."""
 
-    def __init__(self, table: StateTable, keeper: Keeper, structure: Callable[[], Structure]) -> None:
+    def __init__(self, table: StateTable, handler: ReadHandler, structure: Callable[[], Structure]) -> None:
         self._table = table
-        self._keeper = keeper
+        self._handler = handler
         self._structure = structure
         self._read: Structure | None = None
         self._places: dict[int, tuple[Place, bool]] = {}
-        self.stale = False  # those that are kept
-        self._shown: set[int] = set()
-        self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
-        self._told: dict[int, torch.Tensor | None] = {}  # of these, what the job knows, as they were then:
-        self._told_noted = Noted(())
+        self.stale = False  # whether the kept ones are
+        self._exposed: set[int] = set()
+        self._set_by_script: dict[int, torch.Tensor | None] = {}  # since the last step
+        self._reported: dict[int, torch.Tensor | None] = {}  # changes that the job has taken over
+        self._reported_detector = ChangeDetector(())
         self._fetched: dict[int, torch.Tensor] = {}
-        self._fetched_noted = Noted(())
-        # Given earlier, and copied: in the plain loop the script's own memory is the gradient.
+        self._fetched_detector = ChangeDetector(())
+        # Tensors that the script set and the job copied. In the plain loop they are the gradients themselves.
         self._copied: dict[int, torch.Tensor] = {}
-        self._copied_noted = Noted(())
-        # Kept ones that are behind, as the plain parameters have them.
-        self._put: dict[int, tuple[torch.Tensor, int]] = {}
+        self._copied_detector = ChangeDetector(())
 
     def of(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is."""
-        if index in self._given:
-            return self._given[index]
+        """The value of `p.grad`."""
+        if index in self._set_by_script:
+            return self._set_by_script[index]
         structure = self._structure()
         if structure is not self._read:
             self._places = {i: (place, False) for i, place in structure.dropped}
@@ -147,223 +145,215 @@ class Gradients:
             return None
         place, kept = found
         tensor = self._table.local(place)
-        if (self.stale or not kept) and held_of(tensor) is None:
-            self._keeper.hold(tensor, Part.GRADIENTS if kept else None, index)
+        if (self.stale or not kept) and stale_mark(tensor) is None:
+            self._handler.mark_stale(tensor, Part.GRADIENTS if kept else None, index)
         return tensor
 
-    def show(self, index: int) -> torch.Tensor | None:
-        """`of`, to the script, which may hold on to it. Raises StaleGradient."""
-        with plainly():
+    def expose(self, index: int) -> torch.Tensor | None:
+        """`of`, for the script, which may keep the tensor. Raises StaleGradient."""
+        with without_fetching():
             if self._table.params[index].grad is not None:
                 self.accumulated()
-        self._shown.add(index)
+        self._exposed.add(index)
         return self.of(index)
 
     def stepped(self, before: Structure, remade: frozenset[int], changed: frozenset[int]) -> None:
-        """A step ran, from `before`. It made the gradients of `remade` anew, and its operators wrote to these buffers
-        in place."""
+        """Update for a step that ran from the structure `before`. It replaced the gradients of `remade` by new tensors,
+        and wrote to the buffers in `changed` in place."""
         entry, kept = dict(before.kept), dict(self._structure().kept)
         over = frozenset(i for i, place in entry.items() if i in remade or kept.get(i) != place)
-        if over or remade & self._shown:
-            # Where the step added to a gradient before it took another one, or none, the sum was never here.
-            self.part(over | remade, [*entry.items(), *kept.items()], changed)
+        if over or remade & self._exposed:
+            # The step may have added to a gradient before it replaced it; that sum was never fetched.
+            self.detach(over | remade, [*entry.items(), *kept.items()], changed)
         if self._copied:
-            with plainly():
+            with without_fetching():
                 added = {i for i in self._copied if i in entry and entry[i].buffer in changed}
-                _lose_all({self._copied[i].untyped_storage()._cdata for i in added})
+                _lose_all({self._copied[i].untyped_storage()._cdata for i in added}, live=True)
             self._copied = {i: v for i, v in self._copied.items() if i not in added | over and i in kept}
 
-    def part(
+    def detach(
         self, indices: frozenset[int], places: Iterable[tuple[int, Place]] | None = None,
         changed: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """These gradients become others, which lay at `places`. The tensors that they were are the script's, with their
-        values: so the job takes other memory. They are lost where `changed` says that the values are elsewhere; of
-        those that are behind, `settle` finds that out."""
-        if not indices & self._shown:
+        """Give these gradients, which lay at `places`, other memory, because they are replaced and the script may hold
+        the old tensors with their values. Old tensors on buffers in `changed` are lost, because their last values are
+        not here. For stale ones `note_fetched` finds that out."""
+        if not indices & self._exposed:
             return
         structure = self._structure()
-        shared = structure.buffers(self._table, {Part.OPTIMIZER})  # an optimizer may hold on to a gradient
-        at = [(i, p.buffer) for i, p in (structure.kept if places is None else places) if p.buffer not in shared]
-        buffers = {buffer for i, buffer in at if i in indices and i in self._shown}
+        kept_on = structure.buffers(
+            self._table, {Part.OPTIMIZER}
+        )  # a step may leave a gradient to the optimizer's state
+        at = [(i, p.buffer) for i, p in (structure.kept if places is None else places) if p.buffer not in kept_on]
+        buffers = {buffer for i, buffer in at if i in indices and i in self._exposed}
         if not buffers:
             return
-        self._shown -= indices
+        self._exposed -= indices
         others = any(buffer in buffers and i not in indices for i, buffer in at)
-        with plainly(), torch.inference_mode(False):
+        with without_fetching(), torch.inference_mode(False):
             gone = self._table.renew(buffers - changed, keep=others)
             elsewhere = self._table.renew(buffers & changed, keep=others)
             _lose_all(gone | elsewhere if others else elsewhere)
-            if self._fetched:  # others of the same memory have other tensors now, with the same values
+            if self._fetched:  # gradients that shared the memory have new tensors with the same values
                 now = {i: self.of(i) for i in self._fetched if i not in indices}
                 self._fetched = {i: tensor for i, tensor in now.items() if tensor is not None}
-                self._fetched_noted = Noted(self._fetched.values())
+                self._fetched_detector = ChangeDetector(self._fetched.values())
 
     def gone(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of these in whose memory no gradient of the job lies, or none that was ever brought here."""
+        """Those of these tensors in whose memory no gradient of the job lies, or only one that was never fetched."""
         here = {place.buffer for _, place in self._structure().kept if self._table.buffers[place.buffer].filled}
         return [t for t in tensors if (found := self._table.lookup(t)) is None or found[0] not in here]
 
-    def give(self, index: int, value: torch.Tensor | None) -> None:
-        """The script set it, of a parameter that is behind."""
-        with plainly():
-            if value is not None and index not in self._given and value is self.of(index):
-                self._table.params[index].grad = None  # what is there already, set again
+    def assign(self, index: int, value: torch.Tensor | None) -> None:
+        """The script set the gradient of a stale parameter."""
+        with without_fetching():
+            if value is not None and index not in self._set_by_script and value is self.of(index):
+                self._table.params[index].grad = None  # the present gradient, set again
             else:
-                self._given[index] = value
+                self._set_by_script[index] = value
 
     def written_to(self, index: int, value: torch.Tensor) -> None:
-        """The script gives it new values, in its own memory."""
-        self._given[index] = value
+        """The script overwrites the gradient in its own memory."""
+        self._set_by_script[index] = value
 
     def adopted(self, index: int) -> None:
-        """What the script gave lies where steps read and write it: the script holds it."""
-        self._shown.add(index)
+        """Steps now read and write the tensor that the script set, which the script may hold."""
+        self._exposed.add(index)
 
     def copied(self, index: int, value: torch.Tensor) -> None:
-        """The job has a copy of what the script gave, and steps go on with that."""
+        """Steps now use a copy of the tensor that the script set."""
         self._copied[index] = value
 
     def overlapping(self, indices: Iterable[int]) -> int | None:
-        """The first of these whose gradient, given by the script, shares memory with another that was: the copies would
-        not."""
-        values = self._copied | {i: value for i, value in self._given.items() if value is not None}
-        with plainly():
+        """The first of these whose gradient, set by the script, shares memory with another that the script set. Copies
+        of them would not share it."""
+        values = self._copied | {i: value for i, value in self._set_by_script.items() if value is not None}
+        with without_fetching():
             spans = sorted((*_span(value), i) for i, value in values.items())
         found = {i for (_, end, i), (start, _, j) in pairwise(spans) if start < end for i in (i, j)}
         return next((i for i in indices if i in found), None)
 
     def clear(self) -> None:
-        """The parameters fall behind: what they hold as `.grad` themselves, only autograd sees from now on."""
+        """Clear the parameters' own `.grad`, because they become stale; from now on only autograd uses it."""
         for parameter in self._table.params:
             if parameter.grad is not None:
                 parameter.grad = None
 
     def accumulated(self) -> None:
-        """Take what backward() of a graph from before the last step left, while the parameters are behind. Raises
-        StaleGradient where it belongs on top of a gradient that the daemon has; the job can go on without it."""
-        with plainly():
+        """Take over what backward() of a graph from before the last step left while the parameters were stale. Raises
+        StaleGradient if it must be added to a gradient in the daemon; the job can go on without it."""
+        with without_fetching():
             found = {i: p.grad for i, p in enumerate(self._table.params) if p.grad is not None}
-            found = {i: grad for i, grad in found.items() if self._given.get(i) is not grad}
+            found = {i: grad for i, grad in found.items() if self._set_by_script.get(i) is not grad}
             kept = dict(self._structure().kept)
-            lost = [i for i in found if i not in self._given and i in kept]
+            lost = [i for i in found if i not in self._set_by_script and i in kept]
             for i, grad in found.items():
-                if not lost and (i in self._given or self.of(i) is None):
-                    self._given[i] = grad
-                else:  # of one that was not kept, reading it raises
-                    self._table.params[i].grad = self._given.get(i)
+                if not lost and (i in self._set_by_script or self.of(i) is None):
+                    self._set_by_script[i] = grad
+                else:  # reading a gradient that was not kept raises
+                    self._table.params[i].grad = self._set_by_script.get(i)
             if lost:
                 what = "backward() of a graph from before the job's last step"
                 raise _added(self._table.param_names[lost[0]], what)
 
-    def settle(self, adopted: bool) -> None:
-        """What is there now is what the job holds, but for what the script gave; that as well if `adopted`."""
+    def note_fetched(self, adopted: bool) -> None:
+        """The present gradients are those of the job, except those that the script set; with `adopted` these as
+        well."""
         if adopted:
-            self._given, self._told, self._copied = {}, {}, {}
+            self._set_by_script, self._reported, self._copied = {}, {}, {}
         self._fetched = {}
         if not self.stale:
-            found = {i: self.of(i) for i, _ in self._structure().kept if i not in self._given}
+            found = {i: self.of(i) for i, _ in self._structure().kept if i not in self._set_by_script}
             self._fetched = {i: tensor for i, tensor in found.items() if tensor is not None}
-        self._fetched_noted = Noted(self._fetched.values())
+        self._fetched_detector = ChangeDetector(self._fetched.values())
 
     def put(self) -> None:
-        """The parameters are plain, and have the gradients that they have in the plain loop."""
-        with plainly():
+        """Set the `.grad` that the parameters have in the plain loop, because they are plain now."""
+        with without_fetching():
             for i, parameter in enumerate(self._table.params):
                 grad, now = self.of(i), parameter.grad
-                if now is not grad and not (
-                    is_lost(now) and is_lost(grad)
-                ):  # another job's, which had no values either
+                if now is not grad and not (is_lost(now) and is_lost(grad)):  # lost by another job
                     parameter.grad = grad
                 if grad is not None:
-                    self._shown.add(i)
-            kept = [(i, self.of(i)) for i, _ in self._structure().kept if self.stale]
-            self._put = {i: (grad, grad._version) for i, grad in kept if grad is not None and held_of(grad) is not None}
-
-    def added_to(self) -> None:
-        """Raises StaleGradient where backward() on the local model added to a gradient that is behind: its memory holds
-        nothing yet, and autograd asks no tensor's class. The job can go on without it."""
-        with plainly():
-            changed = [i for i, (grad, v) in self._put.items() if grad._version != v and held_of(grad) is not None]
-            self._put = {i: (grad, grad._version) for i, (grad, _) in self._put.items()}
-        if changed:
-            raise _added(self._table.param_names[changed[0]], "backward() on the local model")
+                    self._exposed.add(i)
 
     def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
-        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves.
-        Raises StaleGradient."""
-        if plain:
-            self.added_to()
-        else:
+        """The script's changes of gradients that the job has not taken over. `plain`: the parameters are plain, so
+        their own `.grad` counts. Raises StaleGradient."""
+        if not plain:
             self.accumulated()
-        with plainly():
+        with without_fetching():
             if plain:
                 for i, parameter in enumerate(self._table.params):
                     mine, now = self.of(i), parameter.grad
                     if now is not mine and not (is_lost(now) and is_lost(mine)):
-                        self._given[i] = now
-            changed = self._fetched_noted.changed()
+                        self._set_by_script[i] = now
+            changed = self._fetched_detector.changed()
             for i, tensor in self._fetched.items():
                 if id(tensor) in changed and self.of(i) is tensor:
-                    self._given[i] = tensor
-            changed = self._copied_noted.changed()
+                    self._set_by_script[i] = tensor
+            changed = self._copied_detector.changed()
             for i, tensor in self._copied.items():
-                if id(tensor) in changed and i not in self._given:
-                    self._given[i] = tensor
-            changed = self._told_noted.changed()
+                if id(tensor) in changed and i not in self._set_by_script:
+                    self._set_by_script[i] = tensor
+            changed = self._reported_detector.changed()
             return {
-                i: value for i, value in self._given.items()
-                if i not in self._told or self._told[i] is not value or id(value) in changed
+                i: value for i, value in self._set_by_script.items()
+                if i not in self._reported or self._reported[i] is not value or id(value) in changed
             }  # fmt: skip
 
     @property
-    def given(self) -> frozenset[int]:
+    def set_by_script(self) -> frozenset[int]:
         """The parameters whose gradients the script set since the last step."""
-        return frozenset(self._given)
+        return frozenset(self._set_by_script)
 
     def written(self) -> set[int]:
-        """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them
-        alone."""
-        values = [v for v in self._given.values() if v is not None and v.layout is torch.strided and held_of(v) is None]
+        """Buffers of the job whose local bytes the script wrote without a fetch before (zeros). A fetch must not
+        overwrite them."""
+        values = [
+            v
+            for v in self._set_by_script.values()
+            if v is not None and v.layout is torch.strided and stale_mark(v) is None
+        ]
         places = [self._table.place(v) for v in values]
         return {place.buffer for place in places if place is not None}
 
     def lost(self) -> dict[int, Place]:
-        """Gradients that are there in the plain loop, and have no values here: parameter -> place."""
-        return {i: place for i, place in self._structure().dropped if i not in self._given}
+        """Gradients that exist in the plain loop and have no values here: parameter -> place."""
+        return {i: place for i, place in self._structure().dropped if i not in self._set_by_script}
 
-    def told(self) -> None:
-        """The job knows of all changes."""
-        with plainly():
-            self._told = dict(self._given)
-            self._told_noted = Noted(value for value in self._told.values() if value is not None)
-            self._fetched = {i: found for i, found in self._fetched.items() if i not in self._given}
-            self._copied = {i: found for i, found in self._copied.items() if self._given.get(i, found) is found}
-            self._copied_noted = Noted(self._copied.values())
+    def changes_taken(self) -> None:
+        """The job has taken over all changes."""
+        with without_fetching():
+            self._reported = dict(self._set_by_script)
+            self._reported_detector = ChangeDetector(value for value in self._reported.values() if value is not None)
+            self._fetched = {i: found for i, found in self._fetched.items() if i not in self._set_by_script}
+            self._copied = {i: found for i, found in self._copied.items() if self._set_by_script.get(i, found) is found}
+            self._copied_detector = ChangeDetector(self._copied.values())
 
-    def passed(self) -> None:
-        """A step has run: what the script gave was for it."""
-        given, fetched = self._given, self._fetched
+    def step_ran(self) -> None:
+        """A step has run, and has used the gradients that the script set."""
+        by_script, fetched = self._set_by_script, self._fetched
         self.stale = True
-        with plainly():
-            for i in given:
+        with without_fetching():
+            for i in by_script:
                 self._table.params[i].grad = None
-        if given or fetched:
-            self._given, self._told, self._fetched = {}, {}, {}
-            self._told_noted = self._fetched_noted = Noted(())
-            for i in {*given, *fetched}:
+        if by_script or fetched:
+            self._set_by_script, self._reported, self._fetched = {}, {}, {}
+            self._reported_detector = self._fetched_detector = ChangeDetector(())
+            for i in {*by_script, *fetched}:
                 self.of(i)
 
 
-def _lose_all(storages: set[int]) -> None:
-    """Whatever the script holds of this memory, it has not the plain loop's values any more. Needs torch functions to
-    be off."""
+def _lose_all(storages: set[int], *, live: bool = False) -> None:
+    """Mark all tensors over these storages as lost, because they do not have the values of the plain loop. `live`: in
+    the plain loop the gradients still lie there. Must be called with torch functions disabled."""
     for tensor, _ in search(storages) if storages else ():
-        lose(tensor)
+        mark_lost(tensor, live=live)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where it begins in memory, and where it ends."""
+    """The addresses at which a tensor begins and ends."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * (tensor.numel() > 0)
 
@@ -375,15 +365,15 @@ def _added(name: str, what: str) -> StaleGradient:
     )
 
 
-# ----
+# ---- the hooks
 
 
 _NESTED = (dict, list, tuple)
-_VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # of many tensors or optimizers, without a call each
+_VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # for `map`, without a Python call each
 
 
-class Words(NamedTuple):
-    """How a guard speaks of what holds the state, and of what helps."""
+class Wording(NamedTuple):
+    """The words of error messages: the holder of the newer state, and remedies."""
 
     holder: str
     where: str
@@ -391,8 +381,8 @@ class Words(NamedTuple):
     load: str
 
 
-def of_job(name: str) -> Words:
-    return Words(
+def of_job(name: str) -> Wording:
+    return Wording(
         f"job {name!r}",
         " in the daemon",
         "call job.sync() first; to evaluate in the daemon use job.add(...)",
@@ -402,27 +392,28 @@ def of_job(name: str) -> Words:
 
 
 class Source(Protocol):
-    """What holds the newer state."""
+    """The holder of the newer state."""
 
     def structure(self) -> Structure:
-        """Of the newest state."""
+        """The structure of the newest state."""
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        """Install these parts in the local objects, and say so (`StaleGuard.fetched`). Raises StaleState."""
+        """Install these parts in the local objects and call `StalenessHooks.fetched`. Raises StaleState."""
 
 
-class StaleGuard:
-    """`table` says which tensors are the job's."""
+class StalenessHooks:
+    """Marks local tensors as stale, fetches them when they are read, and finds local writes. `table`: the job's
+    tensors."""
 
-    def __init__(self, words: Words, table: StateTable, source: Source) -> None:
+    def __init__(self, words: Wording, table: StateTable, source: Source) -> None:
         fetching.install()
         self.words = words
         self._table = table
         self._source = source
         self.stale: frozenset[Part] = frozenset()
-        self._mine: dict[int, torch.Tensor] = {}  # what is behind
-        self._inner: list[torch.Tensor] = []  # of the optimizers' state
-        self._shown: set[int] | None = set()  # the buffers in which these lie; None: not looked up yet
+        self._mine: dict[int, torch.Tensor] = {}  # stale tensors, by id
+        self._inner: list[torch.Tensor] = []  # tensors of the optimizers' state
+        self._inner_buffers: set[int] | None = set()  # the buffers in which they lie; None: not looked up yet
         self._leaving: dict[tuple[int, int], frozenset[int]] = {}
         self._aliases = Aliases()
         self._modules = {id(m) for model in table.models for m in model.modules()}
@@ -433,34 +424,25 @@ class StaleGuard:
         self._removed = False
         self.fetched(ALL)
 
-    # ---- what is behind fetches
+    # ---- fetching
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        """Bring these parts of the local state up to date. Raises StaleState where that can't be, and StaleGradient."""
+        """Fetch the stale ones of these parts. Raises StaleState if they can't be fetched, and StaleGradient."""
         parts &= self.stale
         if not parts:
             return
         if os.getpid() != self._process:
             self.refuse("the local model was read in a forked process, which has no connection")
         if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
-            self.refuse("a step that is captured reads the local model of another job")
+            raise StaleState(
+                f"a step that is captured reads the local model of {self.words.holder}, which is another job",
+                "steps that use one model belong in one job, in model=[...] and optimizer=[...] of it: job.add(step)",
+            )
         if Part.MODEL in parts:
             self.gradients.accumulated()
-            if torch.is_grad_enabled() and self._source.structure().kept:
-                parts |= self.stale & {Part.GRADIENTS}  # a backward pass may follow, which adds to them
-        if Part.OPTIMIZER in parts and Part.GRADIENTS in self.stale and self._keeps_gradients():
-            parts |= {Part.GRADIENTS}
-        if Part.GRADIENTS in parts:
-            self.gradients.added_to()
+            if self._source.structure().kept:
+                parts |= self.stale & {Part.GRADIENTS}  # a later backward pass would add to them
         self._source.fetch(parts)
-
-    def _keeps_gradients(self) -> bool:
-        """Whether gradients lie in the memory of the optimizers' state."""
-        structure = self._source.structure()
-        if not structure.kept:
-            return False
-        gradients = {place.buffer for _, place in structure.kept}
-        return not gradients.isdisjoint(structure.buffers(self._table, {Part.OPTIMIZER}))
 
     def refuse(self, what: str, because: BaseException | None = None) -> None:
         """Raises StaleState."""
@@ -469,10 +451,10 @@ class StaleGuard:
         ) from because
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        return self.gradients.show(index)
+        return self.gradients.expose(index)
 
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None:
-        self.gradients.give(index, value)
+        self.gradients.assign(index, value)
 
     def gradient_zeroed(self, index: int, value: torch.Tensor) -> None:
         self.gradients.written_to(index, value)
@@ -488,18 +470,20 @@ class StaleGuard:
         return known
 
     def replaced(self, what: Replaces, before: Structure, after: Structure) -> None:
-        """A step has put others in the places of some tensors, or left the places: the old ones are the script's from
-        now on."""
+        """Update for a step that put new tensors in the place of some, or left places empty. The old tensors belong to
+        the script from now on."""
         left = frozenset[int]() if before is after else self._left(before, after)
+        if before is not after:
+            self._hand_over(after)
         if not (what.model or what.optimizer or left):
             return
         table = self._table
-        with plainly(), torch.inference_mode(False):
-            if self._shown is None:
-                self._shown = {found[0] for t in self._inner if (found := table.lookup(t)) is not None}
-            buffers = (what.optimizer | left) & self._shown
-            self._shown -= buffers
-            pairs = table.put_anew(what.model) if what.model else []
+        with without_fetching(), torch.inference_mode(False):
+            if self._inner_buffers is None:
+                self._inner_buffers = {found[0] for t in self._inner if (found := table.lookup(t)) is not None}
+            buffers = (what.optimizer | left) & self._inner_buffers
+            self._inner_buffers -= buffers
+            pairs = table.replace_tensors(what.model) if what.model else []
             behind = {old.untyped_storage()._cdata for old, _ in pairs if Part.MODEL in self.stale}
             for buffer in sorted(buffers):
                 gone = table.renew([buffer], keep=buffer in what.beside)
@@ -512,31 +496,45 @@ class StaleGuard:
                 known = [tensor for tensor in known if tensor.untyped_storage()._cdata in behind]
                 for tensor in [*known, *(t for t, _ in Aliases().of(known))]:
                     self._mine.pop(id(tensor), None)
-                    outdate(tensor)
+                    mark_replaced(tensor)
             self._inner = [t for t in self._inner if table.lookup(t) is not None]
             if pairs:
                 self._tensors = [t for _, t in table.tensors]
                 self._model = self._model_now()
                 for _, new in pairs if Part.MODEL in self.stale else ():
-                    self.hold(new, Part.MODEL)
+                    self.mark_stale(new, Part.MODEL)
+
+    def _hand_over(self, after: Structure) -> None:
+        """Mark tensors as optimizer state that were gradients and that a step left to the optimizer."""
+        buffers = after.buffers(self._table, {Part.OPTIMIZER})
+        with without_fetching():
+            for tensor, mark in self._held():
+                found = self._table.lookup(tensor) if mark.part in (Part.GRADIENTS, None) else None
+                if found is not None and found[0] in buffers:
+                    self.mark_stale(tensor, Part.OPTIMIZER)
 
     def _left(self, before: Structure, after: Structure) -> frozenset[int]:
-        """Buffers of the optimizers' state in which nothing lies any more."""
+        """Buffers of the optimizers' state that are empty after the step."""
         key = (id(before), id(after))
         if key not in self._leaving:
             left = before.buffers(self._table, {Part.OPTIMIZER}) - {place.buffer for place in after.places()}
             self._leaving[key] = frozenset(left - after.buffers(self._table, {Part.MODEL}) if left else ())
         return self._leaving[key]
 
+    def loaded(self, before: Structure, after: Structure) -> None:
+        """Update after load_state(): tensors that are not in the new state belong to the script."""
+        with without_fetching(), torch.inference_mode(False):
+            self._table.renew(self._left(before, after), keep=False)
+
     def newer(self) -> None:
         """A step has changed the state in the daemon."""
-        self.gradients.passed()
+        self.gradients.step_ran()
         if self.stale is not ALL:
             self._fall_behind(ALL - self.stale)
 
     def _fall_behind(self, fresh: frozenset[Part]) -> None:
         table = self._table
-        with plainly(), torch.inference_mode(False):
+        with without_fetching(), torch.inference_mode(False):
             tensors: list[torch.Tensor] = []
             if Part.MODEL in fresh:
                 tensors += [t for _, t in table.tensors]
@@ -558,45 +556,45 @@ class StaleGuard:
                 watch_modules(self, True)
 
     def _hold(self, tensors: list[torch.Tensor]) -> None:
-        """These, and all others over their storages, fetch from now on."""
+        """Mark these tensors, and all others over their storages, as stale."""
         index = {id(p): i for i, p in enumerate(self._table.params)}
         part = dict.fromkeys(map(id, self._inner), Part.OPTIMIZER) | {id(t): Part.MODEL for _, t in self._table.tensors}
         where = {t.untyped_storage()._cdata: part.get(id(t), Part.GRADIENTS) for t in reversed(tensors)}
         own = [(tensor, tensor.untyped_storage()._cdata) for tensor in tensors]
         for tensor, storage in [*own, *self._aliases.of(tensors)]:
-            if held_of(tensor) is None:
-                self.hold(tensor, where[storage], index.get(id(tensor), -1))
+            if stale_mark(tensor) is None:
+                self.mark_stale(tensor, where[storage], index.get(id(tensor), -1))
 
-    def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
-        """From now on the tensor is behind."""
-        hold(tensor, self, part, index)
+    def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
+        """Mark a tensor as stale."""
+        mark_stale(tensor, self, part, index)
         self._mine[id(tensor)] = tensor
 
-    def _held(self) -> list[tuple[torch.Tensor, Held]]:
-        """The tensors that are behind; those that were let go are forgotten."""
-        found = [(t, held) for t in list(self._mine.values()) if (held := held_of(t)) is not None]
+    def _held(self) -> list[tuple[torch.Tensor, StaleMark]]:
+        """The stale tensors with their marks. Forgets those that are plain."""
+        found = [(t, held) for t in list(self._mine.values()) if (held := stale_mark(t)) is not None]
         self._mine = {id(t): t for t, _ in found}
         return found
 
     def fetched(self, parts: frozenset[Part], *, adopted: bool = False) -> None:
-        """These parts of the local state are what the daemon holds. `adopted`: gradients of the script's, too."""
-        with plainly(), torch.inference_mode(False):
+        """These parts of the local state now equal the daemon's. `adopted`: also the gradients that the script set."""
+        with without_fetching(), torch.inference_mode(False):
             if Part.GRADIENTS in parts:
                 self._lose_gone()
             self._let_go(parts)
             self.stale -= parts
             if Part.GRADIENTS in parts:
                 self.gradients.stale = False
-                self.gradients.settle(adopted)
+                self.gradients.note_fetched(adopted)
             if Part.MODEL in parts:
                 self.gradients.put()
-            self._settle()
+            self._settle(parts)  # in the other parts, the script's changes still count as writes
             self._note(parts)
 
     def _let_go(self, parts: frozenset[Part]) -> None:
         for tensor, held in self._held():
             if held.part in parts:
-                let_go(tensor)
+                unmark(tensor)
         if Part.OPTIMIZER in parts:
             for optimizer in self._table.optimizers:
                 if isinstance(optimizer.state, FetchingState):
@@ -605,51 +603,58 @@ class StaleGuard:
             watch_modules(self, False)
 
     def _lose_gone(self) -> None:
-        """Tensors that were gradients, or windows onto some, and are none now: no fetch has their values."""
+        """Mark tensors as lost that were gradients or views of them and no longer are: no fetch has their values."""
         behind = [tensor for tensor, held in self._held() if held.part is Part.GRADIENTS]
         for tensor in self.gradients.gone(behind):
-            lose(tensor)
+            mark_lost(tensor)
 
     @contextmanager
-    def quiet(self, *, writes: bool = False) -> Iterator[None]:
-        """gpumux itself is at work, on plain tensors: nothing is fetched. Raises LocalWrite for a write made before,
-        unless `writes`."""
+    def suspended(self, *, writes: bool = False) -> Iterator[None]:
+        """Inside, all tensors are plain and nothing is fetched, for gpumux's own work. Raises LocalWrite for an earlier
+        write, unless `writes`."""
         if not writes:
             self.check_writes()
         behind, held = self.stale, self._held()
         states = list(map(_STATE, self._table.optimizers))
         self._let_go(ALL)
         for tensor, _ in held:
-            let_go(tensor)
+            unmark(tensor)
         self.stale = frozenset()
         try:
             yield
         finally:
             self.stale = behind
             for tensor, one in held:
-                self.hold(tensor, one.part, one.index)
+                self.mark_stale(tensor, one.part, one.index)
             if Part.OPTIMIZER in behind:
                 for optimizer, state in zip(self._table.optimizers, states, strict=True):
                     optimizer.state = state
             watch_modules(self, Part.MODEL in behind)
-            with plainly():
+            with without_fetching():
                 self._settle()
 
-    # ---- what was written
+    # ---- local writes
 
-    def _settle(self) -> None:
-        """What is there now is what we expect to see next time."""
-        self._tensors = [t for _, t in self._table.tensors]
-        self._stateless = not (self._tensors or self._table.optimizers or self._table.models)
-        self._model = self._model_now()
-        if Part.OPTIMIZER in self.stale:
-            return  # a state that was put in the place of one that is behind stays a write
+    def _settle(self, parts: frozenset[Part] = ALL) -> None:
+        """Take the present tensors of these parts as those that the next check expects."""
+        if Part.MODEL in parts:
+            self._tensors = [t for _, t in self._table.tensors]
+            self._stateless = not (self._tensors or self._table.optimizers or self._table.models)
+            self._model = self._model_now()
+        if Part.OPTIMIZER not in parts or Part.OPTIMIZER in self.stale:
+            return  # a state put in the place of a stale one still counts as a write
         self._states = [o.state for o in self._table.optimizers]
         entries = [entry for state in self._states for entry in state.values()]
         self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
         self._leaves = self._leaves_now()
+        self._dictionaries = [
+            (space, dict(space))
+            for state in self._states
+            for space in (state, *state.values())
+            if isinstance(space, dict)
+        ]
         self._inner = [t for t in self._leaves if isinstance(t, torch.Tensor)]
-        self._shown = None
+        self._inner_buffers = None
         self._optimizer = self._optimizer_now()
 
     def _note(self, parts: frozenset[Part]) -> None:
@@ -661,19 +666,20 @@ class StaleGuard:
             self._sums[Part.OPTIMIZER].note({(s := t.untyped_storage())._cdata: s for t in self._inner}.values())
 
     def _model_now(self) -> tuple[list[int], list[int]]:
-        """(versions, addresses)."""
+        """(versions, addresses) of parameters and buffers."""
         return list(map(_VERSION, self._tensors)), list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _optimizer_now(self) -> tuple[list[int], list[int]]:
         inner = self._inner
-        return list(map(_VERSION, inner)), [*map(torch.Tensor.data_ptr, inner), *map(len, self._states)]
+        return list(map(_VERSION, inner)), list(map(torch.Tensor.data_ptr, inner))
 
     def check_writes(self, *, bytes_too: bool = False) -> None:
-        """Raises LocalWrite when local state was written or replaced since the last verb; a write that was taken back
-        since (an average put in for an evaluation) is none. `bytes_too`: also where no counter shows it."""
+        """Raises LocalWrite if local state was written or replaced since the last verb. A write that was undone since
+        (averaged weights for an evaluation) does not count. `bytes_too`: compare checksums even if no counter
+        changed."""
         if self._stateless:
             return
-        with plainly():
+        with without_fetching():
             versions, addresses = self._model_now()
             counted = versions != self._model[0]
             written = addresses != self._model[1] or self._table.replaced() or self._optimizer_written()
@@ -686,10 +692,30 @@ class StaleGuard:
                 self._settle()
 
     def check_states(self) -> None:
-        """Raises LocalWrite when an optimizer holds another dictionary than the one that is behind: fetching another
-        optimizer's state would overwrite it."""
-        if not self._same_states():
+        """Raises LocalWrite if an optimizer's stale dictionary, or an entry in it, was replaced, because a fetch would
+        overwrite it."""
+        if self._optimizer_written():
             self._refuse_write()
+
+    @contextmanager
+    def written_entries(self) -> Iterator[None]:
+        """Inside, stale dictionaries of the optimizers' state are without what the script wrote into them by references
+        of its own. Afterwards they have it again."""
+        written = [
+            (space, noted, dict(space)) for space, noted in self._dictionaries
+            if len(space) != len(noted) or not all(map(is_, space.values(), noted.values()))
+        ] if Part.OPTIMIZER in self.stale else []  # fmt: skip
+        for space, noted, _ in written:
+            space.clear()
+            space.update(noted)
+        try:
+            yield
+        finally:
+            for space, noted, content in written:
+                fetched = dict(space)
+                space.clear()
+                mine = {key for key, value in content.items() if noted.get(key, _NESTED) is not value}
+                space.update({key: content[key] if key in mine else fetched.get(key, content[key]) for key in content})
 
     def _same_states(self) -> bool:
         return all(map(is_, map(_STATE, self._table.optimizers), self._states))
@@ -701,45 +727,44 @@ class StaleGuard:
         )
 
     def _optimizer_written(self) -> bool:
-        """Whether an optimizer holds other state than it did."""
+        """Whether an optimizer holds other state than at the last check."""
         if not self._same_states():
             return True
-        if Part.OPTIMIZER in self.stale:
-            return False
-        if self._optimizer_now()[1] != self._optimizer[1]:
+        stale = Part.OPTIMIZER in self.stale
+        if not stale and self._optimizer_now()[1] != self._optimizer[1]:
             return True
         try:
             leaves = self._leaves_now()
         except TypeError:
-            return True  # an entry is no dictionary any more
+            return True  # an entry was replaced by something that is no dictionary
         if len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)):
             return False
-        return len(leaves) != len(self._leaves) or not all(map(_alike, leaves, self._leaves))
+        return stale or len(leaves) != len(self._leaves) or not all(map(_alike, leaves, self._leaves))
 
     def _leaves_now(self) -> list[Any]:
-        entries = [entry for state in self._states for entry in state.values()]
-        if self._flat:  # as every optimizer of torch's keeps it
+        entries = [entry for state in map(plain_state, self._states) for entry in state.values()]
+        if self._flat:  # as with every optimizer of torch
             return list(chain.from_iterable(map(dict.values, entries)))
         return list(_leaves(entries))
 
     def gradient_changes(self) -> dict[int, torch.Tensor | None]:
-        """What the script made of the gradients since the last step or verb: None, or a tensor of values."""
+        """The script's changes of gradients since the last step or verb: None, or a tensor of values."""
         return self.gradients.changes(Part.MODEL not in self.stale)
 
     def remove(self) -> None:
-        """The job is over, and the local objects are what they were before it: plain. A gradient that was not kept
-        stays one that can't be read."""
+        """Make the local objects plain again, because the job is over. A gradient that was not kept still can't be
+        read."""
         if self._removed:
             return
         self._removed = True
-        with plainly():
+        with without_fetching():
             if Part.MODEL in self.stale:
-                with suppress(StaleGradient):  # there is no job that could hear of it
+                with suppress(StaleGradient):  # there is no job that could take it over
                     self.gradients.accumulated()
                 self.gradients.put()
             for tensor, held in self._held():
                 if held.part is None:
-                    lose(tensor)
+                    mark_lost(tensor)
             self._lose_gone()
             self._let_go(ALL)
             self._mine = {}

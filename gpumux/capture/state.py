@@ -1,8 +1,8 @@
-"""The job's state: which bytes of which local storages make up its buffers in the daemon.
+"""The job's state: the buffers in the daemon, and the local storages that each of them is a copy of.
 
-Parameters and buffers of the models, what the optimizers hold, and gradients that outlive a step
-each lie on a buffer. Storages that overlap in memory (one flat buffer with views, tied weights)
-are one buffer. Buffers are only ever added: a Program binds to them by number.
+Parameters and buffers of the models, the optimizers' state, and gradients that outlive a step each lie on a buffer.
+Storages that overlap in memory (one flat buffer with views, tied weights) are one buffer. Buffers are only added, never
+removed: a Program binds to them by number.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gpumux.capture.gpu.devices import Twins, elsewhere
 from gpumux.errors import CaptureError, StaleState
 
-# ---- What stands where a step left a tensor in an attribute, a variable or a container: the values are in the daemon,
-# and were not returned.
+# ---- placeholders for tensors that a step left in an attribute, a variable or a container without returning them
 #
-# It says what the tensor is like. Whatever asks for more gets StaleState, which names the place and the remedy; what
-# stood there before the step would be an old value, without a word.
+# The values are in the daemon. A placeholder describes the tensor; reading its values raises StaleState, which names
+# the place and the remedy. Leaving the value from before the step in the place would give wrong results silently.
 
 
 _TENSOR: Any = torch.Tensor
@@ -55,7 +54,7 @@ DESCRIBES = frozenset(
 
 
 class Unreturned(torch.Tensor):
-    """`_place`: the name the user knows it by. Copies and pickles are the like."""
+    """A placeholder. `_place`: the name that the user knows it by. Copies and pickles are placeholders, too."""
 
     _place: str
 
@@ -96,7 +95,7 @@ class Unreturned(torch.Tensor):
         return f"<{self._place} as a step left it, size {tuple(self.shape)}: not returned>"
 
 
-UNRETURNED = (FakeTensor, Unreturned)  # what traces and steps leave behind
+UNRETURNED = (FakeTensor, Unreturned)  # left in Python places by traces and by steps
 
 
 def _unreturned(given: Any) -> StaleState:
@@ -119,7 +118,7 @@ def _found(value: Any) -> Iterator[Unreturned]:
 
 
 def unreturned(place: str, value: Any, home: torch.device | None, number: Callable[[Any], bool]) -> Any:
-    """`value`, in which a trace's tensors and numbers are replaced. `home`: where the job's tensors lie."""
+    """`value` with a trace's tensors and numbers replaced by placeholders. `home`: the device of the job's tensors."""
     if isinstance(value, FakeTensor):
         like = (tuple(value.shape), tuple(value.stride()), value.dtype, home or value.device, value.requires_grad)
         return Unreturned.at(place, *like)
@@ -138,20 +137,21 @@ def _alike(old: Any, new: Any) -> Any:
     return make(*new) if hasattr(old, "_fields") else make(new) if make in (list, tuple, dict) else new
 
 
-# ---- Readings of what is watched, and whether two of them are the same.
+# ---- readings of watched values, and their comparison
 #
-# A reading holds the very objects it saw, so an address can't be used again while it is compared.
-# Unchanged readings compare by identity, in C (`Pulse`); only what differs is looked at closely.
+# A reading holds the objects it saw, so that no address is reused while it is compared. Unchanged readings compare by
+# identity, in C (`IdentityCheck`); only those that differ are compared in detail.
 
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
 Reading = tuple[Any, ...]
 Identity = Callable[[torch.Tensor], Any]
-ABSENT = object()  # read where there is no such name
+ABSENT = object()  # the reading of a name that does not exist
 
 
 def layout(tensor: torch.Tensor) -> Any:
-    """What Python can tell of a tensor that is no state: a step can't compute with its values."""
+    """The properties of a tensor outside the job's state that a step can depend on; it can't compute with the
+    values."""
     return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad)
 
 
@@ -164,6 +164,7 @@ class Watch:
         that show the present content. None: `read` itself gives the same objects while nothing changes.
     content: `read` makes its values anew each time; they are compared by equality.
     sized: something of which only the length is compared, as long as it is the same, instead of calling `read`.
+    buffers: a module's own buffers, where a tensor that a step replaces is meant to stand.
     """
 
     label: str
@@ -174,6 +175,7 @@ class Watch:
     parts: tuple[Iterable[Any], ...] | None = None
     content: bool = False
     sized: Any = None
+    buffers: bool = False
 
     def same(self, old: Reading, new: Reading, identity: Identity) -> bool:
         if len(old) != len(new):
@@ -192,8 +194,8 @@ class Watch:
 
 
 def equal(a: Any, b: Any, identity: Identity) -> bool:
-    """Whether a step could not tell two values apart. `identity` says which of the job's tensors one is,
-    or its layout. One that a trace or a step left behind is nobody's (leftovers.py)."""
+    """Whether a step can't tell two values apart. `identity` identifies a tensor of the job, or gives the layout of
+    another. A tensor that a trace or a step left behind equals anything (side_effects.py)."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -211,8 +213,8 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
     return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
 
 
-class Pulse:
-    """All watches at once, in C: whether everything is the very object it was."""
+class IdentityCheck:
+    """Compares all watches at once by identity, in C."""
 
     def __init__(self, watches: Sequence[Watch]) -> None:
         self._parts = [part for w in watches for part in w.parts or ()]
@@ -228,11 +230,11 @@ class Pulse:
         return everything, lengths, list(map(call, self._contents))
 
     def settle(self) -> None:
-        """What is there now is what `steady` compares with."""
+        """Take the present objects as those that `unchanged` compares with."""
         self._seen = self._now()
 
-    def steady(self) -> bool:
-        """Raises KeyError when a watched name has gone."""
+    def unchanged(self) -> bool:
+        """Whether all objects are the same as at the last `settle`. Raises KeyError if a watched name is gone."""
         if self._seen is None:
             return False
         objects, lengths, contents = self._now()
@@ -240,11 +242,11 @@ class Pulse:
         return lengths == old_lengths and contents == old_contents and all(map(is_, old_objects, objects))
 
 
-# ----
+# ---- the job's buffers
 
 
 class Part(Enum):
-    """A part of the state that is fetched by itself. `MODEL`: parameters and buffers."""
+    """A part of the state that can be fetched alone. `MODEL`: parameters and buffers."""
 
     MODEL = 0
     OPTIMIZER = 1
@@ -256,8 +258,8 @@ ALL = frozenset(Part)
 
 @dataclass(slots=True)
 class Buffer:
-    """`home` keeps the local storages alive and says where sync() writes: (storage, start byte).
-    `filled`: the local bytes mean something, so the daemon's buffer must start as a copy of them."""
+    """A buffer of the job. `home`: (storage, start byte) of its local storages, which it keeps alive and which sync()
+    writes to. `filled`: whether the local bytes are state, so that the daemon's buffer must start as a copy."""
 
     name: str
     nbytes: int
@@ -267,7 +269,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's place: elements are counted from the buffer's start."""
+    """Where a tensor lies in a buffer. `offset`, in elements, is from the buffer's start."""
 
     buffer: int
     dtype: torch.dtype
@@ -277,7 +279,7 @@ class Place:
 
 
 def _between_processes(storage: torch.UntypedStorage) -> bool:
-    """Whether other processes may write to it. A file that was mapped to be read (torch.load(mmap=True)) is private."""
+    """Whether other processes may write to it. A file mapped for reading (torch.load(mmap=True)) is private."""
     return storage.is_shared() and storage.filename is None
 
 
@@ -287,29 +289,31 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class StateTable:
+    """The buffers of a job, and the local tensors that lie on them."""
+
     def __init__(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu", runs_on: str = "cpu"
     ) -> None:
-        """`device`: where steps are traced; `runs_on`: where the daemon runs them. The local tensors lie there, or all
-        on one GPU (`home`), with twins standing in for them while a step is traced. Raises CaptureError."""
+        """`device`: where steps are traced; `runs_on`: where the daemon runs them. The local tensors lie on `device`,
+        or all on one GPU (`home`), and are replaced by twins while a step is traced. Raises CaptureError."""
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.buffers: list[Buffer] = []
-        self.params: list[torch.Tensor] = []  # everything that may have a gradient, each once
+        self.params: list[torch.Tensor] = []  # all tensors that may have a gradient, each once
         self.param_names: list[str] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []  # parameters and buffers, each once
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
         self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
-        self._place_of: dict[
-            tuple[Any, ...], Place
-        ] = {}  # key of `_at_path` -> where its tensor lay when it came there
+        self._place_of: dict[tuple[Any, ...], Place] = {}  # key of `_at_path` -> place of its tensor when it was set
         self._at: dict[Place, torch.Tensor] = {}
-        self._former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what was replaced
+        self._former: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # tensors that were replaced, with their places
         self._device = device
         self.runs_on = runs_on
-        self.home: torch.device | None = None  # where the local tensors lie; None while there are none
+        self.home: torch.device | None = None  # device of the local tensors; None while there are none
         self.tf32 = False  # whether a GPU rounds float32 to TF32 in a Program of the job
         self.twins: Twins | None = None
         self._slots = [
@@ -413,10 +417,11 @@ class StateTable:
         self.buffers.append(Buffer(name, nbytes, True, [(storage, start)] if storage is not None else []))
         return len(self.buffers) - 1
 
-    # ---- looking up ----------------------------------------------------------------------------------
+    # ---- look-up -------------------------------------------------------------------------------------
 
     def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
-        """(buffer, its bytes, the storage's start byte in it), or None for a stranger."""
+        """(buffer, bytes of the buffer, start byte of the tensor's storage in it), None for a tensor outside the
+        job."""
         storage = tensor.untyped_storage()._cdata
         return self._where.get(storage if self.twins is None else self.twins.real(storage))
 
@@ -428,8 +433,8 @@ class StateTable:
         return Place(found[0], tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
     def identity(self, tensor: torch.Tensor) -> Any:
-        """Equal for tensors that a step can't tell apart: one of the job's by its place, and whether it is
-        the parameter itself; any other by its layout, for a step can't compute with its values."""
+        """A value that is equal for tensors that a step can't tell apart. For a parameter, its index; for another
+        tensor of the job, its place; for others their layout, because a step can't compute with their values."""
         index = self._index.get(id(tensor))
         if index is not None:
             return ("parameter", index)
@@ -440,12 +445,12 @@ class StateTable:
         return self._index.get(id(tensor))
 
     def adopt(self, path: tuple[Any, ...], name: str, tensor: torch.Tensor) -> Place:
-        """Make a local tensor (of an optimizer's state, or a gradient) part of the job's state. A new
-        tensor of the same layout at a path known already (after load_state_dict) takes over its buffer."""
+        """Make a local tensor (of an optimizer's state, or a gradient) part of the job's state. A new tensor of the
+        same layout at a known path (after load_state_dict) takes over the buffer of the old one."""
         key = (path, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if self.lookup(tensor) is None:
             old = self._at_path.get(key)
-            if old is not None and tensor.storage_offset() == old.storage_offset() and self._rehome(old, tensor):
+            if old is not None and tensor.storage_offset() == old.storage_offset() and self._take_over(old, tensor):
                 pass
             else:
                 self._merge([tensor], [name])
@@ -457,12 +462,12 @@ class StateTable:
         self._place_of[key] = place
         return place
 
-    def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+    def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         return self._move(old.untyped_storage()._cdata, new.untyped_storage())
 
     def _move(self, before: int, after: torch.UntypedStorage) -> bool:
         if before not in self._where:
-            return False  # its buffer moved on before
+            return False  # another storage has taken over its buffer
         buffer, nbytes, start = self._where[before]
         if len(self.buffers[buffer].home) != 1 or after.nbytes() != self.buffers[buffer].home[0][0].nbytes():
             return False
@@ -473,8 +478,8 @@ class StateTable:
         return True
 
     def renew(self, buffers: Collection[int], *, keep: bool) -> set[int]:
-        """Other local memory for these buffers: the script has the old one from now on. `keep`: with the same bytes,
-        where they would else mean nothing. Returns the storages they lay in."""
+        """Give these buffers other local memory; the script keeps the old one. `keep`: copy the bytes to it. Returns
+        the `_cdata` of the storages in which the buffers lay."""
         gone: set[int] = set()
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             for index in buffers:
@@ -490,12 +495,12 @@ class StateTable:
                 self._where[new._cdata] = (index, buffer.nbytes, 0)
                 self._at = {place: t for place, t in self._at.items() if place.buffer != index}
                 for key, place in at_path.items():
-                    if place is not None and place.buffer == index:  # no other tensor came there since
+                    if place is not None and place.buffer == index:  # no other tensor was set there since
                         self._at_path[key] = self.local(place)
         return gone
 
     def restore(self, place: Place, tensor: torch.Tensor) -> None:
-        """The local tensor at this place got other memory (`.data` was set): another stands there from now on."""
+        """Make a new local tensor for this place, because `tensor` got other memory (`.data` was set)."""
         self._at.pop(place, None)
         for key in self._paths[place.buffer]:
             if self._at_path[key] is tensor:
@@ -504,29 +509,31 @@ class StateTable:
     def placeholder(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
-        time it is asked for under one path and layout. Its memory stays untouched until sync()."""
+        """The local tensor for state that a step makes (momentum, gradients): the same tensor for each call with one
+        path and layout. Its memory is not written until sync()."""
         key = (path, dtype, tuple(size), tuple(stride))
         found = self._at_path.get(key)
         if found is not None and self.lookup(found) is None:
-            if self._at.get(self._place_of[key]) is not found:  # its buffer has moved on to another tensor
+            if self._at.get(self._place_of[key]) is not found:  # another tensor has taken over its buffer
                 return self.fresh(path, name, dtype, size, stride)
             self.restore(self._place_of[key], found)
             found = self._at_path[key]
         return found if found is not None else self.fresh(path, name, dtype, size, stride)
 
     def takes(self, local: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether a tensor that the job knows nothing of can lie where `local` does, its memory its own."""
+        """Whether `value`, a tensor outside the job, has memory of its own that can replace that of `local`."""
         own = value.untyped_storage().nbytes() == value.nbytes == local.nbytes and value.storage_offset() == 0
         return own and self.twins is None and value.device == local.device and self.lookup(value) is None
 
     def fresh(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """`placeholder`, in memory of its own, whatever was known under the path."""
+        """A new `placeholder` in memory of its own, also if the path has one."""
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
-        self._at_path.pop((path, dtype, tuple(size), tuple(stride)), None)  # whose buffer it would take over
+        self._at_path.pop(
+            (path, dtype, tuple(size), tuple(stride)), None
+        )  # or the new tensor would take over its buffer
         self.buffers[self.adopt(path, name, found).buffer].filled = False
         return found
 
@@ -542,25 +549,25 @@ class StateTable:
             self._at[place] = found
         return found
 
-    def stand_in(self, place: Place) -> torch.Tensor:
-        """What a trace meets there: `local`, or its twin where steps are traced."""
+    def traced(self, place: Place) -> torch.Tensor:
+        """The tensor that a trace finds at a place: `local`, or its twin on the tracing device."""
         found = self.local(place)
         return found if self.twins is None else self.twins.of(found)
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """For the length of a trace: the local tensors are where steps are traced."""
-        with nullcontext() if self.twins is None else self.twins.standing_in([t for _, t in self.tensors]):
+    def on_tracing_device(self) -> Iterator[None]:
+        """Inside, for the length of a trace, the local tensors lie on the tracing device."""
+        with nullcontext() if self.twins is None else self.twins.in_place_of([t for _, t in self.tensors]):
             yield
 
     def refresh(self) -> None:
-        """Follow buffers that were replaced and tensors whose `.data` was: the new storages take the
-        old ones' buffers. Raises CaptureError when a layout changed or a parameter is another object."""
+        """Update the table for module buffers that were replaced and tensors whose `.data` was set: the new storages
+        take over the buffers. Raises CaptureError if a layout changed or a parameter is another object."""
         for i, (owner, name, old) in enumerate(self._slots):
             new = owner.get(name)
             if new is old:
                 continue
-            if old is None or new is None or isinstance(old, torch.nn.Parameter) or self._at_home(old, new) is None:
+            if old is None or new is None or isinstance(old, torch.nn.Parameter) or self._follow(old, new) is None:
                 raise CaptureError(
                     f"{name} is another parameter, or of another shape, than the job was submitted with",
                     "close the job and submit the step again",
@@ -573,14 +580,14 @@ class StateTable:
                     f"{name} lies on {tensor.device} and lay on {self.home} when the job was submitted",
                     f"move the model back (model.to({str(self.home)!r})), or close the job and submit the step again",
                 )
-            if self._at_home(tensor, tensor) is None:
+            if self._follow(tensor, tensor) is None:
                 raise CaptureError(
                     f"{name} lies in memory of another size than when the job was submitted",
                     "close the job and submit the step again",
                 )
 
-    def _at_home(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        """`new` with its storage known in place of `old`'s, or None when it does not fit there."""
+    def _follow(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """Let the storage of `new` replace that of `old`. Returns `new`, or None if it does not fit."""
         before = self._known[id(old)]
         alike = (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride())
         if self.lookup(new) is None and not (
@@ -590,9 +597,9 @@ class StateTable:
         self._known[id(new)] = new.untyped_storage()._cdata
         return new
 
-    def put_anew(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Other tensors in the places of the models' own that lie on these buffers: the script has the old ones from
-        now on, with their memory. Returns (old, new)."""
+    def replace_tensors(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put new tensors, in new memory, in the place of the models' tensors that lie on these buffers. The script
+        keeps the old ones. Returns (old, new)."""
         found = []
         for _, old in self.tensors:
             place = self.place(old)
@@ -624,7 +631,7 @@ class StateTable:
         return [(old, new) for old, new, _, _ in found]
 
     def holders(self, place: Place) -> int:
-        """How many times modules hold what lies there."""
+        """The number of module attributes that hold the tensor at this place."""
         return sum(tensor is not None and self.place(tensor) == place for _, _, tensor in self._slots)
 
     def replaced(self) -> bool:

@@ -1,7 +1,7 @@
-"""One captured function of a job: its variants, and which of them a call needs.
+"""One captured function of a job: its variants, and the choice of the variant that a call needs.
 
-A *case* is what the user can change: batch shapes, flags, baked scalars (at most `max_variants`). A
-case has *phases* the optimizer goes through by itself: its first step, RAdam's warm-up.
+A *case* is a combination of what the user can change: batch shapes, flags, Python values (at most `max_variants`). A
+case has *phases*, which the optimizer goes through by itself: its first step, RAdam's warm-up.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.capture.fetching import plainly
+from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.source import Executed
-from gpumux.capture.staleness import StaleGuard
+from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import Structure
-from gpumux.capture.symbols import HyperReader, Number, Steady
+from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import HostResult, RawTrace, Settled, TensorResult, Tracer, refuse_odd_tensors
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op
 from gpumux.program.validate import written_storages
 
-# ---- Whether two traces of one step are the same, and where they part.
+# ---- comparing two traces of one step
 
 
 def first_difference(a: RawTrace, b: RawTrace) -> str | None:
-    """Why two traces of one step aren't the same, or None when they are."""
+    """How two traces of one step differ, None when they are the same."""
     for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
         one, other = ((o.target, o.args, o.kwargs, o.outs, o.random) for o in (x, y))
-        if one != other and repr(one) != repr(other):  # nan, which equals no other, is written alike
+        if one != other and repr(one) != repr(other):  # repr, because nan equals no other nan
             return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
     if len(a.record.ops) != len(b.record.ops):
         longer = a if len(a.record.ops) > len(b.record.ops) else b
@@ -72,7 +72,7 @@ def _results(raw: RawTrace) -> list[str]:
     ]
 
 
-# ----
+# ---- batches
 
 
 log = logging.getLogger("gpumux.client")
@@ -82,14 +82,14 @@ _PLAIN = frozenset({torch.Tensor})
 
 
 def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
-    """The tensor itself, if its bytes can be laid into shared memory with the strides it has: kernels
-    may choose their order of summation by strides. Raises CaptureError where they can't."""
+    """The tensor itself. Raises CaptureError if its bytes can't lie in shared memory with its own strides, which
+    matter because kernels may choose their order of summation by strides."""
     if tensor.is_contiguous():
         return tensor
     span, expected = 1, 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride > 0:
-            if stride < expected:  # windows that overlap (unfold)
+            if stride < expected:  # overlapping windows (unfold)
                 raise _unlayable(position, "its elements overlap in memory")
             expected = stride * size
             span += (size - 1) * stride
@@ -106,8 +106,8 @@ def _unlayable(position: int, why: str) -> CaptureError:
 
 
 def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """(hashable description, tensors in order) of a batch. Raises CaptureError for what is neither a
-    tensor nor a plain constant."""
+    """(hashable description, tensors in order) of a batch. Raises CaptureError for a leaf that is neither a tensor nor
+    a plain constant."""
     if not kwargs and _PLAIN.issuperset(map(type, args)):
         key: list[Any] = []
         for i, t in enumerate(args):
@@ -133,13 +133,13 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
 
 
 @dataclass(slots=True)
-class Made:
+class StepProgram:
     """A Program and its number in the daemon, None until it is uploaded."""
 
     lowered: Lowered
     number: int | None = None
-    remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
-    left: Sequence[Callable[[], None]] = ()  # mark the places where the step leaves tensors that it does not return
+    remade: frozenset[int] = frozenset()  # parameters whose gradients it replaces by new tensors
+    left: Sequence[Callable[[], None]] = ()  # each marks a place where the step leaves a tensor
     replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
 
@@ -150,17 +150,17 @@ class Made:
 
 
 def _evaluates(op: Op) -> bool:
-    """Whether it is a batch norm that leaves its running statistics alone."""
+    """Whether the operator is a batch norm that does not change its running statistics."""
     return op.target == "aten.native_batch_norm.default" and op.args[5] is False
 
 
 @dataclass(slots=True)
 class Phase:
-    """One trace and what was made of it, per set of kept gradients."""
+    """One trace, and the Programs made from it, by the set of kept gradients."""
 
     entry: Structure
     raw: RawTrace
-    made: dict[frozenset[int], Made] = field(default_factory=dict)
+    made: dict[frozenset[int], StepProgram] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -175,15 +175,15 @@ class Case:
     def matches(self, key: Any) -> bool:
         if self.key != key:
             return False
-        with plainly():
+        with without_fetching():
             return self.prints.holds()
 
     def difference(self, key: Any) -> str:
-        """What sets a call apart from this case, in words."""
+        """A description of how a call differs from this case."""
         if self.key != key:
             return "another batch shape or type"
         try:
-            with plainly():
+            with without_fetching():
                 return ", ".join(c.name for c in self.prints.changes()[:3])
         except NotRepeatable as gone:
             return gone.message
@@ -191,8 +191,8 @@ class Case:
 
 @dataclass(slots=True)
 class State:
-    """Where the job's Python side stands between two steps. Structures are compared by identity:
-    `Job` interns them."""
+    """The host side of a job's state between two steps. Structures are compared by identity: `LocalModel` interns
+    them."""
 
     structure: Structure
     host: list[Number]
@@ -201,19 +201,19 @@ class State:
 
 @dataclass(slots=True)
 class Choice:
-    """What one call runs: the Program, this call's numbers, and the batch tensors."""
+    """What one call runs: the Program, the call's numbers, and the batch tensors."""
 
-    made: Made
+    made: StepProgram
     values: list[Number]
     tensors: list[torch.Tensor]
 
     def after(self, keep: frozenset[int]) -> State:
-        """Where the Python side stands when this call has run."""
+        """The host side of the state after this call."""
         scalars, host, _ = self.made.lowered.counts
         return State(self.made.lowered.exit, self.values[scalars : scalars + host], keep)
 
     def settle(self, table: StateTable) -> None:
-        """What the call changes in local objects, changed: hyperparameters and flags, and where it leaves tensors."""
+        """Make the call's changes to local objects: hyperparameters, flags, and the places where it leaves tensors."""
         lowered = self.made.lowered
         scalars, host, _ = lowered.counts
         for (i, j, key, k), value in zip(lowered.groups, self.values[scalars + host :], strict=False):
@@ -229,38 +229,47 @@ class Choice:
         for mark in self.made.left:
             mark()
         for optimizer in table.optimizers:
-            optimizer._opt_called = True  # learning-rate schedulers ask whether step() ever ran
+            optimizer._opt_called = True  # learning-rate schedulers check whether step() ever ran
+
+
+@dataclass(frozen=True, slots=True)
+class KeepMore:
+    """Result of a capture: the job must first keep the gradients of these parameters from step to step."""
+
+    keep: frozenset[int]
 
 
 class StepFunction:
+    """One captured function of a job, with its cases."""
+
     def __init__(
-        self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
+        self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, staleness: StalenessHooks,
         intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
-        *, twice: bool = True, clients_generator: bool = False, steady: Steady | None = None,
+        *, twice: bool = True, clients_generator: bool = False, constants: ConstantScalars | None = None,
     ) -> None:  # fmt: skip
-        """`twice`: trace it once more, to see that it does the same again. `clients_generator`: its draws go on from
-        the client's generator (generator.py). `steady`: which numbers are written into its Programs."""
+        """`twice`: trace each step twice, to check that it does the same again. `clients_generator`: draw from the
+        client's generator (generator.py). `constants`: decides which numbers are written into the Programs."""
         self.fn = fn
         self._twice = twice
         self._clients_generator = clients_generator
         self.microbatches = microbatches
-        # The proof of parts runs operators on the CPU, and a compiler knows a GPU's own as little.
+        # The proof of a split runs operators on the CPU, and the compiler doesn't know a GPU's own operators either.
         self._by_device = microbatches == 1 and not compiled
-        self._steady = steady if self._by_device else None
+        self._constants = constants if self._by_device else None
         self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
         self._table = table
         self._tracer = tracer
-        self._guard = guard
+        self._staleness = staleness
         self._intern = intern
         self._max_variants = max_variants
         self._executed: Executed = {}  # user code seen to run in a trace
-        self._cases: list[Case] = []  # the one used last comes first
-        self._settling: list[Change] | None = None  # None: nothing was traced yet
+        self._cases: list[Case] = []  # most recently used first
+        self._settling: list[Change] | None = None  # None before the first trace
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
-        """What a call made now runs. Captures what is missing. Raises CaptureError and its kin, or
-        KeepMore; nothing of the job changes then."""
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
+        """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
+        missing. Raises CaptureError or a subclass. Does not change the job."""
         try:
             return self._choose(args, kwargs, state)
         except Settled as settled:
@@ -274,10 +283,10 @@ class StepFunction:
             self._settling = None
             raise
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         try:
             key, tensors = batch_key(args, kwargs)
-        except (NotImplementedError, RuntimeError):  # torch's own, of tensors that have no strides
+        except (NotImplementedError, RuntimeError):  # from torch, for tensors that have no strides
             refuse_odd_tensors(pytree.tree_leaves((args, kwargs)))
             raise
         case = self._case(key, tensors)
@@ -287,13 +296,19 @@ class StepFunction:
         for phase in case.phases:
             if phase.entry is state.structure:
                 made = phase.made.get(state.keep) or self._made(phase, state)
+                if isinstance(made, KeepMore):
+                    return made
                 values = made.lowered.evaluator.run(env)
-                if values is None and self._have_moved(made, env):
+                if values is None and self._constants_changed(made, env):
                     made = self._made(phase, state)
+                    if isinstance(made, KeepMore):
+                        return made
                     values = made.lowered.evaluator.run(env)
                 if values is not None:
                     return Choice(made, values, tensors)
         made = self._capture(case, args, kwargs, state)
+        if isinstance(made, KeepMore):
+            return made
         values = made.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
         return Choice(made, values, tensors)
@@ -333,7 +348,7 @@ class StepFunction:
                     "pass x.detach(), and call requires_grad_() inside the step if you need its gradient there",
                 )
 
-    def _capture(self, case: Case, args: Any, kwargs: Any, state: State) -> Made:
+    def _capture(self, case: Case, args: Any, kwargs: Any, state: State) -> StepProgram | KeepMore:
         phases = case.phases
         if len(phases) >= MAX_PHASES:
             guards = {g.where for p in phases for g in p.raw.guards}
@@ -346,30 +361,70 @@ class StepFunction:
             phase = Phase(state.structure, self._trace(case.prints, args, kwargs, state))
         except BaseException:
             if not phases:
-                self._cases.remove(case)  # nothing of a refused call counts as a variant
+                self._cases.remove(case)  # a refused call counts as no variant
             raise
-        case.prints.settle()  # with what the trace found, and with our hooks where they are now
+        case.prints.settle()  # with what the trace found, and with the hooks that are set now
         made = self._made(phase, state)
-        phases.append(phase)
+        if not isinstance(made, KeepMore):
+            self._refuse_old_tensors(case.prints, {place.buffer for place in made.lowered.anew})
+            self._refuse_state_dictionaries(case.prints)
+            phases.append(phase)
         return made
 
+    def _refuse_old_tensors(self, prints: Fingerprint, anew: set[int]) -> None:
+        """Raises CaptureError if a Python variable holds a tensor that the step replaces as a buffer, a gradient or
+        optimizer state: in the plain loop the variable keeps the old tensor, but the job has one place for both."""
+        if not anew:
+            return
+        with without_fetching():
+            found = ((name, self._table.lookup(tensor)) for name, tensor in prints.tensors())
+            old = next(((name, place[0]) for name, place in found if place is not None and place[0] in anew), None)
+        if old is not None:
+            raise CaptureError(
+                f"{old[0]} holds the tensor of {self._table.buffers[old[1]].name}, which the step replaces by another:"
+                " later steps would go on to read there what was replaced",
+                "let the step read it where it stands (module.buffer, parameter.grad), write into it in place (copy_),"
+                " or keep a copy in a buffer of a module: .clone()",
+            )
+
+    def _refuse_state_dictionaries(self, prints: Fingerprint) -> None:
+        """Raises CaptureError if the step reads an optimizer's state, or an entry of it, by a Python variable: the
+        daemon's state is in `optimizer.state` alone."""
+        names: dict[int, str] = {}
+        for optimizer in self._table.optimizers:
+            state = plain_state(optimizer.state)
+            names |= {id(entry): "an entry of the optimizer's state" for entry in state.values()}
+            names[id(state)] = "the optimizer's state"
+        held = next(
+            ((name, names[id(v)]) for name, v in prints.values() if isinstance(v, dict) and id(v) in names), None
+        )
+        if held is not None:
+            raise CaptureError(
+                f"the step reads {held[0]}, which is {held[1]}, and steps in the daemon leave that variable as it is",
+                "let the step read optimizer.state itself: optimizer.state[parameter][...]",
+            )
+
     def _trace(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
-        with self._guard.quiet():
+        with self._staleness.suspended():
             settle = self._settling is None
             self._settling = self._settling or []
             try:
-                told = self._by_device
-                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle, told)
+                by_device = self._by_device
+                first = self._tracer.trace(
+                    self.fn, args, kwargs, state.structure, state.host, prints, settle, by_device
+                )
                 known = not prints.extend(first.executed)
                 if not self._twice:
                     return first
-                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, by_device=told)
+                second = self._tracer.trace(
+                    self.fn, args, kwargs, state.structure, state.host, prints, by_device=by_device
+                )
                 part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
         difference = first_difference(first, second)
         if difference is not None and not known:
-            raise Settled([])  # what the first trace changed was not watched yet
+            raise Settled([])  # the first trace may have changed what was not yet watched
         if difference is not None:
             raise NotRepeatable(
                 f"{self.name} does not do the same thing twice: {difference}",
@@ -393,48 +448,40 @@ class StepFunction:
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
 
-    def _have_moved(self, made: Made, env: dict[str, Number]) -> bool:
-        """Whether numbers that are written into the Program are others now: the next has them as numbers of each
-        step."""
-        if self._steady is None:
+    def _constants_changed(self, made: StepProgram, env: dict[str, Number]) -> bool:
+        """Whether constants of the Program have other values now. In the next Program they are numbers of each step."""
+        if self._constants is None:
             return False
-        moved = self._steady.moved(made.lowered.written, env)
-        if moved:
-            log.info("%s: %s changes, and is a number of each step from now on", self.name, ", ".join(moved))
-        return bool(moved)
+        changed = self._constants.changed(made.lowered.written, env)
+        if changed:
+            log.info("%s: %s changes, and is a number of each step from now on", self.name, ", ".join(changed))
+        return bool(changed)
 
-    def _made(self, phase: Phase, state: State) -> Made:
-        with plainly():  # local tensors are asked where they lie
+    def _made(self, phase: Phase, state: State) -> StepProgram | KeepMore:
+        with without_fetching():  # looking up where local tensors lie must not fetch them
             return self._lower(phase, state)
 
-    def _lower(self, phase: Phase, state: State) -> Made:
+    def _lower(self, phase: Phase, state: State) -> StepProgram | KeepMore:
         lowered = lower(
-            phase.raw, self._table, state.keep, clients_generator=self._clients_generator, steady=self._steady
+            phase.raw, self._table, state.keep, clients_generator=self._clients_generator, constants=self._constants
         )
         if lowered.reads_dropped:
             if lowered.reads_dropped <= state.keep:
                 names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])
                 raise CaptureError(
                     f"{self.name} reads gradients ({names}, ...) that the steps run so far did not keep",
-                    "job.add(...) every step that uses another one's gradients before the first step, or run that step"
-                    " again first",
+                    "where their old values are not wanted, clear them before this call: model.zero_grad(); where they"
+                    " are, job.add(...) every step that uses another one's gradients before the first step, or run that"
+                    " step again first",
                 )
-            raise KeepMore(state.keep | lowered.reads_dropped)
+            return KeepMore(state.keep | lowered.reads_dropped)
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
         raw = phase.raw
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
-        made = Made(
+        made = StepProgram(
             replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade,
             left=raw.left,
         )  # fmt: skip
         made.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
         phase.made[state.keep] = made
         return made
-
-
-class KeepMore(Exception):
-    """Capture found that the job must keep these parameters' gradients from step to step."""
-
-    def __init__(self, keep: frozenset[int]) -> None:
-        super().__init__("keep more gradients")
-        self.keep = keep

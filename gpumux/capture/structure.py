@@ -1,9 +1,8 @@
-"""The shape of a job's optimizer state and gradients: what exists, where, and which numbers count.
+"""The structure of a job's optimizer state and gradients: which tensors exist, where they lie, which numbers there are.
 
-`SGD` has no momentum before its first step, `accumulate` leaves gradients that `apply` reads, a
-custom optimizer counts in a Python int. A trace is made *from* one Structure and ends *in* another;
-the client knows at every call which one holds, so the right trace is chosen without a look at
-values. Structures are frozen and hashable.
+`SGD` has no momentum before its first step, an accumulating step leaves gradients that another one reads, a custom
+optimizer counts in a Python int. A trace begins with one Structure and ends with another. The client knows the present
+Structure at every call, so it chooses the right trace without reading values. Structures are frozen and hashable.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class DeviceLeaf:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaf:
-    """A number the client keeps: number `var` of the structure's host values. `dtype` None for a
-    Python number, else the type of the 0-dim tensor that holds it."""
+    """A number that the client keeps: index `var` of the structure's host values. `dtype`: None for a Python number,
+    else the type of the 0-dim tensor that holds it."""
 
     var: int
     dtype: torch.dtype | None
@@ -43,8 +42,8 @@ class ConstLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """`optimizers`: one frozen tree each (see freeze). `kept` / `dropped`: parameters whose gradient
-    exists and is in the daemon / exists in the plain loop but nobody reads it."""
+    """`optimizers`: one frozen tree each (see freeze). `kept`: parameters whose gradient is in the daemon, with its
+    place. `dropped`: those whose gradient exists in the plain loop, but not in the daemon because no step reads it."""
 
     optimizers: tuple[Any, ...]
     kept: tuple[tuple[int, Place], ...]
@@ -55,19 +54,19 @@ class Structure:
         return self.kept + self.dropped
 
     def without_gradients(self, gone: Collection[int]) -> Structure:
-        """The same, where these parameters have no gradient."""
+        """This structure without the gradients of these parameters."""
         kept, dropped = (
             tuple((i, place) for i, place in found if i not in gone) for found in (self.kept, self.dropped)
         )
         return replace(self, kept=kept, dropped=dropped)
 
     def places(self) -> list[Place]:
-        """Where the optimizers' state and the gradients lie."""
+        """The places of the optimizers' state and of the gradients."""
         leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
         return [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)] + [place for _, place in self.gradients]
 
     def buffers(self, table: StateTable, parts: Collection[Part]) -> set[int]:
-        """The job's buffers that hold these parts of the state."""
+        """The job buffers that hold these parts of the state."""
         places: list[Place | None] = []
         if Part.MODEL in parts:
             places += [table.place(tensor) for _, tensor in table.tensors]
@@ -80,7 +79,7 @@ class Structure:
 
 
 def frozen_leaves(frozen: Any) -> Iterator[Any]:
-    """What is at the leaves of a frozen tree."""
+    """The leaves of a frozen tree."""
     if isinstance(frozen, tuple):
         kind, items = frozen
         for item in items:
@@ -100,7 +99,7 @@ def freeze(value: Any, leaf: Callable[[Any, tuple[Any, ...]], Any], path: tuple[
 
 
 def thaw(frozen: Any, make: Callable[[Any], Any]) -> Any:
-    """The containers again, with `make(leaf)` at the leaves."""
+    """The containers of a frozen tree, with `make(leaf)` at the leaves."""
     if isinstance(frozen, tuple):
         kind, items = frozen
         if kind == "d":
@@ -121,7 +120,7 @@ def freeze_state(state: Any, table: StateTable, leaf: Callable[[Any, tuple[Any, 
 
 
 def path_name(path: tuple[Any, ...], table: StateTable) -> str:
-    """A readable name of a place in an optimizer's state, for messages and buffers."""
+    """A readable name of a path in an optimizer's state, for messages and buffers."""
     which, (kind, key), *rest = path
     owner = table.param_names[key] if kind == "p" else str(key)
     return ".".join([f"optimizer{which}", owner, *map(str, rest)])
@@ -131,7 +130,8 @@ _HOST_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class HostClasses:
-    """Numbers that are equal now and computed alike share one variable (every parameter's `step`)."""
+    """The host values of a structure. Numbers that are equal now and computed in the same way share one variable (every
+    parameter's `step`)."""
 
     def __init__(self) -> None:
         self.values: list[Number] = []
@@ -151,15 +151,23 @@ def unusable(path: tuple[Any, ...], value: Any, table: StateTable) -> CaptureErr
     )
 
 
+def keeps_gradient(state: str, parameter: str) -> CaptureError:
+    return CaptureError(
+        f"{state} shares memory with the gradient of {parameter}, which is there after the step: what writes or clears"
+        " that gradient changes the optimizer's state",
+        "keep a copy in the state: p.grad.clone()",
+    )
+
+
 class Counters:
-    """Numbers in tensors of an optimizer's state, each of which counts for one parameter."""
+    """The step counters of an optimizer's state: tensors that hold a number for one parameter each."""
 
     def __init__(self, table: StateTable) -> None:
         self._table = table
         self._paths: dict[int, tuple[Any, ...]] = {}  # by storage
 
     def check(self, value: torch.Tensor, path: tuple[Any, ...]) -> None:
-        """Raises CaptureError where two places hold one tensor: counted up at one, it would not be at the other."""
+        """Raises CaptureError if two paths hold one tensor: the job would count it once for each."""
         other = self._paths.setdefault(value.untyped_storage()._cdata, path)
         if other != path:
             raise CaptureError(
@@ -170,9 +178,10 @@ class Counters:
 
 
 def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tuple[Structure, list[Number]]:
-    """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there
-    and have no values."""
+    """The present structure of the local optimizers and gradients, and its host values. Adopts their tensors into the
+    job's state. `lost`: gradients that exist but have no values. Raises CaptureError."""
     classes, counters = HostClasses(), Counters(table)
+    inner: dict[int, str] = {}  # name of the optimizer state in each buffer
 
     def leaf(value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -185,20 +194,26 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
                 counters.check(value, path)
                 number = value.item()
                 return HostLeaf(classes.var((value.dtype, repr(number)), number), value.dtype)
-            return DeviceLeaf(table.adopt(path, path_name(path, table), value))
+            place = table.adopt(path, path_name(path, table), value)
+            inner[place.buffer] = path_name(path, table)
+            return DeviceLeaf(place)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return HostLeaf(classes.var((type(value), repr(value)), value), None)
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)
         raise unusable(path, value, table)
 
+    if len({id(o.state) for o in table.optimizers}) < len(table.optimizers):
+        raise CaptureError(
+            "two of the optimizers have one state dictionary", "give each a state of its own, or submit one of the two"
+        )
     optimizers = tuple(freeze_state(o.state, table, leaf, i) for i, o in enumerate(table.optimizers))
     kept, dropped = [], []
     model = {place.buffer for _, tensor in table.tensors if (place := table.place(tensor)) is not None}
     for i, p in enumerate(table.params):
         if lost and i in lost and p.grad is table.local(lost[i]):
             dropped.append((i, lost[i]))
-        elif (g := p.grad) is not None and is_lost(g):  # of another job on the same model
+        elif (g := p.grad) is not None and is_lost(g):  # lost by another job on the same model
             name = f"grad.{table.param_names[i]}"
             place = table.place(table.placeholder(("grad", i), name, g.dtype, tuple(g.shape), g.stride()))
             assert place is not None
@@ -211,5 +226,7 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
                     f"the gradient of {name} lies in the memory of {table.buffers[found[0]].name}",
                     f"give it memory of its own: {name}.grad = {name}.grad.clone()",
                 )
+            if found is not None and found[0] in inner:
+                raise keeps_gradient(inner[found[0]], table.param_names[i])
             kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
     return Structure(optimizers, tuple(kept), tuple(dropped)), classes.values

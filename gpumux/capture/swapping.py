@@ -1,4 +1,4 @@
-"""Functions of whole modules, put in another's place for the length of a trace."""
+"""Replacing attributes of modules and classes for the length of a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ABSENT = object()
 
 
 def here(plain: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    """`new` in the thread that traces, `plain` in all others."""
+    """A function that calls `new` in the present thread, `plain` in all others."""
     tracing = threading.get_ident()
 
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -22,7 +22,7 @@ def here(plain: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., An
 
 @contextmanager
 def swapped(swaps: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Each attribute (owner, name) is `new` inside."""
+    """Inside, the attribute `name` of each `owner` is `new`, for (owner, name, new) in `swaps`."""
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in swaps]
     try:
         for owner, name, new in swaps:

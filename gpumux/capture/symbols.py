@@ -1,10 +1,9 @@
 """Host scalars: numbers the client computes for every step instead of baking them into a Program.
 
-While a step is traced, each hyperparameter and step counter is a `torch.SymFloat` or `SymInt` over
-a `HostNode`. Python arithmetic on it builds an `Expr`; where it reaches an operator, the operator
-takes the expression's value at each step (an `ir.ScalarRef`). Where Python *decides* something by it
-(`if momentum != 0`, RAdam's `rho_t > 5`) or torch needs a plain number, a guard is kept: the trace
-is used only while every guard still holds, and another one is made when it doesn't.
+While a step is traced, each hyperparameter and step counter is a `torch.SymFloat` or `SymInt` over a `HostNode`.
+Python arithmetic on it builds an `Expr`. An operator that gets it as an argument takes the expression's value at each
+step (an `ir.ScalarRef`). If Python *decides* something by it (`if momentum != 0`, RAdam's `rho_t > 5`), or torch needs
+a plain number, a guard is kept: the trace is used only while every guard holds, and another trace is made otherwise.
 
 Values follow Python's own float and int arithmetic, and float32 rounding for 0-dim tensors such as
 Adam's `step`, so that operators get exactly the numbers the plain loop would give them.
@@ -58,7 +57,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expr:
-    """A number and how it came about. Hash-consed by its Scope: equal formulas are one object."""
+    """A number and the formula it is the value of. Hash-consed by its Scope: equal formulas are one object."""
 
     op: str  # "var", "const", or a key of OPS
     args: tuple[Any, ...]  # Exprs, or the name / the constant
@@ -76,7 +75,7 @@ class Expr:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class ScalarGuard:
     """`expr` had this value where Python used it; `where` is the user's line."""
 
     expr: Expr
@@ -91,7 +90,7 @@ class Scope:
         self._made: dict[tuple[Any, ...], Expr] = {}
         self._locate = locate
         self.exprs: list[Expr] = []
-        self.guards: dict[int, Guard] = {}
+        self.guards: dict[int, ScalarGuard] = {}
         self._numbers: tuple[str, Mapping[str, Any]] = ("", {})
 
     def _add(self, key: tuple[Any, ...], op: str, args: tuple[Any, ...], value: Number) -> Expr:
@@ -116,9 +115,9 @@ class Scope:
         return self._add((op, *(a.index for a in args)), op, args, value)
 
     def guard(self, expr: Expr) -> Number:
-        """Python is about to use the plain value: remember that the trace depends on it."""
+        """The plain value, for use by Python. Records that the trace depends on it."""
         if not expr.constant and expr.index not in self.guards:
-            self.guards[expr.index] = Guard(expr, expr.value, self._locate())
+            self.guards[expr.index] = ScalarGuard(expr, expr.value, self._locate())
         return expr.value
 
     def symbol(self, expr: Expr) -> Any:
@@ -134,7 +133,8 @@ class Scope:
 
     @contextmanager
     def numbers_of(self, operator: str, symbols: Mapping[str, Any]) -> Iterator[None]:
-        """The operator of this name is about to be called with plain numbers in the place of `symbols`, by argument."""
+        """Inside, the operator of this name is called with plain numbers in place of `symbols`, which are by
+        argument."""
         self._numbers = (operator, symbols)
         try:
             yield
@@ -142,7 +142,7 @@ class Scope:
             self._numbers = ("", {})
 
     def symbols_of(self, operator: str) -> Mapping[str, Any]:
-        """What the numbers in a call of this operator stand for."""
+        """The symbols that the numbers in a call of this operator stand for, by argument."""
         name, symbols = self._numbers
         return symbols if name == operator else {}
 
@@ -202,7 +202,7 @@ class HostNode:
         return self
 
     def str(self) -> builtins.str:
-        return f"{self.scope.guard(self.expr)}"  # text made of it can decide anything
+        return f"{self.scope.guard(self.expr)}"  # guarded, because Python may decide anything by the text
 
     def _graph_repr(self) -> builtins.str:
         return self.str()
@@ -276,19 +276,19 @@ for _name, _op in _NODE_METHODS.items():
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether `value` is one of ours."""
+    """Whether `value` is a torch symbol over a HostNode."""
     return isinstance(getattr(value, "node", None), HostNode)
 
 
 def _odd(value: Number) -> bool:
-    """Whether `==` does not tell it apart: a zero has a sign, and a NaN equals nothing."""
+    """Whether `==` can't compare the value: a zero has a sign, and a NaN equals nothing."""
     return isinstance(value, float) and (value == 0.0 or value != value)
 
 
 class Evaluator:
     """Recomputes chosen expressions for new values of the variables, without torch."""
 
-    def __init__(self, wanted: Sequence[Expr], guards: Iterable[Guard]) -> None:
+    def __init__(self, wanted: Sequence[Expr], guards: Iterable[ScalarGuard]) -> None:
         self._guards = tuple(guards)
         needed: dict[int, Expr] = {}
         stack = [*wanted, *(g.expr for g in self._guards)]
@@ -322,14 +322,14 @@ class Evaluator:
         self._odd_checks = [(place[g.expr.index], repr(g.value)) for g in self._guards if _odd(g.value)]
 
     def run(self, env: Mapping[str, Number]) -> list[Number] | None:
-        """Values of the wanted expressions, or None when a guard no longer holds. A formula that
-        raises (a division by zero the traced path would have met too) counts as not holding."""
+        """Values of the wanted expressions, or None when a guard does not hold. A formula that raises (a division by
+        zero, which the traced code would raise as well) counts as a guard that does not hold."""
         if not (self._wanted or self._guards):
             return []
         try:
             values: list[Any] = list(map(env.__getitem__, self._vars))
             if list(map(type, values)) != self._types:
-                return None  # an int learning rate became a float: operators take other arguments
+                return None  # for example, an int learning rate became a float: operators take other arguments
             values += self._consts
             for fn, args in self._steps:
                 values.append(fn(*(values[a] for a in args)))
@@ -349,7 +349,7 @@ class Evaluator:
 
 def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
     """(optimizer, group, key, position in a tuple or None, value) for every number of every group. Numbers
-    are Python's own. Raises CaptureError for what behaves like neither a float nor an int."""
+    are Python's own. Raises CaptureError for a number that behaves like neither a float nor an int."""
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -365,8 +365,8 @@ def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, 
 
 
 def _is_number(value: Any, place: str) -> bool:
-    """numpy.float64 is a float, to Python too. Its other numbers are not: they round and overflow by rules
-    of their own."""
+    """Whether `value` is a float or an int. numpy.float64 is a float to Python. Raises CaptureError for numpy's other
+    numbers, which round and overflow by rules of their own."""
     if isinstance(value, numpy.generic) and not isinstance(value, (float, str)):
         kind = "bool" if isinstance(value, numpy.bool_) else "float or int"
         raise CaptureError(f"{place} is a numpy.{type(value).__name__}", f"give it as a Python {kind}")
@@ -374,7 +374,7 @@ def _is_number(value: Any, place: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number without what a subclass of float may add: what crosses the wire is a float."""
+    """The number as a plain float where it is of a subclass of float, as the wire takes only plain ones."""
     return float(value) if isinstance(value, float) else value
 
 
@@ -386,32 +386,34 @@ def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
     return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
 
 
-class Steady:
-    """Which numbers of a step are written into its Program, because hyperparameters alone make them that no schedule
-    usually changes: all but the learning rate. Not those seen to change. A kernel is quicker with a number it knows."""
+class ConstantScalars:
+    """Decides which numbers of a step are written into its Program as constants: those computed only from
+    hyperparameters that schedules rarely change, which are all but the learning rate and those seen to change. A kernel
+    is faster with a constant."""
 
     def __init__(self) -> None:
-        self._moved: set[str] = set()
+        self._changed: set[str] = set()
 
     def holds(self, expr: Expr) -> bool:
-        """Whether an expression is made of such hyperparameters, and constants, alone."""
+        """Whether an expression contains only such hyperparameters, at least one, and constants."""
         names = set(_variables(expr))
-        return bool(names) and all(map(self._steady, names))
+        return bool(names) and all(map(self._is_constant, names))
 
-    def moved(self, exprs: Iterable[Expr], now: Mapping[str, Number]) -> list[str]:
-        """The hyperparameters among these that have changed since their trace; they are steady no more."""
+    def changed(self, exprs: Iterable[Expr], now: Mapping[str, Number]) -> list[str]:
+        """The hyperparameters in `exprs` that have changed since the trace. They are numbers of each step from now
+        on."""
         found = sorted(
             {name for expr in exprs for name, old in _variables(expr).items() if repr(now.get(name)) != repr(old)}
         )
-        self._moved.update(found)
+        self._changed.update(found)
         return found
 
-    def _steady(self, name: str) -> bool:
-        return name not in self._moved and bool(re.fullmatch(r"o\d+\.g\d+\.(?!lr$).*", name))
+    def _is_constant(self, name: str) -> bool:
+        return name not in self._changed and bool(re.fullmatch(r"o\d+\.g\d+\.(?!lr$).*", name))
 
 
 def _variables(expr: Expr) -> dict[str, Number]:
-    """Names, with the values at the trace."""
+    """The variables in an expression, with their values at the trace."""
     if expr.op == "var":
         return {expr.args[0]: expr.value}
     if expr.op == "const":
@@ -434,7 +436,7 @@ class HyperReader:
     def read(self) -> dict[str, Number]:
         out: dict[str, Number] = {}
         for name, optimizer, j, key, k in self._slots:
-            value = optimizer.param_groups[j][key]  # asked anew: load_state_dict makes new groups
+            value = optimizer.param_groups[j][key]  # looked up each time, as load_state_dict makes new groups
             if k is not None:
                 value = value[k]
             kind = type(value)

@@ -1,4 +1,4 @@
-"""One trace of a step: set the stage, run the user's function over fake tensors, note how it ends."""
+"""One trace of a step: prepare the job's state, run the user's function over fake tensors, and collect the results."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from gpumux.capture import source
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
-from gpumux.capture.leftovers import Leftovers
 from gpumux.capture.patches import RngTape, patched
-from gpumux.capture.recorder import Record, Recorder
+from gpumux.capture.recorder import Recorder, TraceRecord
+from gpumux.capture.side_effects import SideEffects
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
-from gpumux.capture.symbols import Expr, Guard, Number, Scope, hyper_name, hyperparameters, is_symbol
+from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
 from gpumux.program.ir import ITEM_BYTES
 
-# ---- What a batch may not hold, and what a trace may not have done, looked at when it is over.
+# ---- refusals of batches, and of what a trace did
 
 
 def refuse_odd_tensors(tensors: Sequence[Any]) -> None:
-    """Only plain strided memory can be laid into shared memory. What is no tensor is passed over."""
+    """Raises CaptureError for tensors that are not plain strided memory, which shared memory can't hold. Other values
+    are ignored."""
     for i, tensor in enumerate(t for t in tensors if isinstance(t, torch.Tensor)):
         what, remedy = _odd(tensor)
         if what:
@@ -58,7 +59,7 @@ def _odd(tensor: torch.Tensor) -> tuple[str, str]:
 
 
 def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
-    """A call that never got into the step is about the batch, not about a line of it."""
+    """Raises CaptureError about the batch if `error` shows that the step can't be called with these arguments."""
     if not isinstance(error, TypeError):
         return
     try:
@@ -69,11 +70,11 @@ def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             "give one value for each of its arguments, in example= and at every call",
         ) from error
     except ValueError:
-        return  # it has no signature
+        return  # the function has no signature
 
 
-def refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:
-    tensors = [(g, f) for g, f in zip(given, fakes, strict=True) if isinstance(g, torch.Tensor)]
+def refuse_batch_gradients(batch: list[Any], fakes: list[Any]) -> None:
+    tensors = [(g, f) for g, f in zip(batch, fakes, strict=True) if isinstance(g, torch.Tensor)]
     for i, (tensor, fake) in enumerate(tensors):
         if fake.grad is not None or fake.requires_grad != tensor.requires_grad:
             raise CaptureError(
@@ -83,8 +84,8 @@ def refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:
 
 
 def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
-    """Python's own random numbers are not drawn again in the daemon: a branch that is rarely taken
-    would be baked in even though two traces agree."""
+    """Raises NotRepeatable if the step drew random numbers from Python's generators. The daemon does not draw them
+    again, so a rarely taken branch could become part of the Program even though two traces agree."""
     for (name, old), (_, new) in zip(before, after, strict=True):
         if old != new:
             raise NotRepeatable(
@@ -93,9 +94,9 @@ def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, 
             )
 
 
-def refuse_written_batch(record: Record) -> None:
-    """The batch is copied to the daemon, so a write to it would not be seen here: the plain loop's
-    next use of the same tensor would differ."""
+def refuse_written_batch(record: TraceRecord) -> None:
+    """Raises CaptureError if the step writes to its batch. The daemon has a copy, so the write would not change the
+    user's tensor as in the plain loop."""
     for op in record.ops:
         for storage in op.writes:
             found = record.storages[storage]
@@ -106,15 +107,15 @@ def refuse_written_batch(record: Record) -> None:
                 )
 
 
-# ---- What torch logs of an error of a fake operator, with its whole traceback, before that error comes to us.
+# ---- torch's log messages about errors of fake operators, which it also raises
 
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 _SAID = ("failed while attempting to run meta for", "fake tensor raised TypeError")
 
 
-class _SaidTwice(logging.Filter):
-    """Drops those lines, of one thread: another may be compiling something of its own."""
+class _RepeatedError(logging.Filter):
+    """Drops these messages of one thread; another thread may be compiling something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,9 +126,9 @@ class _SaidTwice(logging.Filter):
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """A block whose errors of fake operators are raised, or handled, by gpumux: torch need not log them as well."""
-    dropped = _SaidTwice()
+def suppress_fake_tensor_logs() -> Iterator[None]:
+    """Inside, torch does not log errors of fake operators, because gpumux raises or handles them."""
+    dropped = _RepeatedError()
     _LOGGER.addFilter(dropped)
     try:
         yield
@@ -135,10 +136,10 @@ def told_once() -> Iterator[None]:
         _LOGGER.removeFilter(dropped)
 
 
-# ---- A traced step gives no tensor other memory: `p.data = ...` is refused before it happens.
+# ---- refusal of `p.data = ...` in a traced step, before it happens
 #
-# What it would get is a fake tensor's memory, of which there is none: the local tensor would have lost its values. And
-# the daemon has no such thing as a parameter that lies elsewhere from some operator on.
+# The tensor would get the memory of a fake tensor, which has none, and the local tensor would lose its values. A
+# Program can't move a parameter to other memory either.
 
 
 _DATA: Any = torch._C.TensorBase.data
@@ -150,9 +151,9 @@ _REMEDY = (
 
 
 @contextmanager
-def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Iterator[None]:
-    """For the length of a trace: a tensor of the script's that would get other memory, or be swapped with another,
-    raises CaptureError and is as it was."""
+def refuse_new_memory(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Iterator[None]:
+    """Inside, for the length of a trace, giving a tensor of the script other memory, or swapping it with another,
+    raises CaptureError and changes nothing."""
     tracing = threading.get_ident()
 
     def of_the_script(tensor: Any) -> bool:
@@ -162,7 +163,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
         if threading.get_ident() == tracing and isinstance(value, torch.Tensor) and of_the_script(self):
             ours = isinstance(value, FakeTensor) or table.lookup(value) is not None
             if ours and table.lookup(self) is not None and _window(rec.to_fake(self)) == _window(rec.to_fake(value)):
-                return  # its own, as `.data` or a move to where it is gave it
+                return  # its own memory, from `.data` or a move to its own device
             raise CaptureError(f"{source.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
         _DATA.__set__(self, value)
 
@@ -198,7 +199,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
 
 
 def _owner(storage: torch.UntypedStorage, table: StateTable) -> str | None:
-    """Whose it is, None where it is not of the job's state."""
+    """The name of the job's buffer on a storage, None if it is no state of the job."""
     address = storage._cdata if table.twins is None else table.twins.real(storage._cdata)
     owners = (buffer.name for buffer in table.buffers for home, _ in buffer.home if home._cdata == address)
     return next(owners, None)
@@ -217,12 +218,12 @@ def _name(tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]) -> st
     return source.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
 
 
-# ----
+# ---- the result of a trace
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExit:
-    """A tensor the step leaves behind: view `view`, on state already (`home` None) or to be copied."""
+    """A tensor that the step leaves behind: its view, and its path in the state."""
 
     view: int
     path: tuple[Any, ...]
@@ -230,42 +231,50 @@ class DeviceExit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostExit:
+    """A number that the step leaves in an optimizer's state."""
+
     expr: Expr
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorResult:
+    """A tensor that the step returns."""
+
     view: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostResult:
+    """A number that the step returns."""
+
     expr: Expr
 
 
 @dataclass(slots=True)
 class RawTrace:
-    record: Record
-    guards: tuple[Guard, ...]
+    """A trace before lowering: the record of its operators, and how the step ends."""
+
+    record: TraceRecord
+    guards: tuple[ScalarGuard, ...]
     results: list[Any]  # TensorResult, HostResult or a constant, in pytree order
     result_spec: pytree.TreeSpec
     optimizers: tuple[Any, ...]  # frozen trees with DeviceExit, HostExit and ConstLeaf leaves
-    gradients: dict[int, int]  # parameter -> view of the gradient it ends with
-    groups: list[tuple[int, int, str, int | None, Expr]]  # hyperparameters the step changes itself
-    flags: list[Change]  # training and requires_grad flags the step leaves changed
+    gradients: dict[int, int]  # parameter -> view of its gradient after the step
+    groups: list[tuple[int, int, str, int | None, Expr]]  # hyperparameters that the step changes
+    flags: list[Change]  # training and requires_grad flags that the step changes
     entry: Structure
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
-    executed: Executed = field(default_factory=dict)  # the Python that ran
-    left: list[Callable[[], None]] = field(default_factory=list)  # mark the places where it leaves tensors
+    executed: Executed = field(default_factory=dict)  # the Python code that ran
+    left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
 
 
-_capturing = threading.RLock()  # a trace swaps functions of whole modules: one at a time
+_capturing = threading.RLock()  # one trace at a time, because it replaces functions of modules
 
 
 class Settled(Exception):
-    """The first trace changed Python variables (a lazily filled configuration): they keep their new
-    values, and tracing again must change nothing more. Never shown to users."""
+    """The first trace changed Python variables (a lazily filled configuration). They keep their new values, and
+    another trace must not change them again. Never raised to users."""
 
     def __init__(self, changes: list[Change]) -> None:
         super().__init__("traced once more")
@@ -273,7 +282,8 @@ class Settled(Exception):
 
 
 class Tracer:
-    """`by_device`: steps for a GPU are traced as torch would run them there (capture/gpu/operators.py)."""
+    """Traces the steps of one job. `by_device`: trace steps for a GPU with the operators that torch runs there
+    (capture/gpu/operators.py)."""
 
     def __init__(
         self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True
@@ -282,16 +292,16 @@ class Tracer:
         self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
-        self._leftovers: list[Callable[[], None]] = []
-        self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, while a trace is under way
+        self._restorers: list[Callable[[], None]] = []
+        self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
         host_values: Sequence[Number], prints: Fingerprint, settle: bool = False, by_device: bool = True,
     ) -> RawTrace:  # fmt: skip
-        """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
-        this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
-        with _capturing, self.table.standing_in(), told_once():
+        """Run `fn(*args, **kwargs)` once over fake tensors, from the structure `entry`. Restores the local state.
+        Raises CaptureError or a subclass, and with `settle` Settled."""
+        with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs():
             return self._trace(fn, args, kwargs, entry, host_values, prints, settle, by_device and self._by_device)
 
     def _trace(
@@ -312,12 +322,13 @@ class Tracer:
         observer = Observer()
         layers = Layers(self.table.models)
         rec = Recorder(
-            scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.gpu
+            scope, tape, lookup=self.table.lookup, unknown=unknown, allowed=self._allowed, observer=observer,
+            device=self._device, layers=layers, gpu=self.table.gpu,
         )  # fmt: skip
         refuse_around(self.table.gpu)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = prints.read()
-        left = Leftovers(prints, rec.is_number)
+        left = SideEffects(prints, rec.is_number)
         position = 0
         fakes: list[Any] = []
         for leaf in leaves:
@@ -328,7 +339,7 @@ class Tracer:
                 fakes.append(leaf)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with self._stage(rec, entry, host_values) as groups:
-            torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
+            torch.clear_autocast_cache()  # it may hold real casts, and would keep fake ones
             drawn = prints.random_states()
             try:
                 with (
@@ -336,7 +347,7 @@ class Tracer:
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
-                    memory_kept(rec, self.table, fn),
+                    refuse_new_memory(rec, self.table, fn),
                     rec,
                     observer,
                 ):
@@ -350,7 +361,7 @@ class Tracer:
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replaced = self._replaced(rec, replaced)
                 raw.executed = observer.found
-                self._leftovers += left.restorers()
+                self._restorers += left.restorers()
             except BaseException as error:
                 left.restore()
                 _undo(prints, before)
@@ -374,24 +385,24 @@ class Tracer:
             names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
             raise NotRepeatable(
                 f"the step changes Python variables while it runs: {names}",
-                "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a"
-                " tensor buffer",
+                "gpumux runs a step's Python only when it captures it: count outside the step, return from it what the"
+                " script is to have, or keep the value in a tensor buffer",
             )
         raw.flags = changes
         raw.left = left.left(self.table.home)
         return raw
 
     def tidy(self) -> None:
-        """Take back the fake tensors that traces left in the user's attributes and variables."""
-        for put in reversed(self._leftovers):
+        """Remove the fake tensors that traces left in the user's attributes and variables."""
+        for put in reversed(self._restorers):
             put()
-        self._leftovers.clear()
+        self._restorers.clear()
 
-    # ---- the stage ---------------------------------------------------------------------------------
+    # ---- before the step ---------------------------------------------------------------------------
 
     @contextmanager
     def _stage(self, rec: Recorder, entry: Structure, host_values: Sequence[Number]) -> Iterator[list[Any]]:
-        """Gradients, optimizer state and hyperparameters as `entry` says, and the local ones back after."""
+        """Inside, gradients, optimizer state and hyperparameters are the fake ones of `entry`."""
         table = self.table
         grads = [p.grad for p in table.params]
         states = [o.state for o in table.optimizers]
@@ -401,7 +412,7 @@ class Tracer:
         try:
             present = dict(entry.gradients)
             for i, p in enumerate(table.params):
-                p.grad = table.stand_in(present[i]) if i in present else None
+                p.grad = table.traced(present[i]) if i in present else None
             for o, frozen in zip(table.optimizers, entry.optimizers, strict=True):
                 o.state = self._open_state(rec, frozen, host_values, keep)
             yield self._open_groups(rec, keep)
@@ -426,7 +437,7 @@ class Tracer:
     def _open_state(self, rec: Recorder, frozen: Any, values: Sequence[Number], keep: list[Any]) -> Any:
         def make(leaf: Any) -> Any:
             if isinstance(leaf, DeviceLeaf):
-                return self.table.stand_in(leaf.place)
+                return self.table.traced(leaf.place)
             if isinstance(leaf, HostLeaf):
                 return self._host(rec, rec.scope.var(f"s{leaf.var}", values[leaf.var]), leaf.dtype, keep)
             return leaf.value
@@ -437,7 +448,7 @@ class Tracer:
         return state
 
     def _open_groups(self, rec: Recorder, keep: list[Any]) -> list[Any]:
-        """Put symbols for every hyperparameter; returns (place, what was put) to compare at the end."""
+        """Replace every hyperparameter by a symbol. Returns the symbols, to find at the end which of them changed."""
         put: list[Any] = []
         for i, j, key, k, value in list(hyperparameters(self.table.optimizers)):
             dtype = value.dtype if isinstance(value, torch.Tensor) else None
@@ -454,7 +465,7 @@ class Tracer:
             put.append((i, j, key, k, expr))
         return put
 
-    # ---- the end -----------------------------------------------------------------------------------
+    # ---- after the step ----------------------------------------------------------------------------
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         refuse_written_batch(rec.record)
@@ -543,7 +554,7 @@ class Tracer:
 
 
 def _undo(prints: Fingerprint, before: list[Reading]) -> None:
-    """Put Python values back after a failed trace, as far as they can still be read."""
+    """Restore Python values after a failed trace, as far as they can still be read."""
     try:
         for change in prints.changes(before):
             change.restore()

@@ -14,7 +14,7 @@ from gpumux.plan import guidelines
 from gpumux.plan.layers import ModelProfile, load
 from gpumux.plan.models import BUILT_IN
 
-# ---- Whose layers a verb of `gpumux plan` is about: those in a file, of a job's steps, or of a model with modelled
+# ---- The layers that a verb of `gpumux plan` works on: from a file, from a job's steps, or of a model with modelled
 # times.
 
 
@@ -22,8 +22,7 @@ DEFAULT_GPU = "a100"
 
 
 def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None) -> ModelProfile:
-    """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked
-    for."""
+    """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device."""
     if args.profile:
         return _of_steps(args)
     if is_file(args.model):
@@ -50,7 +49,7 @@ def is_file(model: str) -> bool:
 
 
 def idle_option(args: argparse.Namespace, names: Sequence[str], beside: str, belongs: str) -> None:
-    """Raises ConfigError where one of these options was given (None: it was not), which `beside` leaves without
+    """Raise ConfigError if one of these options was given (None: it was not) although `beside` leaves it without
     effect."""
     for name in names:
         if getattr(args, name.replace("-", "_")) is not None:
@@ -83,11 +82,11 @@ def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
         )
 
 
-# ----
+# ---- The verbs.
 
 
 def _batch(args: argparse.Namespace) -> int:
-    """Mini-batch and algorithms."""
+    """`gpumux plan batch`: mini-batch and algorithms."""
     from gpumux.plan import guidelines
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
@@ -115,7 +114,8 @@ def _batch(args: argparse.Namespace) -> int:
                 "memory_bytes": memory,
                 "suggested": best.batch,
                 "choices": [
-                    {"batch": c.batch, "seconds": c.seconds, "seconds_a_sample": c.seconds_a_sample, "workspace_bytes": c.workspace,
+                    {"batch": c.batch, "seconds": c.seconds, "seconds_a_sample": c.seconds_a_sample,
+                     "workspace_bytes": c.workspace,
                      "bound_bytes": c.bound, "algorithms": dict(c.algorithms)}
                     for c in sorted(choices, key=lambda c: c.batch)
                 ],
@@ -127,7 +127,8 @@ def _batch(args: argparse.Namespace) -> int:
         return 0
     emit(f"suggested mini-batch for {network.name} within {size(int(memory))}: {best.batch}")
     rows = [
-        (str(c.batch), f"{c.seconds * 1e3:.3f} ms", f"{c.seconds_a_sample * 1e6:.1f} us", size(int(c.workspace)), size(int(c.bound)),
+        (str(c.batch), f"{c.seconds * 1e3:.3f} ms", f"{c.seconds_a_sample * 1e6:.1f} us", size(int(c.workspace)),
+         size(int(c.bound)),
          _counted(c.algorithms.values()))
         for c in sorted(choices, key=lambda c: c.batch)
     ]  # fmt: skip
@@ -151,25 +152,25 @@ def _counted(names: object) -> str:
 
 
 def _gpus(args: argparse.Namespace) -> int:
-    """Lemma 3.1, whichever way round."""
+    """`gpumux plan gpus`: lemma 3.1 in either direction."""
     if args.overhead is not None and args.trace is not None:
         raise ConfigError("both --overhead and --trace", "give one of them")
     measured = guidelines.load(Path(args.trace)) if args.trace is not None else None
     given = measured.ratio if measured is not None else args.overhead
-    told: dict[str, object] = {}
+    body: dict[str, object] = {}
     lines = []
     if measured is not None:
-        told["measured"] = {"total_s": measured.total, "compute_s": measured.compute, "loading_s": measured.loading,
+        body["measured"] = {"total_s": measured.total, "compute_s": measured.compute, "loading_s": measured.loading,
                             "device": measured.device}  # fmt: skip
         lines.append(
             f"R_O is {measured.ratio:.1%}: {measured.compute:.3f} s of computation ({measured.device}) in"
             f" {measured.total:.3f} s; data loading took {measured.loading:.3f} s"
         )
     if given is not None:
-        told |= {"overhead": given, "most_speedup": guidelines.most_speedup(given)}
+        body |= {"overhead": given, "most_speedup": guidelines.most_speedup(given)}
     if args.speedup is not None and given is not None:
         gpus = guidelines.gpus_for(args.speedup, given)
-        told |= {"speedup": args.speedup, "gpus": gpus}
+        body |= {"speedup": args.speedup, "gpus": gpus}
         if gpus is None:
             lines.append(
                 f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is"
@@ -182,10 +183,10 @@ def _gpus(args: argparse.Namespace) -> int:
             )
             if args.efficiency is not None:
                 kept = guidelines.efficiency(gpus, given) >= args.efficiency
-                told["efficiency_kept"] = kept
+                body["efficiency_kept"] = kept
                 lines.append(f"that {'keeps' if kept else 'does not keep'} the efficiency of {args.efficiency:.0%}")
     if args.gpus is not None and given is not None:
-        told |= {
+        body |= {
             "efficiency": guidelines.efficiency(args.gpus, given),
             "speedup_of_gpus": guidelines.speedup(args.gpus, given),
         }
@@ -196,7 +197,7 @@ def _gpus(args: argparse.Namespace) -> int:
     if args.speedup is not None and args.efficiency is not None and given is None:
         fewest = guidelines.gpus_at(args.speedup, args.efficiency)
         most = guidelines.tolerable_overhead(fewest, args.efficiency)
-        told |= {
+        body |= {
             "speedup": args.speedup,
             "gpus": fewest,
             "tolerable_overhead_of_speedup": None if isinf(most) else most,
@@ -206,7 +207,7 @@ def _gpus(args: argparse.Namespace) -> int:
         )
     if args.gpus is not None and args.efficiency is not None:
         most = guidelines.tolerable_overhead(args.gpus, args.efficiency)
-        told["tolerable_overhead"] = None if isinf(most) else most
+        body["tolerable_overhead"] = None if isinf(most) else most
         lines.append(f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: {_tolerable(most)}")
     idle = _unanswered(args, given)
     if not lines or idle:
@@ -215,7 +216,7 @@ def _gpus(args: argparse.Namespace) -> int:
             "give --speedup or --gpus with --overhead or --trace, or either with --efficiency",
         )
     if args.json:
-        emit_json(told)
+        emit_json(body)
     else:
         emit("\n".join(lines))
     return 0
@@ -226,7 +227,7 @@ def _tolerable(most: float) -> str:
 
 
 def _unanswered(args: argparse.Namespace, given: float | None) -> str:
-    """The option that nothing was made of, if there is one."""
+    """The given option that had no effect, if there is one."""
     for name, needs in (
         ("speedup", args.efficiency),
         ("gpus", args.efficiency),
@@ -238,7 +239,7 @@ def _unanswered(args: argparse.Namespace, given: float | None) -> str:
 
 
 def _servers(args: argparse.Namespace) -> int:
-    """Lemma 3.2, and what does without servers."""
+    """`gpumux plan servers`: lemma 3.2, and alternatives without servers."""
     nbytes = args.parameters
     if (nbytes is None) == (args.model is None):
         raise ConfigError("either --parameters or --model says how much is exchanged", "give one of them")

@@ -1,4 +1,4 @@
-"""The arguments of `gpumux plan`. Imports nothing heavy: every --help stays quick."""
+"""The arguments of `gpumux plan` and `gpumux tune`. Imports nothing heavy, so that every --help is quick."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpumux import config
 _PLAN = """\
 What to know before asking for GPUs. Nothing here needs a daemon or a GPU, but for `plan profile --device cuda`.
 
-MODEL is module:factory (a function of yours that returns a torch module, or one and its example arguments) or a built-in:
-alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Where only its layers' times are wanted (burst, servers), a
-file that `gpumux plan profile` wrote will do, too.
+MODEL is module:factory (a function of yours that returns a torch module, or one and its example arguments) or a
+built-in: alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Where only its layers' times are wanted
+(burst, servers), a file that `gpumux plan profile` wrote will do, too.
 
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2     how many GPUs each layer should have
@@ -26,8 +26,8 @@ exit codes: 0 done, 1 the model can't be traced, 64 wrong usage, 78 wrong input
 """
 _BURST = """\
 Finds the number of GPUs for each layer that makes an iteration quickest, while no layer costs more than LIMIT times the
-GPU time it takes on one GPU, transfers into it and its gradients' all-reduce included. MODEL: see `gpumux plan --help`; without
-a profile its times are modelled for --gpu-model. docs/planning.md explains the model and the search.
+GPU time it takes on one GPU, transfers into it and its gradients' all-reduce included. MODEL: see `gpumux plan --help`;
+without a profile its times are modelled for --gpu-model. docs/planning.md explains the model and the search.
 
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2 --plot timeline.png
@@ -46,17 +46,18 @@ examples:
   gpumux plan profile vgg16 --profile b8.json -o vgg16.json           from a job's steps (gpumux jobs profile)
 """
 _BATCH = """\
-For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest together
-within the memory that is left, and suggests the mini-batch with least time a sample. Times are modelled. Needs scipy
-(pip install scipy).
+For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest
+together within the memory that is left, and suggests the mini-batch with least time a sample. Times are modelled. Needs
+scipy (pip install scipy).
 
 examples:
   gpumux plan batch alexnet --memory 12GB
   gpumux plan batch my.models:net --input 3,224,224 --batches 32,64,128 --memory 2GB --gpu-model a100
 """
 _GPUS = """\
-Lemma 3.1 of "Distributed training guidelines": efficiency is (1 + R) / (1 + G R) on G GPUs. R is the time of your loop that is
-not hidden behind computation, over computation, on one GPU: give it, or a trace that torch.profiler exported from the loop.
+Lemma 3.1 of "Distributed training guidelines": efficiency is (1 + R) / (1 + G R) on G GPUs. R is the time of your loop
+that is not hidden behind computation, over computation, on one GPU: give it, or a trace that torch.profiler exported
+from the loop.
 
 examples:
   gpumux plan gpus --speedup 3 --overhead 0.1          how many GPUs
@@ -65,9 +66,9 @@ examples:
   gpumux plan gpus --gpus 8 --trace loop.json          what they would give
 """
 _SERVERS = """\
-Lemma 3.2 of "Distributed training guidelines": how many parameter servers hide their traffic behind computation, and whether
-all-reduce, a sharded optimizer or sharded parameters would without any. Sizes end in B, KB, MB or GB (powers of ten) or KiB,
-MiB, GiB; bandwidths in Kb, Mb, Gb (bits a second) or KB, MB, GB (bytes a second).
+Lemma 3.2 of "Distributed training guidelines": how many parameter servers hide their traffic behind computation, and
+whether all-reduce, a sharded optimizer or sharded parameters would without any. Sizes end in B, KB, MB or GB (powers of
+ten) or KiB, MiB, GiB; bandwidths in Kb, Mb, Gb (bits a second) or KB, MB, GB (bytes a second).
 
 examples:
   gpumux plan servers --parameters 180MB --workers 8 --compute 0.5 --bandwidth 1Gb,10Gb
@@ -110,7 +111,7 @@ def rate(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """A whole number from 1 up."""
+    """An integer from 1 up."""
     try:
         value = int(text)
     except ValueError:
@@ -131,7 +132,7 @@ def limit(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """From 0 to 1."""
+    """A number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -142,7 +143,7 @@ def share(text: str) -> float:
 
 
 def ratio(text: str) -> float:
-    """0 or more."""
+    """A number from 0 up."""
     try:
         value = float(text)
     except ValueError:
@@ -160,12 +161,12 @@ def several(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
 
 
 def wholes(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 up, separated by commas; each once, rising."""
+    """Integers from 1 up, separated by commas; each once, rising."""
     return tuple(sorted({whole(each) for each in text.split(",")}))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """`gpumux plan` and what belongs to it."""
+    """Add the verbs and options of `gpumux plan`."""
     parser.epilog = _PLAN
     verbs = parser.add_subparsers(dest="verb", metavar="WHAT", required=True)
 
@@ -192,7 +193,7 @@ TORCH = "module:factory or a built-in (gpumux plan --help)"
 
 
 def _model(parser: argparse.ArgumentParser, *, file: bool = False) -> None:
-    """`file`: a profile's will do, too."""
+    """Add MODEL and its options. file: a profile's file is accepted, too."""
     parser.add_argument("model", metavar="MODEL", help=FILE + TORCH if file else TORCH)
     parser.add_argument(
         "--input", metavar="N,N,...", type=wholes_in_order, help="shape of one sample of the model's input"
@@ -296,13 +297,14 @@ def _servers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# ---- The arguments of `gpumux tune`. Imports nothing heavy: every --help stays quick.
+# ---- The arguments of `gpumux tune`.
 
 
 _TUNE = """\
-MODULE:FACTORY is a function of yours, factory(config) -> (step, model, optimizer), the loop body as you would submit it. Its module
-also has  batches(config, start)  (training batches from step `start` on),  score(model, config) -> number  on validation
-data,  direction = "maximize" or "minimize",  and, for a schedule,  hyperparameters(config, k) -> {"lr": ...}.
+MODULE:FACTORY is a function of yours, factory(config) -> (step, model, optimizer), the loop body as you would submit
+it. Its module also has  batches(config, start)  (training batches from step `start` on),  score(model, config) ->
+number  on validation data,  direction = "maximize" or "minimize",  and, for a schedule,  hyperparameters(config, k) ->
+{"lr": ...}.
 
 --space is TOML (or JSON), a table for each parameter:
   [lr]
@@ -313,14 +315,14 @@ data,  direction = "maximize" or "minimize",  and, for a schedule,  hyperparamet
   [batch_size]
   choices = [32, 64]    infusible: changes operators or shapes, so it parts trials into arrays
 
---scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `serial` one after another.
-It changes what a sweep costs, not what it finds. With --storage a sweep that was ended, or killed, goes on when the same
-command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
+--scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `serial` one after
+another. It changes what a sweep costs, not what it finds. With --storage a sweep that was ended, or killed, goes on
+when the same command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
 
 examples:
   gpumux tune clients.digits_sweep:factory --space clients/digits_sweep.toml --trials 16 --steps 400
-  gpumux tune clients.digits_sweep:factory --space clients/digits_sweep.toml --algorithm hyperband --steps 810 --min-steps 30 \\
-              --storage sqlite:///digits.db --plot digits.png --save best.pt
+  gpumux tune clients.digits_sweep:factory --space clients/digits_sweep.toml --algorithm hyperband --steps 810 \\
+              --min-steps 30 --storage sqlite:///digits.db --plot digits.png --save best.pt
   gpumux tune my.sweep:factory --space space.json --trials 64 --steps 5000 --scheduler concurrent --concurrent 8
 
 exit codes: 0 done, 1 a trial or request failed, 64 wrong usage, 78 wrong input, 130 interrupted
@@ -328,7 +330,7 @@ exit codes: 0 done, 1 a trial or request failed, 64 wrong usage, 78 wrong input,
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 up."""
+    """An integer from 0 up."""
     try:
         value = int(text)
     except ValueError:
@@ -345,7 +347,7 @@ def _two(text: str) -> int:
 
 
 def add_tuning(parser: argparse.ArgumentParser) -> None:
-    """What belongs to `gpumux tune`."""
+    """Add the options of `gpumux tune`."""
     parser.epilog = _TUNE
     flag = parser.add_argument
     flag("task", metavar="MODULE:FACTORY", help="what makes step, model and optimizer of a configuration")

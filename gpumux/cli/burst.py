@@ -1,4 +1,4 @@
-"""`gpumux plan burst`: how many GPUs each layer should have, and what that is worth."""
+"""`gpumux plan burst`: the number of GPUs of each layer, and what that is worth."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from pathlib import Path
 from gpumux.cli.advise import idle_option, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
-from gpumux.plan import baselines, costs
-from gpumux.plan import plot as curves
+from gpumux.plan import baselines, costs, plot
 from gpumux.plan.costs import Network, powers_of_two
 from gpumux.plan.graph import members, reduce
 from gpumux.plan.layers import ModelProfile
-from gpumux.plan.plan import Plan
-from gpumux.plan.question import Question
+from gpumux.plan.plan import BurstPlan
+from gpumux.plan.query import PlanQuery
 
 CRITICAL_BATCH = 1024.0
 NETWORK = "nvswitch"
 
-Curve = Sequence[tuple[float, Plan | None]]  # amplification limits, and the plan for each
+Curve = Sequence[tuple[float, BurstPlan | None]]  # amplification limits, and the plan for each
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find a plan, and say what it is worth."""
+    """Find a plan and print it with its value."""
     _check_pictures(args)
     link = _network(args)
     profile = model_profile(args)
     counts = args.counts or powers_of_two(args.gpus)
     if counts[-1] > args.gpus:
         raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {args.gpus} GPUs", "leave it out")
-    question = Question(
+    query = PlanQuery(
         reduce(profile), args.global_batch, args.gpus, counts, link, args.amplification, args.overlap, args.algorithm
     )
     began = time.perf_counter()
-    plan = question.plan()
+    plan = query.plan()
     search_s = time.perf_counter() - began
-    beside = _beside(question)
-    curve = curves.over_limits(question) if args.curve or args.figures else []
-    sizes = curves.over_sizes(question, _efficiency(args)) if args.curve else []
-    notes = _notes(args, question, profile, curve)
+    beside = _beside(query)
+    curve = plot.over_limits(query) if args.curve or args.figures else []
+    sizes = plot.over_sizes(query, _efficiency(args)) if args.curve else []
+    notes = _notes(args, query, profile, curve)
     if args.json:
         body = plan.figures() | {
-            "counts": list(question.counts),
-            "overlap": question.overlap,
+            "counts": list(query.counts),
+            "overlap": query.overlap,
             "search_s": search_s,
             "network": {"name": link.name, "bandwidth": link.bandwidth, "latency": link.latency},
             "baselines": [
@@ -59,15 +58,16 @@ def run(args: argparse.Namespace) -> int:
         if args.curve:
             body["curve"] = [_point(limit, each) for limit, each in curve]
             body["sizes"] = [
-                {"strategy": each.strategy, "gpus": each.gpus, "global_batch": each.batch, "iteration_s": each.iteration_s,
+                {"strategy": each.strategy, "gpus": each.gpus, "global_batch": each.batch,
+                 "iteration_s": each.iteration_s,
                  "speedup_to_accuracy": each.speedup}
                 for each in sizes
             ]  # fmt: skip
         emit_json(body)
     else:
-        shown = [_curve(question, curve), _sizes(sizes)] if args.curve else []
+        shown = [_curve(query, curve), _sizes(sizes)] if args.curve else []
         emit("\n\n".join([describe(plan), compare([plan, *beside]), *shown, "\n".join(notes)]))
-    _draw(args, question, plan, curve)
+    _draw(args, query, plan, curve)
     return 0
 
 
@@ -82,13 +82,13 @@ def _network(args: argparse.Namespace) -> Network:
     return found
 
 
-def _beside(question: Question) -> list[Plan]:
-    """Data parallelism on one GPU and on as many as a layer may have, as far as layers were timed so."""
-    return [question.data_parallel(count) for count in sorted({1, question.counts[-1]})]
+def _beside(query: PlanQuery) -> list[BurstPlan]:
+    """Data parallelism on one GPU and on as many as a layer may have, if layers were timed at those batches."""
+    return [query.data_parallel(count) for count in sorted({1, query.counts[-1]})]
 
 
-def describe(plan: Plan) -> str:
-    """A plan as people read it: runs of layers with the same count, and what they cost."""
+def describe(plan: BurstPlan) -> str:
+    """A plan as text: runs of layers with the same count, and their costs."""
     names = [layer.name for layer in plan.graph.layers]
     rows = []
     for i in members(plan.graph.chain):
@@ -116,8 +116,8 @@ def describe(plan: Plan) -> str:
     return f"{head}\n{table(('LAYER', 'GPUS', 'TIME', 'AMPLIFICATION'), rows)}"
 
 
-def compare(plans: Sequence[Plan]) -> str:
-    """Several plans for one cluster."""
+def compare(plans: Sequence[BurstPlan]) -> str:
+    """Several plans for one cluster, as a table."""
     rows = [
         (
             "one GPU" if plan.algorithm == "data-parallel" and plan.width == 1 else plan.algorithm,
@@ -132,7 +132,7 @@ def compare(plans: Sequence[Plan]) -> str:
     return table(("PLAN", "GPUS", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(plans[0].gpus)), rows)
 
 
-def _curve(question: Question, curve: Curve) -> str:
+def _curve(query: PlanQuery, curve: Curve) -> str:
     rows = [
         (
             (_limit(limit), "no plan", "-", "-", "-")
@@ -147,7 +147,7 @@ def _curve(question: Question, curve: Curve) -> str:
         )
         for limit, plan in curve
     ]
-    return table(("LIMIT", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(question.gpus)), rows)
+    return table(("LIMIT", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(query.gpus)), rows)
 
 
 def _sizes(sizes: Sequence[baselines.Scaled]) -> str:
@@ -162,33 +162,33 @@ def _efficiency(args: argparse.Namespace) -> baselines.SampleEfficiency:
     return baselines.SampleEfficiency(args.critical_batch or CRITICAL_BATCH)
 
 
-def _point(limit: float, plan: Plan | None) -> dict[str, object]:
-    """One limit of the curve, for scripts: null where no plan keeps it."""
+def _point(limit: float, plan: BurstPlan | None) -> dict[str, object]:
+    """One limit of the curve as plain data: null if no plan keeps it."""
     keep = ("iteration_s", "speedup", "gpu_s", "busy_gpu_s", "idle_gpu_s", "over_limit")
     figures = dict.fromkeys(keep) if plan is None else plan.figures()
     return {"amplification_limit": limit if isfinite(limit) else None} | {key: figures[key] for key in keep}
 
 
-def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, curve: Curve) -> list[str]:
-    """What the figures rest on, and what they leave out."""
-    graph, link = question.graph, question.network
+def _notes(args: argparse.Namespace, query: PlanQuery, profile: ModelProfile, curve: Curve) -> list[str]:
+    """The assumptions behind the figures, and what they leave out."""
+    graph, link = query.graph, query.network
     sources = ", ".join(sorted({layer.source for layer in graph.layers}))
     notes = [
         f"layer times of {graph.device} ({sources}); network {link.name}: {link.bandwidth / 1e9:g} GB/s a GPU, "
         f"{link.latency * 1e6:g} us ({link.source})"
     ]
-    if question.overlap:
-        notes.append(f"{question.overlap:.0%} of each layer's backward time hides the sync of its gradients")
+    if query.overlap:
+        notes.append(f"{query.overlap:.0%} of each layer's backward time hides the sync of its gradients")
     largest = min(layer.times[-1].samples for layer in graph.layers)
     if args.global_batch > largest:
         notes.append(f"batches above {largest} are taken as several of {largest}: none so large was timed")
     without = [_limit(limit) for limit, plan in curve if plan is None]
     if without:
-        notes.append(f"no plan over {_listed(question.counts)} GPUs keeps a limit of {', '.join(without)}")
-    share = question.batch // question.gpus
-    if args.figures and curves.background_batch(question) > share:
+        notes.append(f"no plan over {_listed(query.counts)} GPUs keeps a limit of {', '.join(without)}")
+    share = query.batch // query.gpus
+    if args.figures and plot.background_batch(query) > share:
         notes.append(
-            f"background jobs of the trade-off run batches of {curves.background_batch(question)}: no layer was timed"
+            f"background jobs of the trade-off run batches of {plot.background_batch(query)}: no layer was timed"
             f" at {share}"
         )
     notes += [profile.note] if args.profile else []
@@ -198,13 +198,11 @@ def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, 
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    """Before anything is traced or searched."""
+    """Check the options for pictures before anything is traced or searched."""
     if not (args.figures or args.curve):
         idle_option(args, ["critical-batch"], "without --figures or --curve", "the ways to scale that they show")
     if not (args.plot or args.figures):
         return
-    from gpumux.plan import plot
-
     plot.available()
     if args.plot:
         path = Path(args.plot)
@@ -221,27 +219,25 @@ def _check_pictures(args: argparse.Namespace) -> None:
             ) from None
 
 
-def _draw(args: argparse.Namespace, question: Question, plan: Plan, curve: Curve) -> None:
+def _draw(args: argparse.Namespace, query: PlanQuery, plan: BurstPlan, curve: Curve) -> None:
     if not (args.plot or args.figures):
         return
-    from gpumux.plan import plot
-
     if args.plot:
         plot.timeline(plan, Path(args.plot))
     if not args.figures:
         return
-    directory, name = Path(args.figures), question.graph.name
+    directory, name = Path(args.figures), query.graph.name
     efficiency = _efficiency(args)
-    limited = f"{name}, amplification limit {_limit(question.limit)}, {question.algorithm}"
-    plot.scaling(curves.over_sizes(question, efficiency), limited, directory / "scaling.png")
-    plot.networks(curves.over_networks(question, efficiency), limited, directory / "networks.png")
-    plot.layers(question.graph, curves.layer_speedups(question), question.counts, directory / "layers.png")
-    points = curves.operating_points(question, [each for _, each in curve if each is not None])
+    limited = f"{name}, amplification limit {_limit(query.limit)}, {query.algorithm}"
+    plot.scaling(plot.over_sizes(query, efficiency), limited, directory / "scaling.png")
+    plot.networks(plot.over_networks(query, efficiency), limited, directory / "networks.png")
+    plot.layers(query.graph, plot.layer_speedups(query), query.counts, directory / "layers.png")
+    points = plot.operating_points(query, [each for _, each in curve if each is not None])
     plot.trade_off(points, name, directory / "trade_off.png")
 
 
-def _idle(plan: Plan) -> float:
-    """The part of the whole cluster's GPU time in which nothing runs."""
+def _idle(plan: BurstPlan) -> float:
+    """The part of the cluster's GPU time in which nothing runs."""
     return plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
 
 

@@ -1,12 +1,12 @@
-"""`gpumux completion`: a shell's completions, written from the command line itself.
+"""`gpumux completion`: completion scripts for shells, generated from the command line's own parser.
 
     bash   eval "$(gpumux completion bash)"                                 in ~/.bashrc
     zsh    eval "$(gpumux completion zsh)"                                  in ~/.zshrc, after compinit
     fish   gpumux completion fish > ~/.config/fish/completions/gpumux.fish
 
-Commands, flags, verbs and fixed values are in the script; for the JOB of `gpumux jobs` it asks the daemon, for a second
-at most and in silence. Shells expand what they complete with, so of a job whose name has other than letters, digits,
-dots and dashes the short id alone is offered.
+The script holds commands, flags, verbs and fixed values. For the JOB of `gpumux jobs` it asks the daemon, for a second
+at most and without messages. Shells expand what they complete with. A job whose name has characters other than letters,
+digits, dots and dashes is therefore offered by its short id only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JOB = "JOB"
 
 
 class Flag(NamedTuple):
-    """`values`: what may follow; `takes`: whether anything does; `is_path`: a file does."""
+    """values: what may follow the flag. takes: whether it takes an argument. is_path: the argument is a file."""
 
     names: tuple[str, ...]
     meaning: str
@@ -31,32 +31,32 @@ class Flag(NamedTuple):
     is_path: bool
 
 
-class Command(NamedTuple):
+class CommandSpec(NamedTuple):
+    """A command or subcommand, as completions need it."""
+
     words: tuple[str, ...]  # ("jobs",) or ("plan", "burst")
     meaning: str
     flags: tuple[Flag, ...]
-    words_after: tuple[str, ...]  # subcommands, or what the first argument may be
-    jobs: bool  # the argument after that is a job
+    words_after: tuple[str, ...]  # subcommands, or the values of the first argument
+    jobs: bool  # whether the argument after that is a job
 
 
 def run(args: argparse.Namespace) -> int:
-    emit(script(args.shell))
+    emit(script(args.shell, args.parser))
     return 0
 
 
-def script(shell: str) -> str:
-    """The completion script of a shell."""
-    from gpumux.cli.main import build_parser
-
-    commands = _commands(build_parser())
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """The completion script of a shell for the whole command line of `parser`."""
+    commands = _commands(parser)
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands)
 
 
-# ---- what there is
+# ---- the commands
 
 
-def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = (), meaning: str = "") -> list[Command]:
-    flags, after, below = [], (), []  # type: list[Flag], tuple[str, ...], list[Command]
+def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = (), meaning: str = "") -> list[CommandSpec]:
+    flags, after, below = [], (), []  # type: list[Flag], tuple[str, ...], list[CommandSpec]
     metavars = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -70,7 +70,7 @@ def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = (), mean
         else:
             metavars.append(action.metavar)
             after = after or tuple(map(str, action.choices or ()))
-    return [Command(words, meaning, tuple(flags), after, JOB in metavars), *below]
+    return [CommandSpec(words, meaning, tuple(flags), after, JOB in metavars), *below]
 
 
 def _flag(action: argparse.Action) -> Flag:
@@ -85,7 +85,8 @@ def _flag(action: argparse.Action) -> Flag:
 _BASH = """\
 # gpumux completion for bash; made by `gpumux completion bash`
 _gpumux_jobs() {{
-  gpumux jobs --json --timeout 1 2>/dev/null | sed -n 's/^ *"\\(short\\|name\\)": "\\([A-Za-z0-9._-]*\\)",\\{{0,1\\}}$/\\2/p'
+  gpumux jobs --json --timeout 1 2>/dev/null |
+    sed -n 's/^ *"\\(short\\|name\\)": "\\([A-Za-z0-9._-]*\\)",\\{{0,1\\}}$/\\2/p'
 }}
 _gpumux() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="" index=1 plain=0
@@ -119,7 +120,7 @@ _gpumux() {{
 complete -F _gpumux gpumux"""
 
 
-def _bash(commands: list[Command]) -> str:
+def _bash(commands: list[CommandSpec]) -> str:
     paths, values, flags, words = [], [], [], []
     takes = [f'"{" ".join(c.words)}:{name}"' for c in commands for flag in c.flags if flag.takes for name in flag.names]
     for command in commands:
@@ -144,7 +145,7 @@ def _bash(commands: list[Command]) -> str:
     return _BASH.format(**{name: "\n".join(found) for name, found in lines.items()})
 
 
-def _bash_words(path: str, command: Command) -> list[str]:
+def _bash_words(path: str, command: CommandSpec) -> list[str]:
     first = f'COMPREPLY=($(compgen -W "{" ".join(command.words_after)}" -- "$word"))'
     if command.jobs:
         return [
@@ -157,7 +158,7 @@ def _bash_words(path: str, command: Command) -> list[str]:
     return [f'    "{path}") {first} ;;'] if command.words_after else []
 
 
-def _zsh(commands: list[Command]) -> str:
+def _zsh(commands: list[CommandSpec]) -> str:
     return "autoload -Uz bashcompinit && bashcompinit\n" + _bash(commands).replace("for bash", "for zsh").replace(
         "completion bash", "completion zsh"
     )
@@ -166,7 +167,7 @@ def _zsh(commands: list[Command]) -> str:
 # ---- fish
 
 
-def _fish(commands: list[Command]) -> str:
+def _fish(commands: list[CommandSpec]) -> str:
     lines = [
         "# gpumux completion for fish; made by `gpumux completion fish`",
         "complete -c gpumux -f",
@@ -182,7 +183,7 @@ def _fish(commands: list[Command]) -> str:
     return "\n".join(lines)
 
 
-def _fish_command(command: Command, known: dict[tuple[str, ...], Command]) -> list[str]:
+def _fish_command(command: CommandSpec, known: dict[tuple[str, ...], CommandSpec]) -> list[str]:
     here = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.words)
     here = here or "__fish_use_subcommand"
     lines = []

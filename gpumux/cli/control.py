@@ -1,4 +1,4 @@
-"""A short conversation with a daemon: say hello, ask, go. Needs neither torch nor shared memory."""
+"""A short session with a daemon for commands: connect, ask, disconnect. Needs neither torch nor shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpumux.wire.messages import Record, unpack
 from gpumux.wire.peers import client_curve, secure_client
 
 Answer = TypeVar("Answer")
-AGAIN_S = 1.0  # from a hello to the next one, while nobody has answered
+AGAIN_S = 1.0  # between two hellos, until the daemon answers
 START_IT = "start one with `gpumux serve`, or name another with --endpoint"
 
 
@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
 class Control:
     """A session of role "control"; a context manager. `timeout` (seconds) bounds each answer.
 
-    Raises DaemonGone when nobody answers, and whatever the daemon refuses with.
+    Raises DaemonGone if the daemon does not answer, and the errors with which it refuses.
     """
 
     def __init__(self, endpoint: str | None, timeout: float = 5.0) -> None:
@@ -45,8 +45,8 @@ class Control:
         self._refs = count(1)
         self._found = found
         self._payload: list[bytes] = []  # frames of the newest message
-        self._spoke = 0.0  # when something was said last
-        self._heard = 0.0  # when something was heard last, while recording
+        self._spoke = 0.0  # time of the last message sent
+        self._heard = 0.0  # time of the last message received while recording
         if found.path is not None:
             endpoints.check_private(found.path.parent)
         check_listening(found, START_IT)
@@ -59,23 +59,23 @@ class Control:
             self._socket.connect(found.text)
             hello = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
             self._send(hello)
-            # A connection may be cut before it was read (a daemon is flooded by this user, or the process): libzmq
-            # makes another one, without a word and without what it had sent.
+            # A connection may be cut before it was read (by a daemon flooded by this user, or by the process). libzmq
+            # then reconnects silently and drops what it had sent.
             self.welcome = self._receive(msg.Welcome, 0, hello)
         except BaseException:
             self._shut()
             raise
 
     def status(self) -> dict[str, Any]:
-        """What the daemon says of itself (daemon/report.py has the fields)."""
+        """The daemon's report (daemon/report.py has the fields)."""
         ref = next(self._refs)
         self._send(msg.GetStatus(ref))
         return self._receive(msg.Report, ref).body
 
-    def rest(self, seconds: float, watch: int | None = None) -> bool:
-        """Let time pass without being taken for gone; True as soon as the descriptor `watch` turns readable.
+    def wait(self, seconds: float, watch: int | None = None) -> bool:
+        """Wait, sending heartbeats. True as soon as the descriptor `watch` becomes readable.
 
-        Raises DaemonGone when the daemon says that it leaves.
+        Raises DaemonGone if the daemon says goodbye.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -83,7 +83,7 @@ class Control:
             poller.register(watch, zmq.POLLIN)
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._show_life()
+            self._send_heartbeat()
             ready = dict(poller.poll(int(min(left, self.welcome.heartbeat_s) * 1000) + 1))
             if self._socket in ready:
                 self._take()
@@ -92,7 +92,7 @@ class Control:
         return False
 
     def change(self, verb: str, job: str, drain: bool = False) -> None:
-        """`verb` is pause, resume or stop; `job` a whole job id."""
+        """Pause, resume or stop (`verb`) a job, given by its whole id."""
         ref = next(self._refs)
         requests: dict[str, msg.Message] = {
             "pause": msg.PauseJob(ref, job),
@@ -103,7 +103,7 @@ class Control:
         self._receive(msg.Done, ref)
 
     def regrade(self, job: str, priority: int | None = None, weight: float | None = None) -> None:
-        """Another priority (0 low, 1 high) or weight for a job; returns when it is in force."""
+        """Change a job's priority (0 low, 1 high) or weight; returns when the change is in force."""
         ref = next(self._refs)
         self._send(msg.ChangeJob(ref, job, priority, weight))
         self._receive(msg.Done, ref)
@@ -115,17 +115,17 @@ class Control:
         return self._receive(msg.Report, ref).body
 
     def profile(self, job: str, program: int | None = None) -> bytes:
-        """The text of a profile file of `program` (None: the one the job ran most steps of), its name empty."""
+        """The text of a profile file of `program` (None: the one the job ran most steps of), with an empty name."""
         ref = next(self._refs)
         self._send(msg.ProfileJob(ref, job, program))
         self._receive(msg.JobProfile, ref)
         return self._payload[0]
 
     def record(self, seconds: float) -> Recorded:
-        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up. Of a
-        daemon that is killed meanwhile what it had sent is kept.
+        """Record what runs for so many seconds. Ctrl-C ends the recording early and keeps it; a second one discards it.
+        If the daemon is killed meanwhile, what it had sent is kept.
 
-        Raises AdmissionRefused while somebody else records, DaemonGone when the daemon goes and has sent nothing."""
+        Raises AdmissionRefused if another client records, DaemonGone if the daemon goes and has sent nothing."""
         ref = next(self._refs)
         found: list[Record] = []
         began = self._heard = time.monotonic()
@@ -151,7 +151,7 @@ class Control:
 
     def _part(self, ref: int, deadline: float) -> msg.TracePart:
         while (left := deadline - time.monotonic()) > 0:
-            self._show_life()
+            self._send_heartbeat()
             if self._socket.poll(int(min(left, self.welcome.heartbeat_s / 2) * 1000) + 1):
                 message = self._take(ref)
                 self._heard = time.monotonic()
@@ -160,12 +160,12 @@ class Control:
             silent = time.monotonic() - self._heard
             if silent >= self.welcome.lease_s:
                 break
-            if silent >= 2 * self.welcome.heartbeat_s:  # it would have sent a heartbeat
+            if silent >= 2 * self.welcome.heartbeat_s:  # a heartbeat is overdue
                 check_listening(self._found, START_IT)
         raise unanswered(self._found, START_IT)
 
     def close(self) -> None:
-        """Say goodbye and let go."""
+        """Say goodbye and disconnect."""
         self._send(msg.Goodbye())
         self._shut()
 
@@ -189,8 +189,8 @@ class Control:
             raise unanswered(self._found, START_IT) from None
 
     def _receive(self, kind: type[Answer], ref: int, again: msg.Message | None = None) -> Answer:
-        """The next message of `kind` that answers `ref`; heartbeats and others are passed over. `again` is said now and
-        then until it comes."""
+        """The next message of `kind` that answers `ref`; heartbeats and others are skipped. again: a message to repeat
+        until then."""
         deadline = time.monotonic() + self._timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -205,7 +205,7 @@ class Control:
                 self._send(again)
 
     def _take(self, ref: int = 0) -> msg.Message:
-        """The message that is there. Raises what a refusal of `ref`, or of the session, stands for, and DaemonGone."""
+        """The waiting message. Raises the error of a refusal of `ref` or of the session, and DaemonGone."""
         message, self._payload = decode(self._socket.recv_multipart())
         if isinstance(message, msg.Refusal) and message.ref in (0, ref):
             raise from_code(message.code, message.message, message.remedy)
@@ -213,8 +213,8 @@ class Control:
             raise DaemonGone(f"the daemon is leaving: {message.reason}", "wait for the next one")
         return message
 
-    def _show_life(self) -> None:
-        """A heartbeat, if the last thing said is long ago."""
+    def _send_heartbeat(self) -> None:
+        """Send a heartbeat if the last message is long ago."""
         now = time.monotonic()
         if now - self._spoke >= self.welcome.heartbeat_s / 2:
             self._send(msg.Heartbeat(now))

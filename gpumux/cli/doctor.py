@@ -1,6 +1,6 @@
-"""What `gpumux doctor` looks at. Each check returns findings and changes nothing.
+"""`gpumux doctor`: checks of this machine and its daemon. Each check returns findings and changes nothing.
 
-`root` stands for "/" so that a test can hand in another machine.
+`root` stands for "/" so that a test can pass another machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import registry
-from gpumux.device import registry as nvidia
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.endpoint import check_listening, living_holder, lock_path, recorded_holder
@@ -40,7 +39,7 @@ MIN_TORCH = (2, 11)
 MIN_NOFILE = 4096  # a job holds about a dozen descriptors in the daemon
 LOW_MEMORY = 512 * config.MIB
 LOW_DISK = config.GIB
-PATH_BYTES = 107  # sun_path less its terminating zero
+PATH_BYTES = 107  # sun_path without its terminating zero
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -63,7 +62,7 @@ def _read(path: Path) -> str:
 
 def gpu(root: Path = Path("/")) -> Finding:
     """The NVIDIA driver and its devices, without loading CUDA."""
-    has = nvidia.look(root)
+    has = registry.look(root)
     if not has.driver:
         return Finding(
             "gpu", WARN, "no NVIDIA driver",
@@ -80,9 +79,9 @@ def gpu(root: Path = Path("/")) -> Finding:
     return Finding("gpu", OK, f"{len(has.gpus)} GPU(s), driver {has.driver}")
 
 
-def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding:
-    """Which device `gpumux serve` takes with these settings, and whether it can have it."""
-    has = has or nvidia.look()
+def device(settings: config.Config, has: registry.Nvidia | None = None) -> Finding:
+    """The device that `gpumux serve` takes with these settings, and whether it is available."""
+    has = has or registry.look()
     name, why = registry.choose(settings.device, settings.gpu, has)
     if name != "cuda":
         buildable = settings.device == "auto" and has.driver and has.gpus and not has.hidden
@@ -104,14 +103,14 @@ def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding
 
 
 def cpu() -> Finding:
-    """How many cores this process may use."""
+    """Number of cores this process may use."""
     cores = len(os.sched_getaffinity(0))
     detail = f"{cores} of {os.cpu_count()} cores usable ({platform.machine()})"
     return Finding("cpu", OK, detail)
 
 
 def torch() -> Finding:
-    """Whether torch is there, and new enough, without importing it."""
+    """Whether torch is installed and new enough, without importing it."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +122,7 @@ def torch() -> Finding:
 
 
 def core() -> Finding:
-    """Whether a daemon started as this command is would run a compiled core."""
+    """Whether a daemon started like this command would run a compiled core."""
     try:
         choice = compiled.choose()
         if choice.directory is not None:
@@ -136,7 +135,7 @@ def core() -> Finding:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """memfd with seals carries batches; /dev/shm is what torch itself may use."""
+    """memfd with seals, which carries batches, and /dev/shm, which torch itself may use."""
     try:
         fd = os.memfd_create("gpumux-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -164,8 +163,8 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def runtime_dir(path: Path) -> Iterator[Finding]:
-    """The directory of the daemon's socket: it must be ours, shut to others' writing, and short."""
-    room = PATH_BYTES - len(os.fsencode(str(path / "gpu1023.sock.side")))
+    """The directory of the daemon's socket: it must be this user's, not writable by others, and short."""
+    room = PATH_BYTES - len(os.fsencode(str(path / "gpu1023.sock.chan")))
     if room < 0:
         yield Finding("socket path", FAIL, f"{path} is {-room} bytes too long for a socket", "use a shorter directory")
     else:
@@ -200,7 +199,7 @@ def limits() -> Iterator[Finding]:
 
 
 def cgroup(root: Path = Path("/")) -> Iterator[Finding]:
-    """The CPU limit of the control group (version 2) this process is in."""
+    """The CPU limit of this process's control group (version 2)."""
     line = next((ln for ln in _read(root / "proc/self/cgroup").splitlines() if ln.startswith("0::")), "")
     if not line:
         yield Finding("cgroup", OK, "no version 2 control group")
@@ -217,7 +216,7 @@ def cgroup(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def memory(root: Path = Path("/")) -> Finding:
-    """What is left of the tightest memory control group, version 1 or 2, and what page cache holds of it."""
+    """What is left of the tightest memory control group, version 1 or 2, and its page cache."""
     tightest = min(hostmemory.groups(root), key=lambda group: group.free, default=None)
     if tightest is None:
         return Finding("cgroup memory", OK, "no limit")
@@ -239,7 +238,7 @@ def configuration(path: str | None) -> tuple[Finding, config.Config]:
 
 
 def temp_dir() -> Finding:
-    """torch and its workers write temporary files."""
+    """A writable directory for the temporary files of torch and its workers."""
     try:
         with tempfile.TemporaryFile():
             return Finding("temporary files", OK, tempfile.gettempdir())
@@ -248,7 +247,7 @@ def temp_dir() -> Finding:
 
 
 def state_dir(path: str) -> Finding:
-    """Where snapshots of jobs' state go: it must be this user's alone, writable, and have room."""
+    """The directory of snapshots of jobs' state: it must be this user's alone, writable, and have room."""
     name = "state directory"
     if not path:
         return Finding(name, OK, "none: jobs don't outlive a daemon that is killed (set state_dir)")
@@ -272,15 +271,15 @@ def state_dir(path: str) -> Finding:
     return Finding(name, OK, detail)
 
 
-# ---- What `gpumux doctor` looks at around an endpoint: who may connect, who holds the lock, what was left behind, and
-# whether others may write what a daemon trusts. Each check returns findings and changes nothing.
+# ---- Checks around an endpoint: who may connect, which process holds the lock, stale sockets, and whether others may
+# write files that a daemon trusts.
 
 
 NEEDED = {"pyzmq": (26,), "msgpack": (1, 1), "prometheus-client": (0, 20), "numpy": (1, 26)}  # as pyproject.toml says
 
 
 def sockets(path: Path) -> Iterator[Finding]:
-    """Who may connect to the daemon at `path`, and whether this user is among them."""
+    """The users that may connect to the daemon at `path`, and whether this one is among them."""
     if not path.exists():
         return
     info = path.stat()
@@ -302,7 +301,7 @@ def sockets(path: Path) -> Iterator[Finding]:
 
 
 def lock(path: Path) -> Finding:
-    """Who holds the endpoint, going by the lock file beside it."""
+    """The process that holds the endpoint, by the lock file beside it."""
     holder, alive = recorded_holder(path), living_holder(path)
     if holder is None:
         there = lock_path(path).exists()
@@ -318,7 +317,7 @@ def lock(path: Path) -> Finding:
 
 
 def stale(directory: Path) -> Finding:
-    """Sockets in the runtime directory that nobody listens on."""
+    """Sockets in the runtime directory without a listener."""
     try:
         found = sorted(path for path in directory.iterdir() if path.is_socket())
     except OSError:
@@ -341,13 +340,13 @@ def _refuses(path: Path) -> bool:
             except ConnectionRefusedError:
                 return True
             except OSError:
-                continue  # of another kind, or nothing of ours
+                continue  # a socket of another kind
             return False
     return False
 
 
 def trusted_files(config_path: str | None, config: Config) -> Iterator[Finding]:
-    """Files that decide who may do what: nobody else may write them, or read a secret."""
+    """Files that grant rights: others must not be able to write them, or read a secret."""
     written = [("configuration file", config_path), ("client keys", config.curve_client_keys)]
     for name, text in written:
         if text and Path(text).exists():
@@ -368,7 +367,7 @@ def _shut(name: str, path: Path, bits: int, verb: str, remedy: str) -> Finding:
 
 
 def versions() -> Finding:
-    """The libraries a daemon and its clients stand on."""
+    """The libraries that a daemon and its clients need."""
     found, old = [f"libzmq {zmq.zmq_version()}"], []
     for name, least in NEEDED.items():
         try:
@@ -401,7 +400,7 @@ def _group(gid: int) -> str:
         return str(gid)
 
 
-# ---- `gpumux doctor`: what this machine offers, what limits it, what is wrong and how to mend it.
+# ---- The verb: what this machine offers, what limits it, what is wrong and how to mend it.
 
 
 def run(args: argparse.Namespace) -> int:
@@ -446,7 +445,7 @@ def daemon(address: str, timeout: float) -> Finding:
     try:
         with Control(address, timeout) as control:
             body = control.status()
-    except DaemonGone as error:  # somebody has the socket, and says nothing
+    except DaemonGone as error:  # a process has the socket and does not answer
         return Finding("daemon", FAIL if found.is_ipc else WARN, error.message, error.remedy)
     except GpumuxError as error:
         return Finding("daemon", WARN, error.message, error.remedy or "start it with `gpumux serve`")
@@ -464,7 +463,7 @@ def daemon(address: str, timeout: float) -> Finding:
 
 
 def charged_and_measured(jobs: list[dict[str, Any]]) -> str:
-    """What each job is charged and what it was measured to hold, "" where nothing was measured."""
+    """The memory charged to each job and measured for it, "" if nothing was measured."""
     shown = [
         f"{job['short']} is charged {size(job['memory_bytes'])} and holds {size(job['measured_bytes'])}"
         for job in jobs
@@ -474,7 +473,7 @@ def charged_and_measured(jobs: list[dict[str, Any]]) -> str:
 
 
 def describe(findings: list[Finding]) -> str:
-    """One line a finding, and a remedy under what isn't well."""
+    """One line a finding, with a remedy below each that isn't ok."""
     width = max(len(finding.name) for finding in findings)
     lines: list[str] = []
     for finding in findings:

@@ -68,7 +68,7 @@ def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
 
 
 def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
-    """Write what the job's operators cost."""
+    """Write a profile of the job's operators."""
     profile = replace(loads(control.profile(job["job"], args.program).decode()), name=job["name"])
     save(profile, Path(args.out))
     summary = f"{len(profile.ops)} operators, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
@@ -80,7 +80,7 @@ def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
 
 
 def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
-    """The one job `wanted` stands for. Raises UnknownJob when none or several fit."""
+    """The job that `wanted` names. Raises UnknownJob if none or several match."""
     for exact in ("job", "short"):
         for job in jobs:
             if job[exact] == wanted:
@@ -96,25 +96,25 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
 
 
 def _state(job: dict[str, Any]) -> str:
-    """Both, when a job that drains is held back."""
+    """The job's state; both words for a draining job that is paused."""
     return f"{job['state']}, paused" if job["paused"] and job["state"] != "paused" else str(job["state"])
 
 
 def _promise(job: dict[str, Any]) -> str:
-    """How slow a high job is, of how slow it may be; why a low one is held."""
+    """A high job's slowdown and its limit, or the reason why a low job is held."""
     promise = job["promise"]
     if promise is None:
         return ""
     if job["priority"] == "low":
         return f"held: {promise['held']}" if promise["held"] else ""
     slowdown = "?" if promise["slowdown"] is None else f"{promise['slowdown']:.2f}"
-    told = f"{slowdown} of {job['max_slowdown']:.2f}"
+    text = f"{slowdown} of {job['max_slowdown']:.2f}"
     if promise["kept"] is not False:
-        return told
+        return text
     tail = 2 * job["max_slowdown"] - 1
-    # The mean alone may be within the target.
+    # The p99 may exceed its limit although the mean is within the target.
     beyond = f", p99 {promise['slowdown_p99']:.2f} of {tail:.2f}" if (promise["slowdown_p99"] or 0.0) > tail else ""
-    return f"{told}{beyond} BROKEN"
+    return f"{text}{beyond} BROKEN"
 
 
 def _name(job: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def _name(job: dict[str, Any]) -> str:
 
 
 def job_table(jobs: list[dict[str, Any]]) -> str:
-    """The table both `jobs` and `status` print."""
+    """The table that `jobs` and `status` print."""
     header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY", "SLOWDOWN")
     rows = [
         (
@@ -157,7 +157,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _guard(guard: dict[str, Any] | None) -> list[str]:
-    """What the guard did so far, the most frequent reason for holding low work first."""
+    """The guard's actions so far, with the most frequent reason for holding low work first."""
     if guard is None:
         return []
     held = sorted(((s, reason) for reason, s in guard["held_s"].items() if s >= 0.05), reverse=True)

@@ -26,16 +26,15 @@ from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 from gpumux.wire.messages import PROTOCOL_VERSION
 
-# ---- How a command says that it was used or configured wrongly. A daemon that is to log JSON says so as a line of its
-# log:
-# whoever collects the log would not find it otherwise, and what reads it could not parse it.
+# ---- Errors in usage or configuration. A daemon that is to log JSON reports them as a line of its log, where a log
+# collector finds them and can parse them.
 
 
 EX_USAGE = 64
 
 
 class WrongUsage(SystemExit):
-    """Wrong on the command line. `usage` is what would be right, "" if the error alone says it."""
+    """Wrong usage on the command line. `usage`: the right usage, "" if the error alone suffices."""
 
     def __init__(self, command: str, message: str, remedy: str = "", usage: str = "") -> None:
         super().__init__(EX_USAGE)
@@ -45,8 +44,8 @@ class WrongUsage(SystemExit):
         self.usage = usage
 
 
-def say(error: WrongUsage | GpumuxError, argv: Sequence[str]) -> None:
-    """On stderr, in the form that the daemon's log would have."""
+def print_error(error: WrongUsage | GpumuxError, argv: Sequence[str]) -> None:
+    """Print an error on stderr, in the form that the daemon's log would have."""
     if log_format(argv, os.environ) == "json":
         from gpumux.daemon import logs
 
@@ -60,7 +59,7 @@ def say(error: WrongUsage | GpumuxError, argv: Sequence[str]) -> None:
 
 
 def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What `gpumux serve` was asked to log, as far as that can be told from sources that hold a mistake; else
+    """The log format that `gpumux serve` was asked for, read from sources that may themselves hold the error; else
     "text"."""
     if argv[:1] != ["serve"]:
         return "text"
@@ -76,13 +75,13 @@ def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     if given is None and path:
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("daemon")
-        except (OSError, ValueError):  # which may be the mistake
+        except (OSError, ValueError):  # this may be the error to report
             return "text"
         given = table.get("log_format") if isinstance(table, dict) else None
     return given if isinstance(given, str) else "text"
 
 
-# ----
+# ---- The parser.
 
 
 EX_OK, EX_FAILED, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 70, 75, 78
@@ -115,13 +114,16 @@ examples:
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
   gpumux serve --endpoint ipc:///run/gpumux/0/gpu0.sock --metrics-port 0
 
-SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
+SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a
+restart.
 
-exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint, port or device taken, 78 wrong configuration
+exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint, port or device
+taken, 78 wrong configuration
 """
 _JOBS = """\
 JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.
-A job can be changed by its owner, by root and by operators ([access] in the configuration); others see that it is there, and not its name.
+A job can be changed by its owner, by root and by operators ([access] in the configuration); others see that it is
+there, and not its name.
 
 examples:
   gpumux jobs                           list them
@@ -136,8 +138,9 @@ examples:
 """
 _TOP = """\
 Rates are of the last interval. DEVICE is device seconds a second, counted as pieces end (above 100% where
-pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job waits now, for how long and for whom,
-BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it; elsewhere tables follow one another.
+pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job
+waits now, for how long and for whom, BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it;
+elsewhere tables follow one another.
 
 examples:
   gpumux top
@@ -146,20 +149,21 @@ examples:
   gpumux top --json | jq -c .device     one line of JSON an interval
 """
 _TRACE = """\
-The file holds Chrome trace events: open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing. Each
-job's stream on the device is a track, with every piece by its operators; below are each job's steps from arrival to
-answer, when and for whom it was held, and the bans against it. Of other users' jobs you see when they ran, not what.
-Ctrl-C ends a recording early and writes what there is. One recording at a time; none costs anything while nobody records.
+The file holds Chrome trace events: open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
+Each job's stream on the device is a track, with every piece by its operators; below are each job's steps from arrival
+to answer, when and for whom it was held, and the bans against it. Of other users' jobs you see when they ran, not what.
+Ctrl-C ends a recording early and writes what there is. One recording at a time; none costs anything while nobody
+records.
 
 examples:
   gpumux trace -o trace.json                   five seconds of all jobs
   gpumux trace -o trace.json --seconds 0.5
 """
 _SIMULATE = """\
-The daemon's own scheduler runs over a simulated GPU, on a virtual clock: nothing waits, nothing is computed, and the same
-seed gives the same answer. JOB is a profile: a file that `gpumux jobs profile` recorded, or the name of one that comes
-with gpumux (--profiles lists them). After a colon, separated by commas: think=TIME (the client pauses after each step),
-rate=N (steps a second at random moments), weight=N, start=TIME; times end in us, ms or s.
+The daemon's own scheduler runs over a simulated GPU, on a virtual clock: nothing waits, nothing is computed, and the
+same seed gives the same answer. JOB is a profile: a file that `gpumux jobs profile` recorded, or the name of one that
+comes with gpumux (--profiles lists them). After a colon, separated by commas: think=TIME (the client pauses after each
+step), rate=N (steps a second at random moments), weight=N, start=TIME; times end in us, ms or s.
 
 The figures leave out the first --warmup steps of every high job, in which the scheduler learns. Ctrl-C ends a run early
 and prints what is known.
@@ -189,7 +193,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but wrong usage exits with EX_USAGE."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A command complains itself about what it does not know, and so with its own usage."""
+        """Let each command report unknown arguments itself, with its own usage."""
         known, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -215,7 +219,7 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= MAX_WAIT_S:  # not so for nan, either
+    if not 0 < seconds <= MAX_WAIT_S:  # false for nan, too
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to {MAX_WAIT_S}")
     return seconds
 
@@ -228,7 +232,7 @@ def _endpoint(text: str) -> str:
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting an operator changes from day to day; the rest is for the file."""
+    """A flag for each setting that operators change often; the others are only for the file."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
     add("--gpu", metavar="N", help="index of the GPU to own; means --device cuda where no device is named")
@@ -264,7 +268,7 @@ def _slowdown(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 1 <= value <= 1000:  # not so for nan, either
+    if not 1 <= value <= 1000:  # false for nan, too
         raise argparse.ArgumentTypeError(f"{text!r} is no factor from 1 to 1000")
     return value
 
@@ -338,9 +342,10 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion.set_defaults(parser=parser)
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, top, trace, jobs, doctor):
-        kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
+        kind = str if sub is doctor else _endpoint  # the doctor reports a bad one as a finding
         sub.add_argument(
             "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
         )
@@ -351,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _wrong_jobs(args: argparse.Namespace) -> str:
-    """What is wrong with the arguments of `gpumux jobs` together, "" if nothing is."""
+    """The error in the arguments of `gpumux jobs` taken together, "" if there is none."""
     if (args.verb == "list") != (args.job is None):
         return "takes no JOB" if args.verb == "list" else "needs a JOB"
     if (args.verb == "profile") != (args.out is not None):
@@ -371,13 +376,13 @@ def _is_weight(text: str | None) -> bool:
 
 
 def exit_code(error: GpumuxError) -> int:
-    """What a process that ends with `error` returns."""
+    """The exit code of a process that ends with `error`."""
     if isinstance(error, ConfigError):
         return EX_CONFIG
     return EX_TEMPFAIL if isinstance(error, EndpointBusy) else EX_FAILED
 
 
-# Verbs that have no module of their own, and where they are.
+# Verbs without a module of their own: (module, function).
 _ELSEWHERE = {"status": ("jobs", "run_status"), "version": ("main", "run_version")}
 
 
@@ -388,9 +393,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(argv)
     except WrongUsage as error:
-        say(error, argv)
+        print_error(error, argv)
         return EX_USAGE
-    except SystemExit as stop:  # argparse has printed what it had to say
+    except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     if args.command == "jobs" and (wrong := _wrong_jobs(args)):
         sys.stderr.write(f"gpumux jobs: error: {args.verb} {wrong}\n")
@@ -399,12 +404,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function = _ELSEWHERE.get(args.command, (args.command, "run"))
         return int(getattr(import_module(f"gpumux.cli.{module}"), function)(args))
     except WrongUsage as error:
-        say(error, argv)
+        print_error(error, argv)
         return EX_USAGE
     except GpumuxError as error:
-        say(error, argv)
+        print_error(error, argv)
         return exit_code(error)
-    except BrokenPipeError:  # `gpumux status | head` is no error; spare the interpreter its own complaint
+    except BrokenPipeError:  # `gpumux status | head` is no error; keep the interpreter from reporting it
         sys.stderr.close()
         return EX_OK
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`gpumux plan`: what to know before asking for GPUs."""
+"""`gpumux plan`: profiles and plans before asking for GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumux.plan.layers import ModelProfile, save
 BATCHES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
 PROGRESS_S = 1.0
-MEASURING = ("device", "repeats", "threads")  # what only that takes
+MEASURING = ("device", "repeats", "threads")  # options that only apply to measuring
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,8 @@ def _profile(args: argparse.Namespace) -> int:
     batches = [timing.samples for timing in found.layers[0].times]
     if args.json:
         emit_json({"file": str(out), "model": found.name, "device": found.device, "layers": len(found.layers),
-                   "sources": found.sources(), "seconds": {batch: found.seconds(batch) for batch in batches}})  # fmt: skip
+                   "sources": found.sources(),
+                   "seconds": {batch: found.seconds(batch) for batch in batches}})  # fmt: skip
     else:
         emit(f"{out}: {found.name}, {len(found.layers)} layers ({sources}) on {found.device}")
         emit(table(("BATCH", "ALL LAYERS"), [(str(batch), milliseconds(found.seconds(batch))) for batch in batches]))
@@ -63,12 +64,12 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         idle_option(args, ["threads"], "with --device cuda", "measuring on the CPU")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here", "use --device cpu, or --gpu-model to have times modelled")
-    told = time.monotonic()
+    shown_at = time.monotonic()
 
     def progress(done: int, whole: int, what: str) -> None:
-        nonlocal told
-        if sys.stderr.isatty() or time.monotonic() - told >= PROGRESS_S:
-            told = time.monotonic()
+        nonlocal shown_at
+        if sys.stderr.isatty() or time.monotonic() - shown_at >= PROGRESS_S:
+            shown_at = time.monotonic()
             end = "\r" if sys.stderr.isatty() else "\n"
             sys.stderr.write(f"gpumux: {done} of {whole} measured, now {what}".ljust(78) + end)
 

@@ -11,7 +11,8 @@ from gpumux.errors import ConfigError
 from gpumux.wire import endpoint
 
 FLAGS = (
-    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
+    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host",
+    "metrics_port", "state_dir", "log_level",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobRequest:
     """One --high or --low: the profile, and how its client behaves."""
 
     profile: StepProfile
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
     if args.plot:
-        from gpumux.simulate import result as plot
+        from gpumux.simulate.result import check, timelines
 
-        plot.check(Path(args.plot))
+        check(Path(args.plot))
     results: list[Result] = []
     for policy in policies:
         results.append(_simulate(jobs, spec, policy, args))
@@ -65,18 +65,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit_json({"results": [result.figures() for result in results], "notes": notes})
     else:
-        told = [describe(result, explain=args.explain) for result in results]
-        emit("\n\n".join([*told, *([compare(results)] if len(results) > 1 else []), "\n".join(notes)]))
+        texts = [describe(result, explain=args.explain) for result in results]
+        emit("\n\n".join([*texts, *([compare(results)] if len(results) > 1 else []), "\n".join(notes)]))
     if args.plot:
-        plot.timelines(results, Path(args.plot))
+        timelines(results, Path(args.plot))
     return EX_INTERRUPTED if results[-1].interrupted else 0
 
 
-# ---- what was asked for
+# ---- the request
 
 
-def _parse(text: str, priority: Priority) -> Asked:
-    """NAME[:option=value,...]. A path may hold colons: options are what follows the last one, if it has a `=`."""
+def _parse(text: str, priority: Priority) -> JobRequest:
+    """Parse NAME[:option=value,...]. A path may hold colons: options follow the last one, if a `=` comes after it."""
     name, colon, rest = text.rpartition(":")
     if not colon or "=" not in rest:
         name, rest = text, ""
@@ -86,7 +86,7 @@ def _parse(text: str, priority: Priority) -> Asked:
         if key not in ("think", "rate", "weight", "start"):
             raise ConfigError(f"{text!r} has the unknown option {key!r}", "options are think, rate, weight and start")
         options[key] = _time(value) if key in ("think", "start") else _number(value)
-    return Asked(workload.find(name), priority, options)
+    return JobRequest(workload.find(name), priority, options)
 
 
 def _time(text: str) -> float:
@@ -104,8 +104,8 @@ def _number(text: str) -> float:
         raise ConfigError(f"{text!r} is no number", "times may end in us, ms or s") from None
 
 
-def _workloads(asked: Sequence[Asked], spec: GpuSpec, max_slowdown: float) -> list[Workload]:
-    """Jobs, named apart where several run the same profile."""
+def _workloads(asked: Sequence[JobRequest], spec: GpuSpec, max_slowdown: float) -> list[Workload]:
+    """Jobs, with different names if several run the same profile."""
     made: list[Workload] = []
     for each in asked:
         name, number = each.profile.name, 1
@@ -132,12 +132,12 @@ def _workloads(asked: Sequence[Asked], spec: GpuSpec, max_slowdown: float) -> li
 def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argparse.Namespace) -> Result:
     steps = DEFAULT_STEPS if args.steps is None and args.seconds is None else args.steps
     simulation = Simulation(jobs, spec, policy, seed=args.seed, timeline=bool(args.plot))
-    told = time.monotonic()
+    shown_at = time.monotonic()
 
     def progress(now: Simulation) -> None:
-        nonlocal told
-        if time.monotonic() - told >= PROGRESS_S:
-            told = time.monotonic()
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= PROGRESS_S:
+            shown_at = time.monotonic()
             counted = [c for c in now.clients if c.high] or now.clients
             done = min(len(client.step_seconds) for client in counted)
             of = "" if steps is None else f" of {steps + args.warmup}"
@@ -146,11 +146,11 @@ def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argpar
     return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=args.warmup, progress=progress)
 
 
-# ---- what came of it
+# ---- the results
 
 
 def describe(result: Result, *, explain: bool = False) -> str:
-    """One run as people read it; with `explain`, what the scheduler says of each job at the end."""
+    """One run as text; with `explain`, the scheduler's sentences about each job at the end."""
     header = ("JOB", "PRIORITY", "STEPS", "ALONE", "SLOWDOWN", "P99", "OVER", "THROUGHPUT")
     rows = [
         (
@@ -176,11 +176,11 @@ def describe(result: Result, *, explain: bool = False) -> str:
 
 
 def _explained(result: Result) -> list[str]:
-    return [f"  {printable(sentence)}" for told in result.explanations.values() for sentence in told]
+    return [f"  {printable(sentence)}" for sentences in result.explanations.values() for sentence in sentences]
 
 
 def compare(results: Sequence[Result]) -> str:
-    """The policies side by side: the worst high job, and what the low ones got."""
+    """The policies side by side: the worst high job, and the low jobs' throughput."""
     rows = []
     for result in results:
         high, low = result.of(Priority.HIGH), result.of(Priority.LOW)
@@ -201,8 +201,8 @@ def _figure(value: float) -> str:
     return "-" if isnan(value) else f"{value:.3f}"
 
 
-def _notes(asked: Sequence[Asked], spec: GpuSpec) -> list[str]:
-    """What the figures rest on."""
+def _notes(asked: Sequence[JobRequest], spec: GpuSpec) -> list[str]:
+    """The assumptions behind the figures."""
     notes = [f"slowdown: step time over alone on the same simulated {spec.name}; over: steps above the target"]
     for profile in {each.profile.name: each.profile for each in asked}.values():
         sources = ", ".join(f"{count} {source}" for source, count in sorted(profile.sources().items()))

@@ -1,4 +1,4 @@
-"""Tables and quantities as people read them. Scripts use --json."""
+"""Tables and quantities as text for people. Scripts use --json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, two spaces apart, no rules."""
+    """Columns as wide as needed, two spaces apart, no rules."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join(line.rstrip() for line in lines)
@@ -27,7 +27,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 90 -> "1m30s"."""
+    """Seconds in units for people: 90 -> "1m30s"."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -40,7 +40,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Other people's text without control characters, which a terminal would obey."""
+    """Text of other users without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -49,7 +49,7 @@ def emit(text: str) -> None:
 
 
 def emit_json(body: Any) -> None:
-    """What has no bound is null: JSON knows no infinity."""
+    """Print JSON; infinite values become null, since JSON has none."""
     emit(json.dumps(_finite(body), indent=2, sort_keys=True, default=str, allow_nan=False))
 
 

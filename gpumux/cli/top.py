@@ -1,7 +1,7 @@
-"""`gpumux top`: the jobs as they run, drawn anew every second.
+"""`gpumux top`: the running jobs, updated every second.
 
-On a terminal the screen is used like any full-screen program's and given back at the end; the picture fits
-the window, however it is resized. Anywhere else (a pipe, a file, TERM=dumb) tables follow one another.
+On a terminal it takes the whole screen and restores it at the end; the view is cut to the window, also when that is
+resized. Elsewhere (a pipe, a file, TERM=dumb) tables follow one another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from gpumux.cli.control import Control
 from gpumux.cli.text import duration, emit, emit_json, printable, size, table
 
-# ---- What happened between two answers to GetStatus: rates and shares, as `gpumux top` shows them.
+# ---- Rates and shares between two answers to GetStatus, as `gpumux top` shows them.
 
 
 NAME_CHARS = 32
@@ -98,7 +98,7 @@ def _job(job: dict[str, Any], earlier: dict[str, Any] | None, seconds: float) ->
     }
 
 
-# ----
+# ---- The verb.
 
 
 HEADER = ("JOB", "NAME", "PRIORITY", "STATE", "STEP/S", "DEVICE", "SLOWDOWN", "HELD", "BANS", "QUEUED", "MEMORY")
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
                 for view in _views(control, args.interval):
                     emit(describe(view) + "\n")
                     sys.stdout.flush()
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # the usual way to leave
             pass
     return 0
 
@@ -140,16 +140,16 @@ def _first(control: Control, interval: float) -> dict[str, Any]:
 
 
 def _views(control: Control, interval: float, keys: int | None = None) -> Iterator[dict[str, Any]]:
-    """What happened in each interval; ends when `q` is typed on the descriptor `keys`."""
+    """A view of each interval; ends when `q` is typed on the descriptor `keys`."""
     before = control.status()
-    while not (control.rest(interval, keys) and _quits(keys)):
+    while not (control.wait(interval, keys) and _quits(keys)):
         after = control.status()
         yield compare(before, after)
         before = after
 
 
 def _quits(keys: int | None) -> bool:
-    """Any other key, or the end of what is typed, just draws."""
+    """Whether a quit key was typed; other keys just redraw."""
     return keys is not None and os.read(keys, 64) in (b"q", b"Q", b"\x03", b"\x1b", b"")
 
 
@@ -168,7 +168,7 @@ def _put(lines: list[str]) -> None:
 
 @contextmanager
 def _screen() -> Iterator[int | None]:
-    """A screen of our own, and keys as they are typed where there is a keyboard (its descriptor)."""
+    """An alternate screen, and unbuffered keys if there is a keyboard (its descriptor)."""
     keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before = termios.tcgetattr(keys) if keys is not None else None
     try:
@@ -184,7 +184,7 @@ def _screen() -> Iterator[int | None]:
 
 
 def fit(text: str, columns: int, lines: int, *, colours: bool = False) -> list[str]:
-    """The picture's lines, cut to a window; what does not fit below is counted."""
+    """The view's lines, cut to a window; lines that don't fit below are counted."""
     rows = text.splitlines()
     if len(rows) > lines:
         kept = rows[: max(1, lines - 1)]
@@ -202,7 +202,7 @@ def _colour(row: str) -> str:
 
 
 def describe(view: dict[str, Any]) -> str:
-    """A view (cli/top.py) as lines of text."""
+    """A view (see `compare`) as lines of text."""
     daemon, device, guard = view["daemon"], view["device"], view["guard"]
     used = device["memory_bytes"] - device["free_bytes"]
     lines = [
@@ -254,5 +254,5 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _brief(seconds: float) -> str:
-    """Holds are short: milliseconds below a second."""
+    """A duration; in milliseconds below a second, since holds are short."""
     return f"{seconds * 1e3:.0f}ms" if seconds < 1 else duration(seconds)

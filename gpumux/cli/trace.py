@@ -23,13 +23,13 @@ from gpumux.cli.text import emit, emit_json, printable
 from gpumux.errors import GpumuxError
 from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
 
-DEVICE, JOBS = 1, 2  # process ids, which is what viewers call groups of tracks
+DEVICE, JOBS = 1, 2  # process ids, which viewers show as groups of tracks
 MOST_NAMES = 16  # operators listed with a piece
 Event = dict[str, Any]
 
 
 def trace(records: Iterable[Record], seconds: float, device: str, about: dict[str, Any]) -> dict[str, Any]:
-    """The whole file's content. `seconds`: how long was recorded; `about`: facts that are kept with it."""
+    """The whole file's content. seconds: length of the recording; about: facts that are stored with it."""
     found = list(records)
     jobs = {record.job: record for record in found if isinstance(record, JobSeen)}
     operators = {(r.job, r.program): r.operators for r in found if isinstance(r, ProgramSeen)}
@@ -65,8 +65,8 @@ class _Tracks:
         self._made = JOBS  # a track with its group's number would be called the main thread
 
     def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> None:
-        """One track, or as many as overlapping spans need; none where there is nothing to show."""
-        lanes: list[tuple[int, float]] = []  # track, and where its newest span ends
+        """Add one track, or as many as overlapping spans need; none if there is nothing to show."""
+        lanes: list[tuple[int, float]] = []  # track, and the end of its newest span
         for span in sorted(spans, key=lambda event: (event["ts"], event["dur"])):
             start, end = self._inside(span["ts"]), self._inside(span["ts"] + span["dur"])
             at = next((i for i, (_, free) in enumerate(lanes) if free <= start), -1)
@@ -80,7 +80,7 @@ class _Tracks:
         self.events += [{**mark, "ph": "i", "s": "t", "pid": group, "tid": lanes[0][0]} for mark in marks]
 
     def _inside(self, when: float) -> float:
-        """Within the recording, to a nanosecond: finer differences are of the arithmetic."""
+        """A time within the recording, to a nanosecond: finer differences are rounding errors."""
         return round(min(max(0.0, when), self._end), 3)
 
     def _track(self, group: int, name: str) -> int:
@@ -205,7 +205,7 @@ def describe(made: Recorded, counts: dict[str, int], out: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Before anything is recorded for nothing. Raises GpumuxError."""
+    """Raise GpumuxError, before a recording, if its file can't be written."""
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise GpumuxError(f"can't write {path}: {why}", "name a file with -o")
@@ -214,7 +214,7 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing: a viewer that looks meanwhile sees the old file. Raises GpumuxError."""
+    """Write the file atomically: a viewer sees the old content until then. Raises GpumuxError."""
     if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
         with path.open("w") as out:
             json.dump(content, out, separators=(",", ":"))

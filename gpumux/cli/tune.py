@@ -9,8 +9,9 @@ from pathlib import Path
 
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError
-from gpumux.tune import report, tune
-from gpumux.tune.report import Told
+from gpumux.tune import report
+from gpumux.tune.report import ProgressReporter
+from gpumux.tune.run import Budget, SweepResult, read_space, tune
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
 
@@ -22,9 +23,9 @@ def run(args: argparse.Namespace) -> int:
         from gpumux.tune import plot
 
         plot.check(Path(args.plot))
-    space = tune.read_space(Path(args.space))
-    budget = tune.Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
-    budget.make()  # complains of what makes no sense before anything of the user's runs
+    space = read_space(Path(args.space))
+    budget = Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
+    budget.make()  # refuses invalid settings before the user's code runs
     import torch
 
     from gpumux.tune.task import find
@@ -32,18 +33,18 @@ def run(args: argparse.Namespace) -> int:
     task = find(args.task)
     if args.threads:
         torch.set_num_threads(args.threads)
-    told = Told(sys.stderr, time.monotonic, budget.total(), maximize=task.maximize)
+    progress = ProgressReporter(sys.stderr, time.monotonic, budget.total(), maximize=task.maximize)
     try:
-        found = tune.tune(
+        found = tune(
             task, space, steps=args.steps, trials=args.trials, algorithm=args.algorithm, scheduler=args.scheduler,
             min_steps=args.min_steps, eta=args.eta, skip_last=args.skip_last, sampler=args.sampler, seed=args.seed,
             storage=args.storage, study=args.study, checkpoints=args.checkpoints, concurrent=args.concurrent,
             endpoint=args.endpoint, max_array=args.max_array, memory=int(args.memory) if args.memory else None,
-            listener=told.listener(),
+            listener=progress.listener(),
         )  # fmt: skip
     except KeyboardInterrupt:
-        told.end()
-        sys.stderr.write(f"gpumux: interrupted; {_after(args, told.scored)}\n")
+        progress.end()
+        sys.stderr.write(f"gpumux: interrupted; {_after(args, progress.scored)}\n")
         return EX_INTERRUPTED
     _show(found, as_json=args.json)
     if args.plot:
@@ -60,7 +61,7 @@ def _after(args: argparse.Namespace, scored: int) -> str:
     return f"{scored} scores of this run are kept in {args.storage}: run the same command again to go on from there"
 
 
-def _show(found: tune.Found, *, as_json: bool) -> None:
+def _show(found: SweepResult, *, as_json: bool) -> None:
     if as_json:
         emit_json(report.body(found))
         return
@@ -74,7 +75,7 @@ def printable_lines(text: str) -> str:
 
 
 def _writable(path: Path) -> None:
-    """Before a long search whose result is to be written there."""
+    """Raise ConfigError before a long search if its result can't be written to `path`."""
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise ConfigError(f"can't write {path}: {why}", "choose a file in a directory you may write")

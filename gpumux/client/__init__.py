@@ -1,5 +1,9 @@
-"""What a training program uses: `submit`, and the Job and StepFuture it gives; `submit_array` for many models of one
-kind."""
+"""The client, which training programs use: `submit` opens a Job, whose steps return StepFutures; `submit_array` opens
+one for many models of one kind.
+
+May import `capture`, `wire` and `program`. Start with `submit.py`, then `job.py`, which composes `local_model.py`,
+`recovery.py`, `pending.py` and `remote.py`; `session.py` and `transport.py` talk to the daemon.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,11 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import; only who trains pays for it
+    # loaded at first use, because torch takes seconds to import
     if name in _HOME:
         import importlib
 
         found = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = found  # importing the submodule `submit` has just put that under the function's name
+        globals()[name] = found  # importing the submodule `submit` has set this name to the module
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Work of gpumux's own that whatever the calling thread is at has no part in."""
+"""A context for gpumux's own tensor work, free of the calling thread's torch modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, the thread is in no mode, transform or trace of torch's, and reading a local tensor fetches nothing."""
+    """Inside, no mode, transform or trace of torch is active in this thread, and reading a local tensor fetches
+    nothing."""
     tracing = torch._C._get_tracing_state()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())

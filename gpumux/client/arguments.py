@@ -1,4 +1,4 @@
-"""What a user passes to submit(), checked before anything else happens."""
+"""Checks of the arguments of submit(), made before anything else happens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpumux.wire.codec import MAX_INT, MAX_NAME
 def job_spec(
     step: Any, priority: Any, name: Any, weight: Any, max_slowdown: Any, memory_limit: Any, max_inflight: Any, seed: Any
 ) -> JobSpec:
-    """Raises ConfigError, naming the argument and what it may be."""
+    """The JobSpec of these arguments of submit(). Raises ConfigError, naming the argument and its valid values."""
     if not callable(step):
         raise ConfigError(f"step is a {type(step).__name__}", "pass the function that runs one training step")
     if priority not in ("high", "low"):
@@ -51,7 +51,7 @@ def check_compile(value: Any) -> None:
 
 
 def whole(what: str, value: Any, low: int, high: int, remedy: str) -> int:
-    """A whole number (numpy's too) from `low` to `high`."""
+    """`value` as an int. Raises ConfigError unless it is a whole number (numpy's too) from `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         raise ConfigError(f"{what} is {value!r:.60}", remedy)
     return int(value)
@@ -63,9 +63,9 @@ def number(what: str, value: Any, fits: Callable[[float], bool], remedy: str) ->
     return float(value)
 
 
-def several(given: Any, kind: type[Any], what: str) -> list[Any]:
-    """One `kind` or a sequence of them, as a list."""
-    items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+def several(value: Any, kind: type[Any], what: str) -> list[Any]:
+    """None, one `kind`, or a list or tuple of them, as a list. Raises ConfigError for other items."""
+    items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
             raise ConfigError(f"{what}= holds a {type(item).__name__}", f"pass a {kind.__name__} or a sequence of them")
@@ -73,7 +73,7 @@ def several(given: Any, kind: type[Any], what: str) -> list[Any]:
 
 
 def check_rng(rng: Any, seed: Any) -> None:
-    """Raises ConfigError unless `rng` is what submit() takes."""
+    """Raises ConfigError unless submit() takes this `rng` together with this `seed`."""
     if rng not in (None, "client", "own"):
         raise ConfigError(f"rng is {rng!r:.60}", 'use "client" or "own"')
     if rng == "client" and seed is not None:
@@ -84,8 +84,8 @@ def check_rng(rng: Any, seed: Any) -> None:
 
 
 def draws_from_client(rng: str | None, seed: Any, session: Session, table: StateTable) -> bool:
-    """Whether a job's draws go on from the client's generator. Raises ConfigError where that is asked for and can't
-    be."""
+    """Whether a job draws from the client's generator. Raises ConfigError if `rng` asks for that and the model or the
+    daemon is not on the CPU."""
     on_the_cpu = session.welcome.device["kind"] == "cpu" and not table.gpu
     if rng == "client" and not on_the_cpu:
         where = (

@@ -17,11 +17,11 @@ _NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.gener
 
 
 class StepFuture:
-    """Returned at once by `job.step`. Waiting pumps the connection in the calling thread.
+    """The result of one step, returned at once by `job.step`. Waiting receives messages in the calling thread.
 
-    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and
-    the like wait for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare
-    values, too; sets and dicts know a future by its identity."""
+    If the step returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and
+    the like wait for the value and use it; otherwise they raise TypeError. `in` and `remove` of a list compare values
+    as well; sets and dicts use a future's identity."""
 
     __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
 
@@ -32,7 +32,7 @@ class StepFuture:
         self._value: Any = None
         self._error: GpumuxError | None = None
         self._times: StepTimes | None = None
-        self._generator: torch.Tensor | None = None  # as the step left it, where its Program draws from the client's
+        self._generator: torch.Tensor | None = None  # its state after the step, if the step draws from it
 
     def _finish(self, value: Any, times: StepTimes, generator: torch.Tensor | None = None) -> None:
         self._value, self._times, self._generator, self._done = value, times, generator, True
@@ -45,14 +45,14 @@ class StepFuture:
         return self._done
 
     def done(self) -> bool:
-        """Whether the step was answered. Never waits."""
+        """Whether the step was answered. Does not wait."""
         if not self._done:
             self._wait(self._answered, 0.0, self._step)
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the step returned, as CPU tensors. Waits at most `timeout` seconds, then raises
-        TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
+        """What the step returned, with tensors on the device of the local model. Waits at most `timeout` seconds, then
+        raises TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
         if not self._done and not self._wait(self._answered, timeout, self._step):
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
@@ -60,7 +60,7 @@ class StepFuture:
         return self._value
 
     def __getattr__(self, name: str) -> Any:
-        """Of what it has not. Says where a tensor would have it."""
+        """Raises AttributeError, with a hint if a tensor has the attribute."""
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name == "backward":
             message += (
@@ -79,7 +79,7 @@ class StepFuture:
         return value.item() if isinstance(value, torch.Tensor) else value
 
     def _number(self) -> torch.Tensor | float | int | bool:
-        """The same as the step returned it: a tensor of one element compares at its own precision."""
+        """The value as the step returned it: a tensor of one element compares at its own precision."""
         value = self.result()
         if isinstance(value, (int, float, bool)):
             return value
@@ -90,7 +90,8 @@ class StepFuture:
         return value
 
     def _compare(self, by: Callable[[Any, Any], Any], other: Any) -> Any:
-        """As the step's value compares. What no number is compared with (None, a string) leaves it unasked."""
+        """The comparison `by` of the step's value with `other`. Does not wait if `other` is no number (None, a
+        string)."""
         if isinstance(other, StepFuture):
             other = other._number()
         elif not isinstance(other, _NUMBERS):
@@ -120,10 +121,10 @@ class StepFuture:
     def __ge__(self, other: Any) -> Any:
         return self._compare(operator.ge, other)
 
-    __array_ufunc__ = None  # a number of numpy's on the left leaves the operation to the future
+    __array_ufunc__ = None  # so that a numpy number on the left leaves the operation to the future
 
     def _computed(self, by: Callable[..., Any], other: Any, *, first: bool) -> Any:
-        """As the step's value is computed with; `first`: it is the left operand."""
+        """The operation `by` on the step's value and `other`. `first`: the value is the left operand."""
         if isinstance(other, StepFuture):
             other = other._number()
         elif not isinstance(other, _NUMBERS):
@@ -139,7 +140,7 @@ class StepFuture:
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.item(), digits)
 
-    # As of a tensor: a future is the key of what is kept for it, whatever its value turns out to be.
+    # By identity, as for a tensor.
     __hash__ = object.__hash__
 
     def __float__(self) -> float:
@@ -150,14 +151,14 @@ class StepFuture:
 
     def __index__(self) -> int:
         number: Any = self.item()
-        return operator.index(number)  # not of a float
+        return operator.index(number)  # raises TypeError for a float
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else str(self)
 
     @property
     def times(self) -> StepTimes:
-        """Queue, device and total seconds of the step. Waits for it."""
+        """Queue, device and total seconds of the step. Waits for the step; raises what `result` raises."""
         self.result()
         assert self._times is not None
         return self._times

@@ -1,12 +1,15 @@
-"""A job: captured steps over state that lives in the daemon while the job is open."""
+"""A job: captured steps over state that lives in the daemon while the job is open.
+
+`Job` composes the parts of a job. `LocalModel` (local_model.py) keeps the local model and optimizers a copy of the
+daemon's state. `Recovery` (recovery.py) holds the session and replaces it when the daemon is gone. `Pending`
+(pending.py) holds the unanswered steps, `Remote` (remote.py) the Programs and buffers in the daemon.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import sys
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,105 +20,35 @@ from typing import Any, TypeVar
 
 import torch
 
+from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import client_generator
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
-from gpumux.capture.staleness import StaleGuard, of_job
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import Choice, KeepMore, State, StepFunction
-from gpumux.capture.structure import Structure, from_local
-from gpumux.capture.symbols import Steady
+from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
+from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
 from gpumux.client.future import StepFuture
-from gpumux.client.local_model import LEAVE_S, Cached, JobSource, nothing
+from gpumux.client.local_model import LocalModel
 from gpumux.client.pending import Pending
-from gpumux.client.recovery import Recovery, ended_for_now, notes_of
+from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram, Slotted
 from gpumux.client.session import Session, Waits
-from gpumux.client.snapshots import Counts, Keepsake
-from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
+from gpumux.client.snapshots import Counts, SnapshotMetadata
+from gpumux.errors import DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as m
 
-# ---- Capture as a job does it: from where it will stand, through the phases its optimizer goes through.
+T = TypeVar("T")
+log = logging.getLogger("gpumux.client")
 
+_WARM_PHASES = 4  # phases of the optimizer that submit() captures ahead
+LEAVE_S = 30.0  # how long closing waits for a step or for state when a `with` block raised or the script ended
 
-_WARM_PHASES = 4  # how many phases of the optimizer submit() captures ahead
-
-
-class Capturing:
-    """The part of a Job that makes Programs of functions and sends them."""
-
-    _functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]]
-    _clients_generator: bool
-    _guard: StaleGuard
-    _max_variants: int
-    _next_step: int
-    _remote: Remote
-    _state: State
-    _steady: Steady | None
-    _structures: dict[Structure, Structure]
-    _table: StateTable
-    _tracer: Tracer
-    _warm_state: State
-
-    def _intern(self, structure: Structure) -> Structure:
-        return self._structures.setdefault(structure, structure)
-
-    def _capture(
-        self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int, compiled: bool
-    ) -> StepFunction:
-        args, kwargs = example_arguments(example)
-        function = StepFunction(
-            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled,
-            clients_generator=self._clients_generator, steady=self._steady,
-        )  # fmt: skip
-        entry = (function, args, kwargs)
-        self._functions.append(entry)
-        try:
-            choices = self._warm(entry, phases)
-            for choice in choices:
-                self._upload(choice)
-        except BaseException:
-            self._functions.remove(entry)
-            raise
-        return function
-
-    def _warm(self, entry: tuple[StepFunction, tuple[Any, ...], dict[str, Any]], phases: int) -> list[Choice]:
-        """Capture a function from where the job will stand when it is first called, and on through
-        the phases its optimizer goes through. Starts over when that shows that gradients must be kept."""
-        while True:
-            try:
-                if self._next_step == 0 and self._functions[0] is not entry:
-                    main, args, kwargs = self._functions[0]
-                    self._warm_state = self._walk(main, args, kwargs, self._state, _WARM_PHASES)[1]
-                start = self._state if self._next_step or self._functions[0] is entry else self._warm_state
-                choices, self._warm_state = self._walk(entry[0], entry[1], entry[2], start, phases)
-                return choices
-            except KeepMore as more:
-                self._state.keep = more.keep
-                if self._next_step:
-                    return []  # captured at its first call, from a state that has them
-
-    def _walk(
-        self, function: StepFunction, args: Any, kwargs: Any, state: State, phases: int
-    ) -> tuple[list[Choice], State]:
-        choices: list[Choice] = []
-        state = State(state.structure, state.host, self._state.keep)
-        for _ in range(phases):
-            choice = function.choose(args, kwargs, state)
-            choices.append(choice)
-            after = choice.after(state.keep)
-            if after.structure is state.structure:
-                break
-            state = after
-        return choices, state
-
-    def _upload(self, choice: Choice) -> int:
-        if choice.made.number is None:
-            choice.made.number = self._remote.upload(choice.made.lowered)
-        return choice.made.number
+# One captured function of a job with the example arguments it was captured on.
+_Function = tuple[StepFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,20 +60,23 @@ def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example,), {}
 
 
-# ---- How near a job's results are to those of the plain run, and why.
+# ---- How close a job's results are to those of the plain run, and why.
 
 
-TF32_TOLERANCE = (
-    5e-3  # of float32: two algorithms for one convolution that keep ten bits of each factor differ by so much
-)
+# For float32 with TF32: two algorithms for one convolution, both with ten bits of each factor, differ by up to this.
+TF32_TOLERANCE = 5e-3
 BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
 def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
-    """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason, and
-    `tolerance`, how far a step's results may be from the reference run's of the same state, relative to the largest
-    element of the tensor, by the type they are in. `microbatches`: by function, into how many parts its batch is cut;
-    `compiled`: whether one is."""
+    """The entries of Job.stats() about equality of results.
+
+    `exactness` is "bit-equal" or "equivalent". When "equivalent", `because` holds a sentence for each reason, and
+    `tolerance` says by dtype how far a step's results may be from those of the reference run from the same state,
+    relative to the largest element of the tensor.
+
+    microbatches: the number of parts of a batch, by function. compiled: whether a function is compiled.
+    """
     because: list[str] = []
     more: dict[str, Any] = {}
     if table.runs_on == "cuda":
@@ -165,51 +101,50 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
     return {"exactness": EQUIVALENT, "because": because, "tolerance": tolerance, **more}
 
 
-# ----
+# ---- the job
 
 
-T = TypeVar("T")
-log = logging.getLogger("gpumux.client")
-
-
-class Job(Capturing, Cached, Slotted):
-    """Made by `gpumux.client.submit`. Verbs may be called from any thread; steps run in call order."""
+class Job(Slotted):
+    """A training or inference job, opened by `gpumux.client.submit`. Verbs may be called from any thread; steps run in
+    call order."""
 
     def __init__(
-        self, session: Session, job_id: str, spec: JobSpec, table: StateTable, max_variants: int,
-        replay_bytes: int = 0, reconnect_s: float = 0.0, kept: Keepsake | None = None, last_snapshot: int = 0,
+        self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int,
+        replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
         clients_generator: bool = False,
     ) -> None:  # fmt: skip
+        """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one. The other
+        arguments are those of submit()."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
         self._spec = spec
-        self._session = session
         self._table = table
         self._max_variants = max_variants
         self._clients_generator = clients_generator
-        self._lock = threading.RLock()
-        self._structures: dict[Structure, Structure] = {}
-        self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH))
+        recorder = make_recorder(session, replay_bytes)
+        self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH), observer=recorder)
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._tracer = Tracer(table, operators.is_allowed)
-        self._steady = Steady() if table.runs_on == "cuda" else None
-        structure, host = from_local(table)
-        self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
-        self._warm_state = self._state
-        self._start_caching()
-        self._guard = StaleGuard(of_job(spec.name), table, JobSource(self))
-        self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
+        self._constants = ConstantScalars() if table.runs_on == "cuda" else None
+        recovery = Recovery(
+            session, remote=self._remote, pending=self._pending, spec=spec, table=table,
+            notes=partial(_notes_of, weakref.ref(self)), recorder=recorder, reconnect_s=reconnect_s,
+            last_snapshot=last_snapshot,
+        )  # fmt: skip
+        self._lock = recovery.lock
+        self._check_open = recovery.check_open
+        self._local = LocalModel(
+            self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery
+        )
+        self._warm_state = self._local.state
+        self._staleness = self._local.staleness
+        self._functions: list[_Function] = []
         session.register(job_id, self._pending.on_message)
-        self._closed = False
-        self._paused = False
-        self._away: GpumuxError | None = None  # what happened, until the job is back
-        self._lost: GpumuxError | None = None  # why it could not come back
         self._counts = kept.counts if kept is not None else Counts(0, 0)
         self.resumed_steps = self._counts.main
-        self._notes = partial(notes_of, weakref.ref(self))
-        self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
+        self._recovery = recovery  # from here on __del__ closes the job
         client_generator.jobs.add(self)
         _open.add(self)
 
@@ -231,6 +166,90 @@ class Job(Capturing, Cached, Slotted):
         call.__doc__ = fn.__doc__
         return call
 
+    # ---- what the parts hold ---------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Session:  # type: ignore[override]  # Slotted declares an attribute and only reads it
+        return self._recovery.session
+
+    @property
+    def _state(self) -> State:
+        return self._local.state
+
+    @property
+    def _closed(self) -> bool:
+        return self._recovery.closed
+
+    @property
+    def _paused(self) -> bool:
+        return self._recovery.paused
+
+    def _persist(self, verb: Callable[[], T]) -> T:
+        return self._recovery.persist(verb)
+
+    def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
+        """`Recovery.wait`. A method of the job, because a StepFuture that holds it keeps the job open."""
+        return self._recovery.wait(predicate, timeout, step)
+
+    # ---- capture ---------------------------------------------------------------------------------
+
+    def _capture(
+        self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int, compiled: bool
+    ) -> StepFunction:
+        args, kwargs = example_arguments(example)
+        function = StepFunction(
+            fn, self._table, self._tracer, self._staleness, self._local.intern, self._max_variants, microbatches,
+            compiled, clients_generator=self._clients_generator, constants=self._constants,
+        )  # fmt: skip
+        entry = (function, args, kwargs)
+        self._functions.append(entry)
+        try:
+            for choice in self._warm(entry, phases):
+                self._upload(choice)
+        except BaseException:
+            self._functions.remove(entry)
+            raise
+        return function
+
+    def _warm(self, entry: _Function, phases: int) -> list[Choice]:
+        """Capture a function from the state in which the job will first call it, through the phases of its optimizer.
+        Starts over when the capture shows that more gradients must be kept."""
+        while True:
+            start = self._state
+            if self._next_step == 0 and self._functions[0] is not entry:  # start where the first function ends
+                main, args, kwargs = self._functions[0]
+                if self._walk(main, args, kwargs, self._state, _WARM_PHASES) is None:
+                    continue
+                start = self._warm_state
+            choices = self._walk(entry[0], entry[1], entry[2], start, phases)
+            if choices is not None:
+                return choices
+            if self._next_step:
+                return []  # captured at its first call, when the state has the gradients
+
+    def _walk(self, function: StepFunction, args: Any, kwargs: Any, state: State, phases: int) -> list[Choice] | None:
+        """The choices of consecutive calls from `state` on; `_warm_state` is the state after them. None when more
+        gradients must be kept than were; they are kept from now on."""
+        choices: list[Choice] = []
+        state = State(state.structure, state.host, self._state.keep)
+        for _ in range(phases):
+            choice = function.choose(args, kwargs, state)
+            if isinstance(choice, KeepMore):
+                self._state.keep = choice.keep
+                return None
+            choices.append(choice)
+            after = choice.after(state.keep)
+            if after.structure is state.structure:
+                break
+            state = after
+        self._warm_state = state
+        return choices
+
+    def _upload(self, choice: Choice) -> int:
+        if choice.made.number is None:
+            choice.made.number = self._remote.upload(choice.made.lowered)
+        return choice.made.number
+
     # ---- steps -----------------------------------------------------------------------------------
 
     def step(self, *batch: Any, **named: Any) -> StepFuture:
@@ -244,13 +263,13 @@ class Job(Capturing, Cached, Slotted):
             return self._persist(lambda: self._submit_step(function, batch, named))
 
     def _submit_step(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
-        self._guard.check_writes(bytes_too=True)
-        self._take_gradients()
-        try:
-            choice = function.choose(batch, named, self._state)
-        except KeepMore as more:
-            self._keep_gradients(more.keep)
-            choice = function.choose(batch, named, self._state)  # explains what is missing
+        self._staleness.check_writes(bytes_too=True)
+        self._local.take_gradients()
+        choice = function.choose(batch, named, self._state)
+        if isinstance(choice, KeepMore):
+            self._local.keep_gradients(choice.keep)
+            choice = function.choose(batch, named, self._state)  # raises where the gradients' values are gone
+            assert isinstance(choice, Choice)
         number = choice.made.number
         if number is None:
             number = self._upload(choice)
@@ -261,7 +280,7 @@ class Job(Capturing, Cached, Slotted):
             oldest = min(tuple(self._pending.steps), default=None)
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None, oldest)
             self._check_open()
-        # Only now: the job may have come back meanwhile.
+        # Only now, because the job may have been recovered during the wait, with other slots.
         program, slot, filled = self._pick_slot(number, choice.tensors)
         if program.program.generator is None:
             return self._send_step(function, choice, program, slot, filled, None)
@@ -275,128 +294,86 @@ class Job(Capturing, Cached, Slotted):
         self, function: StepFunction, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
-        """`filled`: the batch lies in the slot already. `generator`: its state, for a step that draws from the
-        client's."""
-        step, number, told = self._next_step, program.number, self._recovery.told
+        """`filled`: the batch already lies in the slot. `generator`: the state of the client's generator, for a step
+        that draws from it."""
+        step, number, recorder = self._next_step, program.number, self._recovery.recorder
         future = StepFuture(self._wait, step)
         entry = None
         try:
             if filled and generator is not None:
                 program.give_generator(slot, generator)
-            given = choice.tensors if generator is None else [*choice.tensors, generator]
-            frames = [] if filled else program.fill(slot, given)
+            inputs = choice.tensors if generator is None else [*choice.tensors, generator]
+            frames = [] if filled else program.fill(slot, inputs)
             self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.made.lowered.counts[0]]
-            if told is not None:
-                entry = told.step(step, program, scalars, program.slots[slot].inputs)  # the batch may be on a GPU
+            if recorder is not None:
+                # From the slot, because the batch itself may lie on a GPU.
+                entry = recorder.step(step, program, scalars, program.slots[slot].inputs)
             self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
         except BaseException:
             self._pending.forget(step)
             program.free.add(slot)
-            if told is not None and entry is not None:
-                told.log.take_back(entry)
+            if recorder is not None and entry is not None:
+                recorder.log.remove_newest(entry)
             raise
         self._next_step = step + 1
         self._remote.waits.turns.stepped(step)
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
-        self._advance(choice)
+        self._local.advance(choice)
         return future
 
     def _move_generator(self, future: StepFuture, program: RemoteProgram, words: int | None) -> None:
-        """Bring the client's generator to where the step leaves it."""
+        """Advance the client's generator as the step does. `words`: how many words the step draws, None if unknown."""
         if words is not None and (self._paused or not client_generator.waits(words, program.device_s)):
             client_generator.skip(words)
             return
         try:
             self._wait(future._answered, None, future._step)
         except GpumuxError:
-            return  # the job is lost, as the future says; raised here, the step would be submitted again
+            return  # the future has the error; raised here, the step would be submitted again
         except BaseException:  # an interrupt
             if words is not None:
                 client_generator.skip(words)
             raise
         if future._generator is not None:
-            client_generator.take_back(future._generator)
+            client_generator.set_state(future._generator)
 
-    def _advance(self, choice: Choice) -> None:
-        """The Python side of the step has happened: counters, hyperparameters it changed, flags."""
-        before, self._state = self._state, choice.after(self._state.keep)
-        choice.settle(self._table)
-        self._unread += 1
-        changed = self._state.structure is not before.structure or self._state.host != before.host
-        self._guard.replaced(choice.made.replaces, before.structure, self._state.structure)
-        if choice.made.writes or changed or choice.made.remade & self._guard.gradients.given:
-            self._newer(choice.made, before.structure)
+    # ---- state -----------------------------------------------------------------------------------
 
-    def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
-        """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that
-        ends answers them all."""
-        until = None if timeout is None else time.monotonic() + timeout
-        remote = self._remote
-        while True:
-            session = self._session
-            left = None if until is None else max(0.0, until - time.monotonic())
-            try:
-                if self._away is not None:
-                    raise self._away
-                if not remote.waits.wait(session, lambda: predicate() or remote.ended is not None, left, step):
-                    return False
-                if predicate():
-                    return True
-                gone = remote.end_error()
-            except (DaemonGone, ExecutorCrashed) as error:
-                gone = error
-            try:
-                if not self._recovery.come_back(self, session, gone, until):
-                    return False
-            except GpumuxError:
-                if predicate():
-                    return True
-                raise
+    def sync(self) -> None:
+        """Copy the trained state into the local models and optimizers, over any change made to them meanwhile. Waits
+        for the steps submitted so far. Reading a local tensor fetches what the read needs; this fetches all state."""
+        self._local.sync()
 
-    def _persist(self, verb: Callable[[], T]) -> T:
-        """`verb()`, once more if the daemon goes meanwhile and the job comes back."""
-        while True:
-            session = self._session
-            try:
-                self._check_open()
-                return verb()
-            except (DaemonGone, ExecutorCrashed, JobClosed, UnknownJob) as gone:
-                if isinstance(gone, (JobClosed, UnknownJob)) and not ended_for_now(self):
-                    raise
-                self._recovery.come_back(self, session, gone)
+    def state_dict(self) -> dict[str, Any]:
+        """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when several were
+        submitted). The local objects stay as they are. Waits for the steps submitted so far."""
+        return self._local.state_dict()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise JobClosed(f"job {self.name!r} is closed", "submit it again")
-        if self._lost is not None:
-            raise self._lost
-        if self._away is not None:
-            raise self._away
-        if self._remote.ended is not None:
-            raise self._remote.end_error()
-        if self._session.dead is not None:
-            raise self._session.dead
+    def load_state(self, state: dict[str, Any] | None = None) -> None:
+        """Push the state of the local models and optimizers to the daemon. With `state` (as state_dict() returns it),
+        load that into them first."""
+        self._local.load_state(state)
 
     # ---- control ---------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Start no further piece of this job until resume(). What runs now finishes. Steps can still be
-        submitted, up to max_inflight; whatever waits for them (sync(), a result, one step more) waits until another
-        thread or an operator resumes the job, and logs a warning after five seconds."""
+        """Start no further piece of this job until resume(). The piece that runs now finishes. Steps can still be
+        submitted, up to max_inflight. Calls that wait for them (sync(), a result, one more step) wait until another
+        thread or an operator resumes the job, and log a warning after five seconds."""
         self._persist(lambda: self._remote.call(m.PauseJob))
-        self._paused = True
+        self._recovery.paused = True
 
     def resume(self) -> None:
         self._persist(lambda: self._remote.call(m.ResumeJob))
-        self._paused = False
+        self._recovery.paused = False
 
     def stats(self) -> dict[str, Any]:
-        """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `rng` says whose random generator its draws come from (submit()). `exactness` is "bit-equal" (README,
-        "Equal results"), or "equivalent": `because` then says why, and `tolerance` how far a step's results may be from
-        the reference run's, relative to the largest element of the tensor (README, "Microbatches")."""
+        """The daemon's figures for the job: steps, queue and device seconds, memory in bytes, outstanding launches.
+        `rng` says which random generator the job draws from (submit()). `exactness` is "bit-equal" (README,
+        "Equal results") or "equivalent": then `because` gives the reasons, and `tolerance` how far a step's results may
+        be from the reference run's, relative to the largest element of the tensor (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
@@ -409,12 +386,12 @@ class Job(Capturing, Cached, Slotted):
         return sum(p.copied_in for p in self._remote.programs.values())
 
     def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
-        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models and
-        optimizers. Idempotent.
+        """End the job. The trained state is copied into the local models and optimizers, and the daemon frees its
+        own. Idempotent.
 
-        sync: False throws away what was trained since the local models were last up to date. drain: False waits for no
-        step that is under way; nothing is brought back then. keep: save the state behind the steps, for
-        `submit(..., resume=name)`; raises SnapshotFailed when that can't be done, and the job is open still."""
+        sync: False discards the training since the local models were last up to date. drain: False waits for no
+        unanswered step and copies nothing back. keep: save the state after the last step, for
+        `submit(..., resume=name)`. Raises SnapshotFailed when it can't be saved; the job then stays open."""
         self._close(drain, sync, keep, None)
 
     def _close(self, drain: bool, sync: bool, keep: bool, limit: float | None) -> None:
@@ -425,43 +402,44 @@ class Job(Capturing, Cached, Slotted):
                 self._keep()
             try:
                 if sync and drain:
-                    self._come_home(limit)
-                elif drain and len(self._pending) and self._recovery.told is not None:
-                    with suppress(GpumuxError):  # which the futures have
+                    self._local.fetch_at_close(limit)
+                elif drain and len(self._pending) and self._recovery.recorder is not None:
+                    with suppress(GpumuxError):  # the futures have the error
                         self._wait(lambda: len(self._pending) == 0, limit)
             finally:
-                self._closed = True
+                self._recovery.closed = True
                 client_generator.jobs.discard(self)
-                self._recovery.off(self)
+                self._recovery.stop()
                 try:
                     if self._remote.ended is None and self._session.dead is None:
-                        # What its client closes when its work is done is not kept.
+                        # The daemon keeps no state of a job that its client closed with its steps drained.
                         self._remote.call(m.CloseJob, drain and not keep and (limit is None or not len(self._pending)))
                         self._wait(lambda: len(self._pending) == 0, None)
                 except (DaemonGone, GpumuxError) as error:
                     log.info("job %r ended while closing: %s", self.name, error)
                 finally:
                     self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
-                    self._guard.remove()
+                    self._staleness.remove()
                     self._session.unregister(self.id)
                     self._remote.waits.turns.forget()
                     self._remote.release()
                     self._session.close()
 
     def _keep(self) -> None:
-        self._persist(nothing)
+        self._recovery.ensure_open()
         if self._recovery.snapshots is None:
             raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
-        if not self._persist(lambda: self._recovery.save(self)):
+        if not self._persist(self._recovery.save):
             raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
-        """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells
-        the daemon (session.py); nothing waits here."""
-        if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
+        """Warn of a job that was dropped while open. Its session is dropped with it, and the session's background
+        thread closes the job at the daemon (session.py), so that the collector waits for nothing here."""
+        recovery: Recovery | None = getattr(self, "_recovery", None)  # None when the constructor raised
+        if recovery is None or recovery.closed or sys.is_finalizing() or recovery.session.forked:
             return
-        self._closed = True
-        self._guard.remove()
+        recovery.closed = True
+        self._staleness.remove()
         warnings.warn(
             f"job {self.name!r} was dropped while it was open: call job.close(), or use it in a with statement",
             ResourceWarning,
@@ -479,11 +457,21 @@ class Job(Capturing, Cached, Slotted):
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
 
 
+def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
+    """The notes of a snapshot taken now, and the number of steps before it."""
+    job = ref()
+    assert job is not None, "a job that is gone takes no snapshots"
+    generator = client_generator.state() if job._clients_generator else None
+    with without_fetching():
+        notes = snapshots.write(job._table, job._state, job._remote.resident(), job._counts, generator)
+    return notes, job._counts.all
+
+
 _open: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
 def _leave() -> None:
-    """The script ends."""
+    """Close the jobs that are open when the script ends."""
     for job in list(_open):
         if not job._closed and not job._session.forked:
             job._close(True, True, False, LEAVE_S)

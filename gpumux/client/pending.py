@@ -1,7 +1,7 @@
-"""Steps on their way: what is unanswered, and what the daemon's messages do to it.
+"""Unanswered steps of a job, and the handling of the daemon's messages about them.
 
-Messages come in whichever thread pumps the session, and one may come twice (an interrupt between a
-handler and its note that it ran), so everything here can be done again.
+Messages are handled in the thread that receives them. A message may be handled twice (if an interrupt comes right after
+a handler), so all handling is idempotent.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _Step:
         self.host = choice.values[sum(self.lowered.counts) :]
 
     def value(self, tensors: list[torch.Tensor]) -> Any:
-        """What the step function returned, put together again."""
+        """Rebuild the step function's return value from its tensors."""
         return self.lowered.value(tensors, self.host)
 
 
 class _Rerun:
-    """A step that was answered before, and runs again for what it does to the state."""
+    """A step that was answered before, and runs again for its effect on the state."""
 
     __slots__ = ("program", "slot")
 
@@ -47,7 +47,7 @@ class _Rerun:
 
 
 class Pending:
-    """The unanswered steps of one job. `news` is what the daemon says of snapshots."""
+    """The unanswered steps of one job. `news` holds the daemon's messages about snapshots."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -56,14 +56,15 @@ class Pending:
         self._survives: frozenset[str] = frozenset()
         self._no_answer: frozenset[str] = frozenset()
         self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
-        self.newest = -1  # step that was answered
+        self.newest = -1  # number of the newest answered step
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def may_come_back(self, ends: frozenset[str]) -> None:
-        """The job may come back if it ends with one of these codes: its steps are then still to be answered. One that
-        is refused because there is no such job is no answer either: how the job ended is under way, or here already."""
+        """Keep steps unanswered if the job ends with one of these codes, because it may be recovered then. A refusal
+        because there is no such job answers no step either: the message with the job's end is under way, or here
+        already."""
         self._survives = ends
         self._no_answer = ends | {UnknownJob.code, JobClosed.code} if ends else ends
 
@@ -71,23 +72,23 @@ class Pending:
         self.steps[step] = _Step(future, program, slot, choice)
 
     def forget(self, step: int) -> None:
-        """The step was never sent."""
+        """Drop a step that was never sent."""
         self.steps.pop(step, None)
 
     def hold(self) -> None:
-        """Nothing that was sent will be answered: wait for it to be sent again. Idempotent."""
+        """Hold all unanswered steps until they are sent again: they will get no answer before. Idempotent."""
         self.held |= {number: step for number, step in self.steps.items() if isinstance(step, _Step)}
         self.steps.clear()
 
     def again(self, step: int, program: int, slot: int) -> None:
-        """The step is sent again."""
+        """Note that a step is sent again."""
         held = self.held.pop(step, None)
         if held is not None:
             held.slot = slot
         self.steps[step] = held or _Rerun(program, slot)
 
     def on_message(self, message: Any, frames: Sequence[Any]) -> None:
-        """The session's handler for this job."""
+        """Handle the session's messages for this job."""
         if type(message) is m.StepDone:
             step = self.steps.get(message.step)
             if step is None:
@@ -120,7 +121,7 @@ class Pending:
             self.news.append(message)
 
     def fail(self, error: GpumuxError) -> None:
-        """Answer everything that is left with an error."""
+        """Answer all remaining steps with an error."""
         self.hold()
         for number in list(self.held):
             self.held.pop(number).future._fail(error)

@@ -1,28 +1,27 @@
-"""How a job comes back when its daemon, or the process that ran it, is gone (docs/architecture.md, "Nothing is lost").
+"""Recovery of a job whose daemon, or the process that ran it, is gone (docs/architecture.md, "Nothing is lost").
 
-Connect, open the job under its id, load its Programs, put back the newest whole snapshot or the state it began with,
-and run again what was run since. Steps that were answered are not answered again; futures that wait get their values.
+Connect, open the job under its id, load its Programs, restore the newest whole snapshot or the initial state, and run
+the later steps again. Steps that were answered are not answered again; unanswered futures get their values.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 
-from gpumux.capture.fetching import plainly
-from gpumux.capture.generator import client_generator
-from gpumux.client import snapshots
-from gpumux.client.remote import RemoteProgram, lay
-from gpumux.client.replay import BEGINNING, Entry, ReplayLog
+from gpumux.capture.state import StateTable
+from gpumux.client.pending import Pending
+from gpumux.client.remote import Remote, RemoteProgram, lay
+from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
-from gpumux.client.snapshots import Keepsake, Snapshots
+from gpumux.client.snapshots import SnapshotMetadata, Snapshots
 from gpumux.errors import (
     AdmissionRefused,
     ConfigError,
@@ -39,63 +38,68 @@ from gpumux.types import GENERATOR_BYTES, JobSpec
 from gpumux.wire import messages as m
 from gpumux.wire.messages import MAX_ASKED, FindKept, ReadSnapshot, Replay, SnapshotRead
 
-if TYPE_CHECKING:
-    from gpumux.client.job import Job
+T = TypeVar("T")
+log = logging.getLogger("gpumux.client")
 
 
-# ---- What a job's daemon was told, in a form that can be told again: Programs by number, state and batches by copy.
+# ---- The record of what was sent to a job's daemon: Programs by number, state and batches as copies.
 #
-# A user may write to a batch's tensors as soon as step() returns, so a copy it must be. Memory for batches is used
-# again from step to step: fresh pages would cost more than the copy.
+# Batches are copied because the user may write to their tensors as soon as step() returns. The copies' memory is reused
+# from step to step, because fresh pages would cost more than the copy.
 
 
-_OVERHEAD = 512  # bytes of an entry beside its tensors, about
+_OVERHEAD = 512  # approximate bytes of an entry besides its tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadEntry:
+    """A Program was loaded."""
+
     program: int
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
-    """Job buffers, and their bytes, each on 64 of them."""
+class PushEntry:
+    """State was pushed: the job buffers, and their bytes, each aligned to 64 bytes."""
 
     buffers: tuple[int, ...]
     data: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A step: its Program, host scalars and batch."""
+class StepEntry:
+    """A step was run: its Program, host scalars and batch."""
 
     program: int
     scalars: list[float | int | bool]
     batch: list[torch.Tensor]
 
 
-class Told:
-    """Writes a job's log; the witness of its Remote."""
+class ReplayRecorder:
+    """Records in a ReplayLog what a job sends to its daemon (`remote.SendObserver`)."""
 
     def __init__(self, max_bytes: int, max_entries: int) -> None:
         self.log = ReplayLog(max_bytes, max_entries, self._dropped)
-        self._spare: defaultdict[int, list[list[torch.Tensor]]] = defaultdict(list)  # batches, by Program
-        self._nbytes: dict[int, int] = {}  # of a batch, by Program
+        self._spare: defaultdict[int, list[list[torch.Tensor]]] = defaultdict(
+            list
+        )  # batch copies for reuse, by Program
+        self._nbytes: dict[int, int] = {}  # bytes of an entry with a batch, by Program
 
     def loaded(self, number: int) -> None:
-        self.log.add(Entry(-1, _OVERHEAD, Loaded(number)))
+        self.log.add(ReplayEntry(-1, _OVERHEAD, LoadEntry(number)))
 
     def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None:
-        self.log.add(Entry(-1, _OVERHEAD + data.nbytes, Pushed(tuple(buffers), data)))
+        self.log.add(ReplayEntry(-1, _OVERHEAD + data.nbytes, PushEntry(tuple(buffers), data)))
 
     def step(
         self, step: int, program: RemoteProgram, scalars: list[float | int | bool], batch: Sequence[torch.Tensor]
-    ) -> Entry:
+    ) -> ReplayEntry:
+        """Record a step, with a copy of its batch."""
         spare = self._spare[program.number]
         copies = spare.pop() if spare else self._fresh(program)
         for copy, source in zip(copies, batch, strict=True):
             lay(copy, source.detach())
-        entry = Entry(step, self._nbytes[program.number], Ran(program.number, scalars, copies))
+        entry = ReplayEntry(step, self._nbytes[program.number], StepEntry(program.number, scalars, copies))
         self.log.add(entry)
         return entry
 
@@ -105,88 +109,178 @@ class Told:
         self._nbytes[program.number] = _OVERHEAD + sum(t.untyped_storage().nbytes() for t in made)
         return made
 
-    def _dropped(self, entry: Entry) -> None:
-        if isinstance(entry.what, Ran):
+    def _dropped(self, entry: ReplayEntry) -> None:
+        if isinstance(entry.what, StepEntry):
             self._spare[entry.what.program].append(entry.what.batch)
 
 
-# ----
+# ---- a job's session, which recovery replaces
 
 
-log = logging.getLogger("gpumux.client")
-
-MAX_STEPS = 50_000  # that a job keeps for replay
-MAX_CRASHES = 2  # of the process that runs the job, at the same step
-MAX_ODD = 3  # refusals of what was accepted before
+MAX_STEPS = 50_000  # steps that a job keeps for replay
+MAX_CRASHES = 2  # crashes of the process that runs the job, at the same step
+MAX_ODD = 3  # refusals of requests that were accepted before
 LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take so long to leave
-SAY_S = 5.0  # how long a wait lasts before it is mentioned
+SAY_S = 5.0  # how long recovery lasts before it is logged
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-# Of a job that may come back: the daemon went, or what ran the job did.
+# Ends that a job may recover from: the daemon is gone, or the process that ran the job.
 ENDS = frozenset({DaemonGone.code, ExecutorCrashed.code})
-# While our former self is still being put away, or others come back as well.
+# Refusals while the daemon still closes the job's former session, or while other jobs recover as well.
 _NOT_YET = (DaemonGone, ExecutorCrashed, AdmissionRefused, JobClosed, NotOwner)
 
 
-class Recovery:
-    """`interval_s` 0, or `replay_bytes` 0: this job does not come back."""
+def snapshot_interval_s(session: Session) -> float:
+    """The daemon's snapshot interval in seconds; 0: it takes no snapshots."""
+    return float(session.welcome.device.get("snapshot_s", 0.0))
 
-    def __init__(self, job: Job, replay_bytes: int, reconnect_s: float, last: int) -> None:
-        self._interval_s = float(job._session.welcome.device.get("snapshot_s", 0.0))
+
+def make_recorder(session: Session, replay_bytes: int) -> ReplayRecorder | None:
+    """A recorder for a new job, or None if the job is never recovered."""
+    return ReplayRecorder(replay_bytes, MAX_STEPS) if snapshot_interval_s(session) and replay_bytes else None
+
+
+class Recovery:
+    """Holds a job's session, and replaces it when the daemon, or the process that ran the job, is gone.
+
+    A job is recovered only after `ready()` and before `stop()`, and never without a `recorder`: `snapshots` is None
+    then.
+
+    notes: see Snapshots. recorder: of `make_recorder`, which observes `remote`. reconnect_s: seconds to try for.
+    last_snapshot: number of the job's newest snapshot.
+    """
+
+    def __init__(
+        self, session: Session, *, remote: Remote, pending: Pending, spec: JobSpec, table: StateTable,
+        notes: Callable[[], tuple[bytes, int]], recorder: ReplayRecorder | None, reconnect_s: float, last_snapshot: int,
+    ) -> None:  # fmt: skip
+        self.session = session
+        self.lock = threading.RLock()  # held by each verb of the job, and during recovery
+        self.closed = False
+        self.paused = False
+        self._id = remote.job
+        self._name = spec.name
+        self._spec = spec
+        self._remote = remote
+        self._pending = pending
+        self._table = table
+        self._away: GpumuxError | None = None  # why the job is not in the daemon, until it is recovered
+        self._lost: GpumuxError | None = None  # why it could not be recovered
+        self._interval_s = snapshot_interval_s(session)
         self._reconnect_s = reconnect_s
         self._crashed_at = -2  # the newest answered step when the job's process died
-        self._crashes = 0  # without any further step being answered
-        self._device = _facts(job._session)
-        self._opened: Session | None = None  # where an attempt has opened the job, until all of it is back
-        self.told: Told | None = None
+        self._crashes = 0  # crashes since then, with no further step answered
+        self._device = _device_facts(session)
+        self._opened: Session | None = None  # where an unfinished attempt has opened the job
+        self.recorder = recorder
         self.snapshots: Snapshots | None = None
-        if self._interval_s and replay_bytes:
-            self.told = job._remote.witness = Told(replay_bytes, MAX_STEPS)
+        if recorder is not None:
             self.snapshots = Snapshots(
-                job.id, job.name, self.told.log, self._interval_s, last, job._pending.news, job._notes
-            )
+                self._id, spec.name, recorder.log, interval_s=self._interval_s, last=last_snapshot,
+                news=pending.news, notes=notes,
+            )  # fmt: skip
 
-    def ready(self, job: Job) -> None:
-        """The job is submitted: from now on it may come back."""
-        if self.told is not None:
-            job._pending.may_come_back(ENDS)
+    def ready(self) -> None:
+        """The job was submitted: from now on it may be recovered."""
+        if self.recorder is not None:
+            self._pending.may_come_back(ENDS)
 
-    def off(self, job: Job) -> None:
-        """The job ends, as it is meant to."""
-        job._pending.may_come_back(frozenset())
-        self.told = self.snapshots = job._remote.witness = None
+    def stop(self) -> None:
+        """The job is being closed, or is lost: it is not recovered from now on."""
+        self._pending.may_come_back(frozenset())
+        self.recorder = self.snapshots = None
+        self._remote.stop_observing()
 
-    def save(self, job: Job) -> bool:
-        """Take a snapshot behind all steps so far, and wait until it is written; whether it was."""
+    # ---- verbs of the job, across a recovery
+
+    def check_open(self) -> None:
+        """Raises JobClosed, or why the job is not in the daemon."""
+        if self.closed:
+            raise JobClosed(f"job {self._name!r} is closed", "submit it again")
+        if self._lost is not None:
+            raise self._lost
+        if self._away is not None:
+            raise self._away
+        if self._remote.ended is not None:
+            raise self._remote.end_error()
+        if self.session.dead is not None:
+            raise self.session.dead
+
+    def ensure_open(self) -> None:
+        """Recover the job if it has to be. Raises what `persist` raises."""
+        self.persist(lambda: None)
+
+    def persist(self, verb: Callable[[], T]) -> T:
+        """Call `verb()`, and again after each recovery if the daemon goes during the call."""
+        while True:
+            session = self.session
+            try:
+                self.check_open()
+                return verb()
+            except (DaemonGone, ExecutorCrashed, JobClosed, UnknownJob) as gone:
+                if isinstance(gone, (JobClosed, UnknownJob)) and not self._ended_for_now():
+                    raise
+                self._recover(session, gone)
+
+    def wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
+        """Receive until `predicate()` holds; False if `timeout` seconds pass first. The predicate must be about this
+        job's steps and hold once `step` is answered (default: the newest), because a job that ends answers all."""
+        until = None if timeout is None else time.monotonic() + timeout
+        remote = self._remote
+        while True:
+            session = self.session
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                if self._away is not None:
+                    raise self._away
+                if not remote.waits.wait(session, lambda: predicate() or remote.ended is not None, left, step):
+                    return False
+                if predicate():
+                    return True
+                gone = remote.end_error()
+            except (DaemonGone, ExecutorCrashed) as error:
+                gone = error
+            try:
+                if not self._recover(session, gone, until):
+                    return False
+            except GpumuxError:
+                if predicate():
+                    return True
+                raise
+
+    def save(self) -> bool:
+        """Take a snapshot after all steps so far and wait until it is written. Returns whether it was."""
         assert self.snapshots is not None
-        job._wait(lambda: len(job._pending) == 0, None)
-        return self.snapshots.take_now(job._session)
+        self.wait(lambda: len(self._pending) == 0, None)
+        return self.snapshots.take_now(self.session)
 
-    def come_back(self, job: Job, session: Session, gone: GpumuxError, until: float | None = None) -> bool:
-        """Bring the job back, after `gone` was met on `session`. False when it is `until` (time.monotonic) first.
-        Raises `gone`, or why not; every waiting future has that error then."""
-        if self.told is None:
-            job._pending.fail(gone)
+    # ---- recovery
+
+    def _recover(self, session: Session, gone: GpumuxError, until: float | None = None) -> bool:
+        """Recover the job after `session` raised `gone`. False if the time `until` (time.monotonic) comes first. Raises
+        `gone`, or why the job can't be recovered; every unanswered future has that error then."""
+        if self.recorder is None:
+            self._pending.fail(gone)
             raise gone
-        if not job._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
+        if not self.lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             return False
         try:
-            if job._away is None:
-                if job._session is not session and job._session.dead is None and job._remote.ended is None:
-                    return True  # another thread was here
-                self._check(job, gone)
-                if not self._is_over(job, gone, until):
+            if self._away is None:
+                if self.session is not session and self.session.dead is None and self._remote.ended is None:
+                    return True  # another thread has recovered the job
+                self._check(gone)
+                if not self._is_over(gone, until):
                     return False
-                job._away = gone
+                self._away = gone
             started, said, pause, odd = time.monotonic(), False, FIRST_PAUSE_S, 0
             while True:
                 try:
-                    how = self._attempt(job)
+                    how = self._attempt()
                     break
                 except GpumuxError as error:
-                    if isinstance(error, _NOT_YET) or ended_for_now(job):
-                        self._check(job, error)
+                    if isinstance(error, _NOT_YET) or self._ended_for_now():
+                        self._check(error)
                     else:
-                        odd += 1  # a Program was accepted before; the process that checks it may have been killed
+                        odd += 1  # the process that checks a Program may have been killed
                         if odd >= MAX_ODD or isinstance(error, JobFailed):
                             raise
                     now = time.monotonic()
@@ -200,50 +294,50 @@ class Recovery:
                         return False
                     if now - started > SAY_S and not said:
                         said = True
-                        log.warning("job %r: %s; waiting for it to come back", job.name, gone.message)
+                        log.warning("job %r: %s; waiting for it to come back", self._name, gone.message)
                 time.sleep(pause)
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
             log.warning(
-                "job %r: %s. It is back after %.1f s, %s", job.name, gone.message, time.monotonic() - started, how
+                "job %r: %s. It is back after %.1f s, %s", self._name, gone.message, time.monotonic() - started, how
             )
             return True
         except GpumuxError as error:
-            job._pending.fail(error)
-            if isinstance(error, JobFailed) or (job._away is not None and job._session.dead is None):
-                self.off(job)
-                job._lost = error
+            self._pending.fail(error)
+            if isinstance(error, JobFailed) or (self._away is not None and self.session.dead is None):
+                self.stop()
+                self._lost = error
             raise
         finally:
-            job._lock.release()
+            self.lock.release()
 
-    def _check(self, job: Job, gone: GpumuxError) -> None:
-        """Raises `gone` where there is nothing to be done about it."""
-        ended = job._remote.ended
+    def _check(self, gone: GpumuxError) -> None:
+        """Raises `gone`, or JobFailed, if the job can't be recovered."""
+        ended = self._remote.ended
         if ended is not None and ended.code not in ENDS:
-            raise job._remote.end_error()
-        if self.told is None:
+            raise self._remote.end_error()
+        if self.recorder is None:
             raise gone
-        if not self.told.log.recoverable:
+        if not self.recorder.log.recoverable:
             raise JobFailed(
-                f"{gone.message}, and job {job.name!r} can't come back: what it would have to run again was more than "
-                "it may keep, and no snapshot could be saved",
+                f"{gone.message}, and job {self._name!r} can't come back: what it would have to run again was more than"
+                " it may keep, and no snapshot could be saved",
                 "see why (the log says), raise replay_bytes=, and submit it again",
             )
         if isinstance(gone, ExecutorCrashed) and ended is not None:
-            newest = job._pending.newest
+            newest = self._pending.newest
             self._crashes = self._crashes + 1 if self._crashed_at == newest else 1
             self._crashed_at = newest
             if self._crashes > MAX_CRASHES:
-                raise gone  # it is the step
+                raise gone  # the step itself crashes the process
 
-    def _is_over(self, job: Job, gone: GpumuxError, until: float | None) -> bool:
-        """Wait for the end of a session that has been told it is coming (a daemon that leaves refuses first). False
-        when it is `until` first; raises `gone` when it lives on."""
-        if job._session.dead is not None or job._remote.ended is not None:
+    def _is_over(self, gone: GpumuxError, until: float | None) -> bool:
+        """Wait until the session or the job has ended, because a daemon that leaves refuses requests before it ends
+        its sessions. False if the time `until` comes first. Raises `gone` if the session stays alive."""
+        if self.session.dead is not None or self._remote.ended is not None:
             return True
         wait_s = LEAVING_S if until is None else max(0.0, min(LEAVING_S, until - time.monotonic()))
         try:
-            if job._session.wait(lambda: job._remote.ended is not None, wait_s):
+            if self.session.wait(lambda: self._remote.ended is not None, wait_s):
                 return True
         except DaemonGone:
             return True
@@ -253,125 +347,114 @@ class Recovery:
 
     # ---- one attempt
 
-    def _attempt(self, job: Job) -> str:
-        """What was done, in words."""
-        assert self.told is not None
+    def _attempt(self) -> str:
+        """Make one attempt. Returns a description of it for the log."""
+        assert self.recorder is not None
         assert self.snapshots is not None
-        pending, remote = job._pending, job._remote
+        pending, remote = self._pending, self._remote
         pending.hold()
-        if (
-            job._session.dead is not None or self._opened is job._session
-        ):  # half of the job may be there: it goes with it
-            fresh = Session.connect(job._session.endpoint, CONNECT_S)
-            old, job._session = job._session, fresh
+        # A session on which an earlier attempt opened the job is closed as well: the daemon then drops what it loaded.
+        if self.session.dead is not None or self._opened is self.session:
+            fresh = Session.connect(self.session.endpoint, CONNECT_S)
+            old, self.session = self.session, fresh
             old.close()
-            if _facts(fresh) != self._device:
+            if _device_facts(fresh) != self._device:
                 log.warning(
                     "job %r: the daemon runs %s now and ran %s before: its results are no longer bit-equal to one run",
-                    job.name, _facts(fresh), self._device,
+                    self._name, _device_facts(fresh), self._device,
                 )  # fmt: skip
-                self._device = _facts(fresh)
-        session = job._session
-        session.unregister(job.id)
+                self._device = _device_facts(fresh)
+        session = self.session
+        session.unregister(self._id)
         remote.reset(session)
-        session.register(job.id, pending.on_message)
-        session.call(open_message(job.id, job._spec), timeout=None)
+        session.register(self._id, pending.on_message)
+        session.call(open_message(self._id, self._spec), timeout=None)
         self._opened = session
-        point, lost = self._put_back(job, self.told)
+        point, lost = self._restore(self.recorder.log)
         steps = 0
-        for entry in self.told.log.since(point):
+        for entry in self.recorder.log.since(point):
             what = entry.what
-            if isinstance(what, Ran):
-                self._run_again(job, entry.step, what)
+            if isinstance(what, StepEntry):
+                self._run_again(entry.step, what)
                 steps += 1
-            elif isinstance(what, Loaded):
+            elif isinstance(what, LoadEntry):
                 remote.load(what.program)
             else:
                 remote.put(what.buffers, what.data)
-        self.told.log.came_back(point, lost)
-        self.snapshots.started_over()
-        if job._paused:
+        self.recorder.log.recovered(point, lost)
+        self.snapshots.restart()
+        if self.paused:
             remote.call(m.PauseJob)
-        self._opened, job._away = None, None
+        self._opened, self._away = None, None
         begun = f"snapshot {point}" if point != BEGINNING else "its first state"
         return f"from {begun}, and {steps} steps run again"
 
-    def _put_back(self, job: Job, told: Told) -> tuple[int, list[int]]:
-        """Load and fill what the best point needs: that point, and those that are no more."""
-        candidates = told.log.candidates(min(job._pending.held, default=None))
+    def _restore(self, replay: ReplayLog) -> tuple[int, list[int]]:
+        """Load the Programs and restore the state of the best point. Returns that point, and the points that are
+        lost."""
+        candidates = replay.candidates(min(self._pending.held, default=None))
         numbers = [n for n in candidates if n != BEGINNING]
         read: SnapshotRead | None = None
         frames: list[bytes] = []
         if numbers:
             try:
-                read, frames = job._session.call(ReadSnapshot(0, job.id, numbers[:MAX_ASKED]), timeout=None)
+                read, frames = self.session.call(ReadSnapshot(0, self._id, numbers[:MAX_ASKED]), timeout=None)
             except (UnknownJob, ConfigError) as error:
                 if BEGINNING not in candidates:
                     raise JobFailed(
-                        f"job {job.name!r} can't come back: {error.message}",
+                        f"job {self._name!r} can't come back: {error.message}",
                         "submit it again from a checkpoint of yours",
                     ) from error
-                log.warning("job %r: none of its snapshots can be had (%s); it starts over", job.name, error.message)
+                log.warning("job %r: none of its snapshots can be had (%s); it starts over", self._name, error.message)
         elif not candidates:
-            raise JobFailed(f"job {job.name!r} can't come back: no snapshot fits", "submit it again")
+            raise JobFailed(f"job {self._name!r} can't come back: no snapshot fits", "submit it again")
         point = read.snapshot if read is not None else BEGINNING
         if read is not None and read.bad:
-            log.error("job %r: snapshot %s is damaged; %d is used", job.name, ", ".join(map(str, read.bad)), point)
-        again = list(told.log.since(point))
-        later = {entry.what.program for entry in again if isinstance(entry.what, Loaded)}
-        earlier = [number for number in range(len(job._remote.loads)) if number not in later]
+            log.error("job %r: snapshot %s is damaged; %d is used", self._name, ", ".join(map(str, read.bad)), point)
+        again = list(replay.since(point))
+        later = {entry.what.program for entry in again if isinstance(entry.what, LoadEntry)}
+        earlier = [number for number in range(len(self._remote.loads)) if number not in later]
         for number in earlier:
-            job._remote.load(number)
+            self._remote.load(number)
         generator = b""
         if read is not None:
-            generator = self._fill(job, read, frames, sum(job._remote.loads[number] for number in earlier))
-        steps = sum(isinstance(entry.what, Ran) for entry in again)
-        job._session.call(Replay(0, job.id, steps, 1), [generator], timeout=None)
+            generator = self._fill(read, frames, sum(self._remote.loads[number] for number in earlier))
+        steps = sum(isinstance(entry.what, StepEntry) for entry in again)
+        self.session.call(Replay(0, self._id, steps, 1), [generator], timeout=None)
         return point, [n for n in numbers if n > point]
 
-    def _fill(self, job: Job, read: SnapshotRead, frames: list[bytes], count: int) -> bytes:
-        """Push the snapshot's buffers, `count` of them; its generator."""
-        data = snapshot_bytes(job._session, read, frames)
-        buffers = job._remote.resident()[:count]
-        end = sum(aligned(job._table.buffers[b].nbytes) for b in buffers)
+    def _fill(self, read: SnapshotRead, frames: list[bytes], count: int) -> bytes:
+        """Push the snapshot's buffers, the first `count` of the job. Returns the state of its generator."""
+        data = snapshot_bytes(self.session, read, frames)
+        buffers = self._remote.resident()[:count]
+        end = sum(aligned(self._table.buffers[b].nbytes) for b in buffers)
         if end + GENERATOR_BYTES + read.notes != data.numel():
             raise JobFailed(
-                f"snapshot {read.snapshot} of job {job.name!r} holds {data.numel()} bytes where the job has {end}",
+                f"snapshot {read.snapshot} of job {self._name!r} holds {data.numel()} bytes where the job has {end}",
                 "somebody else wrote it; submit the job again",
             )
         if buffers:
-            job._remote.put(buffers, data[:end])
+            self._remote.put(buffers, data[:end])
         generator = data[end : end + GENERATOR_BYTES].numpy().tobytes()
         del data
-        job._session.release_segment(read.segment)
+        self.session.release_segment(read.segment)
         return generator
 
-    def _run_again(self, job: Job, step: int, ran: Ran) -> None:
-        program, pending, remote = job._remote.programs[ran.program], job._pending, job._remote
-        most = job._spec.max_inflight
-        job._session.wait(lambda: remote.ended is not None or (bool(program.free) and len(pending) < most))
+    def _ended_for_now(self) -> bool:
+        """Whether the job ended in a way that it may be recovered from."""
+        ended = self._remote.ended
+        return ended is not None and ended.code in ENDS
+
+    def _run_again(self, step: int, ran: StepEntry) -> None:
+        program, pending, remote = self._remote.programs[ran.program], self._pending, self._remote
+        most = self._spec.max_inflight
+        self.session.wait(lambda: remote.ended is not None or (bool(program.free) and len(pending) < most))
         if remote.ended is not None:
             raise remote.end_error()
         slot = program.free.pop()
         frames = program.fill(slot, ran.batch)
         pending.again(step, ran.program, slot)
-        job._session.post_step(m.Step(job.id, step, ran.program, slot, ran.scalars, len(frames)), frames)
-
-
-def ended_for_now(job: Job) -> bool:
-    """The job ended in a way it may come back from."""
-    ended = job._remote.ended
-    return ended is not None and ended.code in ENDS
-
-
-def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
-    """What goes with a snapshot taken now, and how many steps are behind it."""
-    job = ref()
-    assert job is not None, "a job that is gone takes no snapshots"
-    generator = client_generator.state() if job._clients_generator else None
-    with plainly():
-        notes = snapshots.write(job._table, job._state, job._remote.resident(), job._counts, generator)
-    return notes, job._counts.all
+        self.session.post_step(m.Step(self._id, step, ran.program, slot, ran.scalars, len(frames)), frames)
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob:
@@ -383,35 +466,37 @@ def open_message(job: str, spec: JobSpec) -> m.OpenJob:
 
 
 def snapshot_bytes(session: Session, read: SnapshotRead, frames: list[bytes]) -> torch.Tensor:
-    """The bytes of a snapshot that was read, over the segment they came in."""
+    """The bytes of a snapshot as a tensor over the shared segment, or the frame, that they came in."""
     memory = session.segment(read.segment, read.nbytes) if read.segment else bytearray(frames[0])
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _facts(session: Session) -> str:
-    """What results depend on."""
+def _device_facts(session: Session) -> str:
+    """The properties of the daemon's device that results depend on."""
     device = session.welcome.device
     return f"{device['kind']} {device['name']}, torch {device['torch_version']}, {device['threads']} threads"
 
 
-# ---- A program that goes on with a job whose client is gone: find what was kept, and open the job under its id.
+# ---- resuming a job whose client is gone: find its snapshot, and open the job under its id
 
 
-PUT_AWAY_S = 10.0  # how long the daemon may take to notice that the job's client is gone, and to let go of it
+PUT_AWAY_S = 10.0  # how long the daemon may take to notice that the job's client is gone, and to close the job
 _PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class KeptJob:
-    """`newest`: the number of its newest snapshot, whether or not that is the one that was whole."""
+    """A job whose state the daemon kept. `newest`: the number of its newest snapshot, whole or not; `snapshot`: the
+    newest whole one."""
 
     job: str
     newest: int
-    keepsake: Keepsake
+    snapshot: SnapshotMetadata
 
 
 def find_kept(session: Session, name: str) -> KeptJob:
-    """Raises UnknownJob when nothing of that name was kept, AdmissionRefused when the job is still open."""
+    """Find the kept job of this name and read its newest whole snapshot. Raises UnknownJob when no state of that name
+    was kept, AdmissionRefused when the job is still open."""
     give_up = time.monotonic() + PUT_AWAY_S
     while True:
         try:
@@ -423,14 +508,15 @@ def find_kept(session: Session, name: str) -> KeptJob:
         time.sleep(_PAUSE_S)
     read, frames = session.call(ReadSnapshot(0, found.job, found.snapshots[:MAX_ASKED]), timeout=None)
     data = snapshot_bytes(session, read, frames)
-    keepsake = Keepsake(data, read.notes)
+    snapshot = SnapshotMetadata(data, read.notes)
     del data
     session.release_segment(read.segment)
-    return KeptJob(found.job, max(found.snapshots), keepsake)
+    return KeptJob(found.job, max(found.snapshots), snapshot)
 
 
 def open_job(session: Session, message: m.OpenJob, returning: bool) -> None:
-    """`returning`: the daemon may still be putting away what the job was before."""
+    """Open a job. `returning`: the daemon may still be closing the same job of an earlier client, so try again for
+    PUT_AWAY_S seconds. Raises what the daemon refuses with."""
     give_up = time.monotonic() + PUT_AWAY_S
     while True:
         try:

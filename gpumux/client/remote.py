@@ -1,7 +1,7 @@
-"""The job's end of the data plane: Programs uploaded, slots filled and read, state moved.
+"""The client's side of a job's data: uploads Programs, fills and reads slots, copies state.
 
-Local daemons share memory: a batch is copied once, into its slot, and results once, out of it. Over
-TCP the same tensors travel as frames.
+A local daemon shares memory: a batch is copied once, into its slot, and results once, out of it. Over TCP the same
+tensors travel as frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, contiguous_strides, slot_layout
 from gpumux.wire import messages as m
 
-PORTION_BYTES = 32 << 20  # of state that is on its way at once; two portions are while it is fetched
+PORTION_BYTES = 32 << 20  # bytes of state copied at once; a fetch has two portions under way
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class RemoteProgram:
         whole = torch.zeros(size, dtype=torch.uint8) if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
         self._bytes = whole
         self.slots = [self._slot(whole, i * self.layout.nbytes) for i in range(slots)]
-        self.copied_in = 0  # bytes copied from batches, ever
-        self.device_s: float | None = None  # of the newest step that was answered
+        self.copied_in = 0  # bytes copied from batches so far
+        self.device_s: float | None = None  # device seconds of the newest answered step
 
     def _slot(self, whole: torch.Tensor, base: int) -> Slot:
         views = self.program.views
@@ -82,11 +82,11 @@ class RemoteProgram:
         return frames
 
     def give_generator(self, slot: int, state: torch.Tensor) -> None:
-        """Lay the generator's state, the last input, into a slot that holds the batch already."""
+        """Copy the generator's state, the last input, into a slot that holds the batch already."""
         self.slots[slot].inputs[-1].copy_(state)
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
-        """The results of a slot as tensors of their own, where the local model lies."""
+        """Copy the results out of a slot, to the device of the local model."""
         found = self._taken(slot, frames)
         return found if self._home is None else [tensor.to(self._home) for tensor in found]
 
@@ -106,7 +106,7 @@ class RemoteProgram:
 
 
 def lay(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a view of equal strides; what an expanded dimension repeats is copied once."""
+    """Copy into a view of equal strides. Elements that an expanded dimension repeats are copied once."""
     if 0 in target.stride():
         for dim, stride in enumerate(target.stride()):
             if stride == 0 and target.shape[dim] > 1:
@@ -124,21 +124,23 @@ def _typed(
     return base.set_(whole.untyped_storage(), offset // base.element_size(), size, stride)
 
 
-class Witness(Protocol):
-    """Hears what the daemon is told, to tell it again (recovery.py)."""
+class SendObserver(Protocol):
+    """Is called with the Programs and the state that the daemon is sent, so that a recovery can send them again."""
 
     def loaded(self, number: int) -> None: ...
     def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None: ...
 
 
 class Remote:
-    """Everything a job asks of its daemon."""
+    """Every request of a job to its daemon, but steps."""
 
-    def __init__(self, session: Session, job: str, table: StateTable, waits: Waits) -> None:
+    def __init__(
+        self, session: Session, job: str, table: StateTable, waits: Waits, *, observer: SendObserver | None = None
+    ) -> None:
         self.session = session
         self.waits = waits
         self.job = job
-        self.witness: Witness | None = None
+        self._observer = observer
         self._table = table
         self._loads: list[tuple[Lowered, list[int], list[int]]] = []  # by number: sizes of new buffers, binding
         self._remote_index: dict[int, int] = {}  # job buffer -> the daemon's buffer
@@ -147,7 +149,11 @@ class Remote:
         self._transfers = 0
         self._ended: dict[int, tuple[m.TransferDone, Sequence[Any]]] = {}
         self.ended: m.JobEnded | None = None
-        self.give_up_s: float | None = None  # how long a copy of state is waited for; None: as long as the daemon lives
+        self.give_up_s: float | None = None  # seconds to wait for a copy of state; None: while the daemon lives
+
+    def stop_observing(self) -> None:
+        """Call the observer no more. Idempotent."""
+        self._observer = None
 
     def call(
         self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = (), meanwhile: Callable[[], float] | None = None
@@ -158,7 +164,7 @@ class Remote:
     # ---- programs --------------------------------------------------------------------------------
 
     def upload(self, lowered: Lowered) -> int:
-        """The Program's number in the daemon; equal Programs on equal buffers are sent once."""
+        """Upload a Program. Returns its number in the daemon. Equal Programs on equal buffers are sent once."""
         key = (codec.content_hash(lowered.program), lowered.binding)
         if key in self._numbers:
             return self._numbers[key]
@@ -176,13 +182,13 @@ class Remote:
             raise
         self._remote_index = index
         self._numbers[key] = number
-        if self.witness is not None:
-            self.witness.loaded(number)
+        if self._observer is not None:
+            self._observer.loaded(number)
         self.push([b for b in fresh if self._table.buffers[b].filled])
         return number
 
     def load(self, number: int) -> None:
-        """Have the daemon load a Program, as it is noted here."""
+        """Have the daemon load the recorded Program `number`."""
         lowered, sizes, binding = self._loads[number]
         program = lowered.program
         loading = Loading(len(program.ops), program.kind == "compiled")
@@ -192,11 +198,11 @@ class Remote:
 
     @property
     def loads(self) -> Sequence[int]:
-        """How many buffers each Program brought along, by its number."""
+        """The number of new buffers of each Program, by its number."""
         return [len(sizes) for _, sizes, _ in self._loads]
 
     def reset(self, session: Session) -> None:
-        """Another daemon, or another job under our id, knows nothing of what was said."""
+        """Use another session, whose daemon has none of the job's Programs and state."""
         self.release()
         self.session = session
         self._ended.clear()
@@ -209,7 +215,7 @@ class Remote:
         return list(self._remote_index)
 
     def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, int, Any]:
-        """Its number, its segment's, and that one's memory (None inline)."""
+        """Open a transfer. Returns its number, its segment's number, and the segment's memory (None inline)."""
         self._transfers += 1
         remote = [self._remote_index[b] for b in buffers]
         reply, _ = self.call(m.OpenTransfer, self._transfers, remote, push)
@@ -246,8 +252,8 @@ class Remote:
                 for storage, start in self._table.buffers[b].home:
                     data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
                 at += aligned(self._table.buffers[b].nbytes)
-            if self.witness is not None:  # before it is said: what fails on the way is said again
-                self.witness.pushed(some, data)
+            if self._observer is not None:  # before sending: a recovery repeats what failed on the way
+                self._observer.pushed(some, data)
             self._put(some, data)
 
     def put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
@@ -301,8 +307,8 @@ class Remote:
         self.session.release_segment(segment)
 
     def _portions(self, buffers: Sequence[int]) -> Iterator[list[int]]:
-        """The buffers in order, as many together as PORTION_BYTES hold, but at least one: state is copied by way of
-        shared memory of that size, not of its own."""
+        """Split buffers, in order, into portions of at most PORTION_BYTES, or of one larger buffer: staging memory need
+        not be as large as the state."""
         some: list[int] = []
         held = 0
         for b in buffers:
@@ -324,12 +330,12 @@ class Remote:
         self.programs.clear()
 
 
-# ---- Batches that are put together where the device reads them: no copy is left for step() to make.
+# ---- Collating batches directly into slots, so that step() copies nothing.
 #
-# A data loader stacks samples into a batch, which is one copy, and step() lays the batch into shared memory, which is
-# another. A `collate_fn` that stacks into a free slot of the job's makes one of both. Which slot is right depends on
-# the Program the coming step will run; it is taken to be the one that the newest step with such a batch ran. If it is
-# another one after all, or no slot is free for it, the step copies as ever: nothing depends on the guess but a copy.
+# A data loader stacks samples into a batch, which is one copy, and step() copies the batch into shared memory, which is
+# another. A `collate_fn` that stacks into a free slot of the job saves one of them. The right slot depends on the
+# Program that the coming step will run. The guess is the Program of the newest step with such a batch. If the guess is
+# wrong, or no slot is free, step() copies the batch: a wrong guess costs only a copy.
 
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -337,7 +343,7 @@ Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 @dataclass(slots=True)
 class Lent:
-    """A slot that somebody fills. `back` returns it when its tensors are dropped unused."""
+    """A slot into which a batch is being collated. `back` returns the slot when its tensors are dropped unused."""
 
     program: RemoteProgram
     slot: int
@@ -346,8 +352,8 @@ class Lent:
 
 @dataclass(slots=True)
 class Slots:
-    """A job's slots, as `collate` sees them. `programs`: those in the daemon, by number; `wait(predicate)` receives
-    until it is true."""
+    """A job's slots for `collate`. `programs`: those in the daemon, by number. `wait(predicate)` receives messages
+    until the predicate is true."""
 
     programs: dict[int, RemoteProgram]
     wait: Callable[[Callable[[], bool]], bool]
@@ -359,8 +365,8 @@ class Slots:
         self._newest[tuple([(t.dtype, tuple(t.shape)) for t in tensors])] = number
 
     def take(self, form: Form) -> list[torch.Tensor] | None:
-        """Tensors over the inputs of a free slot for a batch of this form, to be filled and given to the next step;
-        None where there is none to be had. Waits for the oldest step where that will free one."""
+        """Take a free slot for a batch of this form. Returns tensors over its inputs, to be filled and given to the
+        next step, or None if the batch can't lie in a slot. Waits for a step to free one if needed."""
         program = self.programs.get(self._newest.get(form, -1))
         if program is None or program.inline or not form or any(0 in size for _, size in form):
             return None
@@ -368,11 +374,11 @@ class Slots:
         if any(view.stride != contiguous_strides(view.size) for view in views):
             return None
         lent = sum(other.program is program for other in self._lent.values())
-        if lent + 1 >= len(program.slots):  # one stays for batches that come another way
+        if lent + 1 >= len(program.slots):  # one slot stays for batches that step() copies
             return None
         self.wait(lambda: bool(program.free))
         if self.programs.get(program.number) is not program:
-            return None  # the job came back meanwhile
+            return None  # the job was recovered meanwhile
         slot = program.free.pop()
         made = [target.detach() for target in program.slots[slot].inputs[: len(form)]]
         address = made[0].data_ptr()
@@ -382,7 +388,7 @@ class Slots:
         return made
 
     def claim(self, program: RemoteProgram, tensors: Sequence[torch.Tensor]) -> int | None:
-        """The slot that this batch fills already, None if it lies elsewhere."""
+        """The slot that this batch fills already, None if it lies in no slot."""
         lent = self._lent.get(tensors[0].data_ptr()) if tensors else None
         if lent is None or lent.program is not program:
             return None
@@ -405,7 +411,7 @@ class Slotted:
     _lock: threading.RLock
     _remote: Remote
     _session: Session
-    _slots: Slots | None = None  # until somebody collates
+    _slots: Slots | None = None  # until `collate` is called
 
     _check_open: Callable[[], None]
     _wait: Callable[[Callable[[], bool], float | None], bool]
@@ -471,7 +477,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # as defa
 
 
 def _form(column: list[Any]) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Of the stacked column; None where it can't be stacked."""
+    """The dtype and shape of the stacked column; None if it can't be stacked."""
     first = column[0]
     kind = _NUMBERS.get(type(first))
     if kind is not None:

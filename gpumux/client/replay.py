@@ -1,11 +1,12 @@
-"""What a job can run again: everything its daemon was told since a state that can be had back.
+"""The log of what a job sent to its daemon, from which recovery runs it again.
 
-A *point* is such a state: the beginning (number 0, where what was pushed is in the log itself), or a snapshot, by its
-number. The log reaches back to the snapshot before the newest saved one, so that a damaged one costs nothing, while
-its bounds allow. Beyond them that older part goes first; then whoever adds has to wait for a snapshot (`full`), and if
-there can be none, everything goes (`give_up`): the job then goes on, and can't come back until a snapshot succeeds.
+A *point* is a state that can be restored: the beginning (number 0; the log itself holds the state pushed then), or a
+snapshot, by its number. The log reaches back to the snapshot before the newest saved one, so that recovery survives one
+damaged snapshot, while its bounds allow. Beyond its bounds the log drops that older part first. Then it is `full`: the
+caller must wait for a snapshot before it adds more. If no snapshot can be saved, `give_up` drops everything: the job
+goes on, but can't be recovered until a snapshot succeeds.
 
-Plain data and no clock: what entries are is the caller's business (recovery.py).
+Plain data and no clock. The caller decides what entries contain (recovery.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGINNING = 0
-EARLY = 4  # a new point is wanted when this part of the bounds is used since the last one
+EARLY = 4  # a new point is wanted once 1/EARLY of the bounds is used since the newest one
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """`step` is the step's number, -1 for what is no step. `nbytes` is what `what` holds."""
+class ReplayEntry:
+    """One thing sent to the daemon. `step`: the step's number, -1 if it is no step. `nbytes`: bytes that `what`
+    holds."""
 
     step: int
     nbytes: int
@@ -30,30 +32,31 @@ class Entry:
 
 @dataclass(slots=True)
 class _Point:
-    position: int  # entries before it are in the state
-    step: int  # the first step that isn't
-    nbytes: int  # of all entries ever added before it
+    position: int  # number of entries, ever added, that its state contains
+    step: int  # the first step after it
+    nbytes: int  # bytes of all entries ever added before it
     saved: bool
 
 
 class ReplayLog:
-    """Bounds: bytes and number of entries. `dropped` is called with each entry that nobody will ask for again."""
+    """Entries since the points that can be restored, within bounds of bytes and of their number. `dropped` is called
+    once with each entry that leaves the log."""
 
-    def __init__(self, max_bytes: int, max_entries: int, dropped: Callable[[Entry], None] | None = None) -> None:
+    def __init__(self, max_bytes: int, max_entries: int, dropped: Callable[[ReplayEntry], None] | None = None) -> None:
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self._dropped = dropped
-        self._entries: deque[Entry] = deque()
-        self._start = 0  # position of the first entry
+        self._entries: deque[ReplayEntry] = deque()
+        self._start = 0  # position of the first entry in the log
         self._points: dict[int, _Point] = {BEGINNING: _Point(0, 0, 0, True)}  # by number, oldest first
-        self._added = 0  # bytes of all entries ever
+        self._added = 0  # bytes of all entries ever added
         self._next_step = 0
         self.nbytes = 0
 
     # ---- adding
 
-    def add(self, entry: Entry) -> None:
-        """The daemon is told this next. Kept if it follows a point."""
+    def add(self, entry: ReplayEntry) -> None:
+        """Add what is sent next. It is kept if there is a point before it."""
         if entry.step >= 0:
             self._next_step = entry.step + 1
         if not self._points:
@@ -64,8 +67,8 @@ class ReplayLog:
         self.nbytes += entry.nbytes
         self._added += entry.nbytes
 
-    def take_back(self, entry: Entry) -> None:
-        """The daemon was not told what was added last."""
+    def remove_newest(self, entry: ReplayEntry) -> None:
+        """Undo the last `add`, because the entry was not sent."""
         if self._entries and self._entries[-1] is entry:
             self._entries.pop()
             self.nbytes -= entry.nbytes
@@ -75,11 +78,11 @@ class ReplayLog:
             self._start -= 1
 
     def mark(self, number: int) -> None:
-        """A snapshot is taken here; whether it succeeds is not known yet."""
+        """Snapshot `number` is being taken after the newest entry. Whether it succeeds is not known yet."""
         self._points[number] = _Point(self._start + len(self._entries), self._next_step, self._added, False)
 
     def saved(self, number: int) -> None:
-        """The snapshot is on the disk: of what is older, the newest saved one stays, and what follows it."""
+        """The snapshot is on the disk. Of the older points only the newest saved one is kept."""
         point = self._points.get(number)
         if point is None:
             return
@@ -100,7 +103,8 @@ class ReplayLog:
 
     @property
     def full(self) -> bool:
-        """Nothing may be added before a snapshot is saved or everything is given up. Gives the older part up first."""
+        """Whether nothing may be added before a snapshot is saved or `give_up` is called. Drops all points but the
+        newest saved one if that makes room."""
         if self._within():
             return False
         saved = [n for n, p in self._points.items() if p.saved]
@@ -114,7 +118,7 @@ class ReplayLog:
 
     @property
     def wants_point(self) -> bool:
-        """Enough was added since the newest point that a new one should be made early."""
+        """Whether so much was added since the newest point that a snapshot should be taken early."""
         if not self._points:
             return True
         newest = next(reversed(self._points.values()))
@@ -123,36 +127,37 @@ class ReplayLog:
 
     @property
     def has_news(self) -> bool:
-        """Something was added since the newest point."""
+        """Whether an entry was added since the newest point."""
         newest = next(reversed(self._points.values()), None)
         return newest is None or newest.position < self._start + len(self._entries)
 
     def give_up(self) -> None:
-        """Forget everything but what follows a snapshot that is being taken."""
+        """Drop all entries but those after a snapshot that is being taken."""
         self._points = {n: p for n, p in self._points.items() if not p.saved}
         self._trim()
 
-    # ---- coming back
+    # ---- recovery
 
     @property
     def recoverable(self) -> bool:
+        """Whether there is a point that is known to be saved."""
         return any(p.saved for p in self._points.values())
 
     def candidates(self, first_open: int | None) -> list[int]:
-        """Points to come back from, best first: also a snapshot nobody has confirmed, for it may be on the disk. None
-        that has steps behind it whose answers were lost: `first_open` is the first unanswered step."""
+        """Points to recover from, best first. Snapshots whose success is not known are included, because they may be on
+        the disk. Points after `first_open`, the first unanswered step, are not: that step must run again."""
         usable = [n for n, p in self._points.items() if first_open is None or p.step <= first_open]
         return usable[::-1]
 
-    def since(self, number: int) -> Iterator[Entry]:
-        """What was told after a point, oldest first."""
+    def since(self, number: int) -> Iterator[ReplayEntry]:
+        """The entries after a point, oldest first."""
         skipped = self._points[number].position - self._start
         for i, entry in enumerate(self._entries):
             if i >= skipped:
                 yield entry
 
-    def came_back(self, number: int, lost: list[int]) -> None:
-        """The daemon stands at the head again, from point `number`; the points in `lost` are no more."""
+    def recovered(self, number: int, lost: list[int]) -> None:
+        """The job was recovered from point `number` up to the newest entry. The points in `lost` can't be restored."""
         for n in [n for n, p in self._points.items() if n in lost or (n > number and not p.saved)]:
             del self._points[n]
         if number in self._points:
@@ -160,7 +165,7 @@ class ReplayLog:
         self._trim()
 
     def _trim(self) -> None:
-        """Let go of what no point needs."""
+        """Drop the entries before the oldest point."""
         end = self._start + len(self._entries)
         until = min((p.position for p in self._points.values()), default=end)
         while self._start < until:
@@ -169,7 +174,7 @@ class ReplayLog:
             self.nbytes -= entry.nbytes
             self._drop(entry)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: ReplayEntry) -> None:
         if self._dropped is not None:
             self._dropped(entry)
 

@@ -1,7 +1,7 @@
 """A client's session with a daemon: requests, posts, waits, shared memory, heartbeats.
 
-Callers' own threads send and receive (transport.py). A background thread (`Keeper`) sends heartbeats, drains
-while nobody waits, notices a daemon that fell silent, and closes a session that was dropped unclosed.
+Callers' own threads send and receive (transport.py). A background thread (`SessionThread`) sends heartbeats,
+receives while no thread waits, notices a daemon that fell silent, and closes a session that was dropped unclosed.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from gpumux.client.transport import START_IT, Connection, Pump, handshake, hello
 from gpumux.client.turns import Turns, is_high
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, SimulatedDeviceWarning, from_code
 from gpumux.wire import messages as m
+from gpumux.wire.channel import FROM_DAEMON, ClientChannel
 from gpumux.wire.codec import decode, decode_step_done, encode, encode_alone
 from gpumux.wire.endpoint import check_listening
-from gpumux.wire.lane import FROM_DAEMON
 from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Step, Welcome
 from gpumux.wire.peers import ClientCurve, client_curve
-from gpumux.wire.shared_memory import CopyMeter, DescriptorInbox, Segment
+from gpumux.wire.shared_memory import CopyMeter, Segment
 
-# ---- A session's background thread: it keeps the session alive, and closes what one leaves that nobody closed.
+# ---- Background thread of a session: sends heartbeats and closes sessions that were dropped without close().
 #
-# The collector finds a dropped session at any moment, in any thread, under any lock. Closing a ZeroMQ
-# context there could wait for ever, so the collector only leaves word, and the thread does the work.
+# The garbage collector finds a dropped session at any moment, in any thread, under any lock. Closing a ZeroMQ
+# context there could deadlock, so the collector only queues the work for the thread.
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
-    """What must be closed when a session is gone; none of it refers to the session."""
+class SessionResources:
+    """Resources to close after a session was garbage-collected; none of them refers to the session."""
 
     connection: Connection
-    inbox: DescriptorInbox | None
     segments: dict[int, Segment]
 
     def close(self) -> None:
-        """Say goodbye, then close everything. Only for a session that no thread uses any more."""
+        """Send Goodbye, then close everything. Only for a session that no thread uses any more."""
         if self.connection.working:
             self.connection.say_goodbye()
-        if self.inbox is not None:
-            self.inbox.close()
         for segment in self.segments.values():
             segment.close()
         self.connection.close(linger=self.connection.working)
 
 
-class Keeper:
-    """Calls `beat(session)` every `interval` seconds until it returns false. It holds the session
-    weakly: one that goes without `end` is closed."""
+class SessionThread:
+    """Calls `beat(session)` every `interval` seconds until it returns false. It holds a weak reference: if the session
+    is garbage-collected before `end`, the thread closes its resources."""
 
-    def __init__(self, session: T, beat: Callable[[T], bool], interval: float, belongings: Belongings) -> None:
+    def __init__(self, session: T, beat: Callable[[T], bool], interval: float, resources: SessionResources) -> None:
         # What the thread does when it ends. SimpleQueue, because the collector may interrupt a `put` or
         # `get` of the same thread: an Event's lock would then be waited for by its own holder.
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_keep, args=(weakref.ref(session), beat, interval, self._orders), name="gpumux-session", daemon=True
+            target=_run_thread,
+            args=(weakref.ref(session), beat, interval, self._orders),
+            name="gpumux-session",
+            daemon=True,
         )
-        self._dropped = weakref.finalize(session, _leave_word, self._orders, os.getpid(), belongings)
-        self._dropped.atexit = False  # the daemon notices a process that ends
+        self._dropped = weakref.finalize(session, _close_later, self._orders, os.getpid(), resources)
+        self._dropped.atexit = False  # the daemon notices that the process has ended
         self._thread.start()
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class Keeper:
             self._thread.join()
 
 
-def _keep(
+def _run_thread(
     ref: weakref.ref[T], beat: Callable[[T], bool], interval: float, orders: queue.SimpleQueue[Callable[[], None]]
 ) -> None:
     pause: float | None = interval
@@ -104,12 +104,12 @@ def _nothing() -> None:
     return None
 
 
-def _leave_word(orders: queue.SimpleQueue[Callable[[], None]], owner: int, belongings: Belongings) -> None:
+def _close_later(orders: queue.SimpleQueue[Callable[[], None]], owner: int, resources: SessionResources) -> None:
     if os.getpid() == owner:  # a fork has no such thread, and the sockets are its parent's
-        orders.put(belongings.close)
+        orders.put(resources.close)
 
 
-# ---- Whom a received message is for: a caller that waits for its ref, or the handler of its job.
+# ---- Delivery of received messages: to the caller that waits for the ref, or to the handler of the job.
 
 
 Handler = Callable[[Any, list[bytes]], None]
@@ -119,8 +119,8 @@ _POSTED = 1024  # requests sent without waiting whose refusal can still be trace
 
 
 class Mailbox:
-    """Numbers requests and sorts what comes back. Guarded by the session's lock, except that
-    registering and expecting are single dictionary operations and need none."""
+    """Numbers requests and delivers answers. The session's lock guards it, except that registering and expecting are
+    single dictionary operations and need no lock."""
 
     def __init__(self) -> None:
         self._refs = itertools.count(1)
@@ -129,18 +129,18 @@ class Mailbox:
         self._handlers: dict[str, Handler] = {}
 
     def expect(self) -> tuple[int, list[Answer]]:
-        """A new ref, and the list its answer will be put into."""
+        """Make a new ref, and the list that will hold its answer."""
         ref = next(self._refs)
         answer: list[Answer] = []
         self._answers[ref] = answer
         return ref, answer
 
     def forget(self, ref: int) -> None:
-        """Nobody waits for `ref` any more; a late answer is dropped."""
+        """Stop waiting for `ref`; a late answer is dropped."""
         self._answers.pop(ref, None)
 
     def posted(self, job: str) -> int:
-        """A ref for a request nobody waits for. Its Refusal goes to the handler of `job`."""
+        """Make a ref for a request sent without waiting. Its Refusal goes to the handler of `job`."""
         ref = next(self._refs)
         self._posted[ref] = job
         if len(self._posted) > _POSTED:
@@ -154,7 +154,7 @@ class Mailbox:
         self._handlers.pop(job, None)
 
     def deliver(self, ref: int, message: Any, frames: list[bytes]) -> None:
-        """Sort in one message; `ref` 0 when it answers no request. One nobody wants is dropped."""
+        """Deliver one message; `ref` is 0 if it answers no request. An unexpected message is dropped."""
         if not ref:
             self.deliver_to(getattr(message, "job", ""), message, frames)
             return
@@ -167,13 +167,13 @@ class Mailbox:
             self.deliver_to(job, message, frames)
 
     def deliver_to(self, job: str, message: Any, frames: list[bytes]) -> None:
-        """Hand a message to its job's handler, if it has one still."""
+        """Pass a message to its job's handler, if the job still has one."""
         handler = self._handlers.get(job)
         if handler is not None:
             handler(message, frames)
 
 
-# ----
+# ---- The session.
 
 
 Payload = Sequence[bytes | memoryview]
@@ -182,13 +182,13 @@ _NO_FRAMES: list[bytes] = []
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request under way. `forget` it when its answer is read or not wanted any more."""
+    """A request under way. Call `forget` when its answer was read, or is not needed."""
 
     _answer: list[Answer]
     forget: Callable[[], None]
 
     def reply(self) -> Any | None:
-        """The answer, or a Refusal; None while there is none."""
+        """The answer or Refusal; None while there is none."""
         return self._answer[0][0] if self._answer else None
 
 
@@ -199,11 +199,11 @@ class Session:
     that `dead` holds.
     """
 
-    def __init__(self, connection: Connection, welcome: Welcome, inbox: DescriptorInbox | None) -> None:
+    def __init__(self, connection: Connection, welcome: Welcome) -> None:
         self.welcome = welcome
         self.copies = CopyMeter()
         self._connection = connection
-        self._inbox = inbox
+        self._has_channel = connection.channel is not None
         self.holds_low_work = bool(welcome.device.get("holds_low_work"))  # for high work: it wants to know of waits
         self.forked = False
         self._owner = os.getpid()
@@ -211,7 +211,9 @@ class Session:
         self._pump = Pump(connection, self._dispatch, self._answered)
         self._segments: dict[int, Segment] = {}
         _live.add(self)
-        self._keeper = Keeper(self, Session._beat, welcome.heartbeat_s, Belongings(connection, inbox, self._segments))
+        self._thread = SessionThread(
+            self, Session._beat, welcome.heartbeat_s, SessionResources(connection, self._segments)
+        )
 
     @classmethod
     def connect(
@@ -233,33 +235,29 @@ class Session:
         if not found.is_ipc and curve is None:
             curve = client_curve()
         connection = Connection(found, None if found.is_ipc else curve)
-        inbox: DescriptorInbox | None = None
         try:
             welcome = handshake(connection, hello(role, inline=not found.is_ipc), timeout)
-            if welcome.side_channel and role == "client":
-                inbox = DescriptorInbox(welcome.side_channel, welcome.nonce, timeout)
-                connection.use_lane(inbox.take_lane(timeout))
-            return cls(connection, welcome, inbox)
+            if welcome.channel and role == "client":
+                connection.use_channel(ClientChannel.open(welcome.channel, welcome.nonce, timeout))
+            return cls(connection, welcome)
         except BaseException:
-            if inbox is not None:
-                inbox.close()
             connection.close()
             raise
 
     @property
     def dead(self) -> GpumuxError | None:
-        """Why the session is over, None while it lives."""
+        """The error that ended the session, None while it is open."""
         return self._pump.dead
 
     @property
     def endpoint(self) -> str:
-        """Where the daemon was reached."""
+        """The daemon's endpoint."""
         return self._connection.endpoint.text
 
     @property
     def inline(self) -> bool:
         """Whether tensors must travel as payload frames (tcp)."""
-        return not self.welcome.side_channel
+        return not self.welcome.channel
 
     # ---- sending ---------------------------------------------------------------------------------
 
@@ -289,7 +287,7 @@ class Session:
         return reply, reply_frames
 
     def ask(self, msg: Message) -> Asked:
-        """Send a request without waiting. Its answer is there later, as soon as somebody waits for anything."""
+        """Send a request without waiting. Its answer is received when any thread waits for a message."""
         ref, answer = self._mailbox.expect()
         self._send(_with_ref(msg, ref), ())
         return Asked(answer, lambda: self._mailbox.forget(ref))
@@ -304,8 +302,8 @@ class Session:
         self._send(msg, frames)
 
     def post_step(self, step: Step, frames: Payload = ()) -> None:
-        """`post` of a step, by the step lane if it has no frames and there is a lane."""
-        if frames:
+        """Post a step, by the channel if the session has one."""
+        if frames or not self._has_channel:
             self._send(step, frames)
             return
         message = encode_alone(step)
@@ -332,26 +330,26 @@ class Session:
     # ---- receiving -------------------------------------------------------------------------------
 
     def register(self, job_id: str, handler: Handler) -> None:
-        """`handler(message, frames)` is called for every message with this job and no ref, by
-        whichever thread receives it, under the session's lock: it must be quick, must
-        not raise and must not wait. It may post."""
+        """Have `handler(message, frames)` called for every message with this job and no ref. The thread that receives
+        the message calls it, under the session's lock: it must be quick, must not raise and must not wait. It may
+        post."""
         self._mailbox.register(job_id, handler)
 
     def unregister(self, job_id: str) -> None:
-        """Messages for the job are dropped from now on. Idempotent."""
+        """Drop messages for the job from now on. Idempotent."""
         self._mailbox.unregister(job_id)
 
     def pump(self) -> None:
-        """Hand over what has arrived, without waiting. Raises the error of a dead session."""
+        """Deliver messages that have arrived, without waiting. Raises the error of a dead session."""
         self._check_process()
         self._pump.drain()
         self._pump.raise_if_dead()
 
     def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Receive until `predicate()` is true; False when `timeout` seconds pass first.
+        """Receive until `predicate()` is true. Returns False if `timeout` seconds pass first.
 
-        The predicate is called under the session's lock, after messages were handed over: it must
-        be quick. Raises the session's error when it dies before the predicate holds.
+        The predicate is called under the session's lock, after messages were delivered: it must be quick. Raises the
+        session's error if the session dies before the predicate holds.
         """
         if self.forked:
             self._check_process()
@@ -372,11 +370,11 @@ class Session:
             self._mailbox.deliver(ref, message, frames)
 
     def _answered(self, packet: bytes) -> None:
-        """A message of the step lane."""
+        """Deliver a message of the channel."""
         try:
             message = decode_step_done(packet)
             if type(message) not in FROM_DAEMON:
-                raise ProtocolError(f"the daemon sent a {type(message).__name__} on the step lane")
+                raise ProtocolError(f"the daemon sent a {type(message).__name__} on the channel")
         except ProtocolError as error:
             self._pump.die(error)
             return
@@ -384,14 +382,17 @@ class Session:
 
     # ---- life and death --------------------------------------------------------------------------
 
-    def segment(self, segment_id: int, nbytes: int, timeout: float = 10.0) -> memoryview:
-        """The shared memory the daemon announced under this id, writable, once it has arrived on
-        the side channel. Mapped until `release_segment` or `close`."""
+    def segment(self, segment_id: int, nbytes: int) -> memoryview:
+        """The shared memory the daemon announced under this id, writable. Mapped until `release_segment` or
+        `close`."""
         self._check_process()
         self._pump.raise_if_dead()
-        if self._inbox is None:
+        if not self._has_channel:
             raise ConfigError("this session takes no shared memory (tcp, or a control session)", "send payload frames")
-        segment = self._inbox.take(segment_id, nbytes, timeout)
+        channel = self._connection.channel
+        if channel is None:
+            raise DaemonGone("the daemon has closed this session's channel", START_IT)
+        segment = channel.take(segment_id, nbytes)
         self._segments[segment_id] = segment
         return segment.view()
 
@@ -409,10 +410,8 @@ class Session:
         alive = self.dead is None
         if not self._pump.end():
             return
-        self._keeper.end()
+        self._thread.end()
         _live.discard(self)
-        if self._inbox is not None:
-            self._inbox.close()
         for segment_id in list(self._segments):
             self.release_segment(segment_id)
         self._connection.close(linger=alive)
@@ -433,7 +432,7 @@ class Session:
             )
 
     def _beat(self) -> bool:
-        """One turn of the background thread. False when there is nothing left to do."""
+        """Do one turn of the background thread. Returns False if it has no more work."""
         pump = self._pump
         if pump.dead is not None or self.forked:
             return False
@@ -450,9 +449,7 @@ class Session:
 
     def _leave_to_parent(self) -> None:
         self.forked = True
-        self._connection.close_lane_in_child()
-        if self._inbox is not None:
-            self._inbox.close_in_child()
+        self._connection.close_channel_in_child()
 
 
 def _with_ref(msg: Any, ref: int) -> Any:
@@ -470,20 +467,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- Waits for a job's work that neither hinder it nor stay silent while nothing can happen.
+# ---- Waits for a job's work, which log the reason if they last long.
 #
-# A wait that lasts tells the daemon what it waits for, where the same thread steps other jobs (turns.py). One that
-# lasts long, or many that do together, ask the daemon why, and log it if there is something to be done about it.
+# Where a thread steps several jobs in turn (turns.py), a wait that lasts tells the daemon which step it waits for, so
+# that the daemon does not hold that step back for the sake of the thread's other jobs. A long wait, or many that are
+# long together, ask the daemon for the reason, and log it if the user can do something about it.
 
 
 log = logging.getLogger("gpumux.client")
-PATIENCE_S = 5.0  # how long a wait lasts before it asks why, and long ones together
-LONG_S = 0.05  # a wait that counts among those
-MOSTLY: Final = 0.5  # of the time waited: a job that was held for other jobs' next steps for so much of it is told so
+PATIENCE_S = 5.0  # how long a wait, or long ones together, last before the daemon is asked for the reason
+LONG_S = 0.05  # a wait of this length counts as a long one
+MOSTLY: Final = 0.5  # part of the time waited for which a job was held for another, above which that is logged
 # How long a wait lasts before the daemon is told that other jobs get no step meanwhile, by whether it is for a high
-# job: its steps are held for none, unless an operator made it a low one.
+# job: the daemon holds no high job's steps, unless an operator made the job a low one.
 SAY_AFTER_S: Final = {False: 2e-3, True: 50e-3}
-AT_ONCE: Final = 64  # waits for a low job after one that had to be told of: these are told of before they last
+AT_ONCE: Final = 64  # after a long wait of a low job, this many further waits are reported without delay
 LOADING_S = 15.0  # ordinary Programs take a second or two
 AGAIN_S = 60.0
 
@@ -495,16 +493,16 @@ class Waits:
         self.turns = Turns(job, high)
         self._job = job
         self._high = high
-        self._at_once = 0  # waits left that are told of before they last
-        self._long_s = 0.0  # of long waits since the daemon was asked why,
-        self._enough_s = PATIENCE_S  # and how many make it ask again
-        self._held_s = 0.0  # for which the job had been held for other jobs' next steps, when it was asked
-        self._told: set[str] = set()  # jobs for which it was held that were named
+        self._at_once = 0  # further waits to report to the daemon at once
+        self._long_s = 0.0  # seconds of long waits since the daemon was last asked for the reason
+        self._enough_s = PATIENCE_S  # seconds of long waits after which it is asked again
+        self._held_s = 0.0  # seconds the job had been held for other jobs' next steps, when the daemon was last asked
+        self._named: set[str] = set()  # high jobs that a warning has named
 
     def wait(
         self, session: Session, predicate: Callable[[], bool], timeout: float | None, step: int | None = None
     ) -> bool:
-        """`session.wait` for what is there once `step` is answered (default: the newest step)."""
+        """Wait as `session.wait` does, for the answer of `step` (default: the newest step)."""
         until: float | None = None
         if timeout is not None:
             if timeout <= 0.0:
@@ -515,7 +513,7 @@ class Waits:
         return self._patiently(session, predicate, until, step)
 
     def _in_turn(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
-        """The thread steps other jobs, too. Tell the daemon so, unless the answer is there soon."""
+        """Wait in a thread that steps other jobs as well. Tells the daemon about it, unless the answer comes soon."""
         first = SAY_AFTER_S[self._high]
         if self._at_once:
             first, self._at_once = 0.0, self._at_once - 1
@@ -529,7 +527,7 @@ class Waits:
         try:
             answered = self._patiently(session, predicate, until, step)
         finally:
-            if not answered:  # the others may get a step before it is
+            if not answered:  # the thread may step its other jobs before the answer comes
                 with suppress(GpumuxError):
                     session.post(m.StepAwaited(0, self._job, step, others, True))
             elif first and not self._high:
@@ -556,13 +554,14 @@ class Waits:
             self._long_s += time.monotonic() - began
 
     def _ask(self, session: Session, step: int, lasted: float) -> None:
-        """Why the step waits; `lasted`: the wait's seconds so far, where it is long by itself."""
+        """Ask the daemon why the step waits, and log it. `lasted`: the wait's seconds so far, if it is long by
+        itself."""
         waited, self._long_s = self._long_s + lasted, -lasted
         self._enough_s *= 2.0
         try:
             body = session.call(m.JobStats(0, self._job), timeout=PATIENCE_S)[0].body
         except GpumuxError:
-            return  # it ended, or the daemon did: the wait will say so
+            return  # the job or the daemon has ended: the wait raises that
         if body["paused"]:
             log.warning(
                 "job %r is paused, and a thread has waited for it for %.3g s: job.resume() in another thread, or "
@@ -576,8 +575,8 @@ class Waits:
         held, by = self._held_s - before, promise.get("held_by_name") or promise.get("held_by", "")
         if is_high(promise.get("held_by_job", "")):
             return  # the daemon is told of it from the next wait on
-        if by and by not in self._told and held >= MOSTLY * waited:
-            self._told.add(by)
+        if by and by not in self._named and held >= MOSTLY * waited:
+            self._named.add(by)
             log.warning(
                 "step %d of job %r waits for job %r: while %.1f s were waited, the job's steps were held for %.1f s "
                 "for the sake of that one's next step, which did not come. If it comes only after this one, step both "
@@ -592,8 +591,8 @@ def _at_most(seconds: float, until: float | None) -> float:
 
 
 class Loading:
-    """Says now and then that the daemon is still at a Program. Called whenever there was no answer so far; returns
-    for how many seconds to wait until then."""
+    """Logs from time to time that the daemon is still checking or loading a Program. Call it while there is no answer;
+    it returns the seconds to wait until the next call."""
 
     def __init__(self, operators: int, compiled: bool, clock: Callable[[], float] = time.monotonic) -> None:
         doing = "checking, compiling and loading" if compiled else "checking and loading"
@@ -611,20 +610,19 @@ class Loading:
         return AGAIN_S
 
 
-# ---- Something that is begun again where the daemon is killed before it is done.
+# ---- Connecting, and connecting again if the daemon ends before the first work on the session is done.
 
 
-TRIES = 5  # so that what kills every daemon is not tried for ever
-CONNECT_S = 10.0  # one attempt
+TRIES = 5  # the attempt itself may be the cause of the daemon's end
+CONNECT_S = 10.0  # timeout of one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
-def through(attempt: Callable[[Session], T], endpoint: str | None, reconnect_s: float) -> T:
-    """What `attempt` makes on a session. When the daemon goes amid one, another follows as soon as there is one again;
-    `reconnect_s` seconds are waited for it at most (0: there is no second attempt). `attempt` must leave nothing behind
-    when it fails.
+def connect_with_retry(attempt: Callable[[Session], T], endpoint: str | None, reconnect_s: float) -> T:
+    """Connect, and return what `attempt` makes of the session. If the daemon ends meanwhile, connect to the next one
+    within `reconnect_s` seconds and try again (0: do not). `attempt` must leave nothing behind when it fails.
 
-    Raises DaemonGone where there is no daemon to begin with, and whatever `attempt` raises on a session that lives."""
+    Raises DaemonGone if there is no daemon at the start, and any error of `attempt` on a session that is still open."""
     session = Session.connect(endpoint)
     for left in range(TRIES - 1, -1, -1):
         try:
@@ -656,15 +654,15 @@ def _another(endpoint: str | None, gone: DaemonGone, reconnect_s: float) -> Sess
         pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
 
-# ---- Where the steps of a daemon's jobs are traced, and where they run.
+# ---- The devices on which steps are traced and run.
 
 
 def devices_of(session: Session, stacklevel: int = 3) -> tuple[str, str]:
-    """The device type on which a job's steps are traced, and the one that they run on. Warns of a daemon that computes
-    nothing, so many calls further up."""
+    """The device type on which a job's steps are traced, and the one that they run on. Warns about a daemon that
+    computes nothing; `stacklevel` as in warnings.warn."""
     device = session.welcome.device
     if device["kind"] == "cuda":
-        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; this process needs none
+        return "cpu", "cuda"  # the daemon runs steps traced on the CPU on its GPU; this process needs no GPU
     if device["kind"] != "sim":
         return str(device["kind"]), str(device["kind"])
     warnings.warn(

@@ -1,8 +1,9 @@
-"""A snapshot's notes: what a program needs to go on from it that has nothing else, and how it does.
+"""Snapshots of a job's state: the notes stored with one, restoring a job from them, and when the client takes them.
 
-They say where in the buffers each parameter, buffer, optimizer's state and gradient lies, which numbers the client kept
-(step counters), and the hyperparameters. They are data, written by the same user's earlier process; what they claim is
-compared with the models and optimizers that are there before anything is touched.
+The notes say where in the job's buffers each parameter, buffer, optimizer state and gradient lies. They hold the
+numbers that only the client knows (step counters) and the hyperparameters, so that another process can resume the job.
+Notes are data that an earlier process of the same user wrote. They are compared with the submitted models and
+optimizers before anything is overwritten.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted,
 log = logging.getLogger("gpumux.client")
 
 VERSION = 1
-MAX_INLINE = 8 << 20  # bytes of tensors that no step touches, which no buffer in the daemon holds
+MAX_INLINE = 8 << 20  # bytes of tensors stored in the notes, because no step uses them and the daemon has none
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Steps that the state has behind it: of the submitted function, and of all."""
+    """Numbers of steps that a state is the result of: of the submitted function, and of all functions."""
 
     main: int
     all: int
@@ -44,8 +45,8 @@ class Counts:
 def write(
     table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
 ) -> bytes:
-    """The notes of a snapshot of `resident` job buffers, taken now. `generator`: the state of the client's, where the
-    job draws from it."""
+    """The notes of a snapshot taken now, packed. `resident`: the job buffers in the daemon, in the daemon's order.
+    `generator`: the state of the client's generator, if the job draws from it."""
     index = {buffer: i for i, buffer in enumerate(resident)}
     inline: dict[str, Any] = {}
     room = MAX_INLINE
@@ -94,7 +95,7 @@ def _tree(frozen: Any, state: State, index: Mapping[int, int]) -> Any:
 def _node(node: Any, state: State, index: Mapping[int, int]) -> Any:
     if isinstance(node, DeviceLeaf):
         if node.place.buffer not in index:
-            return ["none"]  # no step touches it
+            return ["none"]  # no step uses it
         return ["at", *_place(node.place, index)]
     if isinstance(node, HostLeaf):
         return ["number", state.host[node.var], None if node.dtype is None else _dtype(node.dtype)]
@@ -116,13 +117,15 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
-# ---- going on from it
+# ---- restoring a job from a snapshot
 
 
-class Keepsake:
-    """A snapshot as a program finds it: notes, and the bytes they speak of. Raises ConfigError for what is none."""
+class SnapshotMetadata:
+    """The contents of a snapshot: its notes, and the bytes of its buffers."""
 
     def __init__(self, data: torch.Tensor, notes: int) -> None:
+        """`data`: the snapshot's bytes (uint8), whose last `notes` are the packed notes. Raises ConfigError if they are
+        no snapshot."""
         try:
             body = msgpack.unpackb(data[data.numel() - notes :].numpy().tobytes(), strict_map_key=False)
             if body["version"] != VERSION:
@@ -141,9 +144,9 @@ class Keepsake:
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
     def put_back(self, table: StateTable) -> None:
-        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients;
-        and torch's default generator, if the job drew from that of the client that is gone. Raises ConfigError when the
-        models or optimizers are others than the job had; nothing is changed then."""
+        """Overwrite the state that `table` describes: parameters and buffers, the optimizers' state and
+        hyperparameters, gradients. Also sets torch's default generator if the job drew from its client's. Raises
+        ConfigError, and changes nothing, if the job had other models or optimizers."""
         body = self._body
         try:
             fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
@@ -244,24 +247,26 @@ def _other(why: str) -> ConfigError:
     return ConfigError(f"this is not the job that was kept: {why}", "submit the same models and optimizers as then")
 
 
-# ---- When a job's state is saved, from the client's side: it asks, since it knows what it can run again.
+# ---- when the client takes a snapshot
 #
 #     idle --(it is time, or the log fills)--> preparing --(there is memory)--> taking --(saved or failed)--> idle
 #
-# `tick` is called before each step and moves this on; no thread does. Only the moment at which the place of a snapshot
-# among the steps is fixed is waited for, a round trip. A step that finds the log full waits for the snapshot; if that
-# fails, the log is given up and training goes on without it (replay.py).
+# The client asks for snapshots, because it knows which steps it can run again. `tick` is called before each step and
+# advances this state machine; there is no thread for it. The client waits only for TakeSnapshot, one round trip, which
+# fixes the snapshot's place among the steps. If the log is full (replay.py), the step waits for the snapshot; if that
+# fails, the log is given up and training goes on without it.
 
 
-FIRST_S = 1.0  # from a job's first step, or from coming back, to a snapshot
-SHARE = 5  # at most one part in so many of the time is spent on writing
+FIRST_S = 1.0  # from a job's first step, or from its recovery, to a snapshot
+SHARE = 5  # at most 1/SHARE of the time is spent on writing
 
 
 class Snapshots:
-    """`notes()`: what a client that has only the snapshot needs besides. `last`: the number of the newest there is."""
+    """Takes the snapshots of one job. `notes()`: the notes for a snapshot taken now, and the number of steps before it.
+    `last`: the number of the newest snapshot, 0 for none."""
 
     def __init__(
-        self, job: str, name: str, replay: ReplayLog, interval_s: float, last: int,
+        self, job: str, name: str, replay: ReplayLog, *, interval_s: float, last: int,
         news: deque[SnapshotSaved | SnapshotWanted], notes: Callable[[], tuple[bytes, int]],
     ) -> None:  # fmt: skip
         self._job = job
@@ -280,17 +285,17 @@ class Snapshots:
 
     @property
     def number(self) -> int:
-        """Of the newest snapshot that was asked for."""
+        """The number of the newest snapshot that was asked for."""
         return self._number
 
     def describe_by(self, notes: Callable[[], tuple[bytes, int]]) -> None:
-        """From now on, these are the notes."""
+        """Use this function for the notes of later snapshots."""
         self._notes = notes
 
     def tick(self, session: Session) -> None:
-        """Raises DaemonGone."""
+        """Advance the snapshot under way, or begin one if it is time. Raises DaemonGone."""
         if self._news:
-            self._hear()
+            self._read_news()
         if self._asked is not None:
             if self._asked.reply() is not None:
                 self._take(session)
@@ -302,7 +307,7 @@ class Snapshots:
             self._make_room(session)
 
     def take_now(self, session: Session) -> bool:
-        """Save what there is, and wait for it; whether that went well. Raises DaemonGone."""
+        """Save the present state and wait until it is written. Returns whether it was. Raises DaemonGone."""
         while self._busy:
             self._advance(session)
         if not self._log.has_news and not self._failing:
@@ -312,8 +317,8 @@ class Snapshots:
             self._advance(session)
         return not self._failing
 
-    def started_over(self) -> None:
-        """The job came back: what was under way is not."""
+    def restart(self) -> None:
+        """Forget the snapshot under way, because the job was recovered in another session."""
         self._asked, self._taking = None, False
         self._news.clear()
         self._due = time.monotonic() + min(self._interval_s, FIRST_S)
@@ -324,20 +329,20 @@ class Snapshots:
         return self._asked is not None or self._taking
 
     def _advance(self, session: Session) -> None:
-        """Wait for what comes next."""
+        """Wait until the snapshot under way enters its next state."""
         if self._asked is not None:
             asked = self._asked
             session.wait(lambda: asked.reply() is not None)
             self._take(session)
         elif self._taking:
             session.wait(lambda: bool(self._news))
-            self._hear()
+            self._read_news()
 
     def _make_room(self, session: Session) -> None:
+        """Wait for a snapshot that empties the full log, or give the log up."""
         failed = False
         while self._log.full and not failed:
-            # The one under way may have been taken so early that what followed it alone fills the log: one more, from
-            # here.
+            # The steps after the snapshot under way may fill the log alone; then another snapshot is taken here.
             if not self._busy:
                 self._asked = session.ask(PrepareSnapshot(0, self._job))
             while self._busy and self._log.full:
@@ -346,20 +351,20 @@ class Snapshots:
         if self._log.full:
             self._log.give_up()
             log.warning(
-                "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come back "
-                "if the daemon ends before a snapshot succeeds",
+                "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come back"
+                " if the daemon ends before a snapshot succeeds",
                 self._name,
-            )  # fmt: skip
+            )
         elif not self._waited:
             self._waited = True
             log.warning(
-                "job %r waited until its state was saved, as it holds all it may keep to run again: raise replay_bytes if its steps "
-                "are to go on meanwhile",
+                "job %r waited until its state was saved, as it holds all it may keep to run again: raise replay_bytes if"
+                " its steps are to go on meanwhile",
                 self._name,
-            )  # fmt: skip
+            )
 
     def _take(self, session: Session) -> None:
-        """There is memory, or there is none."""
+        """Take the snapshot if the reply to PrepareSnapshot says that there is memory for it."""
         assert self._asked is not None
         reply, asked = self._asked.reply(), self._asked
         self._asked = None
@@ -374,13 +379,14 @@ class Snapshots:
             session.call(TakeSnapshot(0, self._job, number, steps, 1), [notes], timeout=None)
         except GpumuxError as error:
             if session.dead is not None:
-                raise  # it may be on the disk all the same
+                raise  # the snapshot may be on the disk all the same
             self._log.failed(number)
             self._failed(error)
             return
         self._taking = True
 
-    def _hear(self) -> None:
+    def _read_news(self) -> None:
+        """Handle the daemon's messages about snapshots."""
         while self._news:
             message = self._news.popleft()
             if isinstance(message, SnapshotWanted):

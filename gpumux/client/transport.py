@@ -1,5 +1,6 @@
-"""The sockets under a client's session (ZeroMQ's, and the step lane), and the handshake that opens it. Not thread-safe:
-the session's lock guards every call but `poll` and `wake`.
+"""The sockets of a client's session (ZeroMQ's, and the local channel), the handshake that opens it, and the pump.
+
+`Connection` is not thread-safe: the session's lock guards every call but `poll` and `wake`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import zmq.utils.monitor
 
 import gpumux
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_code
+from gpumux.wire.channel import PACKET, ClientChannel
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.endpoint import Endpoint, check_private, resolve, unanswered
-from gpumux.wire.lane import PACKET, Lane
 from gpumux.wire.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Hello, Message, Refusal, Welcome
 from gpumux.wire.peers import ClientCurve, secure_client
 
-# ---- Hold Ctrl-C back for the microseconds in which it would tear something apart.
+# ---- Ctrl-C, deferred while a message is sent or received.
 #
-# pyzmq looks for signals inside its calls: an interrupt there can lose a message that was already
-# taken from the queue, cut a multipart message in half, or vanish in a destructor. A session therefore
+# pyzmq checks for signals inside its calls: an interrupt there can lose a message that was already
+# taken from the queue, send half of a multipart message, or be dropped in a destructor. A session therefore
 # sends and receives under a shield; the interrupt is raised when the shield ends.
 
 
@@ -69,25 +70,25 @@ class Shield:
         self._hit = True
 
 
-# ----
+# ---- The sockets of one session, and the handshake.
 
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
 
 _RETRY_MS = 50  # between attempts to connect
-_LINGER_MS = 200  # how long closing may wait to say goodbye
-_FULL_MS = 5_000  # how long a sender waits for a daemon that does not read
+_LINGER_MS = 200  # longest wait of `close` for sent messages to leave
+_FULL_MS = 5_000  # longest wait of a sender for a daemon that does not read
 _LOST = zmq.EVENT_DISCONNECTED
 _BARRED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _POLLIN = int(zmq.POLLIN)
 
 
-MESSAGE, LANE, BROKEN = 1, 2, 4  # what `poll` says there may be
+MESSAGE, CHANNEL, BROKEN = 1, 2, 4  # bits of `poll`'s result
 
 
 class Connection:
-    """One DEALER socket with a monitor, in a context of its own: closing it waits for nobody else.
-    `lane` is None until the session has one, and from when the daemon closes it."""
+    """One DEALER socket with a monitor, in a context of its own: closing it waits for no other session.
+    `channel` is None until the session has one, and once the daemon has closed it."""
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         self.endpoint = endpoint
@@ -101,8 +102,8 @@ class Connection:
                 self._socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
                 secure_client(self._socket, curve)
             self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST | _BARRED)
-            # ZeroMQ tells of an event only those who were once told that there is none. The handshake may never ask: a
-            # daemon that answers quickly is not waited for.
+            # ZeroMQ's descriptor signals an event only after the events were read once. The handshake may never read
+            # them: it does not wait for a daemon that answers quickly.
             self.lost()
             self._socket.connect(endpoint.text)
         except BaseException:
@@ -111,15 +112,15 @@ class Connection:
             raise
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._socket_fd = int(self._socket.getsockopt(zmq.FD))
-        self.lane: Lane | None = None
-        self._lane_fd = -1
+        self.channel: ClientChannel | None = None
+        self._channel_fd = -1
         self._meaning = {self._socket_fd: MESSAGE, self._monitor_fd: BROKEN, self._wake: 0}
         self._poller = select.poll()
         for fd in (self._socket_fd, self._monitor_fd, self._wake):
             self._poller.register(fd, select.POLLIN)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Raises DaemonGone when the daemon has not read for so long that the queue is full."""
+        """Send a message. Raises DaemonGone if the queue is full because the daemon does not read."""
         try:
             self._send(parts)
         except zmq.Again:
@@ -137,7 +138,7 @@ class Connection:
             self._socket.send(parts[-1], zmq.NOBLOCK)
 
     def receive(self) -> list[bytes] | None:
-        """The oldest message, None when none is there. Call it under a Shield."""
+        """Receive the oldest message, None if there is none. Call it under a Shield."""
         try:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -148,38 +149,38 @@ class Connection:
         return parts
 
     def readable(self) -> bool:
-        """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
+        """Whether a message waits. ZeroMQ must be asked this before a thread sleeps on its descriptor."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
-    def use_lane(self, lane: Lane) -> None:
-        """From now on `send_step` and `receive_step` have something to work with."""
-        self.lane = lane
-        self._lane_fd = lane.fileno()
-        self._meaning[self._lane_fd] = LANE
-        self._poller.register(self._lane_fd, select.POLLIN)
+    def use_channel(self, channel: ClientChannel) -> None:
+        """Set the channel for `send_step` and `receive_step`."""
+        self.channel = channel
+        self._channel_fd = channel.fileno()
+        self._meaning[self._channel_fd] = CHANNEL
+        self._poller.register(self._channel_fd, select.POLLIN)
 
     def send_step(self, message: bytes | memoryview) -> bool:
-        """Send by the lane; False when it has been closed. Raises DaemonGone like `send`."""
-        lane = self.lane
-        if lane is None:
+        """Send by the channel. Returns False if the daemon has closed it. Raises DaemonGone as `send` does."""
+        channel = self.channel
+        if channel is None:
             return False
         try:
             if len(message) <= PACKET:
-                sent = lane.send(message)
+                sent = channel.send(message)
             else:
                 with Shield():  # half a message would swallow the next one
-                    sent = lane.send(message)
-            return sent or self._flush(lane)
+                    sent = channel.send(message)
+            return sent or self._flush(channel)
         except OSError:
-            return False  # the daemon closed it; what comes by ZeroMQ says why
+            return False  # the daemon closed it, and sends the reason by ZeroMQ
 
-    def _flush(self, lane: Lane) -> bool:
+    def _flush(self, channel: ClientChannel) -> bool:
         poller = select.poll()
-        poller.register(lane.fileno(), select.POLLOUT)
+        poller.register(channel.fileno(), select.POLLOUT)
         deadline = time.monotonic() + _FULL_MS / 1000
         while True:
             with Shield():
-                if lane.flush():
+                if channel.flush():
                     return True
             left = deadline - time.monotonic()
             if left <= 0:
@@ -187,35 +188,35 @@ class Connection:
             poller.poll(left * 1000)
 
     def say_goodbye(self) -> None:
-        """The daemon then ends the session. Behind everything sent so far."""
+        """Send Goodbye behind all earlier messages; the daemon then ends the session."""
         goodbye = encode(Goodbye())
         try:
             if not self.send_step(goodbye[0]):
                 self.send(goodbye)
         except DaemonGone:
-            pass  # it does not read; it will notice by itself
+            pass  # the daemon does not read; it notices the end of the connection
 
     def receive_step(self) -> bytes | None:
-        """The oldest message on the lane, None when none is there. Call it under a Shield."""
-        if self.lane is None:
+        """Receive the oldest message on the channel, None if there is none. Call it under a Shield."""
+        if self.channel is None:
             return None
         try:
-            return self.lane.receive()
+            return self.channel.receive()
         except EOFError:
-            self.drop_lane()
+            self.drop_channel()
             return None
 
-    def drop_lane(self) -> None:
+    def drop_channel(self) -> None:
         """Idempotent."""
-        lane, self.lane = self.lane, None
-        if lane is not None:
-            self._poller.unregister(self._lane_fd)
-            del self._meaning[self._lane_fd]
-            lane.close()
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            self._poller.unregister(self._channel_fd)
+            del self._meaning[self._channel_fd]
+            channel.close()
 
     def poll(self, timeout: float) -> int:
         """Sleep until something may have happened, `timeout` seconds at most: MESSAGE (one may wait),
-        LANE (as well, on the lane), BROKEN (the connection may have changed, ask `lost`) or several
+        CHANNEL (as well, on the channel), BROKEN (the connection may have changed, ask `lost`) or several
         of them. One thread at a time, without the lock."""
         happened = 0
         for fd, _ in self._poller.poll(timeout * 1000):
@@ -247,15 +248,14 @@ class Connection:
             error = DaemonGone(f"the daemon at {self.endpoint.text} is gone", START_IT)
         return error
 
-    def close_lane_in_child(self) -> None:
-        """After a fork: only this process's copy. Were it kept open, the daemon would not notice the
-        parent's death."""
-        if self.lane is not None:
-            self.lane.close()
+    def close_channel_in_child(self) -> None:
+        """Close only this process's copy, after a fork."""
+        if self.channel is not None:
+            self.channel.close_in_child()
 
     def close(self, linger: bool = False) -> None:
-        """Close, with `linger` after what is still to be said (a fifth of a second at most)."""
-        self.drop_lane()
+        """Close; with `linger`, wait a fifth of a second at most until what was sent has left."""
+        self.drop_channel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS if linger else 0)
@@ -275,7 +275,7 @@ def hello(role: str, inline: bool) -> Hello:
 
 
 def _torch_version() -> str:
-    """Without importing it: that takes seconds, and `gpumux status` has no use for it."""
+    """torch's version, without an import, which takes seconds; `gpumux status` needs no torch."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return str(torch.__version__)
@@ -302,7 +302,7 @@ def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcom
             raise error
         error = connection.lost()
         if error is not None:
-            continue  # what came before the break still counts, and may have come after we looked
+            continue  # a message from before the break still counts, and may have come after the last look
         left = deadline - time.monotonic()
         if left <= 0:
             raise unanswered(connection.endpoint, START_IT)
@@ -317,35 +317,35 @@ def _welcome(message: Message) -> Welcome:
     return message
 
 
-# ---- Sending and receiving without a thread in between: whoever waits does it.
+# ---- Sending and receiving in the threads that wait, without a thread of its own.
 #
-# A step's round trip would pay for two thread hops. Instead any thread sends and receives under one
-# lock, and one of those that wait is the *leader*: it alone sleeps on the socket's descriptor, outside
-# the lock, so that others can still send. What it receives it hands to whoever it is for; the others
+# An I/O thread would add two thread switches to a step's round trip. Instead any thread sends and receives under one
+# lock, and one of the waiting threads is the *leader*: it alone sleeps on the sockets' descriptors, outside
+# the lock, so that others can still send. It delivers what it receives; the other threads
 # sleep on a condition until then, and one of them takes over when the leader has what it waited for.
 #
-# Steps and their answers have a lane of their own (wire/lane.py), which is looked at first: what the
-# daemon put there before a ZeroMQ message is handed over before it.
+# A local session's steps, their answers and descriptors go by its channel (wire/channel.py), which is
+# looked at first: what the daemon put there before a ZeroMQ message is handed over before it.
 #
 # ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
-# looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
-# a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
-# Asking costs as much as a message, so nobody asks twice.
+# read before a thread sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
+# a sender leaves it to the next thread that sleeps, and does it itself only while a leader sleeps already.
+# Reading the events costs as much as a message, so it is done once.
 #
 # Ctrl-C may come anywhere, but takes effect only outside sending and receiving (`Shield`): every
 # message is handed over whole and once, and no lock stays held.
 
 
 T = TypeVar("T")
-_FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
+_FOREVER = 3600.0  # the longest single sleep
 
 
 class Pump:
     """Moves messages between one connection and the threads of this process. `dispatch` is called
-    with each message's frames, under the lock, `answered` with each message of the lane; they may
+    with each message's frames, under the lock, `answered` with each message of the channel; they may
     `send`, but not `wait`.
 
-    `dead` is why nothing moves any more; `heard` and `sent` are when something last did.
+    `dead` is the error that ended the connection; `heard` and `sent` are the times of the newest messages.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Pump:
         self._stale = True
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Raises the error of a dead connection."""
+        """Send a message. Raises the error of a dead connection."""
         with self._lock:
             self.raise_if_dead()
             self._stale = True
@@ -375,28 +375,30 @@ class Pump:
                 self._drain()
 
     def send_step(self, message: bytes | memoryview) -> None:
-        """Send by the lane; by ZeroMQ when there is none. Raises the error of a dead connection."""
+        """Send by the channel. Raises the error of a dead connection."""
         with self._lock:
             if self.dead is not None:
                 self.raise_if_dead()
             if self._connection.send_step(message):
                 self.sent = time.monotonic()
                 return
-            self._drain()  # a lane that was closed: why is under way, or here already
-            self.send([message])
+            # The daemon has closed the channel and the session. The message with the reason is under way, or here
+            # already; otherwise the daemon answers the next message with a Refusal.
+            self._drain()
+            self.send(encode(Heartbeat(time.monotonic())))
 
     def drain(self) -> None:
-        """Dispatch what has arrived, without waiting, and notice a broken connection."""
+        """Dispatch messages that have arrived, without waiting, and notice a broken connection."""
         with self._lock:
             if not self._closed:
                 self._drain()
                 self._check_connection()
 
     def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Receive until `predicate()` is true; False when `timeout` seconds pass first.
+        """Receive until `predicate()` is true. Returns False if `timeout` seconds pass first.
 
-        The predicate is called under the lock after messages were handed over. Raises
-        the error of a connection that dies before the predicate holds.
+        The predicate is called under the lock, after messages were dispatched. Raises the error of a connection that
+        dies before the predicate holds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.get_ident()
@@ -421,14 +423,14 @@ class Pump:
                 self._step_down(me)
 
     def _look(self, predicate: Callable[[], bool], happened: int, left: float) -> bool:
-        """Receive what there is until the predicate holds, and say whether it does."""
+        """Receive waiting messages until the predicate holds. Returns whether it does."""
         if self._draining:
             raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
         if predicate():
             return True
         if self._closed:
             pass
-        elif happened == LANE and not self._stale:
+        elif happened == CHANNEL and not self._stale:
             if self._take_steps(predicate):
                 return True
         elif happened or self._stale or left <= 0:
@@ -449,7 +451,7 @@ class Pump:
             self._sleepers -= 1
 
     def _step_down(self, me: int) -> None:
-        """Leave `wait`, however it ends: somebody else must watch the socket now."""
+        """Leave `wait`, in success or error: another thread must watch the sockets now."""
         if self._leader == me:
             self._leader = None
         if self._sleepers:
@@ -457,7 +459,7 @@ class Pump:
                 self._changed.notify_all()
 
     def _drain(self, predicate: Callable[[], bool] | None = None, expected: bool = False) -> None:
-        """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
+        """Dispatch all messages that have arrived, or until `predicate` is true. Needs the lock."""
         if self._draining:
             return  # a handler posts: the drain below it goes on afterwards
         self._stale = True
@@ -470,7 +472,7 @@ class Pump:
         self._stale = False
 
     def _take_steps(self, predicate: Callable[[], bool] | None) -> bool:
-        """Hand over the lane's messages; whether `predicate` holds now, which ends it early."""
+        """Dispatch the channel's messages until `predicate` holds. Returns whether it does."""
         if self._draining:
             return False
         while self._take_step():
@@ -479,22 +481,26 @@ class Pump:
         return False
 
     def _take_step(self) -> bool:
-        """Hand over one message of the lane; whether there was one."""
+        """Dispatch one message of the channel. Returns whether there was one."""
         with Shield():
-            message = self._connection.receive_step()
+            try:
+                message = self._connection.receive_step()
+            except ProtocolError as error:
+                self.die(error)
+                return False
             if message is None:
                 return False
             self._hand_over(self._answered, message)
         return True
 
     def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
-        """Hand over one message; whether `predicate` holds now."""
+        """Dispatch one message. Returns whether `predicate` holds now."""
         with Shield():
             parts = self._connection.receive()
             if parts is None:
                 return False
             while self._take_step():
-                pass  # written before this message, so handed over before it
+                pass  # written before this message, so dispatched before it
             self._hand_over(self._dispatch, parts)
         return predicate is not None and predicate()
 
@@ -506,9 +512,9 @@ class Pump:
         finally:
             self._draining = False
             if self._sleepers or self._leader is not None:
-                self._tell_others()
+                self._wake_others()
 
-    def _tell_others(self) -> None:
+    def _wake_others(self) -> None:
         if self._sleepers:
             self._changed.notify_all()
         if self._leader not in (None, threading.get_ident()):
@@ -516,24 +522,24 @@ class Pump:
 
     def _check_connection(self) -> None:
         if self.dead is None and (error := self._connection.lost()) is not None:
-            self._drain()  # what came before the break still counts
+            self._drain()  # messages from before the break still count
             self.die(error)
 
     def die(self, error: GpumuxError) -> None:
-        """Nothing moves from now on; every wait raises. The first reason stays."""
+        """Make every call and wait raise from now on. The first reason stays."""
         with self._lock:
             if self.dead is None:
                 self.dead = error
                 self._connection.working = False
-            self._tell_others()
+            self._wake_others()
 
     def raise_if_dead(self) -> None:
         if self.dead is not None:
             raise from_code(self.dead.code, self.dead.message, self.dead.remedy)
 
     def end(self) -> bool:
-        """Say goodbye and make every wait raise, then wait until no thread sleeps on the socket.
-        False when that had happened before."""
+        """Send Goodbye and make every wait raise, then wait until no thread sleeps on the socket. Returns False if it
+        was called before."""
         with self._lock:
             if self._closed:
                 return False
@@ -546,7 +552,7 @@ class Pump:
         return True
 
 
-# ---- Which daemon a client talks to. The rule itself is shared with the daemon (wire/endpoint.py).
+# ---- The endpoint of a client's daemon, by the rule that the daemon uses, too (wire/endpoint.py).
 
 
 __all__ = ["resolve_endpoint"]

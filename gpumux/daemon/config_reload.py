@@ -1,4 +1,4 @@
-"""Which part of the configuration is whose, and which may change while a daemon runs."""
+"""Splits the configuration into the scheduler's and the wire's parts, and reloads it while the daemon runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from gpumux.access import Access, Rule
 from gpumux.config import Config
 from gpumux.daemon import logs
-from gpumux.daemon.context import Desk, log
+from gpumux.daemon.context import DaemonContext, log
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.wire.limits import Limits
 
-# What counts from the next request on. Everything else is part of something that was made at the start: sockets, the
-# device, what clients were told when they came.
+# Settings that a reload changes from the next request on. All others are fixed at the start, in sockets, in the device,
+# or in what clients were told when they connected.
 RELOADABLE = frozenset(
     {
         "rules", "metrics_names", "log_level", "log_format", "drain_s", "max_sessions", "max_sessions_per_user", "max_jobs",
@@ -28,9 +28,9 @@ RELOADABLE = frozenset(
 )  # fmt: skip
 
 
-def core_config(config: Config) -> CoreConfig:
-    """The core's part of the daemon's configuration."""
-    return CoreConfig(
+def core_config(config: Config) -> SchedulerConfig:
+    """The scheduler's part of the daemon's configuration."""
+    return SchedulerConfig(
         policy=config.policy,
         max_jobs=config.max_jobs,
         max_jobs_per_uid=config.max_jobs_per_user,
@@ -58,8 +58,8 @@ def shared_limit(config: Config) -> int:
 
 
 class Difference(NamedTuple):
-    """What a new configuration changes: the one to use from now on, and sentences about what is in force and what needs
-    a restart."""
+    """The result of a reload: the configuration to use from now on, sentences about changes in force, and sentences
+    about changes that need a restart."""
 
     config: Config
     changed: list[str]
@@ -67,7 +67,7 @@ class Difference(NamedTuple):
 
 
 def compare(old: Config, new: Config) -> Difference:
-    """What of `new` can be used in the place of `old` at once."""
+    """Find the settings of `new` that can replace those of `old` while the daemon runs."""
     use: dict[str, Any] = {}
     changed, waiting = [], []
     for spec in fields(Config):
@@ -92,24 +92,25 @@ def _rules(before: tuple[Rule, ...], after: tuple[Rule, ...]) -> str:
 
 # ---- SIGHUP: read the configuration again and use what can be used while the daemon runs.
 #
-# It is read on a thread of its own, since a file system or a directory service (user names in access rules) may take
-# long. A configuration with a mistake changes nothing. What is in force applies to requests from then on: jobs that are
-# open stay as they are, also where a rule would not let them in any more. Keys of tcp clients need no reload.
+# A thread of its own reads it, since a file system or a directory service (user names in access rules) may take long. A
+# configuration with a mistake changes nothing. New settings apply to later requests: open jobs stay as they are, even
+# if a rule would refuse them now. Keys of tcp clients need no reload.
 
 
 class Reloading:
-    """`read` gives the configuration as it is now, from the same places as at the start. Raises ConfigError."""
+    """Reloads the configuration. `read` reads it from the same places as at the start, and raises ConfigError."""
 
-    def __init__(self, desk: Desk, read: Callable[[], Config], call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._desk = desk
+    def __init__(
+        self, context: DaemonContext, read: Callable[[], Config], call_soon: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._context = context
         self._read = read
         self._call_soon = call_soon  # on the loop's thread
         self._reading = False
         self._again = False
 
     def begin(self) -> None:
-        """Read it; what follows comes on a later turn of the loop. While it is being read, note that it is to be read
-        again."""
+        """Start reading; the result is used in a later turn of the loop. If a read is under way, another follows it."""
         if self._reading:
             self._again = True
             return
@@ -119,7 +120,7 @@ class Reloading:
     def _attempt(self) -> None:
         try:
             found: Config | Exception = self._read()
-        except Exception as error:  # noqa: BLE001 - the loop's thread says what to make of it
+        except Exception as error:  # noqa: BLE001 - the loop's thread handles it
             found = error
         self._call_soon(lambda: self._use(found))
 
@@ -131,18 +132,21 @@ class Reloading:
             return
         if isinstance(found, Exception) and not isinstance(found, ConfigError):
             raise found  # a bug
-        desk = self._desk
+        context = self._context
         if isinstance(found, Exception):
-            desk.metrics.config_in_force.set(0)
+            context.metrics.config_in_force.set(0)
             log.error("the configuration was not reloaded, the old one stays in force: %s", found)
             return
-        difference = compare(desk.config, found)
-        desk.config = config = difference.config
-        desk.feed(ev.Reconfigured(core_config(config)))
-        desk.router.use_limits(wire_limits(config))
-        desk.segments.limit, desk.segments.user_limit = shared_limit(config), config.max_shared_bytes_per_user or None
+        difference = compare(context.config, found)
+        context.config = config = difference.config
+        context.feed(ev.Reconfigured(core_config(config)))
+        context.router.use_limits(wire_limits(config))
+        context.segments.limit, context.segments.user_limit = (
+            shared_limit(config),
+            config.max_shared_bytes_per_user or None,
+        )
         logs.set_up(config.log_level, config.log_format)
-        desk.metrics.config_in_force.set(1)
+        context.metrics.config_in_force.set(1)
         log.info("the configuration was reloaded: %s", "; ".join(difference.changed) or "nothing has changed")
         if difference.waiting:
             log.warning("these settings wait for a restart of the daemon: %s", "; ".join(difference.waiting))

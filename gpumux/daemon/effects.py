@@ -1,4 +1,7 @@
-"""Core commands to effects: on the device, on shared memory, and as answers to clients."""
+"""Scheduler commands to effects (`CommandRunner`), and device events to scheduler events (`Completions`).
+
+The effects of a command are calls of the device, shared memory, and answers to clients.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gpumux.daemon.context import Desk, as_fault, log
-from gpumux.daemon.loans import Loans
+from gpumux.daemon.context import DaemonContext, as_fault, log
 from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, aligned_total
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
@@ -23,26 +25,25 @@ from gpumux.types import Fault, Footprint
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import step_done_form
 
-# Ends that say nothing about the job itself: its client left, somebody closed it, the daemon leaves.
+# Codes of ends that the job did not cause: its client left, it was closed, the daemon leaves.
 _NOT_ITS_FAULT = (JobClosed.code, DaemonGone.code)
 _CLOSED = Fault(JobClosed.code, "the job was closed", "open a new one")
 
 
-class Executor:
-    """`handlers` carry out each command once.
+class CommandRunner:
+    """Carries out commands; `handlers` has one method for each class of command.
 
-    The core may still answer for a job that ended in the same breath: its client has heard by then, from
-    CloseJob or ForgetJob, which answer whatever is left. Such a command finds no record and does nothing.
-    `forgotten` is called with a job of which nothing is left.
+    The scheduler may still send commands for a job that ended while it handled the same event. CloseJob and ForgetJob
+    have answered all open requests of the job, so such a command finds no record and does nothing. `forgotten` is
+    called with each job after ForgetJob.
     """
 
-    def __init__(self, desk: Desk, forgotten: Callable[[JobRecord], None]) -> None:
-        self._desk = desk
-        self._books = desk.books
-        self._device = desk.device
-        self._answering = desk.device if isinstance(desk.device, Answering) else None
+    def __init__(self, context: DaemonContext, forgotten: Callable[[JobRecord], None]) -> None:
+        self._context = context
+        self._records = context.records
+        self._device = context.device
+        self._answering = context.device if isinstance(context.device, Answering) else None
         self.wake_at: float | None = None
-        self.loans: Loans | None = None
         self._forgotten = forgotten
         self.handlers: dict[type, Callable[[Any], None]] = {  # by class of command
             cmd.LaunchPiece: self._launch,
@@ -66,56 +67,51 @@ class Executor:
     # ---- steps
 
     def _launch(self, c: cmd.LaunchPiece) -> None:
-        job = self._books.jobs[c.job]
-        self._desk.metrics.launched(job.spec.priority)
-        if self.loans is not None and self.loans.telling:
-            self.loans.launched(c)
-            return
+        job = self._records.jobs[c.job]
+        self._context.metrics.launched(job.spec.priority)
         step = job.steps[c.step]
-        submitted = c.submitted if job.device_answers or self._give_lane(job) else None
+        submitted = c.submitted if job.device_answers or self._share_channel(job) else None
         self._device.launch(
             Launch(
                 c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share, submitted
             )
         )  # fmt: skip
 
-    def _give_lane(self, job: JobRecord) -> bool:
-        """Let the device answer the job's steps, if it can and the client hears answers on a lane."""
-        lane = self._desk.router.answering_lane(job.session.id) if self._answering is not None else None
-        if self._answering is None or lane is None:
+    def _share_channel(self, job: JobRecord) -> bool:
+        """Let the device answer the job's steps, if it can and the client has a channel."""
+        channel = self._context.router.channel_of(job.session.id) if self._answering is not None else None
+        if self._answering is None or channel is None:
             return False
-        self._answering.answer_on(job.id, lane, AnswerForm(*step_done_form(job.id)))
+        self._answering.answer_on(job.id, channel, AnswerForm(*step_done_form(job.id)))
         job.device_answers = True
         return True
 
     def _finish_step(self, c: cmd.FinishStep) -> None:
-        job = self._books.jobs[c.job]
+        job = self._records.jobs[c.job]
         step = self._take_step(job, c.step)
         times = c.times
-        self._desk.metrics.step_done(job.spec.priority, times)
-        if self.loans is not None:
-            self.loans.finished(job, c.answered)
+        self._context.metrics.step_done(job.spec.priority, times)
         if c.answered:
             return
         frames = _results(step) if job.session.inline else ()
-        self._desk.reply(
+        self._context.reply(
             job.session,
             msg.StepDone(c.job, c.step, times.queue_s, times.device_s, times.total_s, len(frames)),
             frames,
         )
 
     def _fail_step(self, c: cmd.FailStep) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         if job is None or c.step not in job.steps:
             return
         self._take_step(job, c.step)
         fault = c.fault
         log.info("job %s: step %d failed (%s): %s", job.short, c.step, fault.code, fault.message)
-        self._desk.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
-        self._desk.metrics.step_failed(fault.code)
+        self._context.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
+        self._context.metrics.step_failed(fault.code)
 
     def _take_step(self, job: JobRecord, step: Any) -> StepRecord:
-        """The step is answered: its slot is free again."""
+        """Remove an answered step, which frees its slot."""
         record = job.steps.pop(step)
         del record.program.busy[record.slot]
         return record
@@ -126,60 +122,60 @@ class Executor:
     # ---- jobs
 
     def _accept_job(self, c: cmd.AcceptJob) -> None:
-        session = self._books.sessions.get(c.session)
-        asked = self._books.opening.pop((c.session, c.job), None)
+        session = self._records.sessions.get(c.session)
+        asked = self._records.opening.pop((c.session, c.job), None)
         if session is None or asked is None:
-            return  # the client is gone; the core hears of it next
+            return  # the client is gone; the scheduler hears of it next
         ref, spec = asked
         if c.fresh:
-            job = self._books.add_job(c.job, session, spec)
+            job = self._records.add_job(c.job, session, spec)
             self._device.open_job(c.job, spec)
-            self._desk.metrics.job_opened(spec.priority)
+            self._context.metrics.job_opened(spec.priority)
             log.info(
                 "job %s: %r opened by uid %d, priority %s", job.short, spec.name, session.peer.uid, spec.priority.name
             )
-        self._desk.reply(session, msg.JobOpened(ref, c.job))
+        self._context.reply(session, msg.JobOpened(ref, c.job))
 
     def _refuse_job(self, c: cmd.RefuseJob) -> None:
-        session = self._books.sessions.get(c.session)
-        asked = self._books.opening.pop((c.session, c.job), None)
+        session = self._records.sessions.get(c.session)
+        asked = self._records.opening.pop((c.session, c.job), None)
         if session is not None and asked is not None:
-            self._desk.refuse(session, asked[0], c.fault)
+            self._context.refuse(session, asked[0], c.fault)
 
     def _unload_job(self, c: cmd.UnloadJob) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         if job is not None:
             job.unloading = True
-        self._desk.checks.forget(c.job)
+        self._context.checks.forget(c.job)
         self._device.unload(c.job)
 
     def _close_job(self, c: cmd.CloseJob) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         if job is None:
             return
         job.over = True
         fault = c.fault or _closed(job)
         if c.fault is not None:
-            self._desk.metrics.job_failed(fault.code)
+            self._context.metrics.job_failed(fault.code)
             level = logging.INFO if fault.code in _NOT_ITS_FAULT else logging.WARNING
             log.log(level, "job %s: ended (%s): %s", job.short, fault.code, fault.message)
         else:
             log.info("job %s: closed", job.short)
         self._refuse_waiting(job, fault)
-        self._desk.reply(job.session, msg.JobEnded(c.job, fault.code, fault.message, fault.remedy))
+        self._context.reply(job.session, msg.JobEnded(c.job, fault.code, fault.message, fault.remedy))
 
     def _job_changed(self, c: cmd.JobChanged) -> None:
-        job = self._books.jobs[c.job]
+        job = self._records.jobs[c.job]
         if isinstance(self._device, Regrading) and job.spec.priority is not c.priority:
             self._device.regrade(c.job, c.priority)
         job.spec = replace(job.spec, priority=c.priority, weight=c.weight)
         log.info("job %s: priority %s, weight %g from now on", job.short, c.priority.name, c.weight)
         while job.changes:
             session, ref = job.changes.popleft()
-            self._desk.reply(session, msg.Done(ref))
+            self._context.reply(session, msg.Done(ref))
 
     def _refuse_waiting(self, job: JobRecord, fault: Fault) -> None:
-        """Requests of an ended job that nobody else will answer."""
+        """Refuse the requests of an ended job that have no answer yet."""
         ended = fault if fault.code else _CLOSED
         job.waiting.clear()
         job.loading = None
@@ -187,47 +183,47 @@ class Executor:
             self._refuse_all(waiting, ended)
         for program in [program for program in job.programs.values() if not program.announced]:
             self._drop_program(job, program)
-            self._desk.refuse(job.session, program.ref, ended)
+            self._context.refuse(job.session, program.ref, ended)
         for number in [number for number, transfer in job.transfers.items() if not transfer.asked]:
             self._finish_transfer(cmd.FinishTransfer(job.id, number, ended))
 
     def _refuse_all(self, waiting: deque[tuple[SessionRecord, int]], fault: Fault) -> None:
         while waiting:
             session, ref = waiting.popleft()
-            self._desk.refuse(session, ref, fault)
+            self._context.refuse(session, ref, fault)
 
     def _forget_job(self, c: cmd.ForgetJob) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         if job is None:
             return
-        for step in list(job.steps):  # what the core has still to hear of would find no job
+        for step in list(job.steps):  # a later command for these steps would find no job
             self._fail_step(cmd.FailStep(c.job, step, _CLOSED))
         self._refuse_waiting(job, _CLOSED)
         for transfer in list(job.transfers):
             self._finish_transfer(cmd.FinishTransfer(c.job, transfer, _CLOSED))
-        self._books.forget_job(c.job)
+        self._records.forget_job(c.job)
         self._forgotten(job)
         log.debug("job %s: nothing of it is left", job.short)
 
     # ---- programs
 
     def _accept_program(self, c: cmd.AcceptProgram) -> None:
-        job = self._books.jobs[c.job]
+        job = self._records.jobs[c.job]
         program = job.programs[c.program]
         try:
-            self._desk.segments.create(
+            self._context.segments.create(
                 job.session.peer.uid,
                 program.slots * program.slot_bytes,
                 f"data-{job.short}-{program.id}",
                 lambda made: self._load(job, program, made),
             )
         except GpumuxError as error:
-            self._desk.feed(ev.ProgramDropped(c.job, c.program, as_fault(error)))
+            self._context.feed(ev.ProgramDropped(c.job, c.program, as_fault(error)))
 
     def _load(self, job: JobRecord, program: ProgramRecord, made: SharedSegment | GpumuxError) -> None:
-        """The data segment is there, or can't be had."""
+        """Have the device load the program, now that its data segment is made, or drop it if that failed."""
         if isinstance(made, GpumuxError):
-            self._desk.feed(ev.ProgramDropped(job.id, program.id, as_fault(made)))
+            self._context.feed(ev.ProgramDropped(job.id, program.id, as_fault(made)))
             return
         if job.unloading or job.programs.get(program.id) is not program:
             made.close()  # the job ended meanwhile
@@ -244,13 +240,13 @@ class Executor:
         )
 
     def _refuse_program(self, c: cmd.RefuseProgram) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         program = job.programs.get(c.program) if job is not None else None
         if job is None or program is None or program.announced:
             return
         self._drop_program(job, program)
         log.info("job %s: program %d refused (%s): %s", job.short, c.program, c.fault.code, c.fault.message)
-        self._desk.refuse(job.session, program.ref, c.fault)
+        self._context.refuse(job.session, program.ref, c.fault)
         self._next_load(job, program)
 
     def _drop_program(self, job: JobRecord, program: ProgramRecord) -> None:
@@ -259,15 +255,15 @@ class Executor:
             program.segment.close()
 
     def _announce_program(self, c: cmd.AnnounceProgram) -> None:
-        job = self._books.jobs[c.job]
+        job = self._records.jobs[c.job]
         program = job.programs[c.program]
         program.announced = True
         program.encoded = b""
         job.buffers.extend(program.new_buffers)
-        self._desk.metrics.programs_loaded.inc()
+        self._context.metrics.programs_loaded.inc()
         assert program.segment is not None  # made before the device was asked to load
-        number = 0 if job.session.inline else self._desk.hand_over(job.session, program.segment)
-        self._desk.reply(
+        number = 0 if job.session.inline else self._context.hand_over(job.session, program.segment)
+        self._context.reply(
             job.session,
             msg.ProgramLoaded(program.ref, c.job, c.program, number, program.slots, program.slot_bytes, []),
         )
@@ -279,22 +275,22 @@ class Executor:
     def _next_load(self, job: JobRecord, program: ProgramRecord) -> None:
         if job.loading is program:
             job.loading = None
-            start_load(self._desk, job)
+            start_load(self._context, job)
 
     # ---- transfers
 
     def _start_transfer(self, c: cmd.StartTransfer) -> None:
-        job = self._books.jobs[c.job]
+        job = self._records.jobs[c.job]
         transfer = job.transfers[c.transfer]
         transfer.due = True
         if transfer.refused:
             no_room = Fault("admission_refused", "there was no memory to stage it", "transfer fewer buffers at a time")
-            self._desk.feed(ev.TransferEnded(c.job, c.transfer, no_room))
+            self._context.feed(ev.TransferEnded(c.job, c.transfer, no_room))
         else:
-            move(self._desk, job, c.transfer, transfer)
+            move(self._context, job, c.transfer, transfer)
 
     def _finish_transfer(self, c: cmd.FinishTransfer) -> None:
-        job = self._books.jobs.get(c.job)
+        job = self._records.jobs.get(c.job)
         transfer = job.transfers.pop(c.transfer, None) if job is not None else None
         if job is None or transfer is None or transfer.refused:
             return  # a refusal was its answer
@@ -306,14 +302,14 @@ class Executor:
         frames: tuple[bytes, ...] = ()
         segment = transfer.segment
         if segment is None:  # the job ended before there was one
-            self._desk.refuse(job.session, transfer.ref, fault)
+            self._context.refuse(job.session, transfer.ref, fault)
             return
         if c.fault is None:
-            self._desk.metrics.transferred(transfer.push, transfer.nbytes)
+            self._context.metrics.transferred(transfer.push, transfer.nbytes)
             if job.session.inline and not transfer.push:
                 frames = (segment.read(0, transfer.nbytes),)
         segment.close()
-        self._desk.reply(
+        self._context.reply(
             job.session,
             msg.TransferDone(c.job, c.transfer, fault.code, fault.message, fault.remedy, len(frames)),
             frames,
@@ -331,13 +327,13 @@ def _results(step: StepRecord) -> tuple[bytes, ...]:
 
 
 def _closed(job: JobRecord) -> Fault:
-    """Closed as asked: what there is to say to a client that did not ask."""
+    """The fault of a job that was closed on request: empty for its own client, else it says which user stopped it."""
     if not job.stopped_by:
         return Fault("", "", "")
     return Fault("", f"{job.stopped_by} stopped the job (gpumux jobs stop)", "ask why, then submit it again")
 
 
-# ---- Device events to core events, with what the daemon has to do in between.
+# ---- Device events to scheduler events, with the daemon's own work in between.
 
 
 MAX_SCALARS = 28_000  # of 9 bytes each: what fits a Step (wire/limits.py, max_control_bytes)
@@ -345,12 +341,12 @@ _SCALARS: dict[str, type] = {"float": float, "int": int}
 
 
 class Completions:
-    """`handlers` by class of event: one for each a device may report."""
+    """Handles device events; `handlers` has one method for each class of event."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._books = desk.books
-        feed = desk.feed
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self._records = context.records
+        feed = context.feed
         self.handlers: dict[type, Callable[[Any], None]] = {
             dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended, e.answered, e.suspended)),
             dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
@@ -364,37 +360,23 @@ class Completions:
             dev.ProgramProfiled: self._profiled,
         }
 
-    def use(self, loans: Loans) -> None:
-        """The device borrows lanes: hear of those that are back."""
-        feed = self._desk.feed
-
-        def lost(event: dev.JobLost) -> None:
-            loans.gone(event.job)
-            feed(ev.JobDied(event.job, event.fault))
-
-        def unloaded(event: dev.JobUnloaded) -> None:
-            loans.gone(event.job)
-            feed(ev.JobReleased(event.job))
-
-        self.handlers |= {dev.LaneReturned: loans.returned, dev.JobLost: lost, dev.JobUnloaded: unloaded}
-
     def _program(self, event: Any) -> tuple[JobRecord, ProgramRecord] | None:
         """The records an event is about, or None when the job ended while the device was at it."""
-        job = self._books.jobs.get(event.job)
+        job = self._records.jobs.get(event.job)
         program = job.programs.get(event.program) if job is not None else None
         return (job, program) if job is not None and program is not None and not job.over else None
 
     def _checked(self, event: dev.ProgramChecked) -> None:
-        self._desk.checks.ended(event.job, event.program)
+        self._context.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
             return
         job, program = found
         program.slot_bytes = event.footprint.slot_bytes
         program.scalars = tuple(_SCALARS[kind] for kind in event.scalars)
-        # A program that runs on the state of the job's earlier ones adds only what it asks for anew.
+        # Buffers of the job's earlier programs are charged already.
         state_bytes = aligned_total(program.new_buffers)
-        # The device speaks of one slot, the core charges the whole data segment.
+        # The device reports the bytes of one slot, the scheduler charges the whole data segment.
         slot_bytes = program.slots * program.slot_bytes
         footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)
         try:
@@ -412,41 +394,41 @@ class Completions:
             len(event.operators),
             event.content_hash,
         )
-        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
+        self._context.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
 
     def _loaded(self, event: dev.ProgramLoaded) -> None:
         if self._program(event) is not None:
-            self._desk.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces, event.bounds))
+            self._context.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces, event.bounds))
 
     def _refused(self, event: dev.ProgramRefused) -> None:
-        self._desk.checks.ended(event.job, event.program)
+        self._context.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
             return
         job, program = found
         if program.offered:
-            self._desk.feed(ev.ProgramDropped(event.job, event.program, event.fault))
+            self._context.feed(ev.ProgramDropped(event.job, event.program, event.fault))
         else:
             self._drop(job, program, event.fault)
 
     def _profiled(self, event: dev.ProgramProfiled) -> None:
-        """Answers come in the order they were asked for."""
-        job = self._books.jobs.get(event.job)
+        """Answer the oldest request for a profile: devices answer in order."""
+        job = self._records.jobs.get(event.job)
         if job is None or not job.profiles:
-            return  # the job ended, and whoever asked has heard
+            return  # the job ended, and the request was refused then
         session, ref = job.profiles.popleft()
         if event.fault is not None:
-            self._desk.refuse(session, ref, event.fault)
+            self._context.refuse(session, ref, event.fault)
         else:
-            self._desk.reply(session, msg.JobProfile(ref, event.job, event.program, 1), [event.text])
+            self._context.reply(session, msg.JobProfile(ref, event.job, event.program, 1), [event.text])
 
     def _drop(self, job: JobRecord, program: ProgramRecord, fault: Fault) -> None:
-        """Refuse a program the core has not heard of."""
+        """Refuse a program the scheduler has not heard of."""
         del job.programs[program.id]
-        self._desk.refuse(job.session, program.ref, fault)
+        self._context.refuse(job.session, program.ref, fault)
         if job.loading is program:
             job.loading = None
-            start_load(self._desk, job)
+            start_load(self._context, job)
 
 
 def _check_scalars(count: int) -> None:
@@ -455,12 +437,3 @@ def _check_scalars(count: int) -> None:
             f"the program takes {count} host scalars with every step, and {MAX_SCALARS} fit",
             "give parameters one learning rate and one step count between them, as optimizers with foreach do",
         )
-
-
-def lanes_first(events: list[dev.DeviceEvent]) -> list[dev.DeviceEvent]:
-    """What ran with a lane that is back, the core is told before anything else."""
-    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
-
-
-def _is_no_lane(event: dev.DeviceEvent) -> bool:
-    return type(event) is not dev.LaneReturned

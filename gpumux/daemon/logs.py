@@ -1,11 +1,11 @@
-"""The daemon's log: text for people or one JSON object a line, on stderr, and never more than a client should cause.
+"""The daemon's log on stderr: text, or one JSON object a line, with a bounded rate for each kind of line.
 
 A line about a job begins with "job %s: ", one about a session with "session %s: ", where %s is the short id or the
 session's id; "step %d", "program %d", "request %d", "uid %d" and "pid %d" may follow. In JSON these are fields of their
 own, so that `jq 'select(.job == "j3")'` finds a job's life.
 
-What clients do is logged, so a client that does much could fill a disk. Of each kind of line (one template of the
-code) at most LINES_PER_S are written in the long run; how many were left out is said.
+Requests of clients are logged, so a client could fill a disk. At most LINES_PER_S of each kind of line (one template of
+the code) are written in the long run, and a later line says how many were left out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LINES_PER_S = 50.0  # of one kind
+LINES_PER_S = 50.0  # lines of one kind
 BURST = 500.0
-KINDS = 512  # more are forgotten, oldest first
-# StreamHandler can be told its type from Python 3.11 on, for type checkers alone.
+KINDS = 512  # kinds of lines that are tracked; the least recently used are dropped
+# StreamHandler is generic from Python 3.11 on, and for type checkers alone.
 if TYPE_CHECKING:
     _Handler = logging.StreamHandler[TextIO]
 else:
@@ -34,7 +34,7 @@ _NUMBERED = ("step", "program", "request", "uid", "pid")
 
 @cache
 def fields_of(template: str) -> tuple[tuple[str, int], ...]:
-    """Which arguments of a template are fields: (name, position)."""
+    """The arguments of a template that are fields: (name, position)."""
     found = []
     for position, match in enumerate(_FIELD.finditer(template.replace("%%", ""))):
         name, kind = match[1], match[2]
@@ -45,8 +45,8 @@ def fields_of(template: str) -> tuple[tuple[str, int], ...]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (ISO 8601, UTC), level, logger, message, and job, session, step ... where the line is
-    about one."""
+    """Formats a line as one object: time (ISO 8601, UTC), level, logger, message, and job, session, step ... if the
+    line is about one."""
 
     def format(self, record: logging.LogRecord) -> str:
         body: dict[str, Any] = {
@@ -70,7 +70,7 @@ class Sparing(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[str, list[float]] = {}  # tokens, when they were counted, lines left out since
+        self._kinds: dict[str, list[float]] = {}  # tokens, the time of their count, lines left out since
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
@@ -93,7 +93,7 @@ class Sparing(logging.Filter):
 
 
 class Stderr(_Handler):
-    """Where the log goes, unless whoever runs the daemon has set logging up already."""
+    """The handler of the log, used unless logging was set up already."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

@@ -1,14 +1,14 @@
-"""The dispatch loop: the one place where core, wire and device meet.
+"""The dispatch loop: the one place where scheduler, wire and device meet.
 
-    wait -> device events -> client messages -> finished side work -> core -> commands -> wait
+    wait -> device events -> client messages -> finished side work -> scheduler -> commands -> wait
 
-Device events go first: a completed piece frees room for the next, and nothing a client says is as
-urgent. Every event is handed to the core as soon as it exists, and its commands are carried out
-before the next, so state never runs ahead of what was done. One pass takes a bounded number of
-messages (wire/limits.py), so a flood delays a completion by no more than that.
+Device events go first: a completed piece frees room for the next one, and no client message is as urgent. The scheduler
+handles every event as soon as it exists, and its commands are carried out before the next event, so the scheduler's
+state never runs ahead of what was done. One turn takes a bounded number of messages (wire/limits.py), so a flood delays
+a completion by no more than that.
 
-Everything here runs on one thread. `wake` and `stop` alone may be called from others (and from signal
-handlers). An exception that gets out of `run` is a bug: the daemon ends, loudly (daemon/main.py).
+Everything here runs on one thread. Only `wake`, `stop` and `call_soon` may be called from other threads (and from
+signal handlers). An exception that leaves `run` is a bug: the daemon logs it and ends (daemon/main.py).
 """
 
 from __future__ import annotations
@@ -21,37 +21,36 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from gpumux.config import Config
 from gpumux.daemon import report
 from gpumux.daemon.config_reload import Reloading, core_config
-from gpumux.daemon.context import Desk, log
-from gpumux.daemon.effects import Completions, Executor, lanes_first
-from gpumux.daemon.loans import Loans
-from gpumux.daemon.outgrown import Outgrown
+from gpumux.daemon.context import DaemonContext, log
+from gpumux.daemon.effects import CommandRunner, Completions
+from gpumux.daemon.memory_overuse import MemoryOveruseCheck
 from gpumux.daemon.records import JobRecord, SessionRecord
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Offload, Segments
-from gpumux.daemon.snapshots.requests import Keeping
-from gpumux.daemon.snapshots.writer import Link
+from gpumux.daemon.snapshots.requests import SnapshotRequests
+from gpumux.daemon.snapshots.writer import WriterClient
 from gpumux.daemon.tracing import Handle, Tracing
-from gpumux.device.base import Answering, Device, Lending
+from gpumux.device.base import Answering, Device
 from gpumux.metrics.gauges import Figures, SnapshotBox
 from gpumux.metrics.series import Metrics
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.scheduler import Scheduler
 from gpumux.wire import router as wire
 from gpumux.wire.messages import Leaving
 
-# ---- Waiting for many descriptors at once, a third of the cost of zmq.Poller.
+# ---- Waiting for descriptors. Much cheaper than zmq.Poller.
 
 
 IN = select.EPOLLIN
 
 
 class Waiter:
-    """Watches descriptors in named groups, which may change, through an epoll that may watch others."""
+    """Watches descriptors in named groups, which may change, through an epoll that may watch others as well."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -69,8 +68,8 @@ class Waiter:
             self._groups[fd] = group
 
     def wait(self, seconds: float) -> tuple[set[str], list[tuple[int, int]]]:
-        """After `seconds` at most: the groups that may have something, and (descriptor, events) of
-        those that others watch."""
+        """Wait for at most `seconds`. Returns the groups that may have something, and (descriptor, events) pairs of
+        descriptors that are in no group."""
         groups: set[str] = set()
         others: list[tuple[int, int]] = []
         for event in self._epoll.poll(seconds):
@@ -82,7 +81,7 @@ class Waiter:
         return groups, others
 
 
-# ---- How other threads, and signal handlers, wake the loop.
+# ---- Waking the loop from other threads and signal handlers.
 
 
 class Wakeup:
@@ -100,24 +99,26 @@ class Wakeup:
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
-            pass  # nobody called since the last time
+            pass  # not set since the last time
 
     def close(self) -> None:
         self._open = False
         os.close(self.fd)
 
 
-# ----
+# ---- The loop.
 
 
-IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
-BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
+IDLE_GC_S = 0.25  # the loop runs a full collection after it was idle for this long
+BUSY_GC_S = 10.0  # if it is never idle for this long, it runs a young collection, which is short
 MAX_WAIT_S = 1.0
+AT_ONCE_S: Final = 20e-6  # a wait shorter than this found something that had arrived before the wait began
 ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 
 
 class Loop:
-    """Runs a daemon whose parts are open. `identity` is what GetStatus says of it."""
+    """Runs a daemon whose parts are open. `identity` is what GetStatus reports about the daemon. `writer` is None if
+    this daemon keeps no snapshots."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Loop:
         metrics: Metrics,
         shared_limit: int,
         clock: Callable[[], float] = time.monotonic,
-        link: Link | None = None,
+        writer: WriterClient | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -138,29 +139,34 @@ class Loop:
         self._identity = identity
         self._wakeup = Wakeup()
         self._offload = Offload(self._wakeup.set)
-        self.core = Core(core_config(config))
+        self.scheduler = Scheduler(core_config(config))
         self.segments = Segments(shared_limit, self._offload, config.max_shared_bytes_per_user or None)
-        self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
+        self.context = DaemonContext(
+            config=config,
+            router=router,
+            device=device,
+            segments=self.segments,
+            metrics=metrics,
+            scheduler=self.scheduler,
+            device_checks=identity.device.checks,
+            catch_up=self._catch_up,
+        )
+        self._questions = self.context.questions.waiting
         self.snapshots = SnapshotBox(self._wakeup.set)
-        self._handle: Handle = self.core.handle  # or what looks on while somebody records
-        self._tracing = Tracing(self.desk, clock, self._observe)
-        self._keeping = Keeping(self.desk, link, clock)
-        self._outgrown = Outgrown(self.desk, clock)
-        self._requests = Requests(self.desk, self.status, self._tracing, self._keeping)
-        self._completions = Completions(self.desk)
-        self._executor = Executor(self.desk, self._keeping.forgotten)
-        if isinstance(device, Answering):
-            self.desk.catch_up = partial(self._catch_up, device)
-        self._told = -inf  # the newest time the core was told
-        self._loans: Loans | None = None
-        if isinstance(device, Lending):
-            self._loans = self._executor.loans = Loans(self.desk, device, self._tell, clock)
-            self._completions.use(self._loans)
-        self._waiter = Waiter(router.sockets.lane_epoll)
+        self._handle: Handle = self.scheduler.handle  # or the recording's, which calls it
+        self._tracing = Tracing(self.context, clock, self._observe)
+        self._snapshot_requests = SnapshotRequests(self.context, writer, clock)
+        self._memory_overuse = MemoryOveruseCheck(self.context, clock)
+        self._requests = Requests(self.context, self.status, self._tracing, self._snapshot_requests)
+        self._completions = Completions(self.context)
+        self._commands = CommandRunner(self.context, self._snapshot_requests.forgotten)
+        self._answering = device if isinstance(device, Answering) else None
+        self._latest = -inf  # the newest time that the scheduler was given
+        self._waiter = Waiter(router.sockets.epoll)
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
-        if link is not None:
-            link.follow(partial(self._waiter.follow, "snapshots"))
+        if writer is not None:
+            writer.follow(partial(self._waiter.follow, "snapshots"))
         self._device_fds: tuple[int, ...] = ()
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_reason: str | None = None
@@ -168,13 +174,14 @@ class Loop:
         self._next_gc = inf
         self._young_gc = inf
         self._next_call = inf
-        self._alarm = inf  # the earliest of what _seldom looks after
+        self._alarm = inf  # the earliest deadline that _run_timers handles
         self._turned = self._clock()  # when the last turn ended
+        self._looked = 0.0  # when the last turn began
         self._router_due = self._turned
         self.every_s = inf
         self.on_time: Callable[[], None] = _nothing
         self.on_leaving: Callable[[str], None] = _unheard
-        self.desk.feed(ev.DeviceOpened(identity.device))
+        self.context.feed(ev.DeviceOpened(identity.device))
         self._settle(self._clock())
 
     # ---- from other threads and signal handlers
@@ -184,7 +191,7 @@ class Loop:
         self._wakeup.set()
 
     def stop(self, reason: str) -> None:
-        """Leave: tell every client, unload every job, then return from `run`."""
+        """Have the loop tell every client, unload every job, then return from `run`."""
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
 
@@ -194,50 +201,48 @@ class Loop:
         self._wakeup.set()
 
     def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
-        """Have the loop call `on_time` about every `seconds`, as long as it turns (a watchdog)."""
+        """Have the loop call `on_time` about every `seconds`, as long as it takes turns (a watchdog)."""
         self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
 
     def reloading(self, read: Callable[[], Config]) -> Reloading:
-        """What reloads the configuration that `read` gives."""
-        return Reloading(self.desk, read, self.call_soon)
+        """Make the object that reloads the configuration, which `read` returns."""
+        return Reloading(self.context, read, self.call_soon)
 
     # ---- the loop
 
     def run(self) -> None:
-        """Serve until `stop`. Jobs that don't let go of the device in `drain_s` are left behind."""
-        while self._leave_by == inf or not (self.core.drained or self._turned >= self._leave_by):
+        """Serve until `stop`. Jobs that the device has not unloaded within `drain_s` are left behind."""
+        while self._leave_by == inf or not (self.scheduler.drained or self._turned >= self._leave_by):
             self.turn(*self._wait())
 
-    def turn(self, ready: Collection[str] = ALL, lanes: Sequence[tuple[int, int]] = ()) -> None:
-        """Handle everything that is ready, and all that follows from it. `ready` and `lanes`: who the
-        wait says may have something; asking the others would only cost time."""
+    def turn(self, ready: Collection[str] = ALL, channels: Sequence[tuple[int, int]] = ()) -> None:
+        """Handle everything that is ready, and all that follows from it. `ready` and `channels` are the groups and
+        channels that may have something, as `_wait` returned them; the others are not polled."""
         now = self._clock()
-        self.desk.looks(now, self._turned)
-        if self._loans is not None and self._loans.out is not None:
-            self._loans.hear()
+        # After a real wait, messages have just arrived; after none, they arrived while the loop was busy.
+        self.context.waited = 0.5 * (now - self._looked) if now - self._turned < AT_ONCE_S else 0.0
+        self._looked = now
         if "device" in ready:
-            for event in lanes_first(self._device.poll()):
+            for event in self._device.poll():
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
-        if lanes:
-            arrivals = self._router.receive_lanes(lanes, now)
-            if not (len(arrivals) == 1 and self._lent(arrivals[0])):
-                for arrival in arrivals:
-                    self._arrived(arrival, now)
-                    self._settle(now)
+        if channels:
+            for arrival in self._router.receive_channels(channels, now):
+                self._arrived(arrival, now)
+                self._settle(now)
         if "clients" in ready:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
         if "snapshots" in ready:
-            self._keeping.hear()
+            self._snapshot_requests.hear()
             self._settle(now)
-        if self.desk.turns:
-            self.desk.turns.next()
+        if self._questions.items:
+            self.context.questions.answer_next()
             self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
-            self._seldom(now)
+            self._run_timers(now)
             self._settle(now)
         if now >= self._router_due or self._router.has_news:
             for arrival in self._router.expire(now):
@@ -247,19 +252,19 @@ class Loop:
         self._turned = self._clock()
         self._metrics.tally.busy_s += self._turned - now
 
-    def _seldom(self, now: float) -> None:
-        """What most turns have nothing of."""
+    def _run_timers(self, now: float) -> None:
+        """Run timers and calls queued by other threads. Called on a wake-up or when a deadline has passed."""
         self._offload.collect()
         while self._calls:
             self._calls.popleft()()
-        if self._executor.wake_at is not None and now >= self._executor.wake_at:
-            self._executor.wake_at = None
-            self.desk.feed(ev.Tick())
+        if self._commands.wake_at is not None and now >= self._commands.wake_at:
+            self._commands.wake_at = None
+            self.context.feed(ev.Tick())
         if now >= self._tracing.due:
             self._tracing.finish()
-        self._keeping.seldom(now)
-        self._outgrown.look(now)
-        if self._stop_reason is not None and self._leave_by == inf and self._keeping.may_leave(now):
+        self._snapshot_requests.run_timers(now)
+        self._memory_overuse.check(now)
+        if self._stop_reason is not None and self._leave_by == inf and self._snapshot_requests.may_leave(now):
             self._leave(self._stop_reason, now)
         if self.snapshots.wanted():
             self.snapshots.publish(self.figures())
@@ -268,80 +273,63 @@ class Loop:
             self.on_time()
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
-        """Wait until something is ready; who may have it."""
+        """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
         fds = tuple(self._device.filenos())
         if fds != self._device_fds:
             self._device_fds = fds
             self._waiter.follow("device", fds)
-        now, wake_at = self._turned, self._executor.wake_at
+        now, wake_at = self._turned, self._commands.wake_at
         self._alarm = alarm = min(
-            self._leave_by, self._next_call, self._tracing.due, self._keeping.due, self._outgrown.due,
+            self._leave_by, self._next_call, self._tracing.due, self._snapshot_requests.due, self._memory_overuse.due,
             inf if wake_at is None else wake_at,
         )  # fmt: skip
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._sockets.unread() or bool(self.desk.turns)
-        ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
+        unread = bool(self._questions.items) or (self._sockets.touched and self._sockets.unread())
+        ready, channels = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
         if due < inf and due <= self._clock():
             ready.add("device")
         if "wakeup" in ready:
             self._wakeup.clear()
-        if not (ready or lanes):
+        if not (ready or channels):
             self._when_idle()
         else:
             self._next_gc = self._turned + IDLE_GC_S
             if self._turned >= self._young_gc:
                 self._young_gc = self._turned + BUSY_GC_S
                 gc.collect(0)
-        return ready, lanes
+        return ready, channels
 
     def _when_idle(self) -> None:
-        """The collector is off (daemon/main.py): a full one takes longer than many steps. It runs
-        when nobody waits for the loop, and on young objects alone when that never happens (`_wait`)."""
+        """Run a full garbage collection if one is due. Automatic collection is off (daemon/main.py): a full one takes
+        longer than many steps. When the loop is never idle, `_wait` collects young objects alone."""
         now = self._clock()
         if now >= self._next_gc:
             gc.collect()
             self._next_gc, self._young_gc = inf, now + BUSY_GC_S
 
     def _settle(self, now: float) -> None:
-        """Let the core see every event that waits, and do what it says, until nothing is left."""
-        events, handlers = self.desk.events, self._executor.handlers
-        if events and self._loans is not None and self._loans.out is not None:
-            self._loans.recall()  # first what the device did by itself
-        if now < self._told:
-            now = self._told
-        self._told = now
+        """Have the scheduler handle every queued event, and carry out its commands, until no event is left."""
+        events, handlers = self.context.events, self._commands.handlers
+        if now < self._latest:
+            now = self._latest
+        self._latest = now
         handle = self._handle
         while events:
             for command in handle(events.popleft(), now):
                 handlers[type(command)](command)
 
-    def _lent(self, arrival: wire.Arrival) -> bool:
-        """Whether a step that came alone is left to the device, with all that follow."""
-        if self._loans is None or self._loans.due is None or type(arrival) is not wire.Incoming:
-            return False
-        session = self.desk.books.sessions.get(arrival.session)
-        return session is not None and self._loans.takes(session, arrival.message)
-
-    def _tell(self, event: ev.Event, when: float) -> None:
-        """Let the core see an event of the past, ahead of those that wait."""
-        if when > self._told:
-            self._told = when
-        handlers = self._executor.handlers
-        for command in self._handle(event, self._told):
-            handlers[type(command)](command)
-
     def _observe(self, handle: Handle) -> None:
-        """Hand events to the core by `handle` from now on."""
+        """Use `handle` to pass events to the scheduler from now on."""
         self._handle = handle
 
-    def _catch_up(self, device: Answering, job: JobRecord) -> None:
-        """Handle what the device has done before the client's message that is being handled."""
-        if job.device_answers:
+    def _catch_up(self, job: JobRecord) -> None:
+        """Handle what the device has completed for this job, before the client's message that is being handled."""
+        if job.device_answers and self._answering is not None:
             now = self._clock()
-            for event in lanes_first(device.catch_up(job.id)):
+            for event in self._answering.catch_up(job.id):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
 
@@ -350,7 +338,7 @@ class Loop:
     def _arrived(self, arrival: wire.Arrival, now: float) -> None:
         if type(arrival) is wire.Incoming:
             self._metrics.tally.received[type(arrival.message)] += 1
-            session = self.desk.books.sessions.get(arrival.session)
+            session = self.context.records.sessions.get(arrival.session)
             if session is not None:
                 self._requests.handle(session, arrival.message, arrival.frames)
         elif type(arrival) is wire.Opened:
@@ -360,59 +348,60 @@ class Loop:
 
     def _opened(self, arrival: wire.Opened, now: float) -> None:
         record = SessionRecord(arrival.session, arrival.peer, arrival.inline, now)
-        self.desk.books.sessions[arrival.session] = record
+        self.context.records.sessions[arrival.session] = record
         self._metrics.sessions_opened.inc()
         log.info("session %s: %s of uid %d, pid %d", record.id, arrival.hello.role, arrival.peer.uid, arrival.peer.pid)
-        self.desk.feed(ev.SessionOpened(record.id, record.peer))
+        self.context.feed(ev.SessionOpened(record.id, record.peer))
 
     def _closed(self, arrival: wire.Closed) -> None:
-        record = self.desk.books.sessions.pop(arrival.session, None)
+        record = self.context.records.sessions.pop(arrival.session, None)
         if record is None:
             return
-        for job in [self.desk.books.jobs[job] for job in record.jobs]:
-            self.desk.catch_up(job)
+        for job in [self.context.records.jobs[job] for job in record.jobs]:
+            self.context.catch_up(job)
         if arrival.reason != wire.GOODBYE:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
-        self.desk.turns.forget(record)
-        self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
+        self._questions.forget(record)
+        self.context.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving
 
     def _leave(self, reason: str, now: float) -> None:
         log.info("leaving: %s", reason)
         self.on_leaving(reason)
-        self._leave_by = now + self.desk.config.drain_s
+        self._leave_by = now + self.context.config.drain_s
         self._tracing.finish("the daemon is leaving")
-        for session in list(self.desk.books.sessions.values()):
-            self.desk.reply(session, Leaving(reason))  # first of all: their open calls end here
-        self.desk.feed(ev.DrainRequested(reason))
+        for session in list(self.context.records.sessions.values()):
+            self.context.reply(session, Leaving(reason))  # before anything else: it ends the clients' open calls
+        self.context.feed(ev.DrainRequested(reason))
 
     def close(self) -> None:
-        """Let go of everything the loop made; the router and the device are its owner's."""
+        """Release everything the loop made. Its owner closes the router and the device."""
         self.snapshots.close()
         self._offload.close()
-        self._keeping.close()
-        for job in list(self.desk.books.jobs):
-            self.desk.books.forget_job(job)
+        self._snapshot_requests.close()
+        for job in list(self.context.records.jobs):
+            self.context.records.forget_job(job)
         self._wakeup.close()
 
-    # ---- what it says of itself
+    # ---- status and figures
 
     def status(self) -> dict[str, Any]:
         """The body of GetStatus."""
         held = self._device.memory()
-        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes, held)
+        return report.status(self._identity, self.scheduler, self.context.records, self.segments.used_bytes, held)
 
     def figures(self) -> Figures:
-        """What the gauges show."""
-        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes, self._keeping.of)
+        """The figures that the gauges show."""
+        newest = self._snapshot_requests.newest_snapshot
+        return report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest)
 
 
 def _nothing() -> None:
-    """No watchdog."""
+    """The default of `Loop.on_time`: there is no watchdog."""
 
 
 def _unheard(reason: str) -> None:
-    """No service manager."""
+    """The default of `Loop.on_leaving`: there is no service manager."""

@@ -4,7 +4,7 @@ Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux,
 (every client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't
 be had. SIGHUP has the configuration read again (daemon/config_reload.py). SIGTERM and SIGINT ask for a clean stop, at
 any time from the first line of `run` on; more of them change nothing, since stopping is bounded (drain_s, and 10 s for
-the device), and who can't wait has SIGKILL.
+the device), and SIGKILL ends it at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +29,8 @@ from gpumux.daemon import logs
 from gpumux.daemon.config_reload import shared_limit, wire_limits
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
-from gpumux.daemon.snapshots.writer import DirectoryLock, Link
+from gpumux.daemon.snapshots.writer import DirectoryLock, WriterClient
+from gpumux.daemon.systemd import ServiceManager
 from gpumux.device import registry
 from gpumux.device.base import Device
 from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
@@ -45,75 +44,7 @@ from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.peers import ServerCurve
 from gpumux.wire.router import Router
 
-# ---- What the daemon tells a service manager, by the protocol of sd_notify(3): datagrams to NOTIFY_SOCKET.
-#
-# READY=1 once it serves, WATCHDOG=1 twice per WATCHDOG_USEC, STOPPING=1 when it begins to leave, and a
-# STATUS line with each of the first and the last, which `systemctl status` shows. Without NOTIFY_SOCKET nothing
-# happens. A manager that can't be reached costs a warning and never the daemon's time: what the loop sends it sends
-# without waiting.
-
-
-PATIENCE_S = 1.0  # for READY=1, which the loop doesn't wait for and a manager would miss
-
-log = logging.getLogger("gpumux.daemon")
-
-
-class Manager:
-    """Who started this process as a service, if anybody did. `environ` and `pid` are the process's own."""
-
-    def __init__(self, environ: Mapping[str, str] | None = None, pid: int | None = None) -> None:
-        env = os.environ if environ is None else environ
-        self._address = env.get("NOTIFY_SOCKET", "")
-        if self._address and self._address[0] not in "/@":
-            log.warning("NOTIFY_SOCKET %r is no socket of this machine: nobody is told", self._address)
-            self._address = ""
-        self.watchdog_s = _watchdog_s(env, os.getpid() if pid is None else pid) if self._address else inf
-
-    def ready(self, status: str) -> None:
-        """The daemon serves from now on."""
-        self._tell(f"READY=1\nSTATUS={_line(status)}", PATIENCE_S)
-
-    def alive(self) -> None:
-        """The loop turns."""
-        self._tell("WATCHDOG=1", 0.0)
-
-    def stopping(self, reason: str) -> None:
-        """The daemon has begun to leave; a manager that knows stops its watchdog."""
-        self._tell(f"STOPPING=1\nSTATUS=leaving: {_line(reason)}", 0.0)
-
-    def watch(self, loop: Loop) -> None:
-        """Feed the watchdog from the loop itself, so that a stuck loop starves it, and say when it leaves."""
-        loop.on_leaving = self.stopping
-        if self.watchdog_s < inf:
-            loop.call_every(self.watchdog_s / 2, self.alive)
-
-    def _tell(self, state: str, patience_s: float) -> None:
-        if not self._address:
-            return
-        address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(patience_s)
-            try:
-                sock.sendto(state.encode(), address)
-            except OSError as error:
-                log.warning("can't tell NOTIFY_SOCKET %s %s: %s", self._address, state.split("\n")[0], error)
-
-
-def _watchdog_s(env: Mapping[str, str], pid: int) -> float:
-    """How often the manager wants to hear of this process, in seconds; infinity: never. WATCHDOG_PID names another
-    process where a wrapper was meant and only passed its environment on."""
-    micros, meant = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
-    if not (micros.isascii() and micros.isdigit() and int(micros) > 0) or (meant and meant != str(pid)):
-        return inf
-    return int(micros) / 1e6
-
-
-def _line(text: str) -> str:
-    """`text` on one line: a line break would begin another assignment."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-# ---- What a daemon does to its process, and says of it, before it opens anything.
+# ---- Settings of the process, before the daemon opens anything.
 
 
 LEAST_FILES = 1024
@@ -122,7 +53,7 @@ log = logging.getLogger("gpumux.daemon")
 
 
 def raise_file_limit() -> None:
-    """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
+    """Raise the soft limit of open descriptors to the hard one: the usual 1024 is enough for about 80 jobs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < LEAST_FILES:
@@ -133,14 +64,14 @@ def raise_file_limit() -> None:
 
 
 def say_core() -> None:
-    """Which core runs; a warning where one was compiled that does not fit."""
+    """Log whether the scheduler runs compiled or interpreted; warn if the compiled modules don't fit."""
     if RUNS.remedy:
         log.warning("core: %s; %s", RUNS, RUNS.remedy)
     else:
         log.info("core: %s", RUNS)
 
 
-# ----
+# ---- Starting, serving and stopping.
 
 
 EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
@@ -148,11 +79,11 @@ SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waitin
 
 
 class Stopped(Exception):
-    """Told to stop before there was anything to serve."""
+    """A stop was requested before the daemon served."""
 
 
 class StopRequest:
-    """Whether somebody asked for a stop, and why. Set by signal handlers."""
+    """Whether a stop was requested, and why. Signal handlers set it."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -164,22 +95,22 @@ class StopRequest:
             self._listener(self.reason)
 
     def tell(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` when somebody asks, at once if somebody has."""
+        """Call `listener` when a stop is requested, at once if one was."""
         self._listener = listener
         if self.reason:
             listener(self.reason)
 
     def check(self) -> None:
-        """Raises Stopped when somebody has asked: between the steps of starting up."""
+        """Raise Stopped if a stop was requested. Called between the steps of starting."""
         if self.reason:
             log.info("stopped while starting: %s", self.reason)
             raise Stopped
 
 
 def run(config: Config, *, last: bool = False, again: Callable[[], Config] | None = None) -> int:
-    """Serve until told to stop. Returns the exit code; errors are logged, one line each. `last`: the
-    process ends next, so signals to stop it are ignored from the return on. `again` reads the configuration anew
-    (SIGHUP); None: there is nothing to read, and the same one is used."""
+    """Serve until a stop is requested. Returns the exit code; errors are logged, one line each. `last`: the process
+    ends next, so signals to stop it are ignored from the return on. `again` reads the configuration again (SIGHUP);
+    None: a reload uses the same one."""
     stop, reload = StopRequest(), Hangup()
     with stop_signals(stop.ask, signal.SIG_IGN if last else None), hangups(stop.ask, reload.ask):
         return _run(config, stop, reload, again or (lambda: config))
@@ -205,14 +136,14 @@ def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], 
         log.error("%s: %s", type(error).__name__, error)
         return EX_SOFTWARE
     except Exception:
-        # Half a daemon is worse than none: clients would wait for answers that never come.
+        # After a bug the daemon ends: otherwise clients would wait for answers that never come.
         log.critical("internal error, the daemon ends", exc_info=True)
         return EX_SOFTWARE
     return EX_OK
 
 
 def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> None:
-    """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
+    """Open the daemon's parts and serve. `stack` closes them, also after an error."""
     started = time.time()
     raise_file_limit()
     say_core()
@@ -224,23 +155,23 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
         router.close(stop.reason or "the daemon failed; see its log")
 
     stack.callback(leave)
-    metrics = Metrics(FROM_CLIENT)  # what another daemon may have is taken before the device, which takes seconds
+    metrics = Metrics(FROM_CLIENT)  # ports and locks that another daemon may hold come before the device, which is slow
     metrics.start_time.set(started)
     server = bind_metrics(config, metrics, stack)
     lock = lock_snapshots(config, stack)
     stop.check()
     device = open_device(config, stack)
     stop.check()
-    link = open_snapshots(config, lock, stack)
+    writer = open_snapshots(config, lock, stack)
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
-    if link is not None:
+    if writer is not None:
         router.device["snapshot_s"] = config.snapshot_s
-    router.device["holds_low_work"] = config.policy == "guarded"  # where clients say what they wait for
+    router.device["holds_low_work"] = config.policy == "guarded"  # clients report their waits only then
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
-    loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)
+    loop = Loop(identity, router, device.device, metrics, shared_limit(config), writer=writer)
     stack.callback(loop.close)
-    stack.callback(leave)  # before anything slow: clients learn first
+    stack.callback(leave)  # runs before slow closing, so that clients are told first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
         server.watch(loop.snapshots.fetch)
@@ -250,7 +181,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     reloading = loop.reloading(again)
     reload.tell(lambda: loop.call_soon(reloading.begin))
     stack.enter_context(quick_interpreter())
-    manager = Manager()
+    manager = ServiceManager()
     manager.watch(loop)
     what = f"serves {device.info.name} at {', '.join(router.addresses)}"
     log.info("gpumux %s %s", __version__, what)
@@ -258,13 +189,13 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     try:
         loop.run()
     except DeviceLost as error:
-        stop.reason = stop.reason or error.message  # what `leave` tells every client
+        stop.reason = stop.reason or error.message  # `leave` tells every client
         raise
     log.info("stopped: %s", stop.reason)
 
 
 class Hangup:
-    """SIGHUPs, which ask for the configuration to be read again. One that comes while starting counts afterwards."""
+    """SIGHUPs, which request a reload of the configuration. One that comes while starting takes effect afterwards."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -283,7 +214,7 @@ class Hangup:
 
 
 class OpenDevice:
-    """An open device and what it said of itself."""
+    """An open device and its facts."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -291,10 +222,10 @@ class OpenDevice:
 
 
 def open_device(config: Config, stack: ExitStack) -> OpenDevice:
-    """Choose and open the device, saying which and why."""
+    """Choose and open the device, and log which and why."""
     name, why = registry.choose(config.device, config.gpu)
     log.info("device: %s", why)
-    low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
+    low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo has no priorities
     device = registry.make(
         name,
         gpu=config.gpu,
@@ -332,7 +263,7 @@ def bind_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsS
 
 
 def lock_snapshots(config: Config, stack: ExitStack) -> DirectoryLock | None:
-    """Take the state directory for snapshots, if it is to keep any. Raises EndpointBusy when another daemon has it."""
+    """Lock the state directory, if the daemon keeps snapshots. Raises EndpointBusy if another daemon has it."""
     if not config.state_dir or not config.snapshot_s:
         return None
     lock = DirectoryLock(Path(config.state_dir) / "snapshots")
@@ -340,25 +271,25 @@ def lock_snapshots(config: Config, stack: ExitStack) -> DirectoryLock | None:
     return lock
 
 
-def open_snapshots(config: Config, lock: DirectoryLock | None, stack: ExitStack) -> Link | None:
-    """Start the process that writes them."""
+def open_snapshots(config: Config, lock: DirectoryLock | None, stack: ExitStack) -> WriterClient | None:
+    """Start the process that writes snapshots."""
     if lock is None:
         return None
-    link = Link(root := Path(config.state_dir) / "snapshots", lock)
-    stack.callback(link.close)
+    writer = WriterClient(root := Path(config.state_dir) / "snapshots", lock)
+    stack.callback(writer.close)
     log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
-    return link
+    return writer
 
 
 def keep_crashes(config: Config, stack: ExitStack) -> None:
-    """Make the state directory, and have a crash of the interpreter leave its stacks there."""
+    """Make the state directory, and have a crash of the interpreter write its stacks there."""
     if not config.state_dir:
         faulthandler.enable()
     else:
         path = Path(config.state_dir)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (path / "crash.log").touch(mode=0o600)  # the directory may be one that was there, open to others
+            (path / "crash.log").touch(mode=0o600)  # the directory may have existed, open to other users
             crashes = stack.enter_context((path / "crash.log").open("a"))
         except OSError as error:
             raise ConfigError(f"can't use the state directory {path}: {error.strerror}", "choose another") from error
@@ -368,8 +299,8 @@ def keep_crashes(config: Config, stack: ExitStack) -> None:
 
 @contextmanager
 def stop_signals(stop: Callable[[str], None], afterwards: signal.Handlers | None = None) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`, as often as they come: wrappers (timeout, terminals, containers)
-    like to deliver one request twice. Then they have the handler `afterwards`, or the one from before."""
+    """Have SIGTERM and SIGINT call `stop`, each time they come: wrappers (timeout, terminals, containers) often deliver
+    one request twice. On exit they get the handler `afterwards`, or the one from before."""
 
     def asked(number: int, frame: FrameType | None) -> None:
         stop(f"the daemon got {signal.Signals(number).name}")
@@ -384,7 +315,7 @@ def stop_signals(stop: Callable[[str], None], afterwards: signal.Handlers | None
 
 @contextmanager
 def hangups(stop: Callable[[str], None], reload: Callable[[], None]) -> Iterator[None]:
-    """SIGHUP calls `reload`; the one that says that the terminal this process was started on is gone, `stop`."""
+    """Have SIGHUP call `reload`, or `stop` if it reports that the process's terminal is gone."""
     terminal = os.isatty(2)
 
     def heard(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""What the daemon remembers under the core's ids: descriptors, layouts, request numbers.
+"""The daemon's records of sessions, jobs, programs, steps and transfers: descriptors, layouts, request numbers.
 
-The core decides about jobs and never sees any of this; the loop keeps it until ForgetJob. A record
-holds no copy of anything the core counts, so the two can't disagree about state.
+The scheduler never sees them. The daemon drops a job's records at ForgetJob. A record holds no copy of a fact that the
+scheduler tracks, so the two can't disagree about state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SessionRecord:
 
 @dataclass(slots=True, eq=False)
 class ProgramRecord:
-    """A program from its offer on. `encoded` is dropped once the device has loaded it."""
+    """A program, from LoadProgram on. `encoded` is dropped once the device has loaded it."""
 
     id: ProgramId
     ref: int
@@ -38,13 +38,13 @@ class ProgramRecord:
     binding: tuple[int, ...]
     slots: int
     slot_bytes: int = 0
-    scalars: tuple[type, ...] = ()  # of each host scalar a step brings: float or int
-    offered: bool = False  # the core knows it
+    scalars: tuple[type, ...] = ()  # type of each host scalar of a step: float or int
+    offered: bool = False  # the scheduler knows it
     announced: bool = False  # the client knows it
     segment: SharedSegment | None = None
     outline: Outline | None = None  # inline sessions only
     busy: dict[int, StepId] = field(default_factory=dict)  # slot -> the unanswered step in it
-    steps: int = 0  # ever submitted
+    steps: int = 0  # steps submitted so far
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class StepRecord:
 
 @dataclass(slots=True, eq=False)
 class TransferRecord:
-    """A transfer from OpenTransfer on; `asked`: the core knows it, `due`: the core wants it moved now."""
+    """A transfer, from OpenTransfer on. `asked`: the scheduler knows it; `due`: the scheduler has started it."""
 
     ref: int
     buffers: tuple[int, ...]
@@ -66,7 +66,8 @@ class TransferRecord:
     asked: bool = False
     due: bool = False
     refused: bool = False  # the client knows that it will not happen
-    then: Callable[[Fault | None], None] | None = None  # of the daemon's own: who hears of its end
+    # Called at the end of a transfer that the daemon started, with the fault, None on success.
+    then: Callable[[Fault | None], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -76,28 +77,28 @@ class JobRecord:
     session: SessionRecord
     spec: JobSpec
     programs: dict[ProgramId, ProgramRecord] = field(default_factory=dict)
-    waiting: deque[ProgramRecord] = field(default_factory=deque)  # offered behind one that is loading
+    waiting: deque[ProgramRecord] = field(default_factory=deque)  # programs to load after `loading`
     loading: ProgramRecord | None = None
     buffers: list[int] = field(default_factory=list)  # bytes of each state buffer
     steps: dict[StepId, StepRecord] = field(default_factory=dict)
     transfers: dict[TransferId, TransferRecord] = field(default_factory=dict)
-    profiles: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # who waits for one, oldest first
-    changes: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # whose ChangeJob is not in force yet
-    stopped_by: str = ""  # who closed it, if somebody else than its client
+    profiles: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # unanswered ProfileJob, oldest first
+    changes: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # ChangeJob that is not in force yet
+    stopped_by: str = ""  # the user that closed it, if not its client
     finished: bool = False  # its client closed it when its work was done
-    closing: bool = False  # somebody asked for its end
+    closing: bool = False  # its end was requested
     last_step: int = -1
     last_transfer: int = -1
-    unloading: bool = False  # the device was told to let go of it
+    unloading: bool = False  # the device was told to unload it
     over: bool = False  # CloseJob was executed: the client has been told
-    device_answers: bool = False  # the device has the session's lane, to answer steps itself
+    device_answers: bool = False  # the device has the session's channel, to answer steps itself
 
     @property
     def ending(self) -> bool:
         return self.closing or self.unloading or self.over
 
     def close_segments(self) -> None:
-        """Let go of all shared memory of this job. Idempotent."""
+        """Close all shared memory of this job. Idempotent."""
         for program in self.programs.values():
             if program.segment is not None:
                 program.segment.close()
@@ -106,13 +107,14 @@ class JobRecord:
                 transfer.segment.close()
 
 
-class Books:
-    """All records, by the ids the core and the clients use."""
+class Records:
+    """All records, by the ids that the scheduler and the clients use."""
 
     def __init__(self) -> None:
         self.sessions: dict[SessionId, SessionRecord] = {}
         self.jobs: dict[JobId, JobRecord] = {}
-        self.opening: dict[tuple[SessionId, JobId], tuple[int, JobSpec]] = {}  # OpenJobs the core decides on
+        # OpenJob requests that the scheduler has not answered: their ref and spec.
+        self.opening: dict[tuple[SessionId, JobId], tuple[int, JobSpec]] = {}
         self._numbers = 0
 
     def add_job(self, job: JobId, session: SessionRecord, spec: JobSpec) -> JobRecord:

@@ -1,4 +1,4 @@
-"""What the daemon says about itself: the body of GetStatus, and the figures behind the gauges.
+"""Reports of the daemon's state: the body of GetStatus, and the figures behind the gauges.
 
 GetStatus's body is a contract for scripts (`gpumux status --json`): fields may be added, not changed.
 
@@ -30,13 +30,13 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.config import Config
-from gpumux.daemon.context import Desk
-from gpumux.daemon.records import Books
+from gpumux.daemon.context import DaemonContext
+from gpumux.daemon.records import Records
 from gpumux.device.base import MemoryFigures
 from gpumux.errors import UnknownJob
 from gpumux.metrics.gauges import BanFigures, Figures, GuardFigures, JobFigures, PromiseFigures
 from gpumux.scheduler import RUNS
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import DeviceInfo, JobId
 
 MOST_RATIO = 1e9  # JSON has no infinity
@@ -44,7 +44,7 @@ MOST_RATIO = 1e9  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What stays the same while a daemon runs. `started` is Unix time."""
+    """Facts about a daemon that don't change while it runs. `started` is Unix time."""
 
     config: Config
     endpoints: Sequence[str]
@@ -54,14 +54,15 @@ class Identity:
 
 
 def state_of(job: dict[str, Any]) -> str:
-    """A job's state as one word: open, paused, draining or closing. One that was paused while it
-    drains is draining."""
+    """A job's state as one word: open, paused, draining or closing. A job paused while it drains is draining."""
     return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
 
 
-def status(identity: Identity, core: Core, books: Books, shared_bytes: int, held: MemoryFigures) -> dict[str, Any]:
-    """The body of GetStatus. `held`: what the device says of its memory."""
-    snapshot = core.snapshot()
+def status(
+    identity: Identity, scheduler: Scheduler, records: Records, shared_bytes: int, held: MemoryFigures
+) -> dict[str, Any]:
+    """Make the body of GetStatus. `held`: the device's memory figures."""
+    snapshot = scheduler.snapshot()
     config, device = identity.config, identity.device
     memory = snapshot["memory"]
     return {
@@ -92,7 +93,7 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int, held
         },
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
-        "jobs": [_job(job, books, snapshot, held) for job in snapshot["jobs"]],
+        "jobs": [_job(job, records, snapshot, held) for job in snapshot["jobs"]],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -109,7 +110,7 @@ def _guard_status(guard: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _promise_status(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[str, Any] | None:
+def _promise_status(job: dict[str, Any], records: Records, snapshot: dict[str, Any]) -> dict[str, Any] | None:
     known = job["guard"]
     if known is None:
         return None
@@ -120,7 +121,7 @@ def _promise_status(job: dict[str, Any], books: Books, snapshot: dict[str, Any])
             held = {"reason": "", "high": "", "since": snapshot["now"]}
         return {
             "held": held["reason"],
-            "held_by": _short(held["high"], books),
+            "held_by": _short(held["high"], records),
             "held_for_s": max(0.0, snapshot["now"] - held["since"]),
             "held_s": known["held_seconds"],
             "too_long": known["too_long"],
@@ -130,15 +131,15 @@ def _promise_status(job: dict[str, Any], books: Books, snapshot: dict[str, Any])
     return {**{name: known[name] for name in fields}, "solo_step_s": known["solo_step_seconds"] or None, "bans": bans}
 
 
-def _short(job: JobId, books: Books) -> str:
-    record = books.jobs.get(job)
+def _short(job: JobId, records: Records) -> str:
+    record = records.jobs.get(job)
     return record.short if record is not None else ""
 
 
-def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], held: MemoryFigures) -> dict[str, Any]:
+def _job(job: dict[str, Any], records: Records, snapshot: dict[str, Any], held: MemoryFigures) -> dict[str, Any]:
     return {
         "job": job["job"],
-        "short": _short(job["job"], books),
+        "short": _short(job["job"], records),
         "name": job["name"],
         "uid": job["uid"],
         "pid": job["pid"],
@@ -159,18 +160,18 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], held: Memo
         "opened_s_ago": max(0.0, snapshot["now"] - job["opened"]),
         "max_slowdown": job["max_slowdown"],
         "models": job["models"],
-        "promise": _promise_status(job, books, snapshot),
+        "promise": _promise_status(job, records, snapshot),
     }
 
 
 def _charged(job: dict[str, Any], held: MemoryFigures) -> int:
-    """What admission counts: what the job's Programs declare, or what the device has measured, if that is more."""
+    """Bytes that admission counts: those that the job's Programs declare, or those measured by the device, if more."""
     return max(int(job["memory"]["total"]), held.by_job.get(job["job"], 0))
 
 
 def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
-    """One job's part of a status body, with name and id of the job it is held for as far as the body has them. Raises
-    UnknownJob when it has just ended."""
+    """One job's part of a status body, with name and id of the high job that it is held for, as far as the body has
+    them. Raises UnknownJob if the job has just ended."""
     for entry in body["jobs"]:
         if entry["short"] == short:
             promise = entry["promise"]
@@ -183,35 +184,41 @@ def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
 
 
 def figures(
-    identity: Identity, core: Core, desk: Desk, shared_bytes: int, saved: Callable[[JobId], tuple[float, int]]
+    identity: Identity,
+    scheduler: Scheduler,
+    context: DaemonContext,
+    shared_bytes: int,
+    saved: Callable[[JobId], tuple[float, int]],
 ) -> Figures:
-    """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
-    snapshot = core.snapshot()
-    memory, books = snapshot["memory"], desk.books
-    held = desk.device.memory()
-    named = desk.config.metrics_names == "shown"
+    """Make the figures for the metric gauges. `saved` returns Unix time and bytes of a job's newest state snapshot."""
+    snapshot = scheduler.snapshot()
+    memory, records = snapshot["memory"], context.records
+    held = context.device.memory()
+    named = context.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
         jobs=tuple(
-            _figures(job, books, named, saved(job["job"]), held) for job in snapshot["jobs"] if job["job"] in books.jobs
+            _figures(job, records, named, saved(job["job"]), held)
+            for job in snapshot["jobs"]
+            if job["job"] in records.jobs
         ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
         device_total_bytes=memory["capacity"] or 0,
         device_free_bytes=memory["free"] or 0,
-        protocol_errors={**desk.router.counters, "unexpected": desk.unexpected},
+        protocol_errors={**context.router.counters, "unexpected": context.unexpected},
         guard=_guard(snapshot["guard"]),
-        bans=_bans(snapshot, books),
+        bans=_bans(snapshot, records),
     )
 
 
-def _bans(snapshot: dict[str, Any], books: Books) -> tuple[BanFigures, ...]:
+def _bans(snapshot: dict[str, Any], records: Records) -> tuple[BanFigures, ...]:
     now, guard = snapshot["now"], snapshot["guard"]
     return tuple(
         BanFigures(
-            high=_short(ban["high"], books),
-            low=_short(ban["low"], books),
+            high=_short(ban["high"], records),
+            low=_short(ban["low"], records),
             ratio=min(ban["ratio"], MOST_RATIO),
             why=ban["why"],
             since_s=max(0.0, now - ban["since"]),
@@ -240,7 +247,7 @@ def _guard(guard: dict[str, Any] | None) -> GuardFigures | None:
 
 
 def _promise(job: dict[str, Any]) -> PromiseFigures | None:
-    """Of a high job that has run; a low one was promised nothing."""
+    """Figures of a high job that has run, else None: a low job has no promise."""
     known = job.get("guard")
     if job["priority"] != "high" or known is None:
         return None
@@ -258,10 +265,10 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
 
 
 def _figures(
-    job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], held: MemoryFigures
+    job: dict[str, Any], records: Records, named: bool, saved: tuple[float, int], held: MemoryFigures
 ) -> JobFigures:
     return JobFigures(
-        short=books.jobs[job["job"]].short,
+        short=records.jobs[job["job"]].short,
         name=job["name"] if named else "",
         uid=job["uid"],
         priority=job["priority"],

@@ -1,7 +1,7 @@
-"""Client messages to core events: who may ask, whether the numbers make sense, what to remember.
+"""Client messages to scheduler events: permissions, checks of the numbers, and records.
 
 A handler either feeds events or answers; it raises GpumuxError to refuse, which the dispatcher sends
-back under the request's `ref`. Nothing a client sends reaches the core or the device unchecked.
+back under the request's `ref`. Nothing a client sends reaches the scheduler or the device unchecked.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from gpumux.access import refuse_priority, refuse_weight
-from gpumux.daemon.context import Desk, as_fault, log
+from gpumux.daemon.context import DaemonContext, as_fault, log
 from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
-from gpumux.daemon.snapshots.requests import Keeping
+from gpumux.daemon.snapshots.requests import SnapshotRequests
 from gpumux.daemon.tracing import Tracing
 from gpumux.device.base import Regrading, Segment
 from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
@@ -26,22 +26,23 @@ from gpumux.types import Fault, JobId, JobSpec, Priority, ProgramId, StepId, Tra
 from gpumux.wire import messages as msg
 from gpumux.wire.listen import check_descriptors
 
-# ---- Messages that ask and change nothing: status, explanations, profiles, recordings.
+# ---- Messages that change nothing: status, explanations, profiles, recordings.
 
 
-MAX_PROFILES = 4  # of one job, asked for and not answered
-STORY_LINES = 60  # the newest, of a job that is explained
+MAX_PROFILES = 4  # unanswered requests for profiles of one job
+STORY_LINES = 60  # newest lines of history in an answer to ExplainJob
 
 
 class Questions:
-    """`report` is the body of GetStatus, with everything in it; what a session sees of it `desk.sight` decides."""
+    """Answers requests for information. `report` makes the whole body of GetStatus; `context.permissions` decides what
+    a session sees of it."""
 
-    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
-        self._desk = desk
-        self._books = desk.books
+    def __init__(self, context: DaemonContext, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
+        self._context = context
+        self._records = context.records
         self._report = report
         self._tracing = tracing
-        self._governed = desk.sight.governed
+        self._governed = context.permissions.governed
         self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
             msg.JobStats: self._stats,
             msg.GetStatus: self._status,
@@ -51,27 +52,30 @@ class Questions:
         }
 
     def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
-        job = self._books.jobs.get(JobId(m.job))
-        if job is None:  # anybody may look
+        job = self._records.jobs.get(JobId(m.job))
+        if job is None:  # any session may look
             raise UnknownJob(f"there is no job {m.job[:40]!r}", "`gpumux jobs` lists them")
-        body = self._desk.sight.shown(session, self._report())
-        self._desk.reply(session, msg.Report(m.ref, job_stats(body, job.short)))
+        body = self._context.permissions.shown(session, self._report())
+        self._context.reply(session, msg.Report(m.ref, job_stats(body, job.short)))
 
     def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
-        self._desk.reply(session, msg.Report(m.ref, self._desk.sight.shown(session, self._report())))
+        self._context.reply(session, msg.Report(m.ref, self._context.permissions.shown(session, self._report())))
 
     def _explain(self, session: SessionRecord, m: msg.ExplainJob, frames: Sequence[bytes]) -> None:
-        """What a job runs, and beside whom, is for those who may change it."""
+        """Explain a job's state. Only a session that may change the job may ask: the answer names its operators."""
         job = self._governed(session, m.job)
-        core, sight = self._desk.core, self._desk.sight
-        hidden = sight.hidden(session)
-        sentences = [sight.redact(session, line) for line in core.explain(job.id, hidden)]
-        story = [sight.redact(session, line) for line in core.story(job.id, newest=STORY_LINES, hidden=hidden)]
+        scheduler, permissions = self._context.scheduler, self._context.permissions
+        hidden = permissions.hidden(session)
+        sentences = [permissions.redact(session, line) for line in scheduler.explain(job.id, hidden)]
+        story = [
+            permissions.redact(session, line) for line in scheduler.story(job.id, newest=STORY_LINES, hidden=hidden)
+        ]
         body = {"job": job.id, "short": job.short, "sentences": sentences, "story": story}
-        self._desk.reply(session, msg.Report(m.ref, body))
+        self._context.reply(session, msg.Report(m.ref, body))
 
     def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
-        """Shapes and operators tell what a job is, so only those who may change it may ask."""
+        """Have the device profile a program. Only a session that may change the job may ask: the answer holds shapes
+        and operators."""
         job = self._governed(session, m.job)
         loaded = {program.id: program for program in job.programs.values() if program.announced}
         if job.unloading or not loaded:
@@ -82,32 +86,33 @@ class Questions:
         number = most if m.program is None else ProgramId(m.program)
         if number not in loaded:
             raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {sorted(loaded)}")
-        self._desk.recall()
         job.profiles.append((session, m.ref))
-        self._desk.device.profile(job.id, number)
+        self._context.device.profile(job.id, number)
 
     def _trace(self, session: SessionRecord, m: msg.RecordTrace, frames: Sequence[bytes]) -> None:
-        """Anybody may see when the device runs whose work; which operators these are, only those who may change the
-        job."""
-        self._tracing.ask(session, m.ref, m.seconds, lambda job: self._desk.sight.governs(session, job))
+        """Record a trace. Any session may see when the device runs each user's work; only sessions that may change a
+        job see its operators."""
+        self._tracing.ask(session, m.ref, m.seconds, lambda job: self._context.permissions.governs(session, job))
 
 
 # ---- ChangeJob: another priority or weight for a job that is open.
 #
-# The answer leaves when the core says that the change is in force (JobChanged, in execute.py), or when the job ends
-# before.
+# The answer is sent when the scheduler reports that the change is in force (JobChanged, in effects.py), or when the job
+# ends before.
 
 
-MAX_CHANGES = 16  # of one job, asked for and not in force
+MAX_CHANGES = 16  # changes of one job that are not in force yet
 
 
 class Changes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    """Handles ChangeJob."""
+
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
         self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {msg.ChangeJob: self._change}
 
     def _change(self, session: SessionRecord, m: msg.ChangeJob, frames: Sequence[bytes]) -> None:
-        record = self._desk.sight.governed(session, m.job)
+        record = self._context.permissions.governed(session, m.job)
         if record.unloading or record.over:
             raise JobClosed(f"job {record.short} is closing", "nothing of it can be changed any more")
         if m.priority is None and m.weight is None:
@@ -119,46 +124,52 @@ class Changes:
         priority = None if m.priority is None else Priority(m.priority)
         fault = self._refuses(session, priority, m.weight)
         if fault is not None:
-            self._desk.refuse(session, m.ref, fault)
+            self._context.refuse(session, m.ref, fault)
             return
-        who = "its client" if record.session is session else f"user {session.peer.uid}"
-        log.info("job %s: %s asks for priority %s, weight %s", record.short, who, m.priority, m.weight)
-        self._desk.recall()  # as for a pause
+        asking = "its client" if record.session is session else f"user {session.peer.uid}"
+        log.info("job %s: %s asks for priority %s, weight %s", record.short, asking, m.priority, m.weight)
         record.changes.append((session, m.ref))
-        self._desk.feed(ev.ChangeRequested(record.id, priority, m.weight))
+        self._context.feed(ev.ChangeRequested(record.id, priority, m.weight))
 
     def _refuses(self, session: SessionRecord, priority: Priority | None, weight: float | None) -> Fault | None:
-        """Why the session may not give a job these, or None. An operator may give what any job can have."""
-        rule = self._desk.sight.rule(session)
+        """The fault if the session may not give a job this priority or weight, else None. An operator may give any that
+        is valid."""
+        rule = self._context.permissions.rule(session)
         fault = None
         if weight is not None:
             fault = admission.refuse_weight(weight) or refuse_weight(rule, weight)
         if fault is None and priority is not None:
             fault = refuse_priority(rule, priority)
-            if fault is None and isinstance(self._desk.device, Regrading):
-                fault = self._desk.device.may_regrade(priority)
+            if fault is None and isinstance(self._context.device, Regrading):
+                fault = self._context.device.may_regrade(priority)
         return fault
 
 
-# ----
+# ---- All requests, and those about jobs, programs, steps and transfers.
 
 
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
-SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered one a turn of the loop (daemon/context.py)
-MAX_TRANSFERS = 16  # of one job, asked for and not ended
-MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
-MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
+SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # the loop answers one of these a turn (QuestionQueue)
+MAX_TRANSFERS = 16  # transfers of one job that have not ended
+MAX_UNLOADED = 128  # Programs of one user that are not loaded yet: twice the jobs that a user may have
+MAX_ENCODED_BYTES = 512 << 20  # encoded bytes of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
 MAX_BUFFER_BYTES = 1 << 46
 
 
 class Requests:
-    """Handles every message a client may send once its session is open."""
+    """Handles every message that a client may send in an open session."""
 
-    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing, keeping: Keeping) -> None:
-        self._desk = desk
-        self._books = desk.books
-        self._governed = desk.sight.governed
+    def __init__(
+        self,
+        context: DaemonContext,
+        report: Callable[[], dict[str, Any]],
+        tracing: Tracing,
+        snapshot_requests: SnapshotRequests,
+    ) -> None:
+        self._context = context
+        self._records = context.records
+        self._governed = context.permissions.governed
         self._handlers: dict[type, Handler] = {
             msg.Step: self._step,
             msg.StepAwaited: self._step_awaited,
@@ -169,13 +180,13 @@ class Requests:
             msg.PauseJob: self._pause,
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
-            **Changes(desk).handlers,
-            **Questions(desk, report, tracing).handlers,
-            **keeping.handlers(self._working),
+            **Changes(context).handlers,
+            **Questions(context, report, tracing).handlers,
+            **snapshot_requests.handlers(self._working),
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
-        """Act on one message. Whatever is wrong with it is answered or counted, never raised."""
+        """Handle one message. An invalid message is answered or counted; nothing is raised."""
         kind = type(message)
         handler = self._handlers.get(kind)
         if handler is None:
@@ -183,10 +194,10 @@ class Requests:
             return
         try:
             if kind in SLOW:
-                self._desk.turns.add(session, partial(self._handle, handler, session, message, frames))
+                self._context.questions.add(session, partial(self._handle, handler, session, message, frames))
                 return
         except AdmissionRefused as error:
-            self._desk.refuse(session, message.ref, error)
+            self._context.refuse(session, message.ref, error)
             return
         self._handle(handler, session, message, frames)
 
@@ -197,17 +208,17 @@ class Requests:
             if type(message) is msg.Step:
                 self._refuse_step(session, message, error)
             else:
-                self._desk.refuse(session, message.ref, error)
+                self._context.refuse(session, message.ref, error)
 
     def _unexpected(self, session: SessionRecord, why: str) -> None:
-        self._desk.unexpected += 1
+        self._context.unexpected += 1
         log.info("session %s: %s", session.id, why)
 
-    # ---- who
+    # ---- permissions
 
     def _own(self, session: SessionRecord, job: str) -> JobRecord:
-        """The session's own job: steps, programs and transfers are for the session that opened it."""
-        record = self._books.jobs.get(JobId(job))
+        """Find the session's own job: only the session that opened it may send steps, programs and transfers."""
+        record = self._records.jobs.get(JobId(job))
         if record is None:
             raise UnknownJob(f"there is no job {job[:40]!r}", "it ended, or was never opened; open a new one")
         if record.session is not session:
@@ -215,7 +226,7 @@ class Requests:
         return record
 
     def _working(self, session: SessionRecord, job: str) -> JobRecord:
-        """The session's own job, if it takes new programs and transfers still."""
+        """Find the session's own job, and raise if it no longer accepts programs and transfers."""
         record = self._own(session, job)
         if record.unloading:
             raise JobClosed(f"job {record.short} is closing", "open a new one")
@@ -226,36 +237,34 @@ class Requests:
     def _open_job(self, session: SessionRecord, m: msg.OpenJob, frames: Sequence[bytes]) -> None:
         check_descriptors()
         job = JobId(m.job)
-        record = self._books.jobs.get(job)
+        record = self._records.jobs.get(job)
         if record is not None and record.session is not session:
             raise NotOwner("another session has a job with this id", "choose a fresh random id")
-        if (session.id, job) in self._books.opening:
+        if (session.id, job) in self._records.opening:
             raise ProtocolError("this job is being opened already", "wait for the answer")
         spec = _spec(m)
-        self._books.opening[session.id, job] = m.ref, spec
-        self._desk.feed(ev.JobRequested(session.id, job, spec))
+        self._records.opening[session.id, job] = m.ref, spec
+        self._context.feed(ev.JobRequested(session.id, job, spec))
 
     def _pause(self, session: SessionRecord, m: msg.PauseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
-        self._desk.recall()  # before the answer: who has it may rely on it, and a lent lane is read meanwhile
-        self._desk.feed(ev.PauseRequested(record.id))
-        self._desk.reply(session, msg.Done(m.ref))
+        self._context.feed(ev.PauseRequested(record.id))
+        self._context.reply(session, msg.Done(m.ref))
 
     def _resume(self, session: SessionRecord, m: msg.ResumeJob, frames: Sequence[bytes]) -> None:
-        self._desk.feed(ev.ResumeRequested(self._governed(session, m.job).id))
-        self._desk.reply(session, msg.Done(m.ref))
+        self._context.feed(ev.ResumeRequested(self._governed(session, m.job).id))
+        self._context.reply(session, msg.Done(m.ref))
 
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
         record.closing = True
         record.finished = m.drain and record.session is session
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
-        who = record.stopped_by or "its client"
-        log.info("job %s: close asked for by %s", record.short, who)
-        self._desk.recall()  # as for a pause
-        self._desk.catch_up(record)  # a step that was answered has ended, and not failed
-        self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
-        self._desk.reply(session, msg.Done(m.ref))
+        closer = record.stopped_by or "its client"
+        log.info("job %s: close asked for by %s", record.short, closer)
+        self._context.catch_up(record)  # a step that the device has answered must not fail now
+        self._context.feed(ev.CloseRequested(record.id, m.drain, f"closed by {closer}"))
+        self._context.reply(session, msg.Done(m.ref))
 
     # ---- programs
 
@@ -266,12 +275,12 @@ class Requests:
             raise ProtocolError(f"LoadProgram with {len(frames)} payload frames", "send exactly one")
         if m.program in job.programs:
             raise ProgramError(f"program {m.program} exists already", "give each program of a job a new number")
-        if len(job.programs) >= self._desk.config.max_programs_per_job:
+        if len(job.programs) >= self._context.config.max_programs_per_job:
             raise AdmissionRefused(
                 f"the job has {len(job.programs)} programs, which is the limit",
                 "close the job and open another, or raise max_programs_per_job",
             )
-        unloaded = list(self._books.unloaded(session.peer.uid))
+        unloaded = list(self._records.unloaded(session.peer.uid))
         if len(unloaded) >= MAX_UNLOADED:
             why = f"{len(unloaded)} of your programs wait to be checked and loaded"
             raise AdmissionRefused(why, "wait for ProgramLoaded, or Refusal")
@@ -285,14 +294,14 @@ class Requests:
         )
         _check_sizes(record.new_buffers, job)
         job.programs[record.id] = record
-        # One at a time: a load that fails must not shift the buffers of the one behind it.
+        # One at a time: if a load fails, the buffers of the next one must not shift.
         job.waiting.append(record)
-        start_load(self._desk, job)
+        start_load(self._context, job)
 
     # ---- steps
 
     def _step(self, session: SessionRecord, m: msg.Step, frames: Sequence[bytes], caught_up: bool = False) -> None:
-        job = self._books.jobs.get(JobId(m.job))
+        job = self._records.jobs.get(JobId(m.job))
         if job is None or job.session is not session:
             job = self._own(session, m.job)
         program = job.programs.get(ProgramId(m.program))
@@ -301,8 +310,8 @@ class Requests:
         if m.slot >= program.slots:
             raise ProtocolError(f"slot {m.slot} of {program.slots}", "use the slots ProgramLoaded gave")
         if not caught_up and (m.slot in program.busy or len(job.steps) >= job.spec.max_inflight):
-            # The device may have answered a step that we have not heard of: its client is quicker than we are.
-            self._desk.catch_up(job)
+            # The device may have answered a step, and its client sent the next one, before the loop read the event.
+            self._context.catch_up(job)
             return self._step(session, m, frames, caught_up=True)
         if m.slot in program.busy:
             raise ProtocolError(f"slot {m.slot} holds an unanswered step", "wait for its answer")
@@ -319,7 +328,7 @@ class Requests:
         job.steps[step] = StepRecord(program, m.slot, tuple(m.scalars))
         program.busy[m.slot] = step
         program.steps += 1
-        return self._desk.feed(ev.StepSubmitted(job.id, step, program.id, self._desk.waited))
+        return self._context.feed(ev.StepSubmitted(job.id, step, program.id, self._context.waited))
 
     def _step_awaited(self, session: SessionRecord, m: msg.StepAwaited, frames: Sequence[bytes]) -> None:
         job = self._own(session, m.job)
@@ -329,12 +338,12 @@ class Requests:
         before = [
             other.id
             for each in m.before
-            if (other := self._books.jobs.get(JobId(each))) is not None
+            if (other := self._records.jobs.get(JobId(each))) is not None
             and other.spec.priority is Priority.HIGH
             and (other.session.peer.uid, other.session.peer.pid) == (peer.uid, peer.pid)
         ]
         if before:
-            self._desk.feed(ev.ClientWaits(job.id, StepId(m.step), tuple(before), m.over))
+            self._context.feed(ev.ClientWaits(job.id, StepId(m.step), tuple(before), m.over))
 
     def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:
         outline = program.outline
@@ -350,13 +359,13 @@ class Requests:
             program.segment.write(base + offset, frame)
 
     def _refuse_step(self, session: SessionRecord, m: msg.Step, error: GpumuxError) -> None:
-        """A step that was never submitted is answered too, unless its number belongs to one that was."""
-        self._desk.metrics.rejected(error.code)
-        job = self._books.jobs.get(JobId(m.job))
+        """Refuse a step that was not submitted. It gets an answer unless its number belongs to a submitted step."""
+        self._context.metrics.rejected(error.code)
+        job = self._records.jobs.get(JobId(m.job))
         if job is not None and job.session is session and StepId(m.step) in job.steps:
             self._unexpected(session, error.message)
             return
-        self._desk.reply(session, msg.StepFailed(m.job, m.step, error.code, error.message, error.remedy))
+        self._context.reply(session, msg.StepFailed(m.job, m.step, error.code, error.message, error.remedy))
 
     # ---- transfers
 
@@ -370,16 +379,16 @@ class Requests:
         if len(set(m.buffers)) != len(m.buffers) or not all(b < len(job.buffers) for b in m.buffers):
             raise ProtocolError(f"the job has {len(job.buffers)} buffers", "name each of them at most once")
         nbytes = max(aligned_total([job.buffers[b] for b in m.buffers]), ALIGN)
-        if session.inline and nbytes > self._desk.config.max_message_bytes:
+        if session.inline and nbytes > self._context.config.max_message_bytes:
             raise AdmissionRefused(
-                f"{nbytes} bytes of state don't fit one message ({self._desk.config.max_message_bytes})",
+                f"{nbytes} bytes of state don't fit one message ({self._context.config.max_message_bytes})",
                 "transfer fewer buffers at a time",
             )
         transfer = TransferId(m.transfer)
         record = TransferRecord(m.ref, tuple(m.buffers), m.push, nbytes)
         job.transfers[transfer] = record
         try:
-            self._desk.segments.create(
+            self._context.segments.create(
                 session.peer.uid,
                 nbytes,
                 f"transfer-{job.short}",
@@ -389,29 +398,29 @@ class Requests:
             del job.transfers[transfer]
             raise
         job.last_transfer = m.transfer
-        if not m.push:  # its place among the job's steps is here, whenever the segment is ready
+        if not m.push:  # it is ordered with the job's steps now, though its segment may not be ready
             self._ask(job, transfer, record)
 
     def _staged(
         self, job: JobRecord, transfer: TransferId, record: TransferRecord, made: SharedSegment | GpumuxError
     ) -> None:
-        """The staging segment is there, or can't be had."""
+        """Continue a transfer when its staging segment is made, or refuse it if that failed."""
         if isinstance(made, GpumuxError):
             record.refused = True
-            self._desk.refuse(job.session, record.ref, made)
+            self._context.refuse(job.session, record.ref, made)
             if not record.asked:
                 job.transfers.pop(transfer, None)
             elif record.due:
-                self._desk.feed(ev.TransferEnded(job.id, transfer, as_fault(made)))
+                self._context.feed(ev.TransferEnded(job.id, transfer, as_fault(made)))
             return
         if job.over or record.refused:
             made.close()
             return
         record.segment = made
-        number = 0 if job.session.inline else self._desk.hand_over(job.session, made)
-        self._desk.reply(job.session, msg.TransferSegment(record.ref, job.id, transfer, number, record.nbytes))
+        number = 0 if job.session.inline else self._context.hand_over(job.session, made)
+        self._context.reply(job.session, msg.TransferSegment(record.ref, job.id, transfer, number, record.nbytes))
         if record.due:
-            move(self._desk, job, transfer, record)
+            move(self._context, job, transfer, record)
 
     def _fill_transfer(self, session: SessionRecord, m: msg.FillTransfer, frames: Sequence[bytes]) -> None:
         job = self._own(session, m.job)
@@ -428,26 +437,26 @@ class Requests:
 
     def _ask(self, job: JobRecord, transfer: TransferId, record: TransferRecord) -> None:
         record.asked = True
-        self._desk.feed(ev.TransferRequested(job.id, transfer, record.push))
+        self._context.feed(ev.TransferRequested(job.id, transfer, record.push))
 
 
-def move(desk: Desk, job: JobRecord, transfer: TransferId, record: TransferRecord) -> None:
-    """Hand a transfer that is due to the device, once its segment exists."""
+def move(context: DaemonContext, job: JobRecord, transfer: TransferId, record: TransferRecord) -> None:
+    """Pass a due transfer to the device, if its segment exists."""
     if record.segment is not None and not job.unloading:
-        desk.device.transfer(
+        context.device.transfer(
             job.id, transfer, record.buffers, Segment(record.segment.fd, record.segment.nbytes), record.push
         )
 
 
-def start_load(desk: Desk, job: JobRecord) -> None:
-    """Let the job's next waiting program be checked, unless one is on its way."""
+def start_load(context: DaemonContext, job: JobRecord) -> None:
+    """Have the job's next waiting program checked, unless one is loading."""
     if job.loading is None and job.waiting and not job.unloading:
         record = job.loading = job.waiting.popleft()
-        desk.checks.submit(job, record)
+        context.checks.submit(job, record)
 
 
 def _spec(m: msg.OpenJob) -> JobSpec:
-    """The core checks ranges; this makes the types it counts on."""
+    """Make a JobSpec of a message, with the types that the scheduler expects; the scheduler checks ranges."""
     if m.priority not in (Priority.LOW, Priority.HIGH):
         raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
     return JobSpec(

@@ -1,8 +1,8 @@
 """The daemon's shared memory: data segments of programs and staging segments of transfers.
 
-Every segment is counted against `max_shared_bytes` before it is made and until it is closed. Making a
-large one touches every page of it, about 0.3 s a gigabyte, so that happens on a thread of its own
-(daemon/segments.py) while the loop goes on launching other jobs' pieces.
+Every segment is counted against `max_shared_bytes` before it is made and until it is closed. Making a large one touches
+every page of it, which takes long, so a thread of its own makes it (`Offload`) while the loop launches other jobs'
+pieces.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 from gpumux.errors import AdmissionRefused, GpumuxError
 from gpumux.wire.shared_memory import Segment
 
-# ---- Work that would hold the loop up, on one thread of its own; what follows runs on the loop again.
+# ---- Long work on a thread of its own, with callbacks on the loop's thread.
 
 
 _Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class Offload:
-    """`wake` must make the loop call `collect` soon and be callable from any thread."""
+    """A thread for work that would delay the loop. `wake` is callable from any thread, and makes the loop call
+    `collect` soon."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -34,11 +35,11 @@ class Offload:
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run `work` on the thread, then `then(result)` on the loop's. In the order submitted."""
+        """Run `work` on the thread, then `then(result)` on the loop's thread, in the order submitted."""
         self._jobs.put((work, then))
 
     def collect(self) -> None:
-        """Run what follows finished work. An exception in `work` is a bug and ends the loop here."""
+        """Call `then` for finished work. Raises an exception of `work`: it is a bug, and ends the loop."""
         while self._done:
             then, result, error = self._done.popleft()
             if error is not None:
@@ -46,8 +47,7 @@ class Offload:
             then(result)
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Results nobody collected yet are collected,
-        so that whoever owns them gets to release them."""
+        """Finish the submitted work and end the thread. Collects its results, so that they are released."""
         self._jobs.put(None)
         self._thread.join()
         self.collect()
@@ -63,14 +63,14 @@ class Offload:
             self._wake()
 
 
-# ----
+# ---- Segments.
 
 
-AT_ONCE_BYTES = 1 << 18  # made in well under a tenth of a millisecond; a thread would cost more
+AT_ONCE_BYTES = 1 << 18  # segments up to this size are made on the loop: a thread would cost more
 
 
 class SharedSegment:
-    """A segment the daemon owns, under the number clients know it by."""
+    """A segment that the daemon owns, with the number by which clients know it."""
 
     __slots__ = ("_release", "_segment", "number")
 
@@ -88,17 +88,17 @@ class SharedSegment:
         return self._segment.nbytes
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put a client's bytes in (inline sessions only: others write for themselves)."""
+        """Write a client's bytes (inline sessions only: other clients write to the segment themselves)."""
         with self._segment.view() as view:
             view[offset : offset + len(data)] = data
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Take bytes out, for a client that can't."""
+        """Read bytes for an inline client."""
         with self._segment.view() as view:
             return bytes(view[offset : offset + nbytes])
 
     def close(self) -> None:
-        """Give the memory back, as far as the daemon is concerned. Idempotent."""
+        """Close the daemon's descriptor and release its charge. Idempotent."""
         if self._segment.fd >= 0:
             nbytes = self._segment.nbytes
             self._segment.close()
@@ -106,7 +106,7 @@ class SharedSegment:
 
 
 class Segments:
-    """Makes segments within a limit in bytes for all, and one for each user."""
+    """Makes segments within a limit in bytes for all users, and a limit for each user."""
 
     def __init__(self, limit_bytes: int, offload: Offload, user_limit_bytes: int | None = None) -> None:
         self.limit = limit_bytes
@@ -117,8 +117,8 @@ class Segments:
         self.used_by: dict[int, int] = {}  # bytes, by uid
 
     def create(self, uid: int, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
-        """Make a segment of `nbytes` for a user and call `then` with it, or with why there is none; at once
-        when it is small, else on a later pass of the loop. Raises AdmissionRefused over a limit."""
+        """Make a segment of `nbytes` for a user, and call `then` with it, or with the error: at once for a small one,
+        else in a later turn of the loop. Raises AdmissionRefused over a limit."""
         mine = self.used_by.get(uid, 0)
         if self.user_limit is not None and mine + nbytes > self.user_limit:
             raise AdmissionRefused(

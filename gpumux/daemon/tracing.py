@@ -1,8 +1,7 @@
-"""One recording: what the core is told and answers, as records for a client (wire/messages.py).
+"""Recordings: the scheduler's events and commands as records for a client (wire/messages.py).
 
-It looks on and decides nothing. `saw` is called after each event the core handled, with the time the core was told,
-so that steps which ran on a lent lane (daemon/loans.py), and are told later, come at their own times. What is kept is
-what is under way: outstanding pieces, holds and bans that have not ended.
+It decides nothing. `saw` is called after each event that the scheduler handled, with the time the scheduler was given.
+Only what is under way is kept: outstanding pieces, holds and bans that have not ended.
 """
 
 from __future__ import annotations
@@ -10,44 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
-from gpumux.daemon.context import Desk, log
-from gpumux.daemon.records import Books, JobRecord, SessionRecord
+from gpumux.daemon.context import DaemonContext, log
+from gpumux.daemon.records import JobRecord, Records, SessionRecord
 from gpumux.errors import AdmissionRefused, ProtocolError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
-from gpumux.scheduler.report import Banned, Held, Out
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.report import BannedRange, HeldJob, LaunchInfo
+from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import JobId, LaunchId, ProgramId, SessionId, StepId
 from gpumux.wire import messages
 from gpumux.wire import messages as msg
 
-UNKNOWN_STREAM = -1  # of a piece that was launched before anybody looked
+UNKNOWN_STREAM = -1  # stream of a piece that was launched before the recording began
 
 
 class Recording:
-    """From `begin` (seconds, the core's clock) on. `own(job)`: whether the asker may know what the job runs."""
+    """One recording from `begin` on (seconds, the scheduler's clock). `own(job)`: whether the client that asked may
+    know the job's operators."""
 
-    def __init__(self, core: Core, books: Books, begin: float, own: Callable[[JobRecord], bool]) -> None:
+    def __init__(self, scheduler: Scheduler, records: Records, begin: float, own: Callable[[JobRecord], bool]) -> None:
         self.begin = begin
-        self.records: list[messages.Record] = []  # the caller takes them away
-        self._core = core
-        self._books = books
+        self.records: list[messages.Record] = []  # the caller removes them
+        self._scheduler = scheduler
+        self._records = records
         self._own = own
-        self._shorts: dict[JobId, tuple[str, bool]] = {}  # and whether it is the asker's own
+        self._shorts: dict[JobId, tuple[str, bool]] = {}  # short id, and `own(job)`
         self._programs: set[tuple[JobId, ProgramId]] = set()
-        self._out: dict[LaunchId, tuple[Out, int, float]] = {}  # with stream and time of launch
-        self._ended: dict[JobId, float] = {}  # of each job's newest piece
-        self._held: dict[JobId, tuple[Held, float]] = {}  # and since when for this reason
-        self._bans: dict[Banned, None] = {}
-        for piece in core.all_out():
+        self._out: dict[LaunchId, tuple[LaunchInfo, int, float]] = {}  # with stream and time of launch
+        self._ended: dict[JobId, float] = {}  # end of each job's newest piece
+        self._held: dict[JobId, tuple[HeldJob, float]] = {}  # held jobs, each with the time since when for this reason
+        self._bans: dict[BannedRange, None] = {}
+        for piece in scheduler.all_out():
             self._out[piece.launch] = piece, UNKNOWN_STREAM, begin
         self._look(begin)
 
     # ---- looking on
 
     def saw(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
-        """The core handled an event; `commands` have not been carried out yet."""
+        """Record an event that the scheduler has handled. `commands` have not been carried out yet."""
         kind = type(event)
         if kind is ev.PieceDone:
             self._done(event)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ class Recording:
             self._happened(event.job, now, "resumed")
         for command in commands:
             if type(command) is cmd.LaunchPiece:
-                piece = self._core.out(command.launch)
+                piece = self._scheduler.out(command.launch)
                 if piece is not None:
                     self._out[command.launch] = piece, command.stream, now
             elif type(command) is cmd.FinishStep:
@@ -75,7 +75,7 @@ class Recording:
         self._look(now)
 
     def end(self, now: float) -> None:
-        """The recording is over: what is under way ends here."""
+        """End the recording. Spans that are open end at the same time."""
         for launch in list(self._out):
             self._over(launch, now, "running")
         for held, since in self._held.values():
@@ -85,13 +85,13 @@ class Recording:
         self._held.clear()
         self._bans.clear()
 
-    # ---- who
+    # ---- jobs
 
     def _job(self, job_id: JobId) -> tuple[str, bool]:
-        """The job's short id, "" of one that is unknown, and whether it is the asker's own."""
+        """The job's short id ("" if it is unknown), and `own(job)`."""
         known = self._shorts.get(job_id)
         if known is None:
-            job = self._books.jobs.get(job_id)
+            job = self._records.jobs.get(job_id)
             if job is None:
                 return "", False
             known = self._shorts[job_id] = job.short, self._own(job)
@@ -101,7 +101,7 @@ class Recording:
         return known
 
     def _at(self, when: float) -> float:
-        """On the recording's own clock; what was before it began is its beginning."""
+        """A time on the recording's own clock; times before its beginning become 0."""
         return max(0.0, when - self.begin)
 
     # ---- pieces and steps
@@ -116,8 +116,8 @@ class Recording:
             self._piece(piece, stream, launched, event.started, event.ended, "done")
 
     def _over(self, launch: LaunchId, now: float, how: str) -> None:
-        """A piece of which nobody says when it ran. In a stream one begins when the one before it has ended, and what
-        is behind it has not begun."""
+        """Record a piece whose start and end are not known. A piece begins when the one before it in its stream has
+        ended, and the pieces behind it have not begun."""
         found = self._out.pop(launch, None)
         if found is None:
             return
@@ -127,12 +127,12 @@ class Recording:
             self._ended[piece.job] = now
             self._piece(piece, stream, launched, started, now, how)
 
-    def _piece(self, piece: Out, stream: int, launched: float, started: float, ended: float, how: str) -> None:
+    def _piece(self, piece: LaunchInfo, stream: int, launched: float, started: float, ended: float, how: str) -> None:
         short, own = self._job(piece.job)
         first, end = (piece.first, piece.end) if own else (0, 0)
         if own and (piece.job, piece.program) not in self._programs:
             self._programs.add((piece.job, piece.program))
-            names = list(self._core.operators(piece.job, piece.program))
+            names = list(self._scheduler.operators(piece.job, piece.program))
             self.records.append(messages.ProgramSeen(short, piece.program, names))
         self.records.append(
             messages.PieceRan(
@@ -160,18 +160,18 @@ class Recording:
     # ---- holds and bans
 
     def _look(self, now: float) -> None:
-        """What the guard holds back and bans, after the event at `now`."""
-        held = self._core.held()
+        """Record the guard's holds and bans after the event at `now`."""
+        held = self._scheduler.held()
         if held or self._held:
             self._hold({entry.job: entry for entry in held}, now)
-        bans = self._core.banned()
+        bans = self._scheduler.banned()
         if len(bans) != len(self._bans) or not all(ban in self._bans for ban in bans):
             for ban in [ban for ban in self._bans if ban not in bans]:
                 self._was_banned(ban, now)
             self._bans = dict.fromkeys(bans)
 
-    def _hold(self, held: dict[JobId, Held], now: float) -> None:
-        """A span for each reason: who is held on for another begins a new one."""
+    def _hold(self, held: dict[JobId, HeldJob], now: float) -> None:
+        """Record a span for each reason: a new reason for the same job begins a new span."""
         for job, (was, since) in list(self._held.items()):
             if held.get(job) != was:
                 self._was_held(was, since, now)
@@ -181,13 +181,13 @@ class Recording:
         for job, entry in held.items():
             self._held.setdefault(job, (entry, entry.since))
 
-    def _was_held(self, held: Held, since: float, now: float) -> None:
+    def _was_held(self, held: HeldJob, since: float, now: float) -> None:
         if now > since and now > self.begin:
             job, high = self._job(held.job)[0], self._job(held.high)[0]
             if job:
                 self.records.append(messages.WasHeld(job, high, held.reason, self._at(since), self._at(now)))
 
-    def _was_banned(self, ban: Banned, now: float) -> None:
+    def _was_banned(self, ban: BannedRange, now: float) -> None:
         (high, own), (low, _) = self._job(ban.high), self._job(ban.low)
         first, end = (ban.first, ban.end) if own else (0, 0)
         if high and low and now > self.begin:
@@ -196,70 +196,71 @@ class Recording:
 
 
 def cost(records: Iterable[messages.Record]) -> int:
-    """What records count against a recording's bound: a list of operators by its length."""
+    """Size of records for a recording's bound; a list of operators counts by its length."""
     return sum(1 + (len(record.operators) // 8 if type(record) is messages.ProgramSeen else 0) for record in records)
 
 
-# ---- Recording what runs, for one client at a time (RecordTrace): who asks, until when, how much, and sending it.
+# ---- A recording for one client at a time (RecordTrace): its session, end, bounds, and sending it.
 #
-# While nobody records, the loop calls the core itself; a recording puts a call in between that looks at what went in
-# and came out. Records leave in small parts as they are made, so the daemon keeps a few hundred at most, and a
-# recording that has reached MAX_RECORDS is over, with a reason that says so. A client that leaves ends its own.
+# Without a recording, the loop calls the scheduler itself. A recording wraps that call, and reads the event and the
+# commands. Records are sent in small parts as they are made, so the daemon holds a few hundred at most. A recording
+# ends when it reaches MAX_RECORDS, with a reason that says so, or when its client leaves.
 
 
 MAX_SECONDS = 600.0
-MAX_RECORDS = 200_000  # of one recording; about 16 MiB on the wire
+MAX_RECORDS = 200_000  # in one recording; about 16 MiB on the wire
 PART = 400  # records; packing them takes a few hundred microseconds
 
 Handle = Callable[[ev.Event, float], list[Command]]
 
 
 class Tracing:
-    """`observe` gives the loop another way to hand events to the core; `due` is when to call `finish`."""
+    """Runs at most one recording. `observe` sets the function by which the loop passes events to the scheduler; `due`
+    is when to call `finish`."""
 
-    def __init__(self, desk: Desk, clock: Callable[[], float], observe: Callable[[Handle], None]) -> None:
+    def __init__(self, context: DaemonContext, clock: Callable[[], float], observe: Callable[[Handle], None]) -> None:
         self.due = inf
-        self._desk = desk
+        self._context = context
         self._clock = clock
         self._observe = observe
         self._recording: Recording | None = None
         self._session: SessionRecord | None = None
         self._ref = 0
         self._asked_s = 0.0
-        self._left = 0  # records that may still come
+        self._left = 0  # records until the bound
 
     def ask(self, session: SessionRecord, ref: int, seconds: float, may_know: Callable[[JobRecord], bool]) -> None:
-        """Begin a recording; with 0 seconds, end the session's own. An operator takes over from somebody who is none.
-        Raises ProtocolError or AdmissionRefused."""
+        """Begin a recording; with 0 seconds, end the session's own. An operator replaces the recording of a session
+        that is not an operator's. Raises ProtocolError or AdmissionRefused."""
         if seconds == 0.0:
             if self._session is session:
                 self.finish("it was ended early")
             return
         if not 0.0 < seconds <= MAX_SECONDS:
             raise ProtocolError(f"a recording of {seconds:g} s", f"record up to {MAX_SECONDS:g} s")
-        operates = self._desk.sight.operates
+        operates = self._context.permissions.operates
         if self._session is not None and operates(session) and not operates(self._session):
             self.finish("an operator records now")
         if self._recording is not None:
             raise AdmissionRefused("somebody is recording already", "wait for the end of that recording and ask again")
         begin = self._clock()
-        self._recording = Recording(self._desk.core, self._desk.books, begin, may_know)
+        self._recording = Recording(self._context.scheduler, self._context.records, begin, may_know)
         self._session, self._ref, self._asked_s, self._left = session, ref, seconds, MAX_RECORDS
         self.due = begin + seconds
         self._observe(self._handle)
         log.info("session %s: records what runs for %g s", session.id, seconds)
 
     def _handle(self, event: ev.Event, now: float) -> list[Command]:
-        commands = self._desk.core.handle(event, now)
+        commands = self._context.scheduler.handle(event, now)
         recording = self._recording
-        if recording is not None:  # it may have ended in the same breath
+        if recording is not None:  # this event may have ended it
             recording.saw(event, commands, now)
             if len(recording.records) >= PART:
                 self._send(now)
         return commands
 
     def _send(self, now: float) -> None:
-        """A part, and the end if it reaches the bound."""
+        """Send a part, and end the recording if it reaches the bound."""
         recording, session = self._recording, self._session
         assert recording is not None
         assert session is not None
@@ -269,10 +270,10 @@ class Tracing:
             return
         made, recording.records = recording.records, []
         part = msg.TracePart(self._ref, False, max(0.0, now - recording.begin), "", 1)
-        self._desk.reply(session, part, [messages.pack(made)])
+        self._context.reply(session, part, [messages.pack(made)])
 
     def finish(self, reason: str = "") -> None:
-        """The recording is over: because its time is, or for `reason`."""
+        """End the recording, because its time is over or for `reason`."""
         recording, session, ref = self._recording, self._session, self._ref
         if recording is None or session is None:
             return
@@ -283,14 +284,14 @@ class Tracing:
         said = f"{seconds:.3f} of {self._asked_s:g} s: {reason}" if reason else ""
         log.info("session %s: recorded %s", session.id, said or f"{seconds:.3f} s")
         part = msg.TracePart(ref, True, seconds, said, 1)
-        self._desk.reply(session, part, [messages.pack(recording.records)])
+        self._context.reply(session, part, [messages.pack(recording.records)])
 
     def left(self, session: SessionId) -> None:
-        """The session is over, and its recording with it."""
+        """End the recording of a session that has ended."""
         if self._session is not None and self._session.id == session:
             self._stop()
 
     def _stop(self) -> None:
         self._recording = self._session = None
         self.due = inf
-        self._observe(self._desk.core.handle)
+        self._observe(self._context.scheduler.handle)

@@ -1,5 +1,5 @@
-"""Devices that run Programs. `base.py` is the contract that all of them keep; `registry.py` finds one by its name.
+"""Devices that run Programs: `cpu/`, `cuda/` and `sim/`.
 
-`cpu/`, `cuda/` and `sim/` are the devices, `run/` and `workers/` what they share. May import `program` and what is
-below.
+Start with `base.py`, the contract that all of them keep; `registry.py` makes one by its name. `run/` and `workers/` are
+what devices share; `inductor.py` and `codecache.py` compile units of Programs. May import `program` and what is below.
 """

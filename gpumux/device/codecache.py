@@ -1,7 +1,7 @@
-"""Where inductor keeps what it compiles: a folder of the daemon's own.
+"""The folder where inductor keeps compiled code: one of the daemon's own. No torch.
 
-The one it would choose has a name in /tmp that another user could have taken first, and what lies there is loaded as
-code. An operator who names one (TORCHINDUCTOR_CACHE_DIR) keeps what is compiled from one daemon to the next. No torch.
+Inductor's default folder has a fixed name in /tmp that another user could have taken first, and inductor loads what
+lies there as code. An operator who sets TORCHINDUCTOR_CACHE_DIR keeps compiled code from one daemon to the next.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PREFIX = "gpumux-compiled-"
-LOCK = "in-use"  # locked as long as a process that loads from the folder lives, however that ends
+LOCK = "in-use"  # a file that is locked until the process that loads from the folder ends, in whatever way
 
 
 class CodeCache:
-    """`folder`: made here and removed on close, unless the environment names one. What processes that were killed left
-    behind is removed first."""
+    """`folder`: made by the constructor and removed by `close`, unless the environment names one. Folders that killed
+    processes left are removed first."""
 
     def __init__(self) -> None:
         named = os.environ.get(VARIABLE)
@@ -29,13 +29,14 @@ class CodeCache:
             self.folder = named
             return
         clear_abandoned(Path(tempfile.gettempdir()))
-        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))  # 0700; a name that nobody clears while it has no lock
+        # 0700. `clear_abandoned` skips this name, which has no lock yet.
+        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = str(made.rename(made.with_name(made.name[1:])))
 
     def close(self) -> None:
-        """Nothing is loaded from it any more. Idempotent."""
+        """Remove the folder. No code is loaded from it any more. Idempotent."""
         if self._lock is None:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -46,7 +47,7 @@ class CodeCache:
 
 
 def clear_abandoned(folder: Path) -> None:
-    """Removes what killed processes of this user left in `folder`: theirs alone have a lock that nobody holds."""
+    """Remove the folders that killed processes of this user left in `folder`: their locks are free."""
     for left in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, in use, or just being removed by its owner
             if left.is_symlink() or left.stat().st_uid != os.getuid():

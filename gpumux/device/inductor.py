@@ -1,9 +1,13 @@
-"""A unit of a Program compiled by torch's inductor: one function of tensors, for the CPU and CUDA devices.
+"""A unit of a Program compiled by torch's inductor into one function of tensors, for the CPU and CUDA devices.
 
-What is compiled is the checked Program: its operators, called on fake tensors in the layouts it declares, become one
-aten graph, and that goes to inductor. Nothing of a client's Python is involved. Each storage a unit touches is one
-argument, the view that its other views lie within; temporaries that later work needs come back as it was declared they
-lie. Numbers that change from step to step are arguments in memory (device/cuda/operators.py).
+The checked Program is compiled: its operators, called on fake tensors in the layouts it declares, become one aten
+graph, which goes to inductor. None of a client's Python is involved. Each storage that a unit touches is one argument,
+a view that its other views lie within. Temporaries that later operators need are returned in their declared layout.
+Numbers that change from step to step are arguments in memory (device/cuda/operators.py).
+
+A unit is a range of operators (`program/cut.py`), and pieces are whole units. Nothing is chosen by timing, so a job
+computes the same bits however it is cut and however often it is recovered. Operators that draw random numbers, and
+those whose views fit no argument, run as they are.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ AS_IT_IS = "submit it without compile=True"
 
 @dataclass(slots=True)
 class Compiled:
-    """`call(*bases, *numbers, *live_in)`: `bases` are views of what outlives the step (not all of them the Program's
-    own), `live_in` storages of temporaries, `numbers` the step's as three vectors (none where the unit takes none). It
-    returns the temporaries `live_out`."""
+    """A compiled unit: `call(*bases, *numbers, *live_in)` returns the temporaries `live_out`. `bases`: views of
+    storages that outlive the step (not all of them views of the Program). `numbers`: whether it takes the step's
+    numbers, as three vectors. `live_in`: storages of temporaries."""
 
     call: Callable[..., Any]
     bases: tuple[View, ...]
@@ -44,12 +48,11 @@ class Compiled:
     live_in: tuple[int, ...]
     live_out: tuple[int, ...]
     seen: bool = False
-    copied: tuple[bool, ...] = ()  # which of them have to be laid out as declared, known from the first run
+    copied: tuple[bool, ...] = ()  # by `live_out`: whether it is copied to its declared layout; set by the first run
 
 
 def find_compiler(device: str) -> None:
-    """Raises ProgramError where units can't be compiled for want of what inductor uses: a C++ compiler for the CPU,
-    Triton for a GPU."""
+    """Raise ProgramError if what inductor needs is missing: a C++ compiler for the CPU, Triton for a GPU."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise ProgramError(
             "the daemon can't compile for the GPU: there is no Triton",
@@ -64,8 +67,8 @@ def find_compiler(device: str) -> None:
 
 
 def uncompilable(program: Program, live: Liveness) -> frozenset[int]:
-    """Operators that are left as they are: those whose views fit no argument, and those that take a number that
-    changes from step to step and have no form that reads it from memory."""
+    """Operators that are not compiled: those whose views fit no argument, and those that take a number that changes
+    from step to step and have no form that reads it from memory."""
     found = {i for i, op in enumerate(program.ops) if takes_numbers(op) and op.target not in FORMS}
     for index, op in enumerate(program.ops):
         by_storage: dict[int, list[int]] = {}
@@ -79,7 +82,7 @@ def uncompilable(program: Program, live: Liveness) -> frozenset[int]:
 def compile_unit(
     program: Program, live: Liveness, unit: Unit, device: torch.device, supports: Callable[[str], bool]
 ) -> Compiled | None:
-    """None where operators of the unit see one storage in ways that no argument covers. Raises ProgramError."""
+    """Compile a unit. Returns None if its views of one storage fit no argument. Raises ProgramError."""
     ops = program.ops[unit.start : unit.stop]
     views: dict[int, list[int]] = {}
     written: set[int] = set()
@@ -106,7 +109,7 @@ def compile_unit(
     live_out = [s for s, born in live.born.items() if unit.start <= born < unit.stop and live.last[s] >= unit.stop]
     numbers = any(map(takes_numbers, ops))
     body = _body(program, unit, bases, persistent, live_in, live_out, numbers, device, supports)
-    with torch.inference_mode(False), FakeTensorMode():  # they take no memory, which nobody has been charged with
+    with torch.inference_mode(False), FakeTensorMode():  # they take no memory: no job was charged for it
         examples = [_empty(view, device) for view in persistent]
         if numbers:
             count = len(program.scalars)
@@ -117,7 +120,7 @@ def compile_unit(
     where = f"operators {unit.start} to {unit.stop - 1}"
     try:
         call = _compile(body, examples)
-    except Exception as error:  # the compiler's own, of whatever kind
+    except Exception as error:  # the compiler raises errors of any type
         raise ProgramError(f"{where} can't be compiled: {first_lines(error)}", AS_IT_IS) from error
     return Compiled(call, tuple(persistent), numbers, tuple(live_in), tuple(live_out))
 
@@ -125,8 +128,8 @@ def compile_unit(
 def run(
     unit: Compiled, program: Program, live: Liveness, arguments: Sequence[Tensor], call: Callable[..., Any]
 ) -> list[Tensor]:
-    """The unit's live_out. `call(function, arguments)` calls it, as the device wants functions called that launch
-    kernels of their own."""
+    """Run a compiled unit; returns its live_out. `call(function, arguments)`: how the device calls functions that
+    launch kernels of their own."""
     made = list(call(unit.call, arguments))
     if not unit.seen:
         memory = {a.untyped_storage().data_ptr() for a in arguments if a.numel()}
@@ -153,8 +156,8 @@ def _as_declared(made: Tensor, view: View, program: Program, storage: int) -> bo
 
 
 def _base(program: Program, live: Liveness, storage: int, seen: Sequence[int], written: Collection[int]) -> View | None:
-    """A view within whose memory all of `seen` lie, in their type: for temporaries the one they are born with, else one
-    of them, which is written if there is a choice, else all of the storage. None: there is none."""
+    """A view, in the type of the views `seen`, that they all lie within: for a temporary the view it is made with; else
+    one of `seen`, preferably one that is written; else the whole storage. None if there is none."""
     inner = [program.views[v] for v in seen]
     first = min(view.offset for view in inner)
     end = max(view.offset + _extent(view) for view in inner)
@@ -175,7 +178,7 @@ def _base(program: Program, live: Liveness, storage: int, seen: Sequence[int], w
 
 
 def _extent(view: View) -> int:
-    """Elements from the first to behind the last."""
+    """The number of elements from a view's first to its last."""
     return 1 + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True)) if prod(view.size) else 0
 
 
@@ -201,13 +204,13 @@ def _body(
             base, lies = held[view.storage], bases[view.storage]
             if view == lies:
                 return base
-            # Offsets from the argument's first element: what is compiled knows arguments by their addresses.
+            # Offsets from the argument's first element: compiled code takes arguments by their addresses.
             return torch.as_strided(base, view.size, view.stride, view.offset - lies.offset)
 
         for index, op in ops:
             args = [operators.evaluate(arg, tensor, table, device) for arg in op.args]
             keywords = {name: operators.evaluate(arg, tensor, table, device) for name, arg in op.kwargs}
-            if operators.placed(op):
+            if operators.takes_device(op):
                 keywords["device"] = device
             memory = {_storage(leaf) for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)}
             for index_out, made in outputs(op, calls[index](*args, **keywords)):
@@ -224,14 +227,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _conforming(made: Tensor, view: View, memory: set[int]) -> Tensor:
-    """While tracing: a new tensor in the layout that later views count on, and in memory of its own."""
+    """While tracing: a new tensor in its declared layout, which later views use, and in memory of its own."""
     if made.stride() == view.stride and _storage(made) not in memory:
         return made
     return torch.empty_strided(view.size, view.stride, dtype=made.dtype, device=made.device).copy_(made)
 
 
 def _compile(body: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compiled in this process, with nothing chosen by timing: the same unit is the same code in every run."""
+    """Compile in this process, with nothing chosen by timing: the same unit becomes the same code in every run."""
     import torch._inductor.config as config
     from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx

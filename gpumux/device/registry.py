@@ -13,16 +13,15 @@ from pathlib import Path
 from gpumux.device.base import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.streams import WANTED
+from gpumux.device.cuda.streams import DEFAULT_SHARES
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 
-# ---- What this machine has of what the CUDA device needs, found without importing torch or loading the driver's
-# library.
+# ---- What the CUDA device needs and this machine has, found without importing torch or loading the driver's library.
 #
-# `--device auto` decides by it, and `gpumux doctor` shows it. The device itself looks again when it is opened, through
-# the driver.
+# `--device auto` decides by it, and `gpumux doctor` shows it. The device checks again when it is opened, through the
+# driver.
 
 
 _ASSIGNED = r"^{name}\s*(?::[^=]*)?=\s*(.+)$"
@@ -30,9 +29,9 @@ _ASSIGNED = r"^{name}\s*(?::[^=]*)?=\s*(.+)$"
 
 @dataclass(frozen=True, slots=True)
 class Nvidia:
-    """`driver`: its version, empty without one. `gpus`: names of device nodes in /dev. `hidden`: the environment leaves
-    this process no GPU. `torch`, `torch_cuda`: torch's version and that of the CUDA it was built for, empty where there
-    is none."""
+    """What a machine has. `driver`: its version, empty if there is none. `gpus`: names of device nodes in /dev.
+    `hidden`: the environment hides every GPU. `torch`, `torch_cuda`: torch's version and that of the CUDA it was built
+    for, each empty if there is none. `bindings`: cuda-bindings is installed."""
 
     driver: str
     gpus: tuple[str, ...]
@@ -56,7 +55,7 @@ class Nvidia:
 
 
 def look(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Nvidia:
-    """`root` stands for "/", so that a test can hand in another machine."""
+    """What this machine has. Tests pass another `root`, in place of "/", and another `environ`."""
     environ = os.environ if environ is None else environ
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     torch, torch_cuda = _torch()
@@ -80,7 +79,7 @@ def _driver(version: Path) -> str:
 
 
 def _torch() -> tuple[str, str]:
-    """From the file that says it: importing torch takes seconds, and a daemon never does."""
+    """torch's version and its CUDA's, from a file: importing torch takes seconds, and the daemon does not import it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "", ""
@@ -107,15 +106,15 @@ def _has_bindings() -> bool:
         return False
 
 
-# ----
+# ---- Devices
 
 
 NAMES = ("auto", "cpu", "cuda", "sim")
 
 
 def choose(name: str, gpu: int = 0, nvidia: Nvidia | None = None) -> tuple[str, str]:
-    """The device that `name` leads to, which is `name` itself unless that is auto, and why, in words. `nvidia`: what
-    the machine has, if that is known already."""
+    """The device for `name`, which is another one only for auto, and the reason in words. `nvidia`: what the machine
+    has, if that is known already."""
     if name == "cuda":
         return name, f"GPU {gpu}, as asked; the CUDA device is new and unproven"
     if name != "auto":
@@ -142,9 +141,9 @@ def make(
 
     gpu: which GPU, for cuda: its number in nvidia-smi, among those this process may use.
     gpu_shares: whether low jobs may be confined to parts of a GPU, for cuda.
-    threads, low_nice: intra-op threads a piece (0 leaves it to the device) and the niceness of low jobs'
-        processes, on the CPU.
-    gpu_model, profiles: what a simulated GPU is, and profiles whose times count more than its cost model's.
+    threads, low_nice: intra-op threads for each piece (0: the device's choice) and the niceness of low jobs' processes,
+        for cpu.
+    gpu_model, profiles: the simulated GPU, and profiles whose times are used instead of its cost model's, for sim.
     allow_ops: operators allowed beside the built-in list.
     """
     name, _ = choose(name, gpu)
@@ -153,5 +152,5 @@ def make(
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
     if name == "cuda":
-        return CudaDevice(gpu, shares=WANTED if gpu_shares else (), allow_ops=allow_ops)
+        return CudaDevice(gpu, shares=DEFAULT_SHARES if gpu_shares else (), allow_ops=allow_ops)
     raise ConfigError(f"unknown device {name!r}", f"use one of {', '.join(NAMES)}")

@@ -1,4 +1,7 @@
-"""Horizontal fusion: many models of one kind train as one (papers: HFTA, MLSys'21)."""
+"""Horizontal fusion: many models of one kind train as one Program (HFTA, MLSys'21).
+
+Start with `array.py` (what users call), then `fuse.py` (how B Programs become one). `job.py` runs an array in a daemon.
+`tune` and users import it; it may import `capture`, `client`, `wire`, `device` and `program`."""
 
 from __future__ import annotations
 

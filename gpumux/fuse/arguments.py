@@ -1,4 +1,4 @@
-"""What a user passes to an array, checked before a model is made."""
+"""Checks an array's arguments before a model is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_factory(factory: Any) -> None:
 
 
 def configurations(configs: Any) -> Sequence[Any]:
-    """`configs` itself. Raises ConfigError unless it is a sequence that holds one for each model."""
+    """`configs` itself. Raises ConfigError unless it is a sequence with one configuration for each model."""
     if isinstance(configs, Mapping):
         raise ConfigError(
             "configs is one mapping, and an array takes one configuration for each model",
@@ -44,8 +44,8 @@ def configurations(configs: Any) -> Sequence[Any]:
 
 
 def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
-    """What to say of a factory that failed because a configuration is not what it reads; None where it is not about
-    that: a plain value was passed, and the factory's own line raises TypeError."""
+    """The error for a factory that failed because `config` is not what it reads: a plain value was passed, and a line
+    of the factory itself raised TypeError. None if it failed otherwise."""
     if not isinstance(error, TypeError) or not isinstance(config, _PLAIN):
         return None
     last = error.__traceback__
@@ -60,8 +60,8 @@ def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
 
 
 def check_own(model: Any, optimizer: Any, before: Sequence[StateTable], config: Any) -> None:
-    """Raises ConfigError where factory(config) returned another model's optimizer, or a model that holds a layer or
-    parameter of another one: each model has its own state and is watched for changes by itself."""
+    """Raise ConfigError if factory(config) returned another model's optimizer, or a model that shares a layer or
+    parameter with one: each model has its own state and is watched for changes by itself."""
     optimizers = {id(o) for table in before for o in table.optimizers}
     if any(id(o) in optimizers for o in several(optimizer, torch.optim.Optimizer, "optimizer")):
         raise ConfigError(
@@ -86,7 +86,7 @@ def _modules(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def seeds_of(seeds: Any, models: int) -> list[int | None]:
-    """One a model, None for each where none are given. Raises ConfigError."""
+    """A seed for each model, None for each if none are given. Raises ConfigError."""
     if seeds is None:
         return [None] * models
     seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds  # numpy's
@@ -102,7 +102,7 @@ def seed_of(what: str, seed: Any) -> int:
 
 
 def check_random_state(state: Any) -> None:
-    """Raises ConfigError unless a random generator of the CPU takes it."""
+    """Raise ConfigError unless a CPU random generator accepts it."""
     try:
         torch.Generator().set_state(state)
     except (TypeError, RuntimeError) as error:
@@ -119,7 +119,7 @@ def model_of(model: Any, models: int) -> int:
 
 
 def operators_of(names: Any) -> tuple[str, ...]:
-    """`names` of operators that Programs may hold. Raises ConfigError for what is none, with those that it may mean."""
+    """`names` of operators that Programs may hold. Raises ConfigError for others, with suggestions."""
     if isinstance(names, str) or not isinstance(names, Collection):
         raise ConfigError(f"per_model_operators is {_shown(names)}", f"give a list, such as [{_example(names)!r}]")
     for name in names:
@@ -133,7 +133,7 @@ def operators_of(names: Any) -> tuple[str, ...]:
 
 
 def check_operators(names: Collection[str], there: Collection[str]) -> None:
-    """Raises ConfigError for a name that none of the operators `there` has: what was asked for would not happen."""
+    """Raise ConfigError for a name that is none of the operators `there`: the option would have no effect."""
     for name in names:
         if name not in there:
             raise ConfigError(
@@ -143,7 +143,7 @@ def check_operators(names: Collection[str], there: Collection[str]) -> None:
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """Close matches of the operator's own name, which all the rest is often left off."""
+    """Operators whose own name is close to the given one; users often leave out namespace or overload."""
     stem = name.removeprefix("torch.ops.").removeprefix("aten.").partition(".")[0]
     stems = {k.split(".")[1] for k in known}
     near = [stem] if stem in stems else difflib.get_close_matches(stem, sorted(stems), 3, 0.7)
@@ -157,7 +157,7 @@ def _example(names: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A plain value itself, of anything else its type."""
+    """A plain value itself; the type of anything else."""
     if isinstance(value, (list, tuple)) or not isinstance(value, _PLAIN):
         return f"a {type(value).__name__}"
     return f"{value!r:.60}"

@@ -1,8 +1,9 @@
-"""Some models of one kind: what an array in this process and one in a daemon have in common."""
+"""Arrays of models that train together: the class `Array`, and its base, shared with arrays that run in a daemon."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,27 +12,27 @@ from typing import Any, Literal
 
 import torch
 
-from gpumux.capture.step import Choice, KeepMore
+from gpumux.capture.step import Choice
 from gpumux.client.arguments import whole
 from gpumux.client.job import example_arguments
 from gpumux.errors import ConfigError, JobClosed
 from gpumux.fuse import arguments
-from gpumux.fuse.member import STREAM, Member, Memory, key_of, keys_of
-from gpumux.fuse.proof import Runner
+from gpumux.fuse.member import STREAM, ArrayMemory, Member, key_of, keys_of
+from gpumux.fuse.proof import ProgramRunner
 from gpumux.fuse.template import Decision, Fused, stream_bytes
 from gpumux.fuse.variants import Options, Variant, Variants
 from gpumux.program.ir import Program
 from gpumux.wire.codec import MAX_INT
 
-# ---- Checkpoints of an array: tensors, numbers and strings in a file of torch.save.
+# ---- Checkpoints of an array: tensors, numbers and strings in a file written by torch.save.
 
 
 _FORM = "gpumux array 1"
 _PARTS = {"model", "optimizer", "random"}
 
 
-def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
-    """Each model's state_dict and random state. The file appears whole or not at all."""
+def save(array: BaseArray, path: str | Path, models: Iterable[int]) -> None:
+    """Write each model's state_dict and random state. The file is replaced atomically."""
     states = [{**array.state_dict(b), "random": array.random_state(b)} for b in models]
     target = Path(path)
     half = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -42,9 +43,9 @@ def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
         half.unlink(missing_ok=True)
 
 
-def restore(array: Models, path: str | Path, model: int | None) -> None:
-    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models or optimizers that
-    differ from those here; nothing is restored then."""
+def restore(array: BaseArray, path: str | Path, model: int | None) -> None:
+    """Load a checkpoint. Raises ConfigError for a file that is no checkpoint, or one of another number of models, or of
+    other models or optimizers; nothing is restored then."""
     states = _read(Path(path))
     targets = range(len(array)) if model is None else [model]
     if len(states) != len(targets):
@@ -78,7 +79,7 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
 
 
 def _shapes(found: Any) -> dict[str, Any]:
-    """Of each tensor of a model's dictionary, or of several models', by name."""
+    """Shape of each tensor in a model's state_dict, or in a list of several, by name."""
     several = enumerate(found) if isinstance(found, list) else [(None, found)]
     return {
         name if number is None else f"{number}.{name}": tuple(value.shape)
@@ -105,13 +106,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return models
 
 
-# ---- What an array does with each operator, as a table to print.
+# ---- How an array runs each operator, as a table to print.
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ArrayPlan:
     """`rows`: one an operator of the step, in order. `whole_s`: seconds of the step as it runs, and with every operator
-    run once a model; None where it was not measured."""
+    run once a model; None if not measured."""
 
     models: int
     rows: tuple[Decision, ...]
@@ -147,22 +148,20 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
-# ----
+# ---- The base of arrays.
 
 
 Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
 _AFTER_CLOSE = "make another array; what save() wrote goes on there with restore()"
-_WARM_PHASES = 4  # how many phases of the optimizers are captured ahead
+_WARM_PHASES = 4  # number of optimizer phases that are captured ahead
 
 
-class Models:
-    """The models, their state in `_memory`, and the Programs of all of them."""
-
-    _variants: Variants
+class BaseArray(ABC):
+    """Base of arrays: the models, their state in `_memory`, and the Programs of all of them."""
 
     def __init__(
-        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
-        name: str, devices: tuple[str, str] = ("cpu", "cpu"),
+        self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None,
+        max_variants: int, name: str, options: Options, devices: tuple[str, str] = ("cpu", "cpu"),
     ) -> None:  # fmt: skip
         arguments.check_factory(factory)
         configs = arguments.configurations(configs)
@@ -175,9 +174,10 @@ class Models:
         self._devices = devices
         self._example = example_arguments(example)
         self._members: list[Member] = []
-        self._memory = Memory(0)
+        self._memory = ArrayMemory(0)
+        self._variants = Variants(options, self._attach, self._names)
         self._last: list[Variant] = []
-        self._code: Any = None  # of the step that was captured last
+        self._code: Any = None  # code object of the step captured last
         try:
             for config, seed in zip(configs, known, strict=True):
                 self._join(config, seed)
@@ -185,34 +185,32 @@ class Models:
             self._release()
             raise
 
-    def _capture(self) -> None:
-        """The Programs of the next step, and of those that the optimizers' next phases need. Raises NotFusible."""
-        while True:
-            try:
-                self._walk()
-                return
-            except KeepMore:  # a later step reads gradients of an earlier one
-                self._variants.clear()
+    @abstractmethod
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Any:
+        """The executor of a fused Program for the models from `first` on."""
 
-    def _walk(self) -> None:
+    def _capture(self) -> None:
+        """Capture the Programs of the next step and of the optimizers' next phases. Raises NotFusible."""
+        while not self._walk():  # a later step reads gradients of an earlier one
+            self._variants.clear()
+
+    def _walk(self) -> bool:
+        """False if more gradients must be kept than before; they are kept from now on."""
         states = [m.state for m in self._members]
         for _ in range(_WARM_PHASES):
-            choices, wanting = [], None
-            for member, state in zip(self._members, states, strict=True):
-                try:
-                    choices.append(member.choose(*self._example, state))
-                except KeepMore as more:  # all are asked, so that all keep the same
-                    wanting = more
-            if wanting is not None:
-                raise wanting
-            self._variant(choices, False)  # one run, whatever the kinds: says what differs
+            found = [m.choose_from(state, *self._example) for m, state in zip(self._members, states, strict=True)]
+            choices = [choice for choice in found if choice is not None]
+            if len(choices) < len(found):  # all models were stepped first, so that all keep the same gradients
+                return False
+            self._variant(choices, False)  # one Program for all: its error names what differs
             after = [c.after(m.state.keep) for c, m in zip(choices, self._members, strict=True)]
             if all(a.structure is s.structure for a, s in zip(after, states, strict=True)):
-                return
+                break
             states = after
+        return True
 
     def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
-        """What runs all models in one."""
+        """The Program that runs all models at once."""
         return self._variants.get(choices, 0, per_model)
 
     def __len__(self) -> int:
@@ -234,10 +232,19 @@ class Models:
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )
         code = getattr(made[0], "__code__", None)
-        twice = code is None or code is not self._code  # what does the same again in one model does so in all
+        twice = code is None or code is not self._code  # one check of a step's code holds for all models
         self._code = code
         name = f"{self.name}[{len(self._members)}]"
-        self._members.append(Member(name, *made, self._max_variants, self._devices, twice, bring=self._bring))
+        self._members.append(
+            Member(
+                name,
+                *made,
+                max_variants=self._max_variants,
+                devices=self._devices,
+                twice=twice,
+                on_read=self._copy_to_local,
+            )
+        )
         self._memory = self._memory.with_one()
         self._memory.line(STREAM, stream_bytes())
         model = len(self._members) - 1
@@ -245,8 +252,8 @@ class Models:
         self._push(model)
 
     def add(self, config: Any, seed: int | None = None) -> int:
-        """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what
-        making the array does; the array is as it was then."""
+        """Add a model, from its first step on, and return its number, the last. The others continue. Raises what
+        making the array raises; the array is unchanged then."""
         self._check_open()
         seed = None if seed is None else arguments.seed_of("seed", seed)
         self._fetch()
@@ -263,7 +270,7 @@ class Models:
         return len(self._members) - 1
 
     def remove(self, model: int) -> dict[str, Any]:
-        """Take a model out -> its state_dict. Those after it move up by one; all go on as they are."""
+        """Remove a model and return its state_dict. The numbers of later models drop by one; all continue."""
         self._check_open()
         index = self._index(model)
         if len(self._members) == 1:
@@ -276,10 +283,10 @@ class Models:
         return state
 
     def _changed(self) -> None:
-        """The models are others than before; all state is in `_memory`."""
+        """Called after models were added or removed; all state is in `_memory`."""
         self._variants.clear()
 
-    def _change(self, before: tuple[Memory, list[Member]]) -> None:
+    def _change(self, before: tuple[ArrayMemory, list[Member]]) -> None:
         try:
             self._changed()
         except BaseException:
@@ -287,8 +294,8 @@ class Models:
             self._changed()
             raise
 
-    def _back(self, before: tuple[Memory, list[Member]]) -> None:
-        """The models are again what they were."""
+    def _back(self, before: tuple[ArrayMemory, list[Member]]) -> None:
+        """Restore the models of `before`."""
         for member in self._members[len(before[1]) :]:
             member.release()
         self._memory, self._members = before
@@ -305,7 +312,7 @@ class Models:
         return [m.choose(*b) for m, b in zip(self._members, batches, strict=True)]
 
     def _line(self, first: int, index: int) -> Any:
-        """The key of a buffer of the models' tables; its line is in `_memory` from now on."""
+        """The key of a buffer of the models' tables; adds its line to `_memory` if it has none."""
         key = key_of(self._members[first].table, index)
         _, new = self._memory.line(key, key[1])
         if new:
@@ -316,7 +323,7 @@ class Models:
         return key
 
     def _keys(self, fused: Fused, choices: Sequence[Choice], first: int) -> list[tuple[Any, int, int]]:
-        """The state of a run of models, by state slot of their fused Program: (key, first model, how many)."""
+        """The state of a run of models, by state slot of their fused Program: (key, first model, count)."""
         found = []
         for slots in fused.slots:
             owners = [b for b, slot in enumerate(slots) if slot is not None]
@@ -326,7 +333,7 @@ class Models:
         return [*found, (STREAM, first, len(choices))] if fused.streams else found
 
     def _names(self, choices: Sequence[Choice], first: int) -> list[list[Any]]:
-        """Of each model of a run, what its state slots are."""
+        """The keys of each model's state slots, for a run of models."""
         tables = [m.table for m in self._members[first : first + len(choices)]]
         return [
             [key_of(table, index) for index in choice.made.lowered.binding]
@@ -334,42 +341,43 @@ class Models:
         ]
 
     def _together(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
-        """The numbers that the steps return, [B] each."""
+        """The numbers that the steps return, as tensors [B]."""
         hosts = [c.values[sum(c.made.lowered.counts) :] for c in choices]
         return [torch.tensor([h[i] for h in hosts]) for i in range(len(hosts[0]))]
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """How many models ran together in the last step: (B,) when all did. In this process a model that has just
-        joined, or whose optimizer takes another path than its neighbours', runs beside them for as long as that is
-        so."""
+        """Number of models in each run of the last step: (B,) if all ran together. In this process a model that has
+        just joined, or whose optimizer takes another path than its neighbours', runs separately while that lasts."""
         return tuple(v.fused.models for v in self._last)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """How each operator of the step that ran last runs. Empty before the first."""
+        """How each operator of the last step runs. Empty before the first step."""
         return self._last[0].fused.decisions if self._last else ()
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The fused Programs of the step that ran last, one for each run of models: what it takes of memory."""
+        """The fused Programs of the last step, one for each run of models; they give its memory use."""
         return tuple(v.fused.program for v in self._last)
 
-    def plan(self) -> Plan:
-        """How the step that ran last was run, operator by operator, with what was measured: print it. Raises
-        ConfigError before the first step."""
+    def plan(self) -> ArrayPlan:
+        """How the last step ran, operator by operator, with measured times: print it. Raises ConfigError before the
+        first step."""
         if not self._last:
             raise ConfigError("no step has run yet", "run one")
         first = self._last[0]
-        return Plan(first.fused.models, first.fused.decisions, first.whole_s)
+        return ArrayPlan(first.fused.models, first.fused.decisions, first.whole_s)
 
     # ---- state -------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _fetch(self) -> None:
         """Bring the state into `_memory`, if it is elsewhere."""
 
+    @abstractmethod
     def _send(self) -> None:
-        """`_memory` was written."""
+        """Called after `_memory` was written."""
 
     def _push(self, model: int) -> None:
         table = self._members[model].table
@@ -385,8 +393,8 @@ class Models:
         return member.dictionaries(self._memory.pull(model, member.table))
 
     def load(self, model: int, state: dict[str, Any]) -> None:
-        """Load dictionaries, as state_dict gives them, into one model. Raises ConfigError for what holds neither, and
-        what the model's and the optimizer's load_state_dict raise; the model goes on as it was then."""
+        """Load dictionaries, as state_dict gives them, into one model. Raises ConfigError for a state with neither, and
+        what the model's and the optimizer's load_state_dict raise; the model is unchanged then."""
         self._check_open()
         member = self._members[self._index(model)]
         self._fetch()
@@ -396,13 +404,13 @@ class Models:
         self._send()
 
     def random_state(self, model: int) -> torch.Tensor:
-        """Where a model's random generator stands, as torch.Generator.get_state gives it."""
+        """State of a model's random generator, as torch.Generator.get_state gives it."""
         index = self._index(model)
         self._fetch()
         return self._memory.part(STREAM, index).clone()
 
     def set_random_state(self, model: int, state: torch.Tensor) -> None:
-        """Raises ConfigError for what random_state() does not give; nothing is set then."""
+        """Set a model's random generator. Raises ConfigError for an invalid state; nothing is set then."""
         self._check_open()
         index = self._index(model)
         arguments.check_random_state(state)
@@ -410,13 +418,13 @@ class Models:
         self._memory.part(STREAM, index).copy_(state)
         self._send()
 
-    def _bring(self, member: Member) -> None:
-        """A local model is read: bring its state there."""
+    def _copy_to_local(self, member: Member) -> None:
+        """Copy the state to a local model that is about to be read."""
         self._fetch()
         member.install(self._memory.pull(self._members.index(member), member.table))
 
     def sync(self) -> None:
-        """Bring the trained state into the local models and optimizers that the factory made."""
+        """Copy the trained state into the local models and optimizers that the factory made."""
         self._fetch()
         for model, member in enumerate(self._members):
             member.install(self._memory.pull(model, member.table))
@@ -444,29 +452,31 @@ class Models:
             member.release()
 
 
-# ---- An array of models of one kind that train together, in this process.
+# ---- An array that trains in this process.
 
 
-class Array(Models):
-    """`factory(config) -> (step, model, optimizer)` for each of `configs`; `example` is a batch, as submit takes it.
+class Array(BaseArray):
+    """Models of one kind that train together, as one Program, in this process.
+
+    `factory(config) -> (step, model, optimizer)` is called for each of `configs`; `example` is a batch, as for submit.
 
     The steps must be of one kind: the same operators and shapes. Configurations may differ in learning rates and
     all other numbers, seeds and initial values. Results and state of each model are those of training it alone,
-    random draws included: each model goes on from where the random generator stood when its factory returned, or
+    including random draws: each model continues from the state of the random generator when its factory returned, or
     from its own of `seeds`.
 
-    choose: "measured" times every operator, for all models at once and once a model, and takes what is quicker as a
-    whole (`plan()` prints it; times are kept in `times_file`, None: not at all, by default in the user's cache
-    directory). "fused" runs all at once wherever there is a way; "per-model" runs each once a model.
-    per_model_operators: such as "aten.mm.default", to run once a model in any case. partial: let models differ in some
-    blocks and share the rest; without it, that is NotFusible. max_variants: combinations of batch shapes and Python
-    flags captured for each model. compile: what was chosen is compiled with torch's inductor, in units of some
-    operators, which takes seconds each; draws stay as they are. Kernels that are fused round otherwise. The times by
-    which was chosen are those of operators as they are.
+    choose: "measured" times every operator, for all models at once and once a model, and takes the fastest
+    combination (`plan()` prints it; times are kept in `times_file`, by default in the user's cache directory; None:
+    not kept). "fused" runs all at once wherever possible; "per-model" runs each once a model.
+    per_model_operators: operators, such as "aten.mm.default", that always run once a model. partial: let models differ
+    in some blocks and share the rest; without it, such models raise NotFusible. max_variants: combinations of batch
+    shapes and Python flags captured for each model. compile: compile the chosen Program with torch's inductor, in units
+    of some operators, which takes seconds each; random draws stay the same. Fused kernels round differently. The choice
+    is made by the times of uncompiled operators.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
-    captured; ConfigError for other arguments that make no sense; with `compile`, ProgramError where there is no C++
-    compiler. Not for several threads at once.
+    captured; ConfigError for other invalid arguments; with `compile`, ProgramError if there is no C++ compiler. Not
+    thread-safe.
     """
 
     def __init__(
@@ -476,8 +486,7 @@ class Array(Models):
         compile: bool = False,  # noqa: A002
     ) -> None:  # fmt: skip
         options = Options(choose, per_model_operators, times_file, partial, compile)
-        super().__init__(factory, configs, example, seeds, max_variants, name)
-        self._variants = Variants(options, self._attach, self._names)
+        super().__init__(factory, configs, example, seeds=seeds, max_variants=max_variants, name=name, options=options)
         try:
             self._capture()
             self._variants.check_operators()
@@ -485,14 +494,20 @@ class Array(Models):
             self.close(sync=False)
             raise
 
-    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Runner:
-        return Runner(fused.program, [self._memory.run(*key) for key in self._keys(fused, choices, first)])
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> ProgramRunner:
+        return ProgramRunner(fused.program, [self._memory.run(*key) for key in self._keys(fused, choices, first)])
+
+    def _fetch(self) -> None:
+        """Do nothing: the state is always in `_memory`."""
+
+    def _send(self) -> None:
+        """Do nothing: Programs run on `_memory` itself."""
 
     # ---- steps -------------------------------------------------------------------------------------
 
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> Any:
         """One step of every model. The batch is one for all; with `per_model`, every argument is a list of B. Returns
-        what the step returns, each tensor with the models in front: a loss has size [B].
+        what the step returns, each tensor with the model dimension first: a loss has size [B].
 
         Raises what submit's step raises; no model has changed then, unless an operator failed while it ran. Raises
         JobClosed after close()."""
@@ -513,8 +528,8 @@ class Array(Models):
         return lowered.value(tensors, self._together(choices))
 
     def close(self, *, sync: bool = True) -> None:
-        """Train no more; what was trained is in the local models, or thrown away without `sync`. It can be read still:
-        state_dict(), save(), sync(). Idempotent."""
+        """Stop training. The trained state is copied to the local models, or discarded without `sync`. state_dict(),
+        save() and sync() still work afterwards. Idempotent."""
         if sync and not self._closed and any(member.guard.stale for member in self._members):
             self.sync()
         self._release()

@@ -1,6 +1,6 @@
-"""What a rule sees: one operator call of the template, with its operands in whatever form they are.
+"""The argument of a rule: one operator call of the template, and its operands in whatever form they are.
 
-A rule is a function `rule(call) -> result`, run while an Emitter is active: torch operators on the tensors it
+A rule is a function `rule(call) -> result`, run while an FusionEmitter is active: torch operators on the tensors it
 gets become operators of the fused Program. It returns what the operator returns, each tensor with the model
 dimension first (strides are free: `movedim` a result to that). See docs/fusion.md, "Writing a rule".
 """
@@ -20,21 +20,21 @@ from gpumux.program.check import schema
 from gpumux.program.ir import Complex, Op, ScalarRef, Tag, TensorRef, View
 
 if TYPE_CHECKING:
-    from gpumux.fuse.layout import Homes
+    from gpumux.fuse.layout import Placements
 
 
 class Operand:
-    """One tensor argument: a view of the template, and where its content is in the fused Program."""
+    """One tensor argument: a view of the template, and the place of its content in the fused Program."""
 
-    __slots__ = ("homes", "view")
+    __slots__ = ("placements", "view")
 
-    def __init__(self, homes: Homes, view: View) -> None:
-        self.homes = homes
+    def __init__(self, placements: Placements, view: View) -> None:
+        self.placements = placements
         self.view = view
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size that each model's tensor has."""
+        """Size of each model's tensor."""
         return self.view.size
 
     @property
@@ -48,46 +48,46 @@ class Operand:
 
     @property
     def alike(self) -> bool:
-        """Whether every model has the same content here, kept once."""
-        return self.homes.of(self.view).alike
+        """Whether all models have the same content, which is then kept once."""
+        return self.placements.of(self.view).alike
 
     def one(self) -> torch.Tensor:
-        """The content that all models share, of this operand's size. Only if `alike`."""
-        return self.homes.one(self.view)
+        """The content that all models share, of this operand's size. Valid only if `alike`."""
+        return self.placements.one(self.view)
 
     def all(self, rank: int | None = None) -> torch.Tensor:
-        """All models' tensors as one of size [B, *size], without a copy where strides allow (alike: expanded).
-        `rank`: dimensions of size 1 are put after the model dimension until there are `rank` others."""
-        tensor = self.homes.all(self.view)
+        """All models' tensors as one of size [B, *size], without a copy if strides allow (alike: expanded).
+        `rank`: pad with dimensions of size 1 after the model dimension until there are `rank` others."""
+        tensor = self.placements.all(self.view)
         for _ in range(max(0, (rank or 0) - self.dim)):
             tensor = tensor.unsqueeze(1)
         return tensor
 
     def merged(self, dim: int) -> torch.Tensor:
-        """The model dimension merged into dimension `dim`, models outermost there: size[dim] becomes
-        B * size[dim]. Without a copy where the content is, or once was brought, in that order."""
-        return self.homes.merged(self.view, dim)
+        """The model dimension merged into dimension `dim`, models outermost: size[dim] becomes B * size[dim]. Makes
+        no copy if the content, or an earlier copy of it, is in that order."""
+        return self.placements.merged(self.view, dim)
 
     def mergeable(self, dim: int) -> bool:
         """Whether `merged(dim)` costs no copy now."""
-        return self.homes.mergeable(self.view, dim)
+        return self.placements.mergeable(self.view, dim)
 
     def of(self, model: int) -> torch.Tensor:
         """One model's tensor."""
-        return self.homes.one_of(self.view, model)
+        return self.placements.one_of(self.view, model)
 
 
 class Call:
-    """`args` are the operator's by name, defaults filled in: Operand, plain value, Varying, ScalarRef of the fused
-    Program, None, or lists of them."""
+    """One operator of the template. `args` are its arguments by name, defaults filled in: Operand, plain value,
+    Varying, ScalarRef of the fused Program, None, or lists of them."""
 
-    def __init__(self, homes: Homes, op: Op, model: int = 0) -> None:
-        """`model`: whose scalars its ScalarRefs name."""
-        self.homes = homes
+    def __init__(self, placements: Placements, op: Op, model: int = 0) -> None:
+        """model: the model that the op's ScalarRefs belong to."""
+        self.placements = placements
         self.op = op
         self._model = model
         self.target = op.target
-        self.models = homes.models
+        self.models = placements.models
         self.func: Any = schema(op.target).overload
         given = dict(op.kwargs)
         self.args: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class Call:
         return self.args[name]
 
     def number(self, name: str) -> Any:
-        """An argument that must be one plain number. Declined where it is another for each model or at each step."""
+        """An argument that must be a plain number. Raises Declined if it differs between models or steps."""
         value = self.args[name]
         if isinstance(value, (Varying, ScalarRef)):
             raise Declined(f"{name} is no constant")
@@ -117,24 +117,24 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Without overload, as `add_` of `aten.add_.Tensor`."""
+        """Name without the overload, such as `add_` for `aten.add_.Tensor`."""
         return self.target.split(".")[1]
 
     def _resolve(self, arg: Any) -> Any:
         if isinstance(arg, TensorRef):
-            return Operand(self.homes, self.homes.template.program.views[arg.view])
+            return Operand(self.placements, self.placements.template.program.views[arg.view])
         if isinstance(arg, tuple):
             return [self._resolve(a) for a in arg]
         if isinstance(arg, ScalarRef):
-            return self.homes.scalar(arg, self._model)
+            return self.placements.scalar(arg, self._model)
         if isinstance(arg, Tag):
-            return constant(arg) if arg.kind != "device" else torch.device(self.homes.emitter.device)
+            return constant(arg) if arg.kind != "device" else torch.device(self.placements.emitter.device)
         if isinstance(arg, Complex):
             return complex(arg.re, arg.im)
         return arg
 
     def operands(self) -> Iterator[Operand]:
-        """All tensor arguments, those in lists too."""
+        """All tensor arguments, including those in lists."""
         yield from (v for v in flat(self.args) if isinstance(v, Operand))
 
     def varying(self) -> Iterator[tuple[str, Varying]]:
@@ -148,7 +148,7 @@ class Call:
         return any(True for _ in self.varying())
 
     def same_numbers(self, *but: str) -> None:
-        """Declined where a number differs between models, those of the arguments `but` apart."""
+        """Raise Declined if a number outside the arguments `but` differs between models."""
         for name, value in self.varying():
             if name not in but:
                 raise Declined(f"{name} differs between models: {value.values}")
@@ -167,17 +167,17 @@ class Call:
 
     def outputs(self) -> list[View | None]:
         """The template's views of the results, lists of them flattened."""
-        views = self.homes.template.program.views
+        views = self.placements.template.program.views
         return [None if v is None else views[v] for v in flat(list(self.op.outs))]
 
     def vector(self, varying: Varying, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """Numbers that differ between models as a tensor of size [B, 1, ...] with `rank` ones, of `dtype`. Declined
-        for types that would round what the operator takes as it is."""
-        return self.homes.vector(varying, dtype).reshape(self.models, *[1] * rank)
+        """A tensor of `dtype` and size [B, 1, ...], with `rank` ones, of numbers that differ between models. Raises
+        Declined for types in which the operator's numbers would be rounded."""
+        return self.placements.vector(varying, dtype).reshape(self.models, *[1] * rank)
 
     def invoke(self, changes: dict[str, Any], func: Any = None) -> Any:
-        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be.
-        Declined where a number that differs between models is left."""
+        """Call the operator, or `func`, with the same arguments except for those in `changes`, by name. All operands
+        must be in `changes`. Raises Declined if a number that differs between models is left."""
         func = func or self.func
         self.same_numbers(*[name for name, value in changes.items() if not isinstance(value, Varying)])
         args: list[Any] = []
@@ -188,7 +188,7 @@ class Call:
                 args.append(value)
             elif not is_default(value, argument):
                 kwargs[argument.name] = value
-        return self.homes.emitter.emit(func, tuple(args), kwargs, self.homes.scalar_values)
+        return self.placements.emitter.emit(func, tuple(args), kwargs, self.placements.scalar_values)
 
     def filled(self, put: Callable[[Operand], Any]) -> dict[str, Any]:
         """All arguments, with `put(operand)` in place of each operand."""
@@ -218,9 +218,9 @@ def is_default(value: Any, argument: Any) -> bool:
 __all__ = ["Call", "Declined", "Operand", "flat", "is_default"]
 
 
-# ---- The default for operators without a rule: torch.func's batching of the one operator.
+# ---- Operators without a rule: torch.func batches the single operator.
 #
-# Its slow fallback, a loop over the models, is turned off, so that what torch can't batch is refused here.
+# torch's slow fallback, a loop over the models, is turned off, so that operators it can't batch are refused here.
 
 
 @contextmanager
@@ -235,8 +235,8 @@ def _no_fallback() -> Iterator[None]:
 
 
 def batched(call: Call) -> Any:
-    """The operator's result, model dimension first. One that writes in place and can't be batched so is done apart, and
-    what comes out is copied to where it writes. Raises Declined."""
+    """The operator's result, model dimension first. An in-place operator that can't be batched is run out of place,
+    and its result copied to its operand. Raises Declined."""
     call.same_numbers()
     if any(isinstance(v, ScalarRef) for v in flat(call.args)):
         raise Declined("it takes a number that is another at every step")
@@ -251,7 +251,7 @@ def batched(call: Call) -> Any:
 
 
 def _out_of_place(call: Call) -> Any:
-    """The operator that makes a new tensor where this one writes to its first argument, and to nothing else."""
+    """The out-of-place variant of an operator that writes its first argument and nothing else; None if it has none."""
     if not call.name.endswith("_") or len(call.written) != 1:
         return None
     packet = getattr(torch.ops.aten, call.name.removesuffix("_"), None)
@@ -267,10 +267,10 @@ def _batched(call: Call, func: Any) -> Any:
         if operand.alike:
             return operand.one()
         stacked.append(operand.all())
-        return _Hole(len(stacked) - 1)
+        return _Placeholder(len(stacked) - 1)
 
     holes = call.filled(put)
-    spread: list[Any] = []  # what the operator returned, tensors replaced by their number
+    spread: list[Any] = []  # the operator's result, with each tensor replaced by its number
 
     def one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args = _fill(holes, given)
@@ -290,7 +290,9 @@ def _batched(call: Call, func: Any) -> Any:
     return _fill(spread[0], made)
 
 
-class _Hole:
+class _Placeholder:
+    """Stands for a tensor, by its index, in a structure of arguments or results."""
+
     __slots__ = ("index",)
 
     def __init__(self, index: int) -> None:
@@ -300,12 +302,12 @@ class _Hole:
 def _number(value: Any, made: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         made.append(value)
-        return _Hole(len(made) - 1)
+        return _Placeholder(len(made) - 1)
     return type(value)(_number(v, made) for v in value) if type(value) in (list, tuple) else value
 
 
 def _fill(value: Any, given: Any) -> Any:
-    if isinstance(value, _Hole):
+    if isinstance(value, _Placeholder):
         return given[value.index]
     if isinstance(value, dict):
         return {k: _fill(v, given) for k, v in value.items()}

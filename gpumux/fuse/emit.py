@@ -1,7 +1,7 @@
-"""Writing the fused Program: whatever is done with fake tensors while an Emitter is active becomes its operators.
+"""Writes the fused Program: operators that run on fake tensors while an FusionEmitter is active become its operators.
 
-So a rule is a Python function over tensors, written with torch's own operators. View operators cost nothing
-and leave no trace but a view.
+A rule is therefore a Python function over tensors, written with torch's own operators. View operators cost nothing:
+they add a view to the Program and no operator.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from gpumux.program.operators import is_allowed
 
 
 class Declined(Exception):
-    """A rule, or the batching default, can't do this call; the message says why."""
+    """A rule, or batching by torch, can't do this call; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
+    """Sizes of an emitter's lists, to undo what is recorded later."""
+
     storages: int
     views: int
     ops: int
@@ -52,7 +54,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Emitter(TorchDispatchMode):
+class FusionEmitter(TorchDispatchMode):
+    """Collects the parts of the fused Program. While it is active, torch operators on its tensors are recorded."""
+
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
@@ -74,7 +78,7 @@ class Emitter(TorchDispatchMode):
     # ---- storages and views ------------------------------------------------------------------------
 
     def add_storage(self, kind: StorageKind, nbytes: int, slot: int = -1, room: int | None = None) -> int:
-        """A storage that is there before the step -> its index. `room`: bytes it may grow to (see resize)."""
+        """Add a storage that exists before the step and return its index. room: bytes it may grow to (see resize)."""
         with self._bookkeeping():
             base = torch.empty(nbytes if room is None else room, dtype=torch.uint8, device=self.device)
         return self._enter(base, Storage(kind, nbytes, slot), None)
@@ -88,7 +92,7 @@ class Emitter(TorchDispatchMode):
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
-        """What is done now is no operator of the Program, not even within a rule."""
+        """A block whose operators are not recorded, not even within a rule."""
         before, self._silent = self._silent, True
         try:
             with self.fake, torch.no_grad():
@@ -106,7 +110,7 @@ class Emitter(TorchDispatchMode):
     def window(
         self, storage: int, dtype: str, size: Sequence[int], stride: Sequence[int], offset: int = 0
     ) -> torch.Tensor:
-        """A fake tensor onto a storage of the fused Program."""
+        """A fake tensor that views a storage of the fused Program."""
         view = View(storage, dtype, tuple(size), tuple(stride), offset)
         found = self._windows.get(view)
         if found is None:
@@ -144,8 +148,8 @@ class Emitter(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalars: Sequence[float | int] = (),
         random: int | None = None, stream: int | None = None,
     ) -> Any:  # fmt: skip
-        """One operator on fake tensors. ScalarRefs among the arguments name scalars of the fused Program, whose
-        values at present are `scalars`."""
+        """Record one operator on fake tensors. ScalarRefs among the arguments name scalars of the fused Program;
+        `scalars` are their present values."""
 
         def value(arg: Any) -> Any:
             if isinstance(arg, ScalarRef):
@@ -157,7 +161,7 @@ class Emitter(TorchDispatchMode):
             out = fake_call(func, fargs, fkwargs, self.device)
         schema = schema_of(func)
         outs = (out,) if len(func._schema.returns) == 1 else tuple(out or ())
-        fresh = self._fresh(outs)
+        fresh = self._new_outputs(outs)
         if not fresh and not schema.mutable and random is None and self._is_view(outs):
             return out
         if any(isinstance(v, (int, float)) for p, v in bind(schema, fargs, fkwargs) if p.is_tensor):
@@ -179,13 +183,12 @@ class Emitter(TorchDispatchMode):
         for tensor in fresh:
             nbytes = tensor.untyped_storage().nbytes()
             self._enter(tensor, Storage("temp", nbytes), tensor.dtype)
-        self.ops.append(
-            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs), random, stream)
-        )  # fmt: skip
+        views = tuple(placed(o, self.view_of) for o in outs)
+        self.ops.append(Op(schema.target, tuple(positional), tuple(sorted(keywords)), views, random, stream))
         self.labels.append(self.label)
         return out
 
-    def _fresh(self, outs: Sequence[Any]) -> list[torch.Tensor]:
+    def _new_outputs(self, outs: Sequence[Any]) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for o in leaves(list(outs)):
             if isinstance(o, torch.Tensor) and o.untyped_storage()._cdata not in self._storage_ids:
@@ -193,7 +196,7 @@ class Emitter(TorchDispatchMode):
         return list(found.values())
 
     def _is_view(self, outs: Sequence[Any]) -> bool:
-        """Whether these are views as strides alone can say them."""
+        """Whether these are views that strides alone describe."""
         for o in leaves(list(outs)):
             if isinstance(o, torch.Tensor):
                 born = self._birth_dtype[self.storage_of(o)]
@@ -226,7 +229,7 @@ class Emitter(TorchDispatchMode):
         return Mark(len(self.storages), len(self.views), len(self.ops), len(self.consts))
 
     def back(self, mark: Mark) -> None:
-        """Take back everything since `mark`."""
+        """Undo everything since `mark`."""
         for view in self.views[mark.views :]:
             del self._view_ids[view]
         if len(self.storages) > mark.storages:

@@ -17,37 +17,37 @@ import torch
 
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import Buffer, StateTable
-from gpumux.capture.step import Choice, Made, State
+from gpumux.capture.step import Choice, State, StepProgram
 from gpumux.client import snapshots
 from gpumux.client.arguments import job_spec, whole
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
 from gpumux.client.recovery import KeptJob, find_kept, open_job, open_message
 from gpumux.client.session import Session, devices_of
-from gpumux.client.snapshots import Keepsake
+from gpumux.client.snapshots import SnapshotMetadata
 from gpumux.errors import ConfigError, GpumuxError, JobClosed, NotFusible
 from gpumux.fuse import arguments
-from gpumux.fuse.array import Factory, Models
+from gpumux.fuse.array import BaseArray, Factory
 from gpumux.fuse.member import STREAM, keys_of
 from gpumux.fuse.template import Fused
-from gpumux.fuse.variants import Options, Variant, Variants
+from gpumux.fuse.variants import Options, Variant
 from gpumux.program.ir import ITEM_BYTES, Program, Storage, aligned
 from gpumux.types import JobSpec
 from gpumux.wire.codec import MAX_INT
 from gpumux.wire.messages import MAX_NOTES, Replay
 
-# ---- A daemon's array whose program is gone goes on in another: what a snapshot's notes say of its models, and back.
+# ---- What a snapshot of an array's job says of its models, so that another program can resume them.
 #
-# A snapshot of an array's job holds the lines of all models' state (`memory.py`). Its notes are those of a job, and for
-# each model those that a job of that model alone would have had, with the line that each buffer is a part of: taken
-# apart again, each model has a snapshot of its own.
+# A snapshot of an array's job holds the lines of all models' state (see `member.py`). Its notes are those of a job,
+# and for each model the notes that a job of that model alone would have, with the lines that its buffers are parts of.
+# From these each model's own snapshot is rebuilt.
 
 
 fuse_log = logging.getLogger("gpumux.fuse")
 
 
 def notes_of(ref: weakref.ref[ArrayJob]) -> tuple[bytes, int]:
-    """What goes with a snapshot taken now, and how many steps are behind it."""
+    """The notes of a snapshot taken now, and the number of steps before it."""
     array = ref()
     assert array is not None, "an array that is gone takes no snapshots"
     job = array.job
@@ -71,8 +71,8 @@ def notes_of(ref: weakref.ref[ArrayJob]) -> tuple[bytes, int]:
     return packed, job._counts.all
 
 
-def put_back(array: ArrayJob, kept: Keepsake) -> None:
-    """Overwrite the models, as the factory made them, with a snapshot's. Raises ConfigError when they are others."""
+def put_back(array: ArrayJob, kept: SnapshotMetadata) -> None:
+    """Overwrite the models, as the factory made them, with a snapshot's. Raises ConfigError if they are others."""
     body = kept._body
     models = body.get("models")
     if models is None:
@@ -92,38 +92,38 @@ def put_back(array: ArrayJob, kept: Keepsake) -> None:
         raise ConfigError(f"the kept array can't be read: {error}", "start it anew") from error
 
 
-def _part(kept: Keepsake, line: int, model: int, models: int) -> torch.Tensor:
+def _part(kept: SnapshotMetadata, line: int, model: int, models: int) -> torch.Tensor:
     data = kept._buffers[line]
     nbytes = data.numel() // models
     return data[model * nbytes : (model + 1) * nbytes]
 
 
-def _of_one(kept: Keepsake, said: Any, model: int, models: int) -> Keepsake:
-    """A snapshot as a job of one model alone would have left it."""
+def _of_one(kept: SnapshotMetadata, said: Any, model: int, models: int) -> SnapshotMetadata:
+    """The snapshot that a job of one model alone would have left."""
     parts = []
     for line in said["lines"]:
         part = _part(kept, line, model, models)
         parts += [part, torch.zeros(aligned(part.numel()) - part.numel(), dtype=torch.uint8)]
     notes = said["notes"]
     parts.append(torch.frombuffer(bytearray(notes), dtype=torch.uint8))
-    return Keepsake(torch.cat(parts), len(notes))
+    return SnapshotMetadata(torch.cat(parts), len(notes))
 
 
-# ---- A fused Program whose every state slot is the line of a whole array, of which it may use one model's part.
+# ---- A fused Program whose every state slot is a line of a whole array, even if it uses one model's part only.
 #
-# In a daemon a job's buffers are the array's lines (memory.py). Where models are only partly alike, a Program has state
-# of one model alone: it lies in the line of all, where that model's is, so that every Program of the job finds it
+# In a daemon a job's buffers are the array's lines (see `member.py`). If models are only partly alike, a Program has
+# state of one model alone. That state is the model's part of the line, so that every Program of the job finds it
 # there.
 
 
-Part: TypeAlias = "tuple[int, int, int]"  # number of the line, its bytes, the byte at which the slot's begin
+Part: TypeAlias = "tuple[int, int, int]"  # number of the line, its bytes, offset of the slot's first byte
 
 
 def on_lines(program: Program, parts: Sequence[Part]) -> Program:
     """`program` with `parts[i]` for state slot i. Slots of one line become one storage; lines are numbered from 0, each
-    used at least once. Raises NotFusible where a tensor can't begin where its part does."""
+    used at least once. Raises NotFusible if a tensor can't begin where its part does."""
     storages: list[Storage] = []
-    moved: list[tuple[int, int]] = []  # of each storage: ours, and its first byte there
+    moved: list[tuple[int, int]] = []  # for each storage: the new one, and its first byte there
     found: dict[int, int] = {}
     for storage in program.storages:
         line, nbytes, start = parts[storage.slot] if storage.kind == "state" else (-1, storage.nbytes, 0)
@@ -147,7 +147,7 @@ def on_lines(program: Program, parts: Sequence[Part]) -> Program:
     return replace(program, storages=tuple(storages), views=tuple(views))
 
 
-# ----
+# ---- The job.
 
 
 log = logging.getLogger("gpumux.client")
@@ -164,12 +164,11 @@ def submit_array(
     """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside
     other jobs, with their priorities. Arguments are those of Array and of client.submit.
 
-    resume: name of an array of yours whose client is gone, or closed it with keep=True. It has as many models, in the
-    same order, as
-        when it was kept (after the last add() or remove()); what the factory makes is overwritten, random streams included, and
-        `array.resumed_steps` says how many steps are behind it.
+    resume: name of an array of yours whose client is gone, or closed it with keep=True. It must have as many models,
+        in the same order, as when it was kept (after the last add() or remove()). The state of the models that the
+        factory makes is overwritten, random streams included, and `array.resumed_steps` is the number of steps before.
     choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a
-    GPU.
+        GPU.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
     arguments.check_factory(factory)
@@ -182,8 +181,10 @@ def submit_array(
         devices = devices_of(session)
         how = choose or ("measured" if devices[1] == "cpu" else "fused")
         options = Options(how, per_model_operators, times_file, partial)
-        terms = _Terms(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
-        array = ArrayJob(factory, configs, example, seeds, name, devices, options, terms)
+        job_options = _JobOptions(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
+        array = ArrayJob(
+            factory, configs, example, seeds=seeds, name=name, devices=devices, options=options, job_options=job_options
+        )
         array.open(session, find_kept(session, resume) if resume is not None else None)
     except BaseException:
         if array is not None:
@@ -194,8 +195,8 @@ def submit_array(
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
-    """What every job of an array is opened with."""
+class _JobOptions:
+    """The options of every job that an array opens."""
 
     endpoint: str
     spec: JobSpec
@@ -207,44 +208,49 @@ class _Terms:
         spec = replace(self.spec, models=models)
         job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
         open_job(session, open_message(job_id, spec), kept is not None)
-        keepsake = None if kept is None else kept.keepsake
-        return Job(session, job_id, spec, table, self.max_variants, self.replay_bytes, self.reconnect_s, keepsake, last)
+        snapshot = None if kept is None else kept.snapshot
+        return Job(
+            session, job_id, spec, table, max_variants=self.max_variants, replay_bytes=self.replay_bytes,
+            reconnect_s=self.reconnect_s, kept=snapshot, last_snapshot=last,
+        )  # fmt: skip
 
 
-class ArrayJob(Models):
-    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like: another one after each
-    add() and remove()."""
+class ArrayJob(BaseArray):
+    """An array made by `submit_array`. `job` is its job, for pause(), resume(), stats() and so on: another one after
+    each add() and remove()."""
 
     job: Job
 
     def __init__(
-        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, name: str,
-        devices: tuple[str, str], options: Options, terms: _Terms,
+        self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None, name: str,
+        devices: tuple[str, str], options: Options, job_options: _JobOptions,
     ) -> None:  # fmt: skip
-        super().__init__(factory, configs, example, seeds, terms.max_variants, name, devices)
-        self._terms = terms
-        self._begun = False  # whether a job was opened
+        super().__init__(
+            factory, configs, example, seeds=seeds, max_variants=job_options.max_variants, name=name, options=options,
+            devices=devices,
+        )  # fmt: skip
+        self._job_options = job_options
+        self._opened = False  # whether a job was opened
         self.resumed_steps = 0
-        self._kind_known = False  # whether the models have been found to be of one kind
-        self._variants = Variants(options, self._attach, self._names)
+        self._kind_known = False  # whether the models are known to be of one kind
         self._function = _Function(self)
 
     def open(self, session: Session, kept: KeptJob | None = None) -> None:
-        """Open a job for the models there are, with the state they have, or with that of a kept one."""
+        """Open a job for the present models, with their state or with that of a kept job."""
         if kept is not None:
-            put_back(self, kept.keepsake)
+            put_back(self, kept.snapshot)
             self._kind_known = True  # they may be at different steps of their optimizers
         self.table = StateTable([], [], *self._devices)  # the job's: each buffer is a line of all models' state
         self._slots: dict[Any, int] = {}
         self._dirty = False  # whether the daemon's state is newer than `_memory`
         self._last = []
-        before = self.job._counts if self._begun else None
-        self.job = job = self._terms.open(session, self.table, len(self), kept)
+        before = self.job._counts if self._opened else None
+        self.job = job = self._job_options.open(session, self.table, len(self), kept)
         self.resumed_steps = max(self.resumed_steps, job.resumed_steps)
         job._counts = before or job._counts
         if job._recovery.snapshots is not None:
             job._recovery.snapshots.describe_by(partial(notes_of, weakref.ref(self)))
-        first, self._begun = not self._begun, True
+        first, self._opened = not self._opened, True
         self._capture()
         if first:
             self._variants.check_operators()
@@ -252,16 +258,16 @@ class ArrayJob(Models):
         function: Any = self._function
         job._functions.append((function, *self._example))
         if kept is not None:
-            session.call(Replay(0, job.id, 0, 1), [kept.keepsake.generator])
-        job._recovery.ready(job)
+            session.call(Replay(0, job.id, 0, 1), [kept.snapshot.generator])
+        job._recovery.ready()
 
     def _changed(self) -> None:
-        """Another job of the same name takes the place of the one that trained them; all state is here."""
+        """Replace the job by another of the same name; all state is here."""
         super()._changed()
         paused = self.job._paused
-        self.job._unsynced = 0
+        self.job._local.unsynced = 0
         self.job.close()
-        session = Session.connect(self._terms.endpoint)
+        session = Session.connect(self._job_options.endpoint)
         try:
             self.open(session)
             if paused:
@@ -270,7 +276,7 @@ class ArrayJob(Models):
             session.close()
             raise
 
-    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Made:
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> StepProgram:
         keys = self._keys(fused, choices, first)
         lines = list(dict.fromkeys(key for key, _, _ in keys))
         sizes = [self._memory.lines[key].numel() for key in lines]
@@ -281,12 +287,12 @@ class ArrayJob(Models):
             counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
             exit=self.job._state.structure,
         )  # fmt: skip
-        made = Made(lowered)
+        made = StepProgram(lowered)
         made.number = self.job._remote.upload(lowered)
         return made
 
     def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
-        """Models that are of one kind but have come to different steps run together what these have in common."""
+        """Models of one kind that are at different steps share the operators they have in common."""
         known = self._kind_known and not self._variants.partial
         partly = known and len({self._variants.kind(c) for c in choices}) > 1
         return self._variants.get(choices, 0, per_model, partly)
@@ -301,45 +307,45 @@ class ArrayJob(Models):
         return found
 
     def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:
-        """What a step on this batch is for the job."""
+        """The Program and inputs of the job's step on this batch."""
         choices = self._choices(self._batches(batch, named, per_model))
         variant = self._variant(choices, per_model)
         self._last = [variant]
         values = [*variant.scalars(choices), *self._together(choices)]
-        made: Made = variant.runner
+        made: StepProgram = variant.runner
         return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
 
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
         """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for
-        models that take different paths and can't share one, and what Job.step raises."""
+        models that take different paths and can't share a Program, and what Job.step raises."""
         self._check_open()
         function: Any = self._function
         return self.job._run(function, (batch, per_model), named)
 
     def stats(self) -> dict[str, Any]:
-        """What the daemon knows of the job. Results are "equivalent": a batched product may be rounded in another order
-        than each model's own, to a relative difference of about 1e-6 a step in float32 and 1e-15 in float64."""
+        """The daemon's statistics of the job. Results are "equivalent": a batched product may be rounded in another
+        order than each model's own, to a relative difference of about 1e-6 a step in float32 and 1e-15 in float64."""
         return {**self.job.stats(), "exactness": "equivalent"}
 
     def _fetch(self) -> None:
-        if self._begun and self._dirty:
+        if self._opened and self._dirty:
             if self._closed:
                 raise JobClosed(
                     f"{self.name} is closed, and what it trained is gone from the daemon",
                     "call sync(), state_dict() or save() before close()",
                 )
-            self.job.sync()  # into the lines of `_memory`, which are the table's homes
+            self.job.sync()  # writes the lines of `_memory`, which the table's buffers are in
             self._dirty = False
 
     def _send(self) -> None:
-        if self._begun:
+        if self._opened:
             self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
 
     def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
-        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models, or
-        thrown away without `sync` or `drain`. `keep`: save it, for `submit_array(..., resume=name)`, as Job.close does.
+        """End the job, and delete its state in the daemon. The trained state is copied to the local models, or
+        discarded without `sync` or `drain`. keep: save it, for `submit_array(..., resume=name)`, as Job.close does.
         Idempotent."""
-        if sync and drain and self._begun and self._dirty and not self._closed:
+        if sync and drain and self._opened and self._dirty and not self._closed:
             try:
                 self.sync()
             except GpumuxError as error:
@@ -347,7 +353,7 @@ class ArrayJob(Models):
         if keep and not self._closed:
             self.job.close(keep=True)
         self._release()
-        if self._begun:
+        if self._opened:
             self.job.close(drain=drain, sync=False)
 
     def __enter__(self) -> ArrayJob:
@@ -373,7 +379,7 @@ class _ArrayChoice(Choice):
 
 
 class _Function:
-    """Stands where a job has a captured function."""
+    """Takes the place of a job's captured function."""
 
     microbatches, compiled = 1, False
 

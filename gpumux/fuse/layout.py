@@ -1,4 +1,4 @@
-"""The content of the template's storages in the fused Program, and how it is brought into another form."""
+"""Where the content of the template's storages is in the fused Program, and how it is brought into another form."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from gpumux.errors import NotFusible
-from gpumux.fuse.emit import Declined, Emitter
+from gpumux.fuse.emit import Declined, FusionEmitter
 from gpumux.fuse.template import Source, Template, Varying
 from gpumux.program.ir import ITEM_BYTES, ScalarRef, View
 
 # ---- How the B copies of one storage lie in memory, and what a view of one of them becomes.
 #
-# A storage of the template Program (what one model has) becomes, in the fused Program, one or more of
+# A storage of the template Program (of one model) becomes, in the fused Program, one or more of
 #
 #     shared     one storage like the template's: its content is the same for every model
 #     stacked    one storage B times as large, interleaved in blocks of k bytes: byte q*k + r of model b lies at
-#                q*(B*k) + b*k + r. With k the storage's size the models follow each other ([B, N, ...]); with k the
-#                bytes of one sample they alternate within each sample ([N, B, C, ...]), which is what grouped
-#                convolutions and two-dimensional norms take without a copy
+#                q*(B*k) + b*k + r. If k is the storage's size, models follow each other ([B, N, ...]). If k is the
+#                size of one sample, they alternate within each sample ([N, B, C, ...]), which grouped convolutions
+#                and two-dimensional norms take without a copy
 #     split      B storages like the template's
 #
 # Views are free in a Program, so a batched operand is a view with one more dimension, of stride k.
@@ -30,8 +30,8 @@ from gpumux.program.ir import ITEM_BYTES, ScalarRef, View
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """A view with a model dimension: `size` and `stride` are those of the template's dimensions, `step` is the
-    stride from model to model; elements."""
+    """A view with a model dimension, in elements. `size` and `stride` are those of the template's dimensions, `step`
+    is the stride from model to model."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,8 +40,8 @@ class Batched:
 
 
 def stack_view(view: View, block: int, models: int) -> Batched | None:
-    """What `view`, on a storage of the template, is on one stacked in blocks of `block` bytes. None where no strides
-    say it: a dimension that runs through blocks without stepping in whole ones."""
+    """`view`, a view of a template storage, on a storage stacked in blocks of `block` bytes. None if no strides
+    express it: a dimension crosses blocks without stepping in whole ones."""
     item = ITEM_BYTES[view.dtype]
     if block <= 0 or block % item:
         return None
@@ -62,8 +62,8 @@ def stack_view(view: View, block: int, models: int) -> Batched | None:
 
 
 def recognise(view: View, nbytes: int, made: Batched, models: int) -> int | None:
-    """The block of the stacked storage on which the template's `view` (of a storage of `nbytes`) is `made`; None
-    where there is none."""
+    """The block size, in bytes, of a stacked storage on which the template's `view` (of a storage of `nbytes`) is
+    `made`; None if there is none."""
     item = ITEM_BYTES[view.dtype]
     block = nbytes if models == 1 else made.step * item
     if block <= 0 or nbytes % block:
@@ -78,16 +78,16 @@ def recognise(view: View, nbytes: int, made: Batched, models: int) -> int | None
 
 
 @dataclass(slots=True)
-class Home:
-    """Where a template storage's content is in the fused Program: storages there. Several at once, when a copy in
-    another form was made; a write leaves the one that was written."""
+class StoragePlacement:
+    """The storages of the fused Program that hold a template storage's content. There are several after a copy in
+    another form; a write invalidates all but the written one."""
 
     nbytes: int
     dtype: str = "uint8"  # of the first view on it
     shared: int | None = None
     stacked: dict[int, int] = field(default_factory=dict)  # block -> storage
     split: tuple[int, ...] | None = None
-    parts: dict[int, int] = field(default_factory=dict)  # model -> storage, while not all have theirs
+    parts: dict[int, int] = field(default_factory=dict)  # model -> storage, until every model has one
 
     @property
     def known(self) -> bool:
@@ -102,83 +102,82 @@ class Home:
         self.stacked, self.split = {}, None
 
     def only_stacked(self, block: int) -> None:
-        """The copy stacked in blocks of `block` bytes was written: the others are old."""
+        """Drop all copies but the one stacked in blocks of `block` bytes, which was written."""
         self.shared, self.split = None, None
         self.stacked = {block: self.stacked[block]}
 
     def only_split(self, storages: Sequence[int]) -> None:
         self.shared, self.stacked, self.split = None, {}, tuple(storages)
 
-    def copy(self) -> Home:
-        return Home(self.nbytes, self.dtype, self.shared, dict(self.stacked), self.split, dict(self.parts))
+    def copy(self) -> StoragePlacement:
+        return StoragePlacement(self.nbytes, self.dtype, self.shared, dict(self.stacked), self.split, dict(self.parts))
 
 
-# ----
+# ---- All placements, and the operations that read, merge and write them.
 
 
 _TABLE_ROOM = 1 << 16  # rows of a table of scalars, at most
 
 
-class Homes:
-    """One Home for each storage of the template. `values`: per model, the host scalars now (only to run shapes)."""
+class Placements:
+    """The StoragePlacement of each template storage. values: present host scalars of each model, to infer shapes."""
 
-    def __init__(self, template: Template, emitter: Emitter, values: Sequence[Sequence[float | int]]) -> None:
+    def __init__(self, template: Template, emitter: FusionEmitter, values: Sequence[Sequence[float | int]]) -> None:
         self.template = template
         self.emitter = emitter
         self.models = template.models
         self._values = values
-        self._homes = [Home(s.nbytes) for s in template.program.storages]
-        self._before: dict[int, Home] = {}  # what was handed out since `save`, as it was then: few of thousands
-        self._owner: dict[int, int] = {}  # fused storage -> template storage whose content it is
-        self.scalar_sources: list[tuple[int, int]] = []  # of each fused scalar: (model, its index there)
+        self._placements = [StoragePlacement(s.nbytes) for s in template.program.storages]
+        # Copies of the placements handed out since `save`: copying all of them would be slow.
+        self._before: dict[int, StoragePlacement] = {}
+        self._owner: dict[int, int] = {}  # fused storage -> the template storage whose content it holds
+        self.scalar_sources: list[tuple[int, int]] = []  # for each fused scalar: (model, its index there)
         self.scalar_values: list[float | int] = []
         self._scalar_ids: dict[tuple[int, int], int] = {}
         self.tables: dict[str, tuple[int, list[tuple[Source, ...]]]] = {}  # dtype -> (storage, rows)
-        self.notes: dict[
-            Any, Any
-        ] = {}  # what the rule of one operator leaves for that of another, such as its backward
+        self.notes: dict[Any, Any] = {}  # values that one operator's rule leaves for another's, such as its backward
 
-    def of(self, view: View) -> Home:
-        return self.home(view.storage)
+    def of(self, view: View) -> StoragePlacement:
+        return self.of_storage(view.storage)
 
-    def home(self, storage: int) -> Home:
+    def of_storage(self, storage: int) -> StoragePlacement:
         if storage not in self._before:
-            self._before[storage] = self._homes[storage].copy()
-        return self._homes[storage]
+            self._before[storage] = self._placements[storage].copy()
+        return self._placements[storage]
 
     # ---- reading -----------------------------------------------------------------------------------
 
     def one(self, view: View) -> torch.Tensor:
-        home = self.of(view)
-        assert home.shared is not None
-        return self.emitter.window(home.shared, view.dtype, view.size, view.stride, view.offset)
+        placement = self.of(view)
+        assert placement.shared is not None
+        return self.emitter.window(placement.shared, view.dtype, view.size, view.stride, view.offset)
 
     def all(self, view: View) -> torch.Tensor:
-        home = self.of(view)
+        placement = self.of(view)
         found = self._stacked(view)
-        if found is None and home.shared is not None:
+        if found is None and placement.shared is not None:
             return self.one(view).unsqueeze(0).expand(self.models, *view.size)
         if found is None:
-            self._whole(view.storage)
+            self._make_model_major(view.storage)
             found = self._stacked(view)
         assert found is not None
         return found
 
     def one_of(self, view: View, model: int) -> torch.Tensor:
-        home = self.of(view)
-        if home.shared is not None:
+        placement = self.of(view)
+        if placement.shared is not None:
             return self.one(view)
-        if home.split is not None:
-            return self.emitter.window(home.split[model], view.dtype, view.size, view.stride, view.offset)
-        if model in home.parts:
-            return self.emitter.window(home.parts[model], view.dtype, view.size, view.stride, view.offset)
+        if placement.split is not None:
+            return self.emitter.window(placement.split[model], view.dtype, view.size, view.stride, view.offset)
+        if model in placement.parts:
+            return self.emitter.window(placement.parts[model], view.dtype, view.size, view.stride, view.offset)
         stacked = self._stacked(view, whole=True)
         return (self.all(view) if stacked is None else stacked).select(0, model)
 
     def _stacked(self, view: View, whole: bool = False) -> torch.Tensor | None:
-        home = self.of(view)
-        for block, storage in home.stacked.items():
-            if whole and block != home.nbytes:
+        placement = self.of(view)
+        for block, storage in placement.stacked.items():
+            if whole and block != placement.nbytes:
                 continue
             at = stack_view(view, block, self.models)
             if at is not None:
@@ -204,7 +203,7 @@ class Homes:
         return self.all(view).movedim(0, dim).flatten(dim, dim + 1)  # a copy, made by torch
 
     def _stacked_as(self, view: View, dim: int) -> torch.Tensor | None:
-        """A form in which models and `dim` are neighbours."""
+        """A form in which the model dimension and `dim` are adjacent."""
         for block, storage in self.of(view).stacked.items():
             at = stack_view(view, block, self.models)
             if at is not None and (view.size[dim] == 1 or at.step == view.size[dim] * at.stride[dim]):
@@ -215,136 +214,141 @@ class Homes:
         return None if stacked is None else stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     def _restack(self, view: View, block: int) -> None:
-        """A copy in blocks of `block` bytes, kept for whoever wants it next."""
-        home = self.of(view)
-        if block <= 0 or home.nbytes % block or block in home.stacked or stack_view(view, block, self.models) is None:
+        """Make a copy in blocks of `block` bytes, and keep it for later operators."""
+        placement = self.of(view)
+        if (
+            block <= 0
+            or placement.nbytes % block
+            or block in placement.stacked
+            or stack_view(view, block, self.models) is None
+        ):
             return
-        item = ITEM_BYTES[home.dtype]
+        item = ITEM_BYTES[placement.dtype]
         if block % item:
             return
         with self.emitter:
-            rows = self._flat(view.storage).reshape(self.models, home.nbytes // block, block // item)
+            rows = self._flat(view.storage).reshape(self.models, placement.nbytes // block, block // item)
             made = rows.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         self._keep(view.storage, block, made)
 
     def _flat(self, storage: int) -> torch.Tensor:
-        """The whole content as [B, elements], elements of the type it was born with."""
-        home = self.home(storage)
-        count = home.nbytes // ITEM_BYTES[home.dtype]
-        return self.all(View(storage, home.dtype, (count,), (1,)))
+        """The whole content as [B, elements], in the dtype of the storage's first view."""
+        placement = self.of_storage(storage)
+        count = placement.nbytes // ITEM_BYTES[placement.dtype]
+        return self.all(View(storage, placement.dtype, (count,), (1,)))
 
-    def _whole(self, storage: int) -> None:
-        """Make the model-major copy, from whatever there is."""
-        home = self.home(storage)
-        item = ITEM_BYTES[home.dtype]
-        count = home.nbytes // item
+    def _make_model_major(self, storage: int) -> None:
+        """Make the model-major copy from any existing form."""
+        placement = self.of_storage(storage)
+        item = ITEM_BYTES[placement.dtype]
+        count = placement.nbytes // item
         with self.emitter:
-            if home.stacked:
-                block, at = next(iter(home.stacked.items()))
+            if placement.stacked:
+                block, at = next(iter(placement.stacked.items()))
                 k = block // item
-                rows = self.emitter.window(at, home.dtype, (count // k, self.models, k), (self.models * k, k, 1))
+                rows = self.emitter.window(at, placement.dtype, (count // k, self.models, k), (self.models * k, k, 1))
                 made = rows.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            elif home.split is not None:
-                made = torch.cat([self.emitter.window(s, home.dtype, (count,), (1,)) for s in home.split])
-            elif home.shared is not None:
-                one = self.emitter.window(home.shared, home.dtype, (count,), (1,))
+            elif placement.split is not None:
+                made = torch.cat([self.emitter.window(s, placement.dtype, (count,), (1,)) for s in placement.split])
+            elif placement.shared is not None:
+                one = self.emitter.window(placement.shared, placement.dtype, (count,), (1,))
                 made = one.expand(self.models, count).clone(memory_format=torch.contiguous_format)
             else:
                 raise NotFusible("a tensor is used before it is made", "report this as a bug with the step's code")
-        self._keep(storage, home.nbytes, made)
+        self._keep(storage, placement.nbytes, made)
 
     def _keep(self, storage: int, block: int, made: torch.Tensor) -> None:
         at = self.emitter.storage_of(made)
-        self.home(storage).stacked[block] = at
+        self.of_storage(storage).stacked[block] = at
         self._owner[at] = storage
 
     # ---- writing -----------------------------------------------------------------------------------
 
-    def own(self, view: View) -> torch.Tensor:
-        """All models' tensors, to be written: stacked, and no other copy is valid any more."""
-        home = self.of(view)
-        for block in sorted(home.stacked, key=lambda k: k != home.nbytes):
+    def write_all(self, view: View) -> torch.Tensor:
+        """All models' tensors, stacked, to be written. Invalidates all other copies."""
+        placement = self.of(view)
+        for block in sorted(placement.stacked, key=lambda k: k != placement.nbytes):
             at = stack_view(view, block, self.models)
             if at is not None:
-                home.only_stacked(block)
-                return self._window(home.stacked[block], view.dtype, at)
-        self._whole(view.storage)
-        home.only_stacked(home.nbytes)
-        return self.own(view)
+                placement.only_stacked(block)
+                return self._window(placement.stacked[block], view.dtype, at)
+        self._make_model_major(view.storage)
+        placement.only_stacked(placement.nbytes)
+        return self.write_all(view)
 
-    def own_each(self, view: View) -> None:
-        """Every model's tensor is about to be written by itself."""
-        home = self.of(view)
-        if home.split is not None:
-            home.only_split(home.split)
-        elif home.known or not home.parts:
-            self.own(view)
+    def write_each(self, view: View) -> None:
+        """Prepare for a write to each model's tensor by itself."""
+        placement = self.of(view)
+        if placement.split is not None:
+            placement.only_split(placement.split)
+        elif placement.known or not placement.parts:
+            self.write_all(view)
 
-    def exact(self, view: View) -> None:
+    def use_template_layout(self, view: View) -> None:
         """Bring every model's tensor into the template's own layout: kernels may draw in the order of memory."""
-        home = self.of(view)
-        if home.shared is None and home.split is None and home.nbytes not in home.stacked:
-            self._whole(view.storage)
+        placement = self.of(view)
+        if placement.shared is None and placement.split is None and placement.nbytes not in placement.stacked:
+            self._make_model_major(view.storage)
 
     # ---- results -----------------------------------------------------------------------------------
 
-    def _born(self, view: View) -> Home:
-        home = self.of(view)
-        home.dtype = view.dtype
-        return home
+    def _new_storage(self, view: View) -> StoragePlacement:
+        placement = self.of(view)
+        placement.dtype = view.dtype
+        return placement
 
     def put_one(self, view: View, made: torch.Tensor) -> None:
-        """`made` is what all models have at `view`, whose storage is born here."""
-        at = self._fresh(made)
+        """Set `made` as the content of a new storage at `view`, the same for all models."""
+        at = self._temp_of(made)
         fits = self.emitter.storages[at].nbytes == self.of(view).nbytes and made.storage_offset() == view.offset
         if not fits or _strides(made.shape, made.stride()) != _strides(view.size, view.stride):
             raise Declined(f"a result laid out as {tuple(made.stride())}, not {view.stride}")
-        self._born(view).shared = at
+        self._new_storage(view).shared = at
         self._owner[at] = view.storage
 
     def put_each(self, view: View, made: Sequence[torch.Tensor]) -> None:
         storages = []
         for tensor in made:
-            at = self._fresh(tensor)
+            at = self._temp_of(tensor)
             if _strides(tensor.shape, tensor.stride()) != _strides(view.size, view.stride):
                 raise Declined(f"a result laid out as {tuple(tensor.stride())}, not {view.stride}")
             storages.append(at)
             self._owner[at] = view.storage
-        self._born(view).split = tuple(storages)
+        self._new_storage(view).split = tuple(storages)
 
     def put_part(self, view: View, model: int, made: torch.Tensor) -> None:
-        """One model's, of a storage that each model makes by an operator of its own."""
-        at = self._fresh(made)
+        """Set one model's content of a storage that each model fills with an operator of its own."""
+        at = self._temp_of(made)
         if _strides(made.shape, made.stride()) != _strides(view.size, view.stride):
             raise Declined(f"a result laid out as {tuple(made.stride())}, not {view.stride}")
         self._owner[at] = view.storage
-        home = self._born(view)
-        home.parts[model] = at
-        if len(home.parts) == self.models:
-            home.split, home.parts = tuple(home.parts[b] for b in range(self.models)), {}
+        placement = self._new_storage(view)
+        placement.parts[model] = at
+        if len(placement.parts) == self.models:
+            placement.split, placement.parts = tuple(placement.parts[b] for b in range(self.models)), {}
 
     def put_all(self, view: View, made: torch.Tensor) -> None:
-        """`made`, of size [B, *size], is what the models have at `view`, whose storage is born here. It may be laid
-        out in any way; one that is no form of the template's storage is copied."""
+        """Set `made`, of size [B, *size], as all models' content of a new storage at `view`. Any strides are taken; a
+        layout that is no form of the template's storage is copied."""
         if tuple(made.shape) != (self.models, *view.size) or made.dtype != getattr(torch, view.dtype):
             raise Declined(
                 f"a result of {tuple(made.shape)} {made.dtype}, not {(self.models, *view.size)} {view.dtype}"
             )
-        home = self._born(view)
+        placement = self._new_storage(view)
         at = self.emitter.storage_of(made)
         block = None
         if (
             at not in self._owner
             and self._is_temp(at)
-            and self.emitter.storages[at].nbytes == home.nbytes * self.models
+            and self.emitter.storages[at].nbytes == placement.nbytes * self.models
         ):
             batched = Batched(view.size, tuple(made.stride())[1:], int(made.storage_offset()), made.stride(0))
-            block = recognise(view, home.nbytes, batched, self.models)
+            block = recognise(view, placement.nbytes, batched, self.models)
         if block is None:
-            made, block = self._relaid(view, made), home.nbytes
+            made, block = self._in_template_layout(view, made), placement.nbytes
         self._keep(view.storage, block, made)
 
-    def _relaid(self, view: View, made: torch.Tensor) -> torch.Tensor:
+    def _in_template_layout(self, view: View, made: torch.Tensor) -> torch.Tensor:
         """A model-major copy with the template's strides."""
         order = sorted(range(len(view.size)), key=lambda d: (-view.stride[d], d))
         dense = _strides([view.size[d] for d in order], [view.stride[d] for d in order])
@@ -363,26 +367,26 @@ class Homes:
     def _is_temp(self, storage: int) -> bool:
         return self.emitter.storages[storage].kind == "temp"
 
-    def _fresh(self, made: torch.Tensor) -> int:
+    def _temp_of(self, made: torch.Tensor) -> int:
         at = self.emitter.storage_of(made)
         if at in self._owner or not self._is_temp(at):
             raise Declined("a result in memory that is something else's")
         return at
 
     def place(self, storage: int, at: int, stacked: bool, dtype: str) -> None:
-        """Content that is there before the step: state, inputs, constants."""
-        home = self.home(storage)
-        home.dtype = dtype
+        """Register content that exists before the step: state, inputs, constants."""
+        placement = self.of_storage(storage)
+        placement.dtype = dtype
         if stacked:
-            home.stacked[home.nbytes] = at
+            placement.stacked[placement.nbytes] = at
         else:
-            home.shared = at
+            placement.shared = at
         self._owner[at] = storage
 
     # ---- numbers -----------------------------------------------------------------------------------
 
     def scalar(self, ref: ScalarRef, model: int) -> ScalarRef:
-        """A scalar of one model's Program, as one of the fused Program."""
+        """The fused Program's scalar for a scalar of one model's Program."""
         key = (model, ref.index)
         found = self._scalar_ids.get(key)
         if found is None:
@@ -397,7 +401,7 @@ class Homes:
         return self.scalar(source, model) if isinstance(source, ScalarRef) else source
 
     def vector(self, varying: Varying, dtype: torch.dtype) -> torch.Tensor:
-        """[B], of `dtype`."""
+        """Numbers that differ between models as a tensor [B] of `dtype`, a row of the table of that type."""
         if dtype not in (torch.float32, torch.float64):
             raise Declined(f"numbers that differ between models on tensors of {dtype}")
         name = str(dtype).removeprefix("torch.")
@@ -412,7 +416,7 @@ class Homes:
     # ---- trying ------------------------------------------------------------------------------------
 
     def save(self) -> Any:
-        """Where things stand, for `restore`: of the last call alone."""
+        """A snapshot for `restore`, valid until the next `save`."""
         self._before = {}
         return (
             self.emitter.mark(), dict(self._owner), len(self.scalar_sources),
@@ -422,8 +426,8 @@ class Homes:
     def restore(self, saved: Any) -> None:
         mark, owner, scalars, tables, notes = saved
         self.emitter.back(mark)
-        for storage, home in self._before.items():
-            self._homes[storage] = home
+        for storage, placement in self._before.items():
+            self._placements[storage] = placement
         self._before = {}
         self._owner, self.tables, self.notes = owner, tables, notes
         for key in self.scalar_sources[scalars:]:
@@ -432,7 +436,7 @@ class Homes:
 
 
 def _strides(size: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """What strides say: those of dimensions of more than one element."""
+    """Sizes and strides of the dimensions with more than one element: no other strides matter."""
     return () if 0 in size else tuple((n, s) for n, s in zip(size, stride, strict=True) if n > 1)
 
 

@@ -1,4 +1,4 @@
-"""One model of an array: its captured steps, and where its Python side stands."""
+"""One model of an array: its captured steps and its Python objects. Below: the memory of all models' state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gpumux.capture.local_state import Pull, dictionaries, install, load_local
-from gpumux.capture.staleness import StaleGuard, Words
+from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import ALL, Part, Place, StateTable, byte_view
 from gpumux.capture.step import Choice, KeepMore, State, StepFunction
 from gpumux.capture.structure import Structure, from_local
@@ -19,13 +19,13 @@ from gpumux.capture.tracer import Tracer
 from gpumux.client.alone import alone
 from gpumux.client.arguments import several
 from gpumux.client.job import example_arguments
-from gpumux.client.snapshots import Keepsake
+from gpumux.client.snapshots import SnapshotMetadata
 from gpumux.errors import LocalWrite, NotFusible, StaleState
 from gpumux.program import operators
 
 
-def _words(name: str) -> Words:
-    return Words(
+def _words(name: str) -> Wording:
+    return Wording(
         name,
         "",
         "call the array's sync() first",
@@ -34,8 +34,10 @@ def _words(name: str) -> Words:
 
 
 class Member:
-    """`step`, `model` and `optimizer` as a factory made them. `twice`: trace the step once more, as a job does. Its
-    tensors of state are buffers of `table`, numbered alike in all models of one kind."""
+    """A model of an array, with `step`, `model` and `optimizer` as the factory made them.
+
+    Its state tensors are buffers of `table`, numbered alike in all models of one kind. twice: trace the step a second
+    time, as a job does. on_read: called when the local model is read while the array's state is newer."""
 
     def __init__(
         self,
@@ -43,14 +45,14 @@ class Member:
         step: Callable[..., Any],
         model: Any,
         optimizer: Any,
+        *,
         max_variants: int,
         devices: tuple[str, str] = ("cpu", "cpu"),
         twice: bool = True,
-        *,
-        bring: Callable[[Member], None] | None = None,
+        on_read: Callable[[Member], None] | None = None,
     ) -> None:
         self.name = name
-        self.bring = bring
+        self.on_read = on_read
         self.table = StateTable(
             several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer"), *devices
         )
@@ -59,34 +61,38 @@ class Member:
         tracer = Tracer(self.table, operators.is_allowed, by_device=False)  # arrays are made of the CPU's operators
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
-        self.guard = StaleGuard(_words(name), self.table, _Source(self))
+        self.guard = StalenessHooks(_words(name), self.table, _Source(self))
         self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, twice=twice)
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: State | None = None) -> Choice:
-        """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin, and LocalWrite;
-        nothing changes then. With `at`, KeepMore when more gradients must be kept, as they are from then on."""
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The Program and batch of a step now. Raises CaptureError or a subclass, or LocalWrite; nothing changes
+        then."""
+        choice = self.choose_from(self.state, args, kwargs) or self.choose_from(self.state, args, kwargs)
+        assert choice is not None, "all gradients that the step reads are kept"
+        return choice
+
+    def choose_from(self, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+        """The Program and batch of a step from `state`. None if more gradients must be kept than before; `state.keep`
+        is updated then. Raises as `choose`."""
         self.guard.check_writes(bytes_too=True)
         self._take_gradients()
-        try:
-            return self._function.choose(args, kwargs, at or self.state)
-        except KeepMore as more:
-            self.state.keep = more.keep
-            if at is not None:
-                raise
-            return self._function.choose(args, kwargs, self.state)
+        choice = self._function.choose(args, kwargs, state)
+        if isinstance(choice, KeepMore):
+            self.state.keep = choice.keep
+            return None
+        return choice
 
     def advance(self, choice: Choice) -> None:
-        """The step has run: what its Python would have changed is changed."""
+        """Apply the Python side effects of a step that has run."""
         self.state = choice.after(self.state.keep)
         choice.settle(self.table)
         self.guard.newer()
 
     def _take_gradients(self) -> None:
-        """Go on without the gradients that the script cleared. Raises LocalWrite where it set some that a step
-        reads."""
+        """Forget gradients that the script cleared. Raises LocalWrite if it set some that a step reads."""
         changes = self.guard.gradient_changes()
         if not changes:
             return
@@ -94,31 +100,31 @@ class Member:
             raise LocalWrite(f"gradients were changed while {self.name} holds them", self.guard.words.load)
         gone = [i for i, value in changes.items() if value is None]
         self.state.structure = self._intern(self.state.structure.without_gradients(gone))
-        self.guard.gradients.told()
+        self.guard.gradients.changes_taken()
 
     def dictionaries(self, pull: Pull) -> dict[str, Any]:
         """{"model": ..., "optimizer": ...} of the array's state."""
-        with self.guard.quiet():
+        with self.guard.suspended():
             return dictionaries(self.table, self.state, pull)
 
     def install(self, pull: Pull) -> None:
-        """The array's state into the local model and optimizer."""
+        """Copy the array's state into the local model and optimizer."""
         with alone():
             install(self.table, self.state, pull, mine=self.guard.gradients.written())
             self.guard.fetched(ALL)
 
-    def resume(self, kept: Keepsake) -> None:
-        """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the
-        buffers. Raises ConfigError where it is of another model."""
-        with self.guard.quiet(writes=True):
+    def resume(self, kept: SnapshotMetadata) -> None:
+        """Overwrite the local model and optimizer with a snapshot, and adopt them as the array's state: the caller
+        copies the buffers. Raises ConfigError for a snapshot of another model."""
+        with self.guard.suspended(writes=True):
             kept.put_back(self.table)
             self._adopt()
         self.guard.fetched(ALL, adopted=True)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""
+        """Load `state` into the local objects and adopt them as the array's state: the caller copies the buffers."""
         self._lost = self.guard.gradients.lost()
-        with self.guard.quiet(writes=True):
+        with self.guard.suspended(writes=True):
             load_local(self.table, state)
             self._adopt()
         self.guard.fetched(ALL, adopted=True)
@@ -134,7 +140,7 @@ class Member:
 
 
 class _Source:
-    """What a member's guard fetches from."""
+    """Where a member's staleness hooks fetch its state from."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -143,20 +149,20 @@ class _Source:
         return self._member.state.structure
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        if self._member.bring is None:
+        if self._member.on_read is None:
             raise StaleState(
                 f"the model of {self._member.name} was read, and its steps are only tried", "read it afterwards"
             )
-        self._member.bring(self._member)
+        self._member.on_read(self._member)
 
 
 __all__ = ["Member", "example_arguments"]
 
 
-# ---- The state of an array: each buffer of the models' tables B times, one model after another.
+# ---- The state of an array: each buffer of the models' tables, B times, one model after another.
 
 
-Key: TypeAlias = "tuple[str, int, int]"  # name, bytes of one model, how many of that name and size came before
+Key: TypeAlias = "tuple[str, int, int]"  # name, bytes of one model, number of earlier keys with that name and size
 STREAM: Key = ("random generator", 0, 0)
 
 
@@ -164,7 +170,7 @@ _keys: WeakKeyDictionary[StateTable, tuple[list[Key], Counter[tuple[str, int]]]]
 
 
 def keys_of(table: StateTable) -> list[Key]:
-    """What names each buffer in every model's table, though they may have found theirs in another order."""
+    """A key for each buffer, the same in every model's table even if tables found their buffers in another order."""
     keys, seen = _keys.setdefault(table, ([], Counter()))  # kept, since buffers are only ever added
     for buffer in table.buffers[len(keys) :]:
         named = buffer.name, buffer.nbytes
@@ -177,8 +183,8 @@ def key_of(table: StateTable, index: int) -> Key:
     return keys_of(table)[index]
 
 
-class Memory:
-    """`lines[key]` is a line of bytes; model b's are the b-th of B equal parts."""
+class ArrayMemory:
+    """State of all models. `lines[key]` holds one buffer of every model: B equal parts, model b's the b-th."""
 
     def __init__(self, models: int) -> None:
         self.models = models
@@ -193,7 +199,7 @@ class Memory:
         return self._new(key, nbytes * self.models), True
 
     def _new(self, key: Key, nbytes: int) -> torch.Tensor:
-        """Zeros on a page boundary, given back when nobody holds them."""
+        """Zeros on a page boundary, freed with their last reference."""
         try:
             self._maps[key] = mmap.mmap(-1, max(1, nbytes))
         except (OSError, MemoryError) as error:
@@ -204,7 +210,7 @@ class Memory:
         return made
 
     def run(self, key: Key, first: int, count: int) -> torch.Tensor:
-        """`count` models' parts from model `first` on, as the start of a storage of its own."""
+        """The parts of `count` models from model `first` on, as the start of a storage of its own."""
         nbytes = self.lines[key].numel() // self.models
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -216,7 +222,7 @@ class Memory:
         return line[model * nbytes : (model + 1) * nbytes]
 
     def push(self, key: Key, model: int, table: StateTable, index: int) -> None:
-        """Copy the local bytes of a buffer in, where they mean something."""
+        """Copy the local bytes of a buffer in, if it is filled."""
         buffer = table.buffers[index]
         if buffer.filled:
             part = self.part(key, model)
@@ -224,7 +230,7 @@ class Memory:
                 part[start : start + storage.nbytes()].copy_(byte_view(storage))
 
     def pull(self, model: int, table: StateTable) -> Callable[[Callable[[int, torch.Tensor], None]], None]:
-        """As `localstate` takes it: hands each buffer that is here to a function."""
+        """A function that passes each buffer of a model held here to a writer, as `local_state.install` takes it."""
 
         def pull(write: Callable[[int, torch.Tensor], None]) -> None:
             for index in range(len(table.buffers)):
@@ -234,18 +240,18 @@ class Memory:
 
         return pull
 
-    def without(self, model: int) -> Memory:
-        """Another Memory, of one model fewer."""
-        made = Memory(self.models - 1)
+    def without(self, model: int) -> ArrayMemory:
+        """A copy without one model."""
+        made = ArrayMemory(self.models - 1)
         for key, line in self.lines.items():
             rows = line.view(self.models, -1)
             made._new(key, line.numel() // self.models * made.models)
             made.lines[key].view(made.models, -1).copy_(torch.cat([rows[:model], rows[model + 1 :]]))
         return made
 
-    def with_one(self) -> Memory:
-        """Another Memory, with a model of zeros at its end."""
-        made = Memory(self.models + 1)
+    def with_one(self) -> ArrayMemory:
+        """A copy with one more model, of zeros, at its end."""
+        made = ArrayMemory(self.models + 1)
         for key, line in self.lines.items():
             made._new(key, line.numel() // self.models * made.models)
             made.lines[key][: line.numel()].copy_(line)

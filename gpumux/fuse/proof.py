@@ -1,7 +1,7 @@
-"""How long a few operators of a fused Program take: a Program of them alone, run a few times on invented numbers.
+"""Runs Programs in this process to time their operators and to verify fused Programs.
 
-Times are kept for the process, and in a file under the user's cache directory, by what the operators are:
-names, shapes, strides, types, with the processor, the number of threads and torch's version.
+Times are kept for the process, and in a file under the user's cache directory. Keys are made of the operators'
+names, shapes, strides and types, the processor, the number of threads and torch's version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import _C
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.operands import SlotOperands, allocate
 from gpumux.errors import NotFusible
-from gpumux.fuse.emit import Emitter
+from gpumux.fuse.emit import FusionEmitter
 from gpumux.fuse.template import Fused, numbers, stream_bytes
 from gpumux.hostmemory import cpu_name
 from gpumux.program.codec import encode
@@ -49,13 +49,13 @@ from gpumux.program.validate import out_views
 # ---- Runs a Program in this process, with the CPU device's own interpreter and graphs.
 
 
-_ONE_PIECE_S = 1e6  # nobody waits between pieces here
-_PYTHON_S = 2.5e-6  # what calling an operator from Python costs more; only for the profile
+_ONE_PIECE_S = 1e6  # nothing waits between pieces here, so a step is one piece
+_PYTHON_S = 2.5e-6  # extra seconds of calling an operator from Python; only for the profile
 _HEAP_BYTES = 31 << 20
 
 
-class Runner:
-    """One Program on `buffers` (bytes, by state slot). Not for several threads at once."""
+class ProgramRunner:
+    """Runs one Program on `buffers` (bytes, by state slot). Not thread-safe."""
 
     def __init__(self, program: Program, buffers: Sequence[torch.Tensor]) -> None:
         _keep_freed_memory()
@@ -74,13 +74,13 @@ class Runner:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """Where a step's batch is put before `run`."""
+        """Tensors for a step's batch, to be filled before `run`."""
         return self._inputs
 
     def run(self, scalars: Sequence[float | int]) -> list[torch.Tensor]:
-        """One step; its results, in memory of their own. Raises JobFailed, ProgramError."""
+        """Run one step and return copies of its results. Raises JobFailed, ProgramError."""
         loaded = self.loaded
-        with torch.no_grad(), graphs_as_written():
+        with torch.no_grad(), without_graph_optimization():
             for piece in range(len(loaded.bounds) - 1):
                 loaded.run(self._step, loaded.newest, piece, 0, scalars if piece == 0 else None)
             loaded.recut()
@@ -91,15 +91,15 @@ class Runner:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Temporaries of many models are large, and glibc gives large blocks back to the kernel, so that each step takes
-    them anew, page by page (hundreds of faults a step): unless a larger one was freed before (mallopt(3),
-    M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, which follow). Another allocator does not mind."""
+    """Make glibc keep freed memory. Temporaries of many models are large, and glibc returns large blocks to the kernel,
+    so that each step would fault them in again page by page. It keeps blocks smaller than one freed before
+    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, which follow). Other allocators are not affected."""
     torch.empty(_HEAP_BYTES, dtype=torch.uint8)
 
 
 @contextmanager
-def graphs_as_written() -> Iterator[None]:
-    """The graph executor neither fuses nor folds while this is active; afterwards it does what it did."""
+def without_graph_optimization() -> Iterator[None]:
+    """A block in which the graph executor neither fuses nor folds."""
     before = _C._get_graph_executor_optimize()
     _C._set_graph_executor_optimize(False)
     try:
@@ -109,10 +109,10 @@ def graphs_as_written() -> Iterator[None]:
 
 
 def _ignore(index: int) -> None:
-    """Nobody watches how far a step is."""
+    """No reader follows the progress of a step here."""
 
 
-# ----
+# ---- Times of a few operators: a Program of them alone, run a few times on synthetic numbers.
 
 
 Timer: TypeAlias = Callable[[Program], float]
@@ -120,20 +120,22 @@ Timer: TypeAlias = Callable[[Program], float]
 log = logging.getLogger("gpumux.fuse")
 _WARM = 3  # runs: checked, timed operator by operator, first as a graph
 _RUNS = 5
-_LONG_S = 500e-6  # a run that takes as long is long enough; what takes less is repeated within one
+_LONG_S = 500e-6  # shorter runs are repeated within one
 _MOST = 12
-_ENOUGH_S = 0.05  # of timed runs of one Program
+_ENOUGH_S = 0.05  # seconds of timed runs of one Program
 
 
-def extract(emitter: Emitter, start: int, stop: int) -> Program:
-    """Operators start..stop-1 as a Program of their own: what they find there is its state."""
+def extract(emitter: FusionEmitter, start: int, stop: int) -> Program:
+    """Operators start..stop-1 as a Program of their own; the tensors they read are its state."""
     part = _Part(emitter)
     ops = tuple(part.op(op) for op in emitter.ops[start:stop])
     return Program(tuple(part.storages), tuple(part.views), ops, (), (), tuple(part.scalars), device=emitter.device)
 
 
 class _Part:
-    def __init__(self, emitter: Emitter) -> None:
+    """Copies operators of an emitter, with the storages, views and scalars they use, into a Program of their own."""
+
+    def __init__(self, emitter: FusionEmitter) -> None:
         self._from = emitter
         self.storages: list[Storage] = []
         self.views: list[View] = []
@@ -189,7 +191,7 @@ class _Part:
 
 
 def join(nbytes: int, dtype: str, models: int) -> Program:
-    """What brings B storages together."""
+    """A Program that joins B storages into one."""
     build = ProgramBuilder()
     count = nbytes // ITEM_BYTES[dtype]
     parts = tuple(build.state(dtype, (count,)) for _ in range(models))
@@ -197,8 +199,8 @@ def join(nbytes: int, dtype: str, models: int) -> Program:
     return build.build()
 
 
-def invented(program: Program) -> list[torch.Tensor]:
-    """Buffers for a Program's state slots: numbers near one, indices of zero."""
+def synthetic_state(program: Program) -> list[torch.Tensor]:
+    """Buffers for a Program's state slots: floats of 0.75, all else 0, so that indices are valid."""
     dtypes: dict[int, str] = {}
     for view in program.views:
         dtypes.setdefault(view.storage, view.dtype)
@@ -213,7 +215,7 @@ def invented(program: Program) -> list[torch.Tensor]:
 
 
 def repeated(program: Program, times: int) -> Program:
-    """The Program's operators so often, one after the other, each time with temporaries of their own."""
+    """The Program's operators `times` times in sequence, each time with temporaries of their own."""
     storages, views, ops = list(program.storages), list(program.views), list(program.ops)
     for _ in range(times - 1):
         moved = {
@@ -239,7 +241,7 @@ def repeated(program: Program, times: int) -> Program:
 
 
 def seconds(program: Program) -> float:
-    """The shortest of a few runs of a Program, without what every run costs, however short."""
+    """The shortest of a few runs of a Program, without the fixed cost of a run."""
     once = _shortest(program)
     if once > _LONG_S or program.results:
         return once
@@ -248,7 +250,7 @@ def seconds(program: Program) -> float:
 
 
 def _shortest(program: Program) -> float:
-    runner = Runner(program, invented(program))
+    runner = ProgramRunner(program, synthetic_state(program))
     scalars = [0.5 if kind == "float" else 1 for kind in program.scalars]
     for _ in range(_WARM):
         runner.run(scalars)
@@ -264,7 +266,7 @@ def _shortest(program: Program) -> float:
 
 
 class Times:
-    """Remembers what `measure` found. `path`: the file, None for this process only."""
+    """Measures Programs and remembers their times. path: the file; None: only this process."""
 
     def __init__(self, path: Path | None, measure: Timer = seconds) -> None:
         self._path = path
@@ -296,7 +298,7 @@ class Times:
             log.warning("measured times in %s can't be read (%s): they are measured again", self._path, error)
 
     def save(self) -> None:
-        """Write what is new, together with what others wrote meanwhile."""
+        """Write new times, merged with those that other processes wrote meanwhile."""
         if self._path is None or not self._new:
             return
         self._read = False
@@ -316,15 +318,15 @@ def cache_file() -> Path:
     return Path(base).expanduser() / "gpumux" / "fusion-times.json"
 
 
-# ---- A Program in float64 instead of float32: what rounding makes of two orders of summation is then far below what a
-# wrong
-# operator does, also where a step is discontinuous (a maximum, a ReLU) or divides by next to nothing (Adam).
+# ---- A Program in float64 instead of float32: differences that two orders of summation make by rounding are then far
+# smaller than those of a wrong operator, even if a step is discontinuous (a maximum, a ReLU) or divides by a number
+# close to zero (Adam).
 
 
 _FROM, _TO = "float32", "float64"
 
 
-def doubled(program: Program) -> Program | None:
+def in_float64(program: Program) -> Program | None:
     """The Program with float64 wherever it has float32; None where memory of float32 is also read as another type."""
     dtypes: dict[int, set[str]] = {}
     for view in program.views:
@@ -352,32 +354,32 @@ def _wider(arg: Arg) -> Any:
     return Tag("dtype", _TO) if arg == Tag("dtype", _FROM) else arg
 
 
-# ---- Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is
+# ---- Verifies a fused Program against one that runs every operator once a model, on synthetic numbers, before it is
 # used.
 #
-# A wrong rule would train wrong models without a word; a step of each on the same bytes shows it.
+# A wrong rule would train wrong models silently; one step of each Program on the same bytes shows it.
 
 
 # Relative to the largest value of a tensor, after one step. Batched products round in another order.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3, torch.complex128: 1e-7, torch.complex64: 5e-3}
 _LOOSE = 0.1  # for types of fewer bits
-_SHAKEN = 100.0  # times what the last digits of the numbers before the step make
+_NOISE_FACTOR = 100.0  # multiple of the difference that perturbing the last digits of the inputs makes
 
 
 def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:
-    """Raises NotFusible unless both do the same to the same state and batch. `values`: each model's host scalars."""
-    wide = [doubled(f.program) for f in (fused, each)]
+    """Raise NotFusible unless both do the same to the same state and batch. values: each model's host scalars."""
+    wide = [in_float64(f.program) for f in (fused, each)]
     if wide[0] is not None and wide[1] is not None:
         fused, each = replace(fused, program=wide[0]), replace(each, program=wide[1])
-    found, wanted, near = _ran(fused, values), _ran(each, values), _ran(each, values, shaken=True)
+    found, wanted, near = _ran(fused, values), _ran(each, values), _ran(each, values, perturbed=True)
     for what, *tensors in zip(("result", "tensor"), found, wanted, near, strict=True):
         for number, (a, b, c) in enumerate(zip(*tensors, strict=True)):
             _same(a, b, c, f"{what} {number} of the {'step' if what == 'result' else 'state'}", fused)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, what: str, fused: Fused) -> None:
-    """`c` is what `b` would be if the numbers before the step were others in their last digits: where that alone makes
-    a difference (a gradient that is truly zero is nothing but rounding), no more can be asked of `a`."""
+    """Raise NotFusible if `a` differs from `b`. `c` is `b` computed from inputs perturbed in their last digits. If that
+    alone makes a difference (a gradient that is truly zero is only rounding), `a` may differ as much."""
     if torch.equal(a, b):
         return
     if a.dtype.is_floating_point or a.dtype.is_complex:
@@ -388,7 +390,7 @@ def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, what: str, fused: F
         if torch.equal(torch.isfinite(a), torch.isfinite(b)):
             away = (a - b)[both].abs()
             noise = (c - b)[both & torch.isfinite(c)].abs()
-            if _largest(away) <= limit * max(_largest(b[both].abs()), 1e-30) + _SHAKEN * _largest(noise):
+            if _largest(away) <= limit * max(_largest(b[both].abs()), 1e-30) + _NOISE_FACTOR * _largest(noise):
                 return
     rules = sorted({d.target for d in fused.decisions if d.how == "fused"})
     raise NotFusible(
@@ -403,25 +405,25 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _ran(
-    fused: Fused, values: Sequence[Sequence[float | int]], shaken: bool = False
+    fused: Fused, values: Sequence[Sequence[float | int]], perturbed: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(results, state) after a step from invented numbers, equal for Programs of equal state; `shaken`: for numbers
-    that differ from those in their last digits."""
+    """(results, state) after a step from synthetic numbers, equal for Programs of equal state. perturbed: perturb those
+    numbers in their last digits."""
     program = fused.program
     dtypes = _slot_dtypes(program)
     slots = sorted((s.slot, s.nbytes) for s in program.storages if s.kind == "state")
     unused = max((s for s, _ in slots), default=-1) + 1
     assert len(slots) == unused, "every slot is there"
     generator = torch.Generator().manual_seed(11)
-    shake = torch.Generator().manual_seed(12) if shaken else None
-    buffers = [_invented(nbytes, dtypes[slot], generator, shake) for slot, nbytes in slots]
+    shake = torch.Generator().manual_seed(12) if perturbed else None
+    buffers = [_synthetic_buffer(nbytes, dtypes[slot], generator, shake) for slot, nbytes in slots]
     if fused.streams:
         state = torch.Generator().manual_seed(5).get_state()
         buffers[-1].view(-1, stream_bytes()).copy_(state.expand(fused.models, -1))
-    runner = Runner(program, buffers)
+    runner = ProgramRunner(program, buffers)
     for target, index in zip(runner.inputs, program.inputs, strict=True):
         view = program.views[index]
-        target.copy_(_invented_tensor(target.shape, getattr(torch, view.dtype), generator, shake))
+        target.copy_(_synthetic_tensor(target.shape, getattr(torch, view.dtype), generator, shake))
     batch = len(program.inputs) - len(fused.tables)
     for target, rows in zip(runner.inputs[batch:], numbers(fused, values), strict=True):
         target.copy_(rows)
@@ -442,11 +444,11 @@ def _slot_dtypes(program: Program) -> dict[int, torch.dtype]:
     return found
 
 
-def _invented_tensor(
+def _synthetic_tensor(
     size: Sequence[int], dtype: torch.dtype, generator: torch.Generator, shake: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Numbers around one: variances and denominators stay away from zero. Whole numbers are zero, which indexes
-    anything."""
+    """Floats around one, so that variances and denominators are not near zero. Integers are zero, which is a valid
+    index of anything."""
     if dtype.is_floating_point:
         made = torch.rand(tuple(size), generator=generator, dtype=torch.float64).add_(0.5)
         if shake is not None:
@@ -456,12 +458,12 @@ def _invented_tensor(
     return torch.zeros(tuple(size), dtype=dtype)
 
 
-def _invented(
+def _synthetic_buffer(
     nbytes: int, dtype: torch.dtype, generator: torch.Generator, shake: torch.Generator | None
 ) -> torch.Tensor:
     line = allocate(nbytes)
     typed = _typed(line, dtype)
-    typed.copy_(_invented_tensor(typed.shape, dtype, generator, shake))
+    typed.copy_(_synthetic_tensor(typed.shape, dtype, generator, shake))
     return line
 
 

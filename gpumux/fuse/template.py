@@ -1,6 +1,6 @@
-"""Whether B captured steps are one template, and where they differ in numbers.
+"""Checks that B captured steps are of one kind, and finds the numbers in which they differ.
 
-They may differ in the bytes of constants, in numbers given to operators (a slope, a dropout probability), in
+Steps may differ in the bytes of constants, in numbers given to operators (a slope, a dropout probability), in
 host scalars and in the values of state. All else must be equal: operators, sizes, strides, state slots.
 """
 
@@ -23,30 +23,30 @@ Source: TypeAlias = "float | int | ScalarRef"
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """A number that is another for each model: a literal, or a scalar of that model's own Program."""
+    """A number that differs between models: for each, a literal or a scalar of that model's own Program."""
 
     values: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What B models have in common. `ops` are the first model's, with Varying where numbers differ; scalars are
-    numbered as in each model's own Program. `consts`: per constant slot, the bytes of each model (or of its owner)."""
+    """The common form of B models' steps. `ops` are the first model's, with Varying where numbers differ; scalars are
+    numbered as in each model's own Program. `consts`: for each constant slot, each model's bytes (or its owner's)."""
 
     program: Program
     models: int
     ops: tuple[Op, ...]
     labels: tuple[Label | None, ...]
     consts: tuple[tuple[bytes, ...], ...]
-    owners: tuple[int | None, ...]  # of each operator, whose alone it is
+    owners: tuple[int | None, ...]  # for each operator, the only model that has it; None: all have it
     storage_owners: tuple[int | None, ...]
-    randoms: tuple[tuple[int | None, ...], ...]  # of each operator, each model's random slot (its owner's alone)
-    slots: tuple[tuple[int | None, ...], ...]  # of each state slot, each model's own; None: it has none
+    randoms: tuple[tuple[int | None, ...], ...]  # for each operator, each model's random slot (only the owner's)
+    slots: tuple[tuple[int | None, ...], ...]  # for each state slot, each model's own; None: it has none
 
 
 def align(programs: Sequence[Program], differs: frozenset[int] = frozenset(), last: int | None = None) -> Template:
-    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. `last`: what
-    errors call the last model, if not its place here. Raises NotFusible, naming the first operator that differs and its
+    """The template of some Programs. differs: indices of scalars that may differ between models. last: number of the
+    last model in errors, if it is not its position. Raises NotFusible, naming the first operator that differs and its
     layer."""
     first = programs[0]
     found = tuple(labels(first))
@@ -89,7 +89,7 @@ def _different(first: Program, other: Program, model: int, index: int, found: Se
 def _same_ops(first: Program, other: Program, model: int, found: Sequence[Label | None]) -> None:
     for index, (a, b) in enumerate(zip(first.ops, other.ops, strict=False)):
         if a.target == b.target and _other_arguments(a, b):
-            a, b = written_out(a), written_out(b)
+            a, b = with_defaults(a), with_defaults(b)
         same = (
             a.target == b.target and a.outs == b.outs and a.random == b.random and _fits(a.args, b.args)
             and [k for k, _ in a.kwargs] == [k for k, _ in b.kwargs]
@@ -134,9 +134,9 @@ def _same_rest(first: Program, other: Program, model: int) -> None:
             )
 
 
-def written_out(op: Op) -> Op:
-    """With the numbers that a Program leaves out, because they are the schema's defaults: a dropout of 0.5, a slope of
-    0.01."""
+def with_defaults(op: Op) -> Op:
+    """The op with the floats that a Program leaves out because they are the schema's defaults: a dropout of 0.5, a
+    slope of 0.01."""
     found = [a for a in schema(op.target).overload._schema.arguments if a.name != "generator"]
     args, kwargs = list(op.args), dict(op.kwargs)
     for argument in [a for a in found if not a.kwarg_only][len(args) :]:
@@ -156,9 +156,9 @@ def _other_arguments(a: Op, b: Op) -> bool:
 
 
 def merge(ops: Sequence[Op], differs: frozenset[int]) -> Op:
-    """One operator of several models', with Varying where numbers differ or are scalars of `differs`."""
+    """One operator for several models, with Varying where numbers differ or are scalars in `differs`."""
     if any(_other_arguments(ops[0], op) for op in ops[1:]):
-        ops = [written_out(op) for op in ops]
+        ops = [with_defaults(op) for op in ops]
     first = ops[0]
     args = _merge([op.args for op in ops], differs)
     kwargs = tuple((key, _merge([op.kwargs[i][1] for op in ops], differs)) for i, (key, _) in enumerate(first.kwargs))
@@ -175,17 +175,17 @@ def _merge(values: Sequence[Any], differs: frozenset[int]) -> Any:
     return first if same else Varying(tuple(values))
 
 
-# ---- What fusing gives: a Program for all models, and how each operator came into it.
+# ---- The result of fusing: a Program for all models, and how each operator runs in it.
 
 
-# "fused" wherever there is a way, "per-model", or the operators that run once a model.
+# "fused" wherever possible, "per-model", or the numbers of the operators that run once a model.
 Choose: TypeAlias = Literal["fused", "per-model"] | frozenset[int]
 How: TypeAlias = Literal["alike", "fused", "per-model"]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Numbers that differ between models, as one more input: `rows` by B, of `dtype`."""
+class ScalarTable:
+    """An extra input of shape [rows, B] and type `dtype`: numbers that differ between models."""
 
     dtype: str
     rows: tuple[tuple[Any, ...], ...]
@@ -193,9 +193,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one operator of the template runs. `why`: of fused, by what ("rule", "pointwise", "batched"); of per-model,
-    the reason. `sizes`: of its operands, in one model. `fused_s`, `each_s`: seconds for all models at once and one
-    after another, where measured."""
+    """How one operator of the template runs. why: for "fused", the means ("rule", "pointwise", "batched"); for
+    "per-model", the reason. sizes: of its operands, in one model. fused_s, each_s: seconds for all models at once and
+    one after another, if measured."""
 
     op: int
     target: str
@@ -209,24 +209,24 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """`program`'s inputs are the batch (one of all models, or B with `batch_per_model`, as [B, ...]) and then the
-    `tables`; its state slots are the template's, each B times as large, models one after another; its results are
-    the template's with the model dimension first. `scalars`: of each host scalar, whose it is: (model, index)."""
+    """The fused Program of B models.
+
+    Its inputs are the batch (one for all models, or with `batch_per_model` one a model, as [B, ...]) and then the
+    `tables`. Its state slots are the template's, each B times as large, models one after another. Its results are the
+    template's with the model dimension first. scalars: the source of each host scalar, (model, index)."""
 
     program: Program
     models: int
     scalars: tuple[tuple[int, int], ...]
-    tables: tuple[Table, ...]
+    tables: tuple[ScalarTable, ...]
     decisions: tuple[Decision, ...]
     batch_per_model: bool
-    slots: tuple[
-        tuple[int | None, ...], ...
-    ]  # of each state slot, each model's own; None: it has none, and no part in it
+    slots: tuple[tuple[int | None, ...], ...]  # for each state slot, each model's own; None: it has no part in it
     streams: bool  # whether there is one more state slot: the models' random generators, `stream_bytes()` each
 
 
 def numbers(fused: Fused, values: Sequence[Sequence[float | int]]) -> list[torch.Tensor]:
-    """The contents of the tables, [rows, B] of float64 each, for these host scalars of each model."""
+    """Contents of the tables, a float64 tensor [rows, B] each, for these host scalars of each model."""
     return [
         torch.tensor(
             [[values[b][s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)] for row in table.rows],
@@ -238,5 +238,5 @@ def numbers(fused: Fused, values: Sequence[Sequence[float | int]]) -> list[torch
 
 @cache
 def stream_bytes() -> int:
-    """Of the state of a random generator on the CPU."""
+    """Bytes of the state of a CPU random generator."""
     return int(torch.default_generator.get_state().numel())

@@ -1,5 +1,5 @@
-"""gpumux for those whose training loop belongs to a framework (docs/integrations.md). Each module imports its
-framework; this one none.
+"""gpumux for training loops of frameworks (docs/integrations.md). Each module imports its framework; this one imports
+none.
 
 huggingface   on_gpumux(trainer): a Hugging Face Trainer whose steps run in a daemon
 lightning     GpumuxStrategy: a Lightning strategy that does the same

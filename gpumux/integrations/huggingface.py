@@ -4,12 +4,12 @@
     trainer = on_gpumux(Trainer(model, args, train_dataset=data), name="bert")
     trainer.train()
 
-The Trainer keeps its loop: data, schedules, logging, callbacks, checkpoints and evaluation are its own. What it does
-between two batches that computes (loss, backward pass, clipping, optimizer) is one captured step. What reads the model
-in this process (evaluating, predicting, saving, callbacks) has the state fetched from the daemon; `train()` ends with
-the trained state in the model and the job closed.
+The Trainer keeps its loop: data, schedules, logging, callbacks, checkpoints and evaluation are its own. The computation
+of a batch (loss, backward pass, clipping, optimizer) is one captured step. Code that reads the model in this process
+(evaluating, predicting, saving, callbacks) has the state fetched from the daemon. `train()` ends with the trained state
+in the model and the job closed.
 
-Nothing of transformers is imported here: the Trainer is the caller's, of whatever class.
+This module does not import transformers: the Trainer is the caller's, of any class.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gpumux.errors import ConfigError
 
 def on_gpumux(trainer: Any, **options: Any) -> Any:
     """Have `trainer.train()` run its steps in a daemon; returns the same trainer. `options` are those of
-    gpumux.client.submit (priority, name, endpoint, weight, ...). Subclasses keep their methods, `compute_loss` among
-    them; one that overrides `training_step` is refused, as that is what gpumux replaces.
+    gpumux.client.submit (priority, name, endpoint, weight, ...). Subclasses keep their methods, including
+    `compute_loss`. One that overrides `training_step` is refused, as that is what gpumux replaces.
 
     Raises ConfigError for what can't be captured as a step: several devices, mixed precision, DeepSpeed, FSDP, compiled
     models.
@@ -66,19 +66,18 @@ def _check(trainer: Any) -> None:
 
 
 class Steps:
-    """A Trainer's steps as a job, from the first one on."""
+    """A Trainer's steps as a job, opened at the first step."""
 
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self._trainer = trainer
         self._options = options
         self.job: Job | None = None
-        self._calls: tuple[Callable[..., Any], Callable[..., Any]] | None = (
-            None  # a batch; the last of an optimizer's step
-        )
+        # The step of a batch, and of the last batch before the optimizer's step.
+        self._calls: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.norm: Tensor | None = None  # of the newest step's gradients, before clipping
 
     def run(self, model: Any, inputs: Mapping[str, Any], items: Any, last: bool) -> Tensor:
-        """The loss of one batch, detached. `last`: it is the last one before the optimizer's step."""
+        """The loss of one batch, detached. last: it is the last batch before the optimizer's step."""
         trainer = self._trainer
         scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
         if trainer.loss_is_scaled_for_ga is not None:
@@ -100,7 +99,7 @@ class Steps:
         if trainer.args.gradient_accumulation_steps == 1:
             self.job = submit(whole, example=(*batch, clip), model=model, optimizer=optimizer, **self._options)
             self._calls = self.job.step, self.job.step
-        else:  # the one that leaves gradients first: so all others keep them for it
+        else:  # the part that leaves gradients comes first, so that the other one keeps them
             backward = _backward(trainer, model)
             self.job = submit(backward, example=batch, model=model, optimizer=optimizer, **self._options)
             self._calls = self.job.step, self.job.add(whole, example=(*batch, clip))
@@ -111,7 +110,7 @@ class Steps:
         return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """Close the job, which brings home what was trained. Idempotent."""
+        """Close the job, which copies the trained state back. Idempotent."""
         job, self.job, self._calls = self.job, None, None
         if job is not None:
             job.close()
@@ -143,7 +142,7 @@ def _step(trainer: Any, model: Any, optimizer: torch.optim.Optimizer) -> Callabl
 
 
 class OnGpumux:
-    """What on_gpumux() puts before the Trainer's own class."""
+    """The class that on_gpumux() puts before the Trainer's own class."""
 
     _gpumux: Steps
 
@@ -157,7 +156,7 @@ class OnGpumux:
         last = self.accelerator.gradient_state.sync_gradients  # type: ignore[attr-defined]
         optimizer = self.optimizer  # type: ignore[attr-defined]
         if not isinstance(optimizer.step, _Done):
-            optimizer.step = _Done()  # the captured step has it in it
+            optimizer.step = _Done()  # the captured step includes it
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         return self._gpumux.run(model, inputs, num_items_in_batch, last)
 
@@ -168,12 +167,12 @@ class OnGpumux:
         return self._gpumux.norm
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.end()  # no step comes after it, and what it loads must not be overwritten
+        self._gpumux.end()  # no step comes after this, and the loaded state must not be overwritten
         return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Done:
-    """Stands where `optimizer.step` was."""
+    """Replaces `optimizer.step`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None

@@ -5,8 +5,8 @@
     trainer.fit(module, loader)
 
 Lightning keeps its loop: data, schedulers, loggers, callbacks, checkpoints, validation. `training_step`, the backward
-pass, gradient clipping and the optimizer's step are one captured step. What `training_step` logs (`self.log`) comes out
-of the step as a result and is logged then. What reads the model in this process (validating, testing, saving,
+pass, gradient clipping and the optimizer's step are one captured step. Values that `training_step` logs (`self.log`)
+are results of the step and logged after it. Code that reads the model in this process (validating, testing, saving,
 callbacks) has its state fetched from the daemon.
 """
 
@@ -34,10 +34,10 @@ except ModuleNotFoundError:  # the same, under its older name
 class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """`options` are those of gpumux.client.submit: priority, name, endpoint, weight, ...
 
-    Raises ConfigError, when fitting begins, for modules that optimize by hand or have other than one optimizer, for
+    Raises ConfigError, when fitting begins, for modules that optimize by hand or don't have exactly one optimizer, for
     accumulated batches and mixed precision; and CaptureError, with the line, for a training_step that can't be
-    captured. Batches must have equal shapes, but for a few (`max_variants`), and `training_step` can't use `batch_idx`,
-    which is another number at every step.
+    captured. Batches may have a few shapes (`max_variants`). `training_step` can't use `batch_idx`, which differs at
+    every step.
     """
 
     strategy_name = "gpumux"
@@ -88,11 +88,11 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self.optimizers[0]  # type: ignore[no-any-return]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """It was part of the step."""
+        """Return the loss: the step includes the backward pass."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Runs the closure, which is the whole step."""
+        """Run the closure, which is the whole step."""
         return closure()
 
     # ---- the end
@@ -114,7 +114,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if job is None:
             return
         self._log.give_back()
-        job.close()  # which brings home what was trained, and leaves alone what a callback has put there since
+        job.close()  # copies the trained state back, except what a callback has set since
 
 
 def _step(
@@ -139,7 +139,7 @@ def _step(
 
 
 class Log:
-    """Stands where `module.log` was while a job is open: catches what a captured step logs, and passes all else on."""
+    """Replaces `module.log` while a job is open: collects what a captured step logs, and passes everything else on."""
 
     def __init__(self) -> None:
         self.catching: list[Any] | None = None
@@ -158,7 +158,7 @@ class Log:
 
     @contextmanager
     def caught(self) -> Iterator[list[Any]]:
-        """What is logged meanwhile: (name, value, settings) each."""
+        """A block whose log calls are collected: (name, value, settings) each."""
         self.catching = []
         try:
             yield self.catching
@@ -182,7 +182,7 @@ def _unheard(*_: Any, **__: Any) -> None:
 
 
 class NoIndex:
-    """Stands for `batch_idx` in a captured step. It can be handed on, and that is all."""
+    """Replaces `batch_idx` in a captured step. It can be passed on, but not used."""
 
     def _used(self, *_: Any) -> Any:
         raise CaptureError(

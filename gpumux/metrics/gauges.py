@@ -1,8 +1,8 @@
 """Gauges, and per-job series, made at scrape time from a snapshot of the daemon.
 
-The loop's thread alone may look at the core, so a scrape asks it for a snapshot and waits a moment;
-a loop that doesn't answer within STALE_S is itself worth seeing: the last snapshot is served again and
-`gpumux_snapshot_timestamp_seconds` stands still. Per-job series exist while the job does, no longer.
+Only the loop's thread may read the scheduler, so a scrape asks it for a snapshot and waits a moment. If the loop
+doesn't answer within STALE_S, which is worth seeing, the last snapshot is served again and
+`gpumux_snapshot_timestamp_seconds` stands still. Per-job series exist only while the job does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gpumux.types import DeviceInfo
 
 # ---- Series about the promise to high jobs, and what keeping it costs low ones (docs/metrics.md, "Promises").
 #
-# They come from the guard, by way of the snapshot; under a policy without one (`--policy paced`) the
-# families are there and empty: nothing was measured, and a 0 would read as "no slowdown".
+# They come from the guard through the snapshot. Under a policy without guard (`--policy paced`) the
+# families are empty: nothing was measured, and a 0 would read as "no slowdown".
 
 
 @dataclass(frozen=True, slots=True)
 class PromiseFigures:
-    """A high job's promise. `slowdown` and `slowdown_p99`: recent steps over the step alone (1.0: as if
-    alone), None before there is a baseline. `samples`: steps alone the baseline rests on; `estimates`: pieces
-    beside low work that its slowdowns by range rest on."""
+    """A high job's promise. `slowdown` and `slowdown_p99`: recent steps over the step alone (1.0: as fast as
+    alone), None before there is a baseline. `samples`: number of steps alone behind the baseline. `estimates`: number
+    of pieces beside low work behind its slowdowns by range."""
 
     target: float
     slowdown: float | None
@@ -43,8 +43,8 @@ class PromiseFigures:
 
 @dataclass(frozen=True, slots=True)
 class GuardFigures:
-    """What the guard did and knows, over all jobs. `held_s`: seconds low jobs waited for it, by every reason
-    there is, so that a series begins at 0 and not when its reason first happens."""
+    """The guard's actions and knowledge, over all jobs. `held_s`: seconds low jobs waited for it, by every existing
+    reason, so that a series begins at 0 and not when its reason first occurs."""
 
     bans_active: int
     bans: int
@@ -55,8 +55,8 @@ class GuardFigures:
 
 @dataclass(frozen=True, slots=True)
 class BanFigures:
-    """A ban in force: job `low` beside job `high` (labels), where `ratio` was measured, for how long, and for how long
-    still."""
+    """A ban in force: job `low` beside job `high` (labels), the measured `ratio`, the ban's duration, and the time
+    left."""
 
     high: str
     low: str
@@ -132,7 +132,7 @@ def fill_guard(found: dict[str, Any], guard: GuardFigures | None) -> None:
         found[key].add_metric([], value)
 
 
-# ----
+# ---- Snapshots and the collector.
 
 
 STALE_S = 1.0  # a scrape waits at most this long for the loop
@@ -154,17 +154,17 @@ class JobFigures:
     memory_bytes: int
     device_busy_s: float
     steps_done: int
-    promise: PromiseFigures | None = None  # of a high job, where there is a guard
+    promise: PromiseFigures | None = None  # of a high job, if there is a guard
     held: str = ""  # why a low job waits now; "": it is not held
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1
-    measured_bytes: int = 0  # what it really held at most in a recent step, 0 if not known
+    measured_bytes: int = 0  # the most it held in a recent step, 0 if not known
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the gauges show, at one moment (`when`: Unix time)."""
+    """The values of the gauges at one moment (`when`: Unix time)."""
 
     when: float
     device: DeviceInfo
@@ -184,7 +184,7 @@ def label_text(name: str) -> str:
 
 
 class SnapshotBox:
-    """Hands a snapshot from the loop's thread to a scrape's. `wake` must make the loop call
+    """Passes a snapshot from the loop's thread to a scrape's. `wake` must make the loop call
     `publish` soon and be callable from any thread."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -200,19 +200,19 @@ class SnapshotBox:
         return self._asked
 
     def publish(self, figures: Figures) -> None:
-        """The loop's answer."""
+        """Publish a snapshot; called by the loop."""
         with self._changed:
             self._latest, self._at, self._asked = figures, time.monotonic(), False
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The loop has ended: nobody will answer any more."""
+        """The loop has ended, and no more snapshots will come."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def fetch(self) -> Figures | None:
-        """A snapshot at most FRESH_S old, or the last one there was when the loop is stuck or gone."""
+        """A snapshot at most FRESH_S old, or the last one if the loop is stuck or gone."""
         with self._changed:
             if self._closed or (self._latest is not None and time.monotonic() - self._at < FRESH_S):
                 return self._latest
@@ -231,7 +231,7 @@ class GaugeCollector(Collector):
         self._version = version
 
     def describe(self) -> Iterable[Metric]:
-        """Names only, so that registering doesn't ask the loop for anything."""
+        """Names only, so that registering doesn't ask the loop for a snapshot."""
         return _families().values()
 
     def collect(self) -> Iterable[Metric]:

@@ -1,8 +1,8 @@
-"""Every series the daemon counts where things happen (docs/metrics.md is the contract).
+"""The series that the daemon counts as events happen (docs/metrics.md is the contract).
 
-What happens for every step is in `Tally`. Counters are touched on the loop's thread only; gauges come from a snapshot
-at scrape time (gauges.py). Labels are bounded sets: priorities, error codes, message types. Anything a client can
-choose is mapped onto one of those.
+Counts of every step are in `Tally`. Counters are touched on the loop's thread only; gauges come from a snapshot at
+scrape time (gauges.py). Labels are bounded sets: priorities, error codes, message types. Values that a client can
+choose are mapped to one of those.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from prometheus_client.registry import Collector
 
 from gpumux import errors, types
 
-# ---- What is counted for every step and every turn of the loop: plain numbers on the loop's thread, put into
-# Prometheus' form when somebody scrapes. Its own counters and histograms take a lock and several calls
-# each, a tenth of all that an empty step costs the daemon.
+# ---- Counts of every step and every turn of the loop: plain numbers on the loop's thread, converted to Prometheus'
+# form at a scrape. Prometheus' own counters and histograms take a lock and several calls each, which is a notable part
+# of what an empty step costs the daemon.
 #
 # A scrape on another thread may see a step in one series and not yet in the next.
 
 
 class Spread:
-    """A histogram: how many observations fell into each bucket, and their sum. `bounds` are the
-    buckets' upper ends, which belong to them."""
+    """A histogram: the number of observations in each bucket, and their sum. `bounds` are the
+    buckets' inclusive upper ends."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -50,7 +50,7 @@ class _Steps:
 
 
 class Tally(Collector):
-    """`priorities` and `message_types`: value and label of all there can be. `bounds` in seconds."""
+    """Counts of steps and messages. priorities: value and label of each. message_types: all types. bounds: seconds."""
 
     def __init__(
         self, priorities: Iterable[tuple[int, str]], message_types: Iterable[type], bounds: Sequence[float]
@@ -61,7 +61,7 @@ class Tally(Collector):
         self.busy_s = 0.0
 
     def step_done(self, priority: int, times: types.StepTimes) -> None:
-        """A step was answered with results."""
+        """Count a step that was answered with results."""
         steps = self._steps[priority]
         steps.done += 1
         for spread, seconds in zip(steps.spreads, times, strict=True):
@@ -97,7 +97,7 @@ class Tally(Collector):
         return [done, queue, device, total, out, messages, busy]
 
 
-# ----
+# ---- The registry of all series.
 
 
 # 50 us is an empty step, 10 s is a very large one; three buckets a decade.
@@ -122,7 +122,7 @@ class Metrics:
     `message_types` are the classes of messages that can arrive."""
 
     def __init__(self, message_types: Iterable[type]) -> None:
-        # Else each counter has a second series, which nobody documented or asked for.
+        # Else each counter has a second series, which is not documented.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry(auto_describe=True)
 
@@ -163,8 +163,7 @@ class Metrics:
             self.transfer_bytes.labels(direction)
 
     def add_gauges(self, gauges: Collector) -> None:
-        """Gauges are asked before what the tally counted: a loop that takes a snapshot has caught up with its
-        device."""
+        """Register gauges before the tally: a loop that takes a snapshot has first processed its device's events."""
         self.registry.unregister(self.tally)
         self.registry.register(gauges)
         self.registry.register(self.tally)

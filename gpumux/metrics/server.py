@@ -1,9 +1,9 @@
 """/metrics and the status page over HTTP, on threads that can't stall the daemon's loop.
 
-One page is rendered at a time, so that a crowd of scrapers costs no more interpreter time than one, but
-a connection has a thread to itself: one that dawdles holds nobody up. There are MAX_OPEN at most; the
-next one takes the place of the oldest. Rendering gives the interpreter up at every
-`sys.setswitchinterval` the loop set (daemon/main.py), which bounds what it costs a step.
+One page is rendered at a time, so that many scrapers cost no more interpreter time than one. Each connection has a
+thread of its own, so that a slow one does not delay others. There are MAX_OPEN at most; the next one replaces the
+oldest. Rendering yields the interpreter at every `sys.setswitchinterval` that the loop set (daemon/main.py), which
+bounds the delay of a step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gpumux import __version__
 from gpumux.errors import ConfigError, EndpointBusy
 from gpumux.metrics.gauges import Figures, label_text
 
-# ---- The status page at the metrics port: one static file, and the JSON it asks for every second.
+# ---- The status page at the metrics port: one static file, and the JSON that it polls every second.
 #
-# The page shows what GetStatus shows anybody, and remembers what it has seen while it is open; the daemon keeps no
-# history for it. It loads nothing from anywhere else, and puts no text of a user's into the page but as text.
+# The page shows what GetStatus shows any user, and remembers what it has seen while it is open; the daemon keeps no
+# history for it. It loads nothing from other servers, and inserts users' text only as text.
 
 
 Environ = dict[str, Any]
@@ -46,7 +46,7 @@ _HEADERS = [
 
 
 def body(figures: Figures, version: str) -> dict[str, Any]:
-    """What the page is drawn from, as plain data; times in seconds, sizes in bytes, counters since the start."""
+    """The data of the page, as plain data; times in seconds, sizes in bytes, counters since the start."""
     device = figures.device
     return {
         "version": version,
@@ -85,10 +85,10 @@ def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -
     return serve
 
 
-# ----
+# ---- The server.
 
 
-SLOW_S = 5.0  # without a byte from or to a client, and it is dropped
+SLOW_S = 5.0  # a client is dropped after so long without a byte from or to it
 MAX_OPEN = 16
 
 
@@ -96,7 +96,7 @@ class _Handler(WSGIRequestHandler):
     timeout = SLOW_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
-        """Scrapes are not worth a line each."""
+        """Log nothing: scrapes are not worth a line each."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -118,7 +118,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def hang_up(self) -> None:
-        """End every connection: their threads end with them."""
+        """End every connection, and with it its thread."""
         with self._change:
             for request in list(self._open):
                 self._hang_up(request)
@@ -128,7 +128,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             request.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the client was quicker
+            pass  # the client has closed it
 
     def server_bind(self) -> None:
         """Bind without the reverse name lookup of the base class, which can take seconds."""
@@ -137,7 +137,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that hangs up in the middle is its own business."""
+        """Ignore scrapers that hang up in the middle."""
 
 
 def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
@@ -151,8 +151,8 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 class MetricsServer:
-    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked
-    for. Raises EndpointBusy when somebody else has it, ConfigError when it can't be had at all."""
+    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also if 0 was asked
+    for. Raises EndpointBusy if another process has it, ConfigError if it can't be had at all."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self._fetch: Callable[[], Figures | None] = _nothing_yet
@@ -160,7 +160,7 @@ class MetricsServer:
             app = _one_at_a_time(with_page(make_wsgi_app(registry), lambda: self._fetch(), __version__))
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
-            # Whoever has the port may leave it (the daemon before this one, say); the rest of it won't pass.
+            # Another process (such as a previous daemon) may release the port; other errors are permanent.
             kind = EndpointBusy if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ConfigError
             raise kind(
                 f"can't serve metrics on {host}:{port}: {error}",
@@ -171,11 +171,11 @@ class MetricsServer:
         self._thread.start()
 
     def watch(self, fetch: Callable[[], Figures | None]) -> None:
-        """Where the page's figures come from, from now on."""
+        """Set the source of the page's figures."""
         self._fetch = fetch
 
     def close(self) -> None:
-        """Stop serving and let go of the port."""
+        """Stop serving and release the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.hang_up()
@@ -183,4 +183,4 @@ class MetricsServer:
 
 
 def _nothing_yet() -> None:
-    """The daemon is starting."""
+    """No figures: the daemon is starting."""

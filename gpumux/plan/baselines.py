@@ -1,5 +1,4 @@
-"""What burst-parallel plans are measured against: data parallelism, and the ways to scale it of DeepPool's section
-2."""
+"""Baselines of burst-parallel plans: data parallelism, and the scaling strategies of DeepPool's section 2."""
 
 from __future__ import annotations
 
@@ -8,16 +7,16 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from gpumux.errors import ConfigError
-from gpumux.plan.graph import Graph
-from gpumux.plan.question import Question
+from gpumux.plan.graph import LayerGraph
+from gpumux.plan.query import PlanQuery
 
 
 @dataclass(frozen=True)
 class SampleEfficiency:
-    """How many iterations a wanted accuracy takes at a global batch, over what it takes at a very large one:
-    1 + critical / batch (McCandlish et al., "An Empirical Model of Large-Batch Training", equation 2.11). Far below the
-    `critical` batch, twice the batch halves the iterations; far above it, a larger batch saves none. inf: it always
-    halves them. Raises ConfigError below 0."""
+    """The number of iterations to an accuracy at a global batch, relative to a very large batch: 1 + critical / batch
+    (McCandlish et al., "An Empirical Model of Large-Batch Training", equation 2.11). Far below the `critical` batch,
+    twice the batch halves the iterations; far above it, a larger batch saves none. inf: doubling always halves them.
+    Raises ConfigError below 0."""
 
     critical: float
 
@@ -26,7 +25,7 @@ class SampleEfficiency:
             raise ConfigError(f"a critical batch of {self.critical}", "give more than 0 samples")
 
     def iterations(self, batch: int) -> float:
-        """In the same arbitrary unit for every batch."""
+        """Iterations at a batch, in one arbitrary unit for all batches."""
         return 1 + self.critical / batch if isfinite(self.critical) else 1 / batch
 
 
@@ -49,20 +48,20 @@ class Scaled:
 STRATEGIES = ("weak", "strong", "batch-optimal", "burst")
 
 
-def scaled(question: Question, gpus: int, efficiency: SampleEfficiency) -> list[Scaled]:
-    """The paper's strategies on a cluster of `gpus`, those that are possible there; the question's batch is the
-    reference. Weak: as many samples a GPU. Strong: as many in all. Batch-optimal: the batch, between one sample a GPU
-    and weak scaling's (by powers of two), that is quickest to accuracy. Burst: strong scaling under the question's
-    algorithm and limit, over those of its counts that the cluster has."""
-    reference, graph = question.batch, question.graph
-    one = replace(question, gpus=gpus, counts=(gpus,), batch=reference * gpus)
-    base = replace(question, gpus=1, counts=(1,)).data_parallel(1).seconds * efficiency.iterations(reference)
+def scaled(query: PlanQuery, gpus: int, efficiency: SampleEfficiency) -> list[Scaled]:
+    """The paper's strategies that are possible on a cluster of `gpus`; the query's batch is the reference. Weak: as
+    many samples a GPU. Strong: as many in all. Batch-optimal: the batch with the least time to accuracy, from one
+    sample a GPU to weak scaling's (by powers of two). Burst: strong scaling under the query's algorithm and limit,
+    over those of its counts that the cluster has."""
+    reference, graph = query.batch, query.graph
+    one = replace(query, gpus=gpus, counts=(gpus,), batch=reference * gpus)
+    base = replace(query, gpus=1, counts=(1,)).data_parallel(1).seconds * efficiency.iterations(reference)
 
-    def told(strategy: str, batch: int, seconds: float) -> Scaled:
+    def scaled_from(strategy: str, batch: int, seconds: float) -> Scaled:
         return Scaled(strategy, gpus, batch, seconds, base / (seconds * efficiency.iterations(batch)))
 
     def parallel(strategy: str, batch: int) -> Scaled:
-        return told(strategy, batch, replace(one, batch=batch).data_parallel(gpus).seconds)
+        return scaled_from(strategy, batch, replace(one, batch=batch).data_parallel(gpus).seconds)
 
     smallest = _smallest(graph)
     found = [parallel("weak", reference * gpus)]
@@ -72,14 +71,14 @@ def scaled(question: Question, gpus: int, efficiency: SampleEfficiency) -> list[
         parallel("batch-optimal", batch) for batch in _batches(gpus, reference * gpus) if batch // gpus >= smallest
     ]
     found.append(max(tried, key=lambda each: each.speedup))
-    counts = tuple([g for g in question.counts if g <= gpus and reference // g >= smallest])
-    burst = replace(question, gpus=gpus, counts=counts).answer() if counts else None
+    counts = tuple([g for g in query.counts if g <= gpus and reference // g >= smallest])
+    burst = replace(query, gpus=gpus, counts=counts).answer() if counts else None
     if burst is not None:
-        found.append(told("burst", reference, burst.seconds))
+        found.append(scaled_from("burst", reference, burst.seconds))
     return found
 
 
-def _smallest(graph: Graph) -> int:
+def _smallest(graph: LayerGraph) -> int:
     return max(layer.times[0].samples for layer in graph.layers)
 
 

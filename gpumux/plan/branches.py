@@ -1,8 +1,8 @@
-"""Shortest paths through the branches of many blocks at once, from each count of the layer that branches, at home and
-away, for each number of GPUs that a branch may have at most (its cap).
+"""Blocks of branches as tables of least times, and shortest paths through the branches of many blocks at once.
 
-Arrays have own counts first, so that the minimum over them runs along whole rows, and branches side by side: what a
-block of four branches takes by itself is too little work for a call into numpy to pay.
+Paths start at each count of the layer that branches, at home and away, for each number of GPUs that a branch may have
+at most (its cap). Arrays have own counts first, so that the minimum over them runs along whole rows, and many branches
+side by side: a single block of four branches is too little work for a call into numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import Array
-from gpumux.plan.graph import Graph, Level
+from gpumux.plan.graph import BlockLevel, LayerGraph
 from gpumux.plan.plan import Rules
 
 # ---- Ways to share GPUs among the branches of a block.
@@ -41,21 +41,21 @@ class Split(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Ways to share GPUs: what a Split has of each."""
+    """Several splits: lists of their modes and caps."""
 
     modes: list[tuple[int, ...]]
     caps: list[tuple[int, ...]]
 
 
 def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> Splits:
-    """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back
-    there costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
+    """Every split of `gpus` in which no branch could have more. At least one branch is at home, since moving one back
+    there costs nothing. Those in `empty` always are, and use no GPU. Raises ConfigError for too many splits."""
     found = Splits([], [])
     movable = [i for i in range(branches) if i not in empty]
     for away_count in range(branches):
         for away in combinations(movable, away_count):
-            nobody = len(away) == len(movable)  # is at home that uses a GPU
-            parts = _parts(away_count + (not nobody), gpus, counts)
+            home_empty = len(away) == len(movable)  # no branch at home uses a GPU
+            parts = _parts(away_count + (not home_empty), gpus, counts)
             if len(found.caps) + len(parts) > MAX_SPLITS:
                 raise ConfigError(
                     f"a block of {branches} branches over {len(counts)} GPU counts has too many ways to run",
@@ -65,13 +65,14 @@ def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, 
             for place, i in enumerate(away, 1):
                 modes[i], places[i] = AWAY, place
             found.modes.extend([tuple(modes)] * len(parts))
-            found.caps.extend(map(itemgetter(*places), [(0, *part) for part in parts] if nobody else parts))
+            found.caps.extend(map(itemgetter(*places), [(0, *part) for part in parts] if home_empty else parts))
     return found
 
 
 @lru_cache(maxsize=256)
 def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Tuples of counts (as indices) that together use at most `gpus`, none of which could be the next larger count."""
+    """Tuples of counts (as indices) that use at most `gpus` in all, and in which none could be the next larger
+    count."""
     larger = (*counts[1:], inf)
     found: list[tuple[int, ...]] = []
 
@@ -81,7 +82,7 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
         if len(chosen) == number:
             if not any(larger[each] - counts[each] <= left for each in chosen):
                 found.append(chosen)
-        elif len(chosen) + 1 == number:  # the last one takes as much as it can
+        elif len(chosen) + 1 == number:  # the last one takes the rest
             last = bisect_right(counts, left) - 1
             if last >= 0:
                 visit((*chosen, last), left - counts[last])
@@ -94,7 +95,7 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 class Table(NamedTuple):
-    """Splits of several numbers of GPUs, and for each number `modes` and `caps` [branches, splits] of them."""
+    """Splits of several numbers of GPUs, and `modes` and `caps` [branches, splits] of each number."""
 
     splits: tuple[Splits, ...]
     modes: tuple[Indices, ...]
@@ -102,8 +103,8 @@ class Table(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], counts: tuple[int, ...]) -> Table:
-    """The splits of each of `limits` GPUs (see `splits`), of two branches or more."""
+def splits_table(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], counts: tuple[int, ...]) -> Table:
+    """The splits of each of `limits` GPUs (see `splits`), for two branches or more."""
     found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
     modes, caps = ([_array(some, branches) for some in each] for each in zip(*found, strict=True))
     return Table(found, tuple(modes), tuple(caps))
@@ -113,20 +114,20 @@ def _array(rows: list[tuple[int, ...]], branches: int) -> Indices:
     return np.fromiter(chain.from_iterable(rows), np.intp, len(rows) * branches).reshape(-1, branches).T
 
 
-# ----
+# ---- Shortest paths through branches.
 
 
-CHUNK = 1 << 15  # elements at once: the processor's caches hold them
+CHUNK = 1 << 15  # elements at once, so that they fit into the processor's caches
 
 
 class Paths:
     """`last` [own counts, ways, modes, caps, fork's counts]: seconds to the end of each way's last layer. `allowed` and
-    `moved` [own counts, join's counts, ways, modes]: the transfer from there to the joining layer, inf where the limit
-    forbids it; and as it is. `rows` [3, 1 + ways * modes * caps, fork's counts * join's], if wanted: over the last
-    layer's counts, the least seconds, the least transfer at the end that takes so long, and the least transfer; of row
-    0, nothing. `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
+    `moved` [own counts, join's counts, ways, modes]: the transfer from there to the joining layer, with inf if the
+    limit forbids it; and without the limit. `rows` [3, 1 + ways * modes * caps, fork's counts * join's], if wanted:
+    minima over the last layer's counts of the seconds, of the final transfer among those that take so long, and of the
+    transfer; row 0 is zero. `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
 
-    def __init__(self, level: Level, rules: Rules, inner: Mapping[int, Array], *, rows: bool) -> None:
+    def __init__(self, level: BlockLevel, rules: Rules, inner: Mapping[int, Array], *, rows: bool) -> None:
         self.ways, self.rules, self.inner = level.ways, rules, inner
         n = len(rules.tables.counts)
         each = np.arange(n)
@@ -145,7 +146,7 @@ class Paths:
             for at in range(0, len(self.ways), self.size):
                 self._quickest(slice(at, at + self.size), figures[:, at : at + self.size])
 
-    def _entries(self, level: Level) -> Array:
+    def _entries(self, level: BlockLevel) -> Array:
         """Seconds to the end of each way's first layer, [own counts, ways, modes, fork's counts]."""
         first = [way.layers[0] for way in self.ways]
         allowed, _ = self.rules.transfers([level.sites[way.site].fork for way in self.ways], first)
@@ -202,7 +203,7 @@ class Paths:
         return found
 
     def _quickest(self, some: slice, out: Array) -> None:
-        """Into `out` [3, ways, modes, caps, fork's counts, join's] what `rows` has."""
+        """Write `rows` of some ways into `out` [3, ways, modes, caps, fork's counts, join's]."""
         # own counts, join's counts, ways, modes, caps, fork's counts
         seconds = self.last[:, None, some] + self.allowed[:, :, some, :, None, None]
         moved = self.moved[:, :, some, :, None, None]
@@ -217,13 +218,13 @@ class Paths:
     def options(
         self, ways: Indices, modes: Indices, caps: Indices, g: int, h: int
     ) -> Iterable[tuple[list[float], list[float]]]:
-        """Of several ways, for each count of the last layer, seconds from count g of the fork to count h of the join,
-        without the join's own; and of these the transfer at the end."""
+        """For several ways and each count of the last layer: seconds from count g of the fork to count h of the join,
+        without the join's own; and the final transfer's part of them."""
         seconds = self.last[:, ways, modes, caps, g] + self.allowed[:, h, ways, modes]
         return zip(seconds.T.tolist(), self.moved[:, h, ways, modes].T.tolist(), strict=True)
 
     def back(self, way: int, step: int, mode: int, cap: int, g: int, count: int) -> int:
-        """The count of the layer before, where the way's layer number `step` has `count`."""
+        """The count of the previous layer, if the way's layer number `step` has `count`."""
         chunk, i = divmod(way, self.size)
         before = self._states[chunk][step - 1][:, i, mode, cap, g]
         layers, blocks = self.ways[way].layers, self.ways[way].blocks
@@ -235,13 +236,12 @@ class Paths:
 
 
 # ---- A branch-join block as an edge between its two ends: the least time from each count of the branching layer to
-# each count
-# of the joining one, over the ways to run its branches one after the other or side by side.
+# each count of the joining one, over the ways to run its branches one after the other or side by side.
 #
-# Who runs where: some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs
-# of its own. A way to share the GPUs (`Split`) says how many each may use. More never hurts, so only splits count in
-# which nobody could have more. For each of them a branch is a shortest path that stays within its GPUs
-# (gpumux/plan/branches.py). Blocks with as many branches are worked out together.
+# Some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs of its own. A way
+# to share the GPUs (`Split`) gives the most that each may use. More GPUs never hurt, so only splits are tried in which
+# no branch could have more. Under each split a branch is a shortest path that stays within its GPUs. Blocks with
+# equally many branches are computed together.
 
 
 SHARED_CHUNK = 1 << 17  # elements at once
@@ -255,9 +255,9 @@ class _Found(NamedTuple):
     ends: tuple[int, ...]
 
 
-def tables(graph: Graph, rules: Rules, gpus: int) -> dict[int, BlockTable]:
-    """Every block's table, by number: of those inside of others within each count of GPUs, of the rest within `gpus`.
-    Raises ConfigError for a block that can run in too many ways."""
+def tables(graph: LayerGraph, rules: Rules, gpus: int) -> dict[int, BlockTable]:
+    """Every block's table, by number: for blocks inside of others within each count of GPUs, for the rest within
+    `gpus`. Raises ConfigError for a block that can run in too many ways."""
     found: dict[int, BlockTable] = {}
     for level in graph.levels:
         for table in _Level(level, rules, found, gpus).tables():
@@ -266,9 +266,9 @@ def tables(graph: Graph, rules: Rules, gpus: int) -> dict[int, BlockTable]:
 
 
 class _Level:
-    """Blocks that can be worked out together."""
+    """Blocks that can be computed together."""
 
-    def __init__(self, level: Level, rules: Rules, known: Mapping[int, BlockTable], gpus: int) -> None:
+    def __init__(self, level: BlockLevel, rules: Rules, known: Mapping[int, BlockTable], gpus: int) -> None:
         self.level, self.rules, self.known, self.gpus = level, rules, known, gpus
         inside = [number for way in level.ways for number in way.blocks if number is not None]
         exact = {number: known[number].resolved() for number in inside}
@@ -285,7 +285,7 @@ class _Level:
             kinds.setdefault((len(branches), empty, site.inner), []).append(at)
         found = []
         for (k, empty, inner), places in kinds.items():
-            table = tabled(k, empty, counts if inner else (self.gpus,), counts)
+            table = splits_table(k, empty, counts if inner else (self.gpus,), counts)
             work = k * len(counts) ** 2 * max([len(some.caps) for some in table.splits])
             size = max(1, SHARED_CHUNK // max(1, work))
             for at in range(0, len(places), size):
@@ -299,9 +299,9 @@ class _Level:
 
 
 class _Group:
-    """Blocks with as many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: no way
-    under a split is quicker; `lower` [numbers, blocks, fork's counts, join's] the least of them, inf where there is
-    none; `sure` where that is exact."""
+    """Blocks with equally many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: lower
+    bounds under a split. `lower` [numbers, blocks, fork's counts, join's]: the least of them, inf if there is no way.
+    `sure`: whether that is exact."""
 
     def __init__(self, level: _Level, places: Sequence[int], empty: tuple[int, ...], table: Table) -> None:
         self.rules, self.paths, self.known = level.rules, level.paths, level.known
@@ -322,7 +322,7 @@ class _Group:
             self.skips = self.rules.transfers([site.fork for site in self.sites], [site.join for site in self.sites])
 
     def relaxed(self) -> None:
-        """As if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
+        """Bounds as if the joining layer's limit held for each transfer alone; `sure` if it holds for all together."""
         n, b = self.lower.shape[2], len(self.sites)
         rows, first = self._rows()  # first [branches, blocks]: where each branch's rows begin
         cells = np.arange(b)[:, None], np.arange(n * n)
@@ -342,7 +342,7 @@ class _Group:
             self.sure[at] = (moved <= room).reshape(b, n, n)
 
     def _rows(self) -> tuple[Array, Indices]:
-        """Rows as Paths has them, with some for empty branches behind, and the first one of each block's branches."""
+        """The rows of Paths, followed by rows for empty branches, and the first row of each block's branches."""
         n, b = self.lower.shape[2], len(self.sites)
         first = self.numbers * (2 * n) + 1
         if not self.empty or self.skips is None:
@@ -357,8 +357,8 @@ class _Group:
         return np.concatenate((rows, skips.reshape(3, -1, n * n)), 1), first
 
     def pairs(self) -> None:
-        """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
-        together."""
+        """Exact times for blocks of two branches: over all pairs of their last counts that keep the joining layer's
+        limit together."""
         modes, caps = (np.concatenate(each, 1) for each in (self.table.modes, self.table.caps))
         n, b, count = self.lower.shape[2], len(self.sites), modes.shape[1]
         # own counts (x of one branch, y of the other), join's counts, blocks, fork's counts, splits
@@ -386,7 +386,7 @@ class _Group:
             place += len(found.caps)
 
     def _ends(self, branch: int, modes: Indices, caps: Indices) -> tuple[Array, Array]:
-        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's
+        """For one branch of each block, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's
         counts or 1, splits]; an empty one has one own count."""
         if branch in self.empty:
             assert self.skips is not None
@@ -403,14 +403,14 @@ class _Group:
 
 
 def _rising(values: Array) -> Iterator[int]:
-    """Indices, of the smallest value first; mostly nobody asks for a second one."""
+    """Indices in the order of their values. Lazy: in most cases only the first is used."""
     if values.size:
         yield int(values.argmin())
         yield from values.argsort(kind="stable").tolist()[1:]
 
 
 def _choices(seconds: Sequence[float], moved: Sequence[float]) -> list[tuple[float, float, int]]:
-    """(seconds, transfer, last count) of a branch, the quickest first, each with a smaller transfer than those
+    """(seconds, transfer, last count) of a branch, the fastest first, each with a smaller transfer than those
     before."""
     found: list[tuple[float, float, int]] = []
     for each in sorted(zip(seconds, moved, count(), strict=False)):
@@ -420,8 +420,8 @@ def _choices(seconds: Sequence[float], moved: Sequence[float]) -> list[tuple[flo
 
 
 class BlockTable:
-    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is
-    quicker; inf where there is none."""
+    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: lower bounds of
+    its time; inf if there is no way."""
 
     def __init__(self, group: _Group, at: int) -> None:
         self.group, self.at, self.site = group, at, group.sites[at]
@@ -430,7 +430,7 @@ class BlockTable:
 
     def exact(self, limit: int, g: int, h: int) -> float:
         """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way.
-        `lower` has it from now on."""
+        Updates `lower`."""
         if not self._sure[limit, g, h]:
             self.lower[limit, g, h] = self._at(limit, g, h).seconds
             self._sure[limit, g, h] = True
@@ -449,7 +449,7 @@ class BlockTable:
         return self._found[key]
 
     def _solve(self, limit: int, g: int, h: int) -> _Found:
-        """Tries splits by rising lower bound, until no other could be quicker."""
+        """Try splits by rising lower bound, until no other could be faster."""
         found = _Found(inf, Split((), ()), ())
         times = self.group.times[limit][:, self.at, g, h]
         modes, caps = self.group.table.splits[limit]
@@ -463,7 +463,7 @@ class BlockTable:
         return found
 
     def _options(self, limit: int, index: int, g: int, h: int) -> list[tuple[list[float], list[float]]]:
-        """Of each branch under a split, for each count of its last layer (for an empty one, once), the seconds and the
+        """For each branch under a split and each count of its last layer (for an empty one, once): the seconds and the
         transfer at the end."""
         group = self.group
         some, at = group.filled, self.at
@@ -481,17 +481,17 @@ class BlockTable:
         self, split: Split, options: Sequence[tuple[list[float], list[float]]], h: int, below: float
     ) -> tuple[float, tuple[int, ...]]:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its
-        limit together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower
-        nor transfer more."""
+        limit together; (inf, ()) if there are none. Tries combinations of the branches' last counts, leaving out those
+        that are slower and transfer more than another."""
         room = float(self.group.room[self.at, h])
         quickest = [min(seconds) for seconds, _ in options]
         ends = tuple([seconds.index(each) for (seconds, _), each in zip(options, quickest, strict=True)])
-        if sum([moved[end] for (_, moved), end in zip(options, ends, strict=True)]) <= room:  # mostly so
+        if sum([moved[end] for (_, moved), end in zip(options, ends, strict=True)]) <= room:  # the usual case
             at_home = sum([each for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME])
             away = max([each for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY], default=0.0)
             return max(at_home, away), ends
         choices = [_choices(*each) for each in options]
-        least = [0.0]  # transfers of all branches from here on, at the least
+        least = [0.0]  # lower bound of the transfers of all branches from here on
         for each in reversed(choices):
             least.append(least[-1] + (each[-1][1] if each else inf))
         least.reverse()
@@ -513,10 +513,10 @@ class BlockTable:
         visit(0, 0.0, 0.0, 0.0, ())
         return best
 
-    # ---- the way back
+    # ---- reading the best path back
 
     def collect(self, limit: int, g: int, h: int, placed: dict[int, int], away: set[tuple[int, int]]) -> None:
-        """Note the counts (indices) of the block's layers, and the branches that are away, between counts g and h."""
+        """Record the counts (indices) of the block's layers, and the branches that are away, between counts g and h."""
         _, split, ends = self._at(limit, g, h)
         for i, (mode, cap, end) in enumerate(zip(split.modes, split.caps, ends, strict=True)):
             at, paths = self.group.ways[i][self.at], self.group.paths

@@ -1,5 +1,5 @@
-"""What a layer costs on so many GPUs: comp, comm and sync of DeepPool's section 4.1, one at a time for the published
-search and as tables for ours."""
+"""Costs of a layer on a number of GPUs: comp, comm and sync of DeepPool's section 4.1. Single values serve the
+published search, tables ours."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.errors import ConfigError
-from gpumux.plan.graph import Graph
+from gpumux.plan.graph import LayerGraph
 from gpumux.plan.layers import Timing
 
-# ---- What moving samples and gradients between GPUs takes: DeepPool's network model (section 4.1), per-GPU bandwidth
-# and a
+# ---- Moving samples and gradients between GPUs: DeepPool's network model (section 4.1), per-GPU bandwidth and a
 # propagation delay, full bisection.
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """`bandwidth`: bytes a second that one GPU sends and, at the same time, receives. `latency`: seconds until the
-    first byte arrives, software included. Raises ConfigError for values that make no sense."""
+    first byte arrives, software included. Raises ConfigError for invalid values."""
 
     name: str
     bandwidth: float
@@ -40,25 +39,25 @@ class Network:
             raise ConfigError(f"a network latency of {self.latency} s", "give 0 or more")
 
     def seconds(self, nbytes: float) -> float:
-        """One transfer in which the busiest GPU sends or receives `nbytes`; nothing takes no time."""
+        """One transfer in which the busiest GPU sends or receives `nbytes`; 0 for 0 bytes."""
         return nbytes / self.bandwidth + self.latency if nbytes else 0.0
 
     def all_reduce(self, nbytes: float, gpus: int) -> float:
-        """Sum `nbytes` of gradients over `gpus`: reduce-scatter and all-gather, each of which moves (gpus - 1)/gpus of
-        them through every GPU. Nothing on one GPU."""
+        """Sum `nbytes` of gradients over `gpus` by reduce-scatter and all-gather, each of which moves (gpus - 1)/gpus
+        of them through every GPU. 0 on one GPU."""
         return 2 * self.seconds((gpus - 1) / gpus * nbytes)
 
 
 def moved_share(source: int, target: int) -> float:
-    """The part of a batch that the busiest GPU sends or receives when samples that lie evenly on `source` GPUs get
-    spread evenly over `target`, where the smaller set is part of the larger: a GPU of both keeps what it can, one that
-    is new receives its whole share, one that leaves sends all it had."""
+    """The part of a batch that the busiest GPU sends or receives when samples spread evenly over `source` GPUs are
+    spread evenly over `target`, and the smaller set is part of the larger. A GPU in both sets keeps what it can, a new
+    one receives its whole share, and one that leaves sends all it had."""
     few, many = min(source, target), max(source, target)
     return max(1 / few - 1 / many, 1 / many) if few != many else 0.0
 
 
 def away_share(source: int, target: int) -> float:
-    """The same where no GPU is in both sets: everything moves."""
+    """As `moved_share`, for disjoint sets of GPUs: everything moves."""
     return 1 / min(source, target)
 
 
@@ -81,42 +80,42 @@ def preset(name: str) -> Network:
     return PRESETS[name]
 
 
-# ----
+# ---- The costs of layers.
 
 
 Array = npt.NDArray[np.float64]
 
-TOLERANCE = 1e-9  # relative: by how much rounding may carry a layer over the amplification limit
+TOLERANCE = 1e-9  # relative: how far rounding may carry a layer over the amplification limit
 
 
 class Costs(Protocol):
-    """Seconds, all of them. Layers are indices, `g` and `h` numbers of GPUs out of `counts` (rising). Zero on the same
-    GPUs: comm(i, g, g); sync(i, 1). And moved(i, g, h) >= comm(i, g, h)."""
+    """Costs in seconds. Layers are indices, `g` and `h` numbers of GPUs out of `counts` (rising). comm(i, g, g) and
+    sync(i, 1) are 0. moved(i, g, h) >= comm(i, g, h)."""
 
     @property
     def counts(self) -> Sequence[int]: ...
 
     def comp(self, layer: int, g: int) -> float:
-        """Forward and backward of the layer's part of the batch; also for g = 1 where counts do not have it."""
+        """Forward and backward of the layer's part of the batch; also for g = 1 if `counts` lack it."""
 
     def sync(self, layer: int, g: int) -> float:
-        """Summing the gradients of the layer's parameters over g GPUs, as far as it delays the step."""
+        """Time by which summing the layer's gradients over g GPUs delays the step."""
 
     def comm(self, layer: int, g: int, h: int) -> float:
-        """Moving the layer's output from g GPUs to h, and its gradient back, one set being part of the other."""
+        """Moving the layer's output from g GPUs to h, and its gradient back; one set is part of the other."""
 
     def moved(self, layer: int, g: int, h: int) -> float:
-        """The same where the h GPUs are others than the g."""
+        """As `comm`, if the two sets are disjoint."""
 
     def tables(self) -> Tables:
-        """All of it as arrays."""
+        """All costs as arrays."""
 
 
 @dataclass(frozen=True)
 class Tables:
     """`work` [layers, counts]: comp + sync. `single` [layers]: comp on one GPU. A layer's comm and moved [2, counts,
-    counts] are `output[layer] * shares + delay`, nothing where that share of the output is; `given` [layers, 2, counts,
-    counts] replaces both where it is not None."""
+    counts] are `output[layer] * shares + delay`, or 0 if its share of the output is 0. `given` [layers, 2, counts,
+    counts] replaces both if it is not None."""
 
     counts: tuple[int, ...]
     work: Array
@@ -139,16 +138,16 @@ class Tables:
         return self._seconds(self.output[layers][:, None, None, None] * self.shares)
 
     def _seconds(self, sent: Array) -> Array:
-        return sent + self.delay * (sent > 0)  # scaled to seconds already: a comparison, not a unit
+        return sent + self.delay * (sent > 0)  # `sent` is in seconds already
 
 
 @dataclass(frozen=True)
 class ProfiledCosts:
     """A graph's layers under a network. `batch`: samples of one iteration over all GPUs, which every count must divide.
-    `overlap`: the part of a layer's backward time that hides its gradients' sync, 0 as in the paper, 1 at most: a
+    `overlap`: the part of a layer's backward time that hides its gradients' sync, from 0, as in the paper, to 1: a
     layer's gradients are sent while its own (or as long a) backward pass still runs. Raises ConfigError."""
 
-    graph: Graph
+    graph: LayerGraph
     batch: int
     counts: tuple[int, ...]
     network: Network
@@ -187,8 +186,8 @@ class ProfiledCosts:
         return 2 * self.network.seconds(nbytes)
 
     def columns(self) -> tuple[list[list[float]], list[float]]:
-        """comp + sync of every layer on each count, [counts, layers]; and comp on one GPU, [layers]. The same as `comp`
-        and `sync` have, but for rounding, and quicker: of all layers at once."""
+        """comp + sync of every layer on each count, [counts, layers]; and comp on one GPU, [layers]. Equal to `comp`
+        and `sync` except for rounding, and faster: computed for all layers at once."""
         times = [layer.times for layer in self.graph.layers]
         sizes = [layer.parameter_bytes for layer in self.graph.layers]
         delay, overlap = 2 * self.network.latency, self.overlap
@@ -210,7 +209,7 @@ class ProfiledCosts:
 
     def _timings(self, times: Sequence[tuple[Timing, ...]], samples: int) -> tuple[Sequence[float], Sequence[float]]:
         """Seconds of every layer's forward and backward pass for so many samples (see LayerProfile.at). Most layers
-        were timed at the same batches, and at these: so it is looked for in one of them where that is."""
+        were timed at the same batches, including this one: the position found in the first layer is tried for all."""
         place = bisect_left(times[0], (samples,))
         largest = place == len(times[0])  # or more
         try:
@@ -237,7 +236,7 @@ class ProfiledCosts:
 
     @property
     def scale(self) -> float:
-        """Seconds to move all samples' outputs, there and the gradients back, for each of a layer's `output_bytes`."""
+        """Seconds to move all samples' outputs there and the gradients back, for each of a layer's `output_bytes`."""
         return 2 * self.batch / self.network.bandwidth
 
 

@@ -2,11 +2,11 @@
 edge.
 
 The paper's names are kept: S[i][g], the shortest time to complete layers 1..i with g GPUs for i, and T[i][g], the time
-spent on layer i by that way. What the text leaves open is done as in the authors' program (parallelizationPlanner.py of
-DeepPoolML/DeepPool at 7f823f2): a joining layer's T has the transfers from all its branches. Layer 0 costs nothing: the
-input is loaded where it is wanted. The search is exact only where the limit excludes nothing, since it keeps one way to
-each state, the quickest, though a slower one may be the only way on that keeps the limit; and it may exceed the limit,
-since the first count tried is always admitted. See docs/planning.md.
+spent on layer i on that path. Open points of the text follow the authors' program (parallelizationPlanner.py of
+DeepPoolML/DeepPool at 7f823f2): a joining layer's T includes the transfers from all its branches, and layer 0 costs
+nothing, since the input is loaded where it is needed. The search is exact only if the limit excludes nothing: it keeps
+only the fastest path to each state, and a slower one may be the only one that can be continued under the limit. It may
+also exceed the limit, since the first count tried is always admitted. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import TOLERANCE, Array, Costs, ProfiledCosts
-from gpumux.plan.graph import Block, Chain, Graph
+from gpumux.plan.graph import Block, Chain, LayerGraph
 from gpumux.plan.plan import Placement, Rules
 
 
 @dataclass
 class _State:
-    """One layer on one number of GPUs, and how it was reached."""
+    """One layer on one number of GPUs, and the path to it."""
 
     s: float
     t: float
     came_from: int | None = None  # GPUs of the layer before, or of the branching layer
-    merged: _Merged | None = None  # for a joining layer, what lies between
+    merged: _Merged | None = None  # for a joining layer, the block before it
 
 
 @dataclass
@@ -67,8 +67,8 @@ class _Searcher:
         return seconds * g / single
 
     def linear(self, chain: Chain, fork: int | None, start: dict[int, _State] | None, gpus: int) -> _Search:
-        """Algorithm 1 over a chain that follows `fork` in the states `start` (None: at the very beginning); `gpus` is
-        what the branches of a block share."""
+        """Algorithm 1 over a chain that follows `fork` in the states `start` (None: at the beginning). gpus: the GPUs
+        that the branches of a block share."""
         found = _Search()
         layer, states, block = fork, start, None
         for each in chain:
@@ -92,7 +92,7 @@ class _Searcher:
         return _State(seconds, seconds)
 
     def _step(self, before: int, states: dict[int, _State], layer: int, g: int) -> _State:
-        """The body of Algorithm 1: the best way to `layer` on g GPUs."""
+        """The body of Algorithm 1: the best path to `layer` on g GPUs."""
         best_h, best_s, best_t = self._best(before, states, layer, g)
         own = self.costs.comp(layer, g) + self.costs.sync(layer, g)
         return _State(best_s + own, best_t + own, best_h)
@@ -111,7 +111,7 @@ class _Searcher:
         return best_h, best_s, best_t
 
     def _join(self, block: Block, fork: int, states: dict[int, _State], join: int, gpus: int) -> dict[int, _State]:
-        """The same over tr instead of comm, for all counts of the joining layer."""
+        """As `_step` over all counts of the joining layer, with tr instead of comm."""
         merged = {}
         for h, state in states.items():
             start = {h: _State(0.0, state.t)}
@@ -134,8 +134,9 @@ class _Searcher:
         return joined
 
     def _merge(self, fork: int, h: int, searches: list[_Search], join: int, g: int, gpus: int) -> _Merged:
-        """The critical branch is the longest. Each other one runs in parallel with it, on GPUs of its own, if it is not
-        longer for the samples that then move there and back, keeps the limit and finds enough GPUs; else after it."""
+        """Merge a block. The critical branch is the longest. Each other branch runs in parallel with it, on GPUs of its
+        own, if the moves of its samples don't make it longer and it keeps the limit and finds enough GPUs. Else it runs
+        after the critical one."""
         ends: list[int | None] = []
         times, transfers = [], []
         for search in searches:
@@ -170,8 +171,8 @@ class _Searcher:
                     left -= need
                     incoming += back.more
                     continue
-            if need > home_gpus:  # it runs at home, where it must fit beside those that are away
-                if need - home_gpus > left:  # nobody is away, then
+            if need > home_gpus:  # at home it must fit beside the branches that are away
+                if need - home_gpus > left:  # then no branch goes away
                     return _Merged(sum(times), sum(transfers), ends, [False] * len(times), searches)
                 left -= need - home_gpus
                 home_gpus = need
@@ -179,7 +180,7 @@ class _Searcher:
         return _Merged(total, incoming, ends, away, searches)
 
     def _moved(self, search: _Search, fork: int, h: int, x: int, join: int, g: int) -> tuple[_Transfer, _Transfer]:
-        """What the transfers at a branch's ends cost more when it is away, with T of its first layer then."""
+        """The extra time of the transfers at a branch's ends if it is away, with T of its first layer then."""
         path = _path(search, x)
         first, last = search.layers[0], search.layers[-1]
         costs, on = self.costs, path[0]
@@ -191,7 +192,7 @@ class _Searcher:
         )
 
     def _widest(self, search: _Search, x: int | None) -> int:
-        """GPUs that the branch's best way to count `x` of its last layer needs at once."""
+        """GPUs that the branch's best path to count `x` of its last layer needs at once."""
         if x is None:
             return 0
         path = _path(search, x)
@@ -219,7 +220,7 @@ class _Transfer:
 
 
 def _path(search: _Search, x: int) -> list[int]:
-    """Counts of the search's layers on the best way to count `x` of the last."""
+    """Counts of the search's layers on the best path to count `x` of the last."""
     counts = [x]
     for states in reversed(search.states[1:]):
         before = states[counts[-1]].came_from
@@ -228,9 +229,9 @@ def _path(search: _Search, x: int) -> list[int]:
     return counts[::-1]
 
 
-def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
-    """The published algorithm's plan. The last layer's count is the quickest that keeps the limit, or that exceeds it
-    least if none does."""
+def search(graph: LayerGraph, costs: Costs, limit: float, gpus: int) -> Placement:
+    """The published algorithm's plan. The last layer's count is the fastest that keeps the limit, or, if none does,
+    the one that exceeds it least."""
     searcher = _Searcher(costs, limit)
     found = searcher.linear(graph.chain, None, None, gpus)
     last = found.layers[-1]
@@ -257,17 +258,17 @@ def _collect(found: _Search, x: int, placed: dict[int, int], away: set[tuple[int
                 _collect(inner, end, placed, away)
 
 
-# ---- Shortest paths through layers that stand one behind the other.
+# ---- Shortest paths through consecutive layers.
 
 
-FEW = 6  # counts: with so few, calls into numpy would take longer than what they do
+FEW = 6  # counts: for fewer, calls into numpy would take longer than their work
 CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in layers, whatever the counts
 
 
 def shortest(costs: ProfiledCosts, limit: float) -> tuple[float, list[int]]:
     """Seconds, and each layer's count (an index), of the shortest path through all layers under the amplification
-    limit. For 2 to FEW counts. A count is reached best from itself, which takes no transfer, or from the count that is
-    done soonest; where the smallest transfer from any other would come too late, nothing else is looked at."""
+    limit. For 2 to FEW counts. A count is reached best from itself, without a transfer, or from the count that ends
+    soonest. If even the smallest transfer from another would end too late, no other is tried."""
     counts, scale, delay = costs.counts, costs.scale, 2 * costs.network.latency
     columns, single = costs.columns()
     limits = [limit * (1 + TOLERANCE) / g for g in counts]  # T on each count over comp on one GPU
@@ -284,7 +285,7 @@ def shortest(costs: ProfiledCosts, limit: float) -> tuple[float, list[int]]:
     for nbytes, own, one in zip(outputs, work[1:], single[1:], strict=False):
         then, way, rising = list(map(add, now, own)), stay, sorted(now)
         wait = delay if nbytes else 0.0
-        floor = nbytes * least + wait  # rounded as each transfer, and so above none
+        floor = nbytes * least + wait  # rounded like each transfer, and so never above one
         soonest = rising[0]
         reached = soonest + floor
         if rising[-1] > reached:
@@ -296,7 +297,7 @@ def shortest(costs: ProfiledCosts, limit: float) -> tuple[float, list[int]]:
                     comm = nbytes * share[h] + wait
                     best = soonest + comm
                     if best > others or not (comm + own[h] <= one * limits[h] or limit == inf):
-                        best = staying  # perhaps from another than the quickest
+                        best = staying  # another count than the fastest may be better
                         for g, other in enumerate(now):
                             comm = nbytes * shares[g][h] + wait
                             if other + comm < best and g != h and (comm + own[h] <= one * limits[h] or limit == inf):
@@ -327,8 +328,8 @@ def _shares(counts: Sequence[int]) -> list[list[float]]:
 
 
 class Run:
-    """Layers one behind the other. `ways`: for each but the first, and each count, the count of the one before it on
-    the shortest way."""
+    """Consecutive layers. `ways`: for each but the first, and each count, the count of the previous one on the shortest
+    path."""
 
     def __init__(self, layers: Sequence[int], rules: Rules) -> None:
         self.layers, self.rules = layers, rules
@@ -336,12 +337,12 @@ class Run:
         self.reached: Array
 
     def run(self, reached: Array) -> Array:
-        """When each count of the last layer is done, if those of the first were `reached` [counts] then."""
+        """The end of each count of the last layer, given `reached` [counts], the end of each count of the first."""
         layers, rules = self.layers, self.rules
         n = len(rules.tables.counts)
         self.ways = []
         chunk = max(1, CHUNK // (n * n))
-        together = layers[-1] - layers[0] == len(layers) - 1  # as they mostly are: slices are quicker than lists
+        together = layers[-1] - layers[0] == len(layers) - 1  # contiguous, as in most cases: slices are faster
         for at in range(0, len(layers) - 1, chunk):
             end = min(at + chunk, len(layers) - 1)
             if together:
@@ -360,14 +361,14 @@ class Run:
         return reached
 
     def back(self, last: int) -> tuple[int, bool]:
-        """(count of the first layer on the shortest way to count `last`, True: these ways are exact)."""
+        """(count of the first layer on the shortest path to count `last`, True: these paths are exact)."""
         for ways in reversed(self.ways):
             for row in reversed(ways.tolist()):
                 last = row[last]
         return last, True
 
     def collect(self, last: int, placed: dict[int, int], away: set[tuple[int, int]]) -> int:
-        """Note the counts of all layers but the last, whose count is `last`; returns the first one's."""
+        """Record the counts of all layers but the last, whose count is `last`; returns the first one's."""
         layer = len(self.layers) - 1
         for ways in reversed(self.ways):
             for row in reversed(ways.tolist()):

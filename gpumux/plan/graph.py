@@ -1,5 +1,5 @@
-"""A model as a chain of layers and of blocks that branch at the layer before them and join at the layer behind them
-(DeepPool, section 4.2, "Multi-chain graph reduction"). Blocks may lie inside of branches.
+"""A model as a chain of layers and blocks (DeepPool, section 4.2, "Multi-chain graph reduction"). A block branches at
+the layer before it and joins at the layer after it. Blocks may lie inside of branches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Branches between the layer before it and the layer behind it. An empty branch is a skip connection. `number`
+    """Branches between the layer before it and the layer after it. An empty branch is a skip connection. `number`
     counts the model's blocks."""
 
     number: int
@@ -26,8 +26,8 @@ Chain: TypeAlias = tuple["int | Block", ...]
 
 
 @dataclass(frozen=True)
-class Graph:
-    """`chain` names layers by their index in `layers`; it begins and ends with a layer, and a layer stands between any
+class LayerGraph:
+    """`chain` names layers by their index in `layers`. It begins and ends with a layer, and a layer stands between any
     two blocks, so that each block has one that branches and one that joins. `name` and `device` are the profile's."""
 
     name: str
@@ -38,12 +38,12 @@ class Graph:
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks there are, those inside of others included."""
+        """Number of blocks, including those inside of others."""
         return sum(1 for _ in blocks(self.chain))
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        """The blocks, those first that have no others inside."""
+    def levels(self) -> tuple[BlockLevel, ...]:
+        """The blocks by nesting depth, those without inner blocks first."""
         found: list[list[Site]] = []
         _sites(self.chain, False, found)
         return tuple([_level(sites) for sites in found])
@@ -59,8 +59,8 @@ class Site(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A branch that has layers: which one of which site, its layers, and the number of the block before each (None:
-    none)."""
+    """A branch that has layers: its site and its number there, its layers, and the number of the block before each
+    layer (None: none)."""
 
     site: int
     branch: int
@@ -68,15 +68,15 @@ class Way(NamedTuple):
     blocks: tuple[int | None, ...]
 
 
-class Level(NamedTuple):
-    """Blocks that can be looked at together, with all their branches, the longest first."""
+class BlockLevel(NamedTuple):
+    """Blocks that can be processed together, with all their branches, the longest first."""
 
     sites: tuple[Site, ...]
     ways: tuple[Way, ...]
 
 
 def _sites(chain: Chain, inner: bool, found: list[list[Site]]) -> int:
-    """Sort the chain's blocks by how deep others lie in them; returns the number of levels that takes."""
+    """Sort the chain's blocks by how many levels of blocks they contain; returns the number of levels."""
     levels = 0
     for place, each in enumerate(chain):
         if isinstance(each, Block):
@@ -92,13 +92,13 @@ def _sites(chain: Chain, inner: bool, found: list[list[Site]]) -> int:
     return levels
 
 
-def _level(sites: Sequence[Site]) -> Level:
+def _level(sites: Sequence[Site]) -> BlockLevel:
     ways = []
     for at, site in enumerate(sites):
         for i, branch in enumerate(site.block.branches):
             if branch:
                 ways.append(Way(at, i, *_steps(branch)))
-    return Level(tuple(sites), tuple(sorted(ways, key=lambda way: -len(way.layers))))
+    return BlockLevel(tuple(sites), tuple(sorted(ways, key=lambda way: -len(way.layers))))
 
 
 def _steps(branch: Chain) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
@@ -117,7 +117,7 @@ def _steps(branch: Chain) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
 
 
 def blocks(chain: Chain) -> Iterator[Block]:
-    """Every block of a chain, those inside of others included, outer ones first."""
+    """Every block of a chain, including those inside of others, outer ones first."""
     for each in chain:
         if isinstance(each, Block):
             yield each
@@ -136,18 +136,17 @@ def members(chain: Chain) -> Iterator[int]:
 
 
 # ---- From a profile's layers, however they are connected, to a chain of layers and blocks (DeepPool, section 4.2,
-# "Multi-chain graph
-# reduction").
+# "Multi-chain graph reduction").
 #
-# Branches that meet before the others of their block do get a layer of their own to branch from, which takes no time.
-# What has another form (a skip connection into the middle of a block, more branches than can be searched) is merged
-# into one layer, which then runs on one number of GPUs; `Graph.notes` says so.
+# Branches that meet before the other branches of their block get a layer of their own to branch from, which takes no
+# time. Parts of another form (a skip connection into the middle of a block, more branches than can be searched) are
+# merged into one layer, which then runs on one number of GPUs; `LayerGraph.notes` says so.
 
 
-MAX_BRANCHES = 6  # of one block: all ways to share the GPUs among them are tried, 4,587 for six
+MAX_BRANCHES = 6  # in one block: all ways to share the GPUs among them are tried, 4,587 for six
 
 
-def reduce(profile: ModelProfile) -> Graph:
+def reduce(profile: ModelProfile) -> LayerGraph:
     """The profile's layers as a chain of layers and blocks."""
     nodes = list(profile.layers)
     inputs = [layer for layer in nodes if not layer.inputs]
@@ -169,12 +168,12 @@ def reduce(profile: ModelProfile) -> Graph:
                 notes.append(note)
             else:
                 nodes = parted
-    return Graph(profile.name, profile.device, tuple(nodes), chain, tuple(notes))
+    return LayerGraph(profile.name, profile.device, tuple(nodes), chain, tuple(notes))
 
 
 def _with_input(nodes: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Several layers read the model's input: let them branch from a layer that takes no time, and whose output is
-    wherever it is wanted."""
+    """If several layers read the model's input, let them branch from a layer that takes no time and whose output is
+    everywhere."""
     name = _free("inputs", nodes)
     source = LayerProfile(name, "inputs", (), 0, 0, _no_time(nodes))
     return [source, *(_reading(node, (name,)) if not node.inputs else node for node in nodes)]
@@ -198,7 +197,7 @@ def _reading(node: LayerProfile, inputs: tuple[str, ...]) -> LayerProfile:
 
 
 class _Irregular(Exception):
-    """Between `first` and `last` (indices) lies what is no block: the layers `inside`."""
+    """The layers `inside`, between `first` and `last` (indices), are no block."""
 
     def __init__(self, first: int, last: int, inside: Sequence[int], why: str) -> None:
         super().__init__(why)
@@ -206,8 +205,8 @@ class _Irregular(Exception):
 
 
 def _dominators(sides: Sequence[Sequence[int]], order: Iterable[int], earlier: Callable[[int, int], bool]) -> list[int]:
-    """For each node the nearest one that every way from (or to) it leads through; itself where there is none. `sides`:
-    its neighbours that way, which stand before it in `order`."""
+    """For each node the nearest one that every path from (or to) it passes; itself if there is none. sides: its
+    neighbours in that direction, which come before it in `order`."""
     found = list(range(len(sides)))
     for node in order:
         common: int | None = None
@@ -218,7 +217,7 @@ def _dominators(sides: Sequence[Sequence[int]], order: Iterable[int], earlier: C
 
 
 def _meet(a: int, b: int, tree: Sequence[int], earlier: Callable[[int, int], bool]) -> int:
-    """The nearest common ancestor; `earlier(a, b)`: whether a is further from the root."""
+    """The nearest common ancestor. earlier(a, b): whether a is further from the root."""
     while a != b:
         if earlier(a, b):
             a = tree[a]
@@ -228,7 +227,7 @@ def _meet(a: int, b: int, tree: Sequence[int], earlier: Callable[[int, int], boo
 
 
 class _Parser:
-    """One reading of a graph with one input and one result. Raises _Irregular at the innermost part that is no
+    """Parses a graph with one input and one result into blocks. Raises _Irregular at the innermost part that is no
     block."""
 
     def __init__(self, nodes: Sequence[LayerProfile]) -> None:
@@ -247,7 +246,7 @@ class _Parser:
         return self._walk(0, None, None)
 
     def _irregular(self, fork: int, why: str) -> _Irregular:
-        """The smallest part from `fork` on that nothing leads into but through its first layer, nor out but through its
+        """The smallest part from `fork` on that is entered only through its first layer and left only through its
         last."""
         while True:
             join = self.joins[fork]
@@ -263,9 +262,9 @@ class _Parser:
             fork = first
 
     def _walk(self, node: int, stop: int | None, fork: int | None) -> Chain:
-        """The chain from `node` up to, and without, `stop`; None: to the end. `fork` is where this branch left."""
+        """The chain from `node` up to, but without, `stop`; None: to the end. fork: the layer this branch began at."""
         found: list[int | Block] = []
-        expected = 0 if fork is None else 1  # ways that lead to the next layer
+        expected = 0 if fork is None else 1  # number of inputs of the next layer
         while node != stop:
             if len(self.before[node]) != expected:
                 raise self._irregular(self.forks[node], "ways meet before the block's end")
@@ -297,9 +296,9 @@ class _Parser:
 
 
 def _part(nodes: Sequence[LayerProfile], found: _Irregular) -> list[LayerProfile] | None:
-    """Where some of the branches meet before the others do, let them branch from a layer of their own that takes no
-    time and hands on what it gets; None where no branches meet so. In attention, written as products, queries and keys
-    meet first, and the values join them later."""
+    """Let branches that meet before the others do branch from a new layer, which takes no time and passes its input
+    on. None if no branches meet so. In attention, written as products, queries and keys meet first, and the values join
+    them later."""
     fork = nodes[found.first]
     inside = {nodes[i].name: nodes[i] for i in found.inside}
     readers = [node for node in nodes if fork.name in node.inputs]
@@ -362,7 +361,7 @@ def _merge(nodes: Sequence[LayerProfile], found: _Irregular) -> tuple[list[Layer
 
 
 def _together(names: Sequence[str]) -> str:
-    """What layers are called together: as the module that all of them lie in, else by the first and the last."""
+    """A name for several layers: the module that all of them are in, else the first and the last."""
     common = names[0].split(".")[:-1]
     for name in names:
         common = [a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(common, name.split("."), strict=False))]

@@ -1,5 +1,5 @@
-"""How many GPUs and parameter servers ("Distributed training guidelines", lemmas 3.1 and 3.2), and what became of the
-second question since."""
+"""Advice of "Distributed training guidelines": numbers of GPUs and of parameter servers (lemmas 3.1 and 3.2), modern
+alternatives to servers, mini-batch sizes and convolution algorithms, and the overhead in a trace of a training loop."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from gpumux.plan.trace import TracedModel
 
 
-SLACK = 1e-9  # so that rounding adds no GPU and no server
+SLACK = 1e-9  # keeps rounding from adding a GPU or a server
 
 
 def efficiency(gpus: int, overhead: float) -> float:
-    """Lemma 3.1: alpha = (1 + R_O) / (1 + G R_O), the part of G-fold speed that G GPUs give. `overhead` is R_O, the
-    time that is not hidden behind computation over computation, on one GPU. Raises ConfigError outside of G >= 1, R_O
-    >= 0."""
+    """Lemma 3.1: alpha = (1 + R_O) / (1 + G R_O), the efficiency of G GPUs: their speed-up over G. `overhead` is R_O,
+    the time not hidden behind computation, divided by computation, on one GPU. Raises ConfigError unless G >= 1 and
+    R_O >= 0."""
     _check(gpus, overhead)
     return (1 + overhead) / (1 + gpus * overhead)
 
 
 def speedup(gpus: int, overhead: float) -> float:
-    """alpha G."""
+    """Speed-up of G GPUs: alpha G."""
     return gpus * efficiency(gpus, overhead)
 
 
 def tolerable_overhead(gpus: int, wanted: float) -> float:
-    """The R_O at which `gpus` GPUs still have the efficiency `wanted` (0 to 1): (1 - alpha) / (alpha G - 1). inf where
-    any overhead would do. Raises ConfigError outside."""
+    """The R_O at which `gpus` GPUs still have the efficiency `wanted` (0 to 1): (1 - alpha) / (alpha G - 1). inf if any
+    overhead is tolerable. Raises ConfigError for other values."""
     _check(gpus, 0.0)
     if not 0 < wanted <= 1:
         raise ConfigError(f"an efficiency of {wanted}", "give more than 0 and at most 1")
@@ -46,8 +46,8 @@ def tolerable_overhead(gpus: int, wanted: float) -> float:
 
 
 def gpus_for(wanted: float, overhead: float) -> int | None:
-    """The fewest GPUs that are `wanted` times as fast as one; None where no number is: (1 + R_O) / R_O is never
-    reached."""
+    """The fewest GPUs that are `wanted` times as fast as one. None if no number of GPUs is: the speed-up stays below
+    (1 + R_O) / R_O."""
     _check(1, overhead)
     if not (isfinite(wanted) and wanted >= 1):
         raise ConfigError(f"a speed-up of {wanted}", "give 1 or more")
@@ -57,7 +57,7 @@ def gpus_for(wanted: float, overhead: float) -> int | None:
 
 def gpus_at(wanted: float, least: float) -> int:
     """The fewest GPUs that are `wanted` times as fast as one at the efficiency `least` (0 to 1). Raises ConfigError
-    outside."""
+    for other values."""
     _check(1, 0.0)
     if not (isfinite(wanted) and wanted >= 1):
         raise ConfigError(f"a speed-up of {wanted}", "give 1 or more")
@@ -67,7 +67,7 @@ def gpus_at(wanted: float, least: float) -> int:
 
 
 def most_speedup(overhead: float) -> float:
-    """What no number of GPUs exceeds."""
+    """The speed-up that no number of GPUs exceeds."""
     _check(1, overhead)
     return (1 + overhead) / overhead if overhead else inf
 
@@ -89,9 +89,9 @@ def servers(parameter_bytes: float, workers: int, bandwidth: float, compute_s: f
 
 @dataclass(frozen=True)
 class Exchange:
-    """One way to keep `workers` in step without servers. `nbytes`: what each sends in an iteration (and receives);
-    `seconds`: what that takes; `hidden`: whether it fits behind the computation; `bandwidth`: bytes a second with which
-    it just would."""
+    """A way to synchronize `workers` without servers. `nbytes`: bytes that each sends (and receives) in an iteration.
+    `seconds`: time of that. `hidden`: whether it fits behind the computation. `bandwidth`: the bytes a second at which
+    it just fits."""
 
     name: str
     what: str
@@ -102,8 +102,8 @@ class Exchange:
 
 
 def exchanges(parameter_bytes: float, workers: int, bandwidth: float, compute_s: float) -> list[Exchange]:
-    """The lemma's condition, I/O no longer than computation, for what replaced parameter servers: every worker is the
-    server of 1/N_w of the parameters. Raises ConfigError unless all are above 0."""
+    """The lemma's condition, I/O no longer than computation, for what replaced parameter servers: every worker serves
+    1/N_w of the parameters. Raises ConfigError unless all values are above 0."""
     _positive(parameter_bytes=parameter_bytes, workers=workers, bandwidth=bandwidth, compute_s=compute_s)
     part = (workers - 1) / workers * parameter_bytes
     ways = (
@@ -129,8 +129,7 @@ def _positive(**values: float) -> None:
 
 
 # ---- Memory of a convolutional network and of its convolution algorithms ("Distributed training guidelines", equations
-# 1 to 5
-# and table 2). Bytes; the paper counts bits. Reading a torch model imports torch.
+# 1 to 5 and table 2). Bytes; the paper counts bits. Reading a torch model imports torch.
 
 
 FLOAT = 4
@@ -140,9 +139,9 @@ ALGORITHMS = ("gemm", "fft", "winograd")
 
 @dataclass(frozen=True)
 class Convolution:
-    """One layer, in the paper's letters: input B x H x D, output B' x H' x D', filters of F x F; `kernel`, `stride` and
-    `dilation` are (height, width), since filters need not be square. `again`: it runs once more with the weights of an
-    earlier one."""
+    """One layer, in the paper's letters: input B x H x D, output B' x H' x D', filters of F x F. `kernel`, `stride` and
+    `dilation` are (height, width), since filters need not be square. `again`: the layer runs once more with weights
+    that an earlier one has counted."""
 
     name: str
     width: int  # B
@@ -180,14 +179,15 @@ class Convolution:
         return FLOAT * PATCH**2 * (tiles * (self.depth + self.out_depth) + filters)
 
     def workspace(self, algorithm: str, batch: int) -> float:
-        """M(k, l) of equation 6: what the algorithm needs beside inputs and outputs, which equation 5 has set aside
-        already. An implicit GEMM needs nothing."""
+        """M(k, l) of equation 6: the algorithm's memory beyond inputs and outputs, which equation 5 has set aside. An
+        implicit GEMM needs none."""
         if algorithm == "gemm":
             return 0.0
         return self.fft_bytes(batch) if algorithm == "fft" else self.winograd_bytes(batch)
 
     def can(self, algorithm: str) -> bool:
-        """Winograd's tiles are for 3 x 3 filters without stride or gaps; FFT and Winograd are for whole layers."""
+        """Whether the algorithm applies: Winograd's tiles are for 3 x 3 filters without stride or dilation; FFT and
+        Winograd are for layers without groups."""
         if algorithm == "gemm":
             return True
         if self.groups > 1:
@@ -195,8 +195,8 @@ class Convolution:
         return algorithm == "fft" or (self.kernel == (3, 3) and self.stride == self.dilation == (1, 1))
 
     def seconds(self, algorithm: str, batch: int, spec: GpuSpec) -> float:
-        """T(k, l), forward and backward, modelled: three products of the same work, at the rate of float32 without
-        tensor cores for all algorithms, so that they compare; FFT and Winograd also transform what they read and
+        """T(k, l), forward and backward, modelled: three products of equal work, at the rate of float32 without tensor
+        cores for all algorithms, so that they are comparable. FFT and Winograd also transform what they read and
         write."""
         rate = spec.flops["float32"]
         pixels, n = batch * self.out_width * self.out_height, self.out_depth // self.groups
@@ -234,8 +234,8 @@ class Cnn:
         return FLOAT * batch * sum(self.maps)
 
     def parameter_bytes(self) -> float:
-        """Equation 3: weights and biases of the convolutions, three times: a sample's gradients and the batch's beside
-        them."""
+        """Equation 3: weights and biases of the convolutions, three times: for themselves, a sample's gradients and the
+        batch's."""
         return 3 * FLOAT * sum(c.parameters for c in self.convolutions)
 
     def classifier_bytes(self) -> float:
@@ -244,16 +244,16 @@ class Cnn:
         return FLOAT * (sum(self.dense) + 3 * weights + 3 * max(0, len(self.dense) - 1))
 
     def bound(self, batch: int, memory: float) -> float:
-        """Equation 5: what is left of a GPU's memory for the algorithms' workspaces; below 0 where the batch does not
+        """Equation 5: the rest of a GPU's memory, for the algorithms' workspaces; below 0 if the batch does not
         fit."""
         return memory - self.feature_bytes(batch) - self.parameter_bytes() - self.classifier_bytes()
 
 
 def read(traced: TracedModel) -> Cnn:
-    """The network of a traced torch model: its convolutions and what lies between are the feature extraction, its dense
-    layers the classification. A module that runs again is a layer again, NAME:2. Raises ConfigError for a model without
-    2d convolutions, and for one with convolutions that can't be told: functions, and those inside of a module that is
-    one layer."""
+    """The network of a traced torch model: its convolutions and the layers between them are the feature extraction, its
+    dense layers the classification. A module that runs again is a layer again, NAME:2. Raises ConfigError for a model
+    without 2d convolutions, and for convolutions that can't be recognised: functions, and those inside a module that
+    is one layer."""
     from torch import nn
 
     from gpumux.plan.trace import tensors
@@ -313,9 +313,9 @@ def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 # ---- Mini-batch size and convolution algorithms ("Distributed training guidelines", section 3.1.3): for each
-# mini-batch an integer
-# program (equation 6) chooses every layer's algorithm within the memory that is left, and the mini-batch with the least
-# time a sample is suggested. scipy is an extra (`pip install scipy`), imported when a program is solved.
+# mini-batch an integer program (equation 6) chooses every layer's algorithm within the remaining memory, and the
+# mini-batch with the least time a sample is suggested. scipy is an extra (`pip install scipy`), imported when a program
+# is solved.
 
 
 @dataclass(frozen=True)
@@ -328,9 +328,9 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A mini-batch and each layer's algorithm. `seconds`: of all convolutions; `workspace`: bytes of them all, of
-    `bound` that there are."""
+class BatchChoice:
+    """A mini-batch and each layer's algorithm. `seconds`: of all convolutions. `workspace`: bytes of all of them, out
+    of `bound` available."""
 
     batch: int
     algorithms: Mapping[str, str]
@@ -344,8 +344,8 @@ class Choice:
 
 
 def choose(layers: Mapping[str, Sequence[Option]], bound: float) -> dict[str, Option] | None:
-    """Equation 6: each layer's algorithm such that all together take least time within `bound` bytes; None where not
-    even the smallest fit. Raises ConfigError where scipy is missing."""
+    """Equation 6: each layer's algorithm such that their total time is least within `bound` bytes. None if not even the
+    smallest fit. Raises ConfigError if scipy is missing."""
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -386,9 +386,9 @@ def options(cnn: Cnn, batch: int, spec: GpuSpec, algorithms: Sequence[str] = ALG
 
 def suggest(
     cnn: Cnn, batches: Sequence[int], memory: float, spec: GpuSpec, algorithms: Sequence[str] = ALGORITHMS
-) -> list[Choice]:
+) -> list[BatchChoice]:
     """The best choice for each of `batches` that fits into `memory` bytes, the suggested one first. Raises ConfigError
-    where none fits."""
+    if none fits."""
     found = []
     for batch in batches:
         if batch < 1:
@@ -399,7 +399,9 @@ def suggest(
             seconds = sum(option.seconds for option in chosen.values())
             workspace = sum(option.nbytes for option in chosen.values())
             found.append(
-                Choice(batch, {name: option.algorithm for name, option in chosen.items()}, seconds, workspace, bound)
+                BatchChoice(
+                    batch, {name: option.algorithm for name, option in chosen.items()}, seconds, workspace, bound
+                )
             )
     if not found:
         least = min(batches, default=1)
@@ -412,14 +414,13 @@ def suggest(
 
 
 def _bytes(nbytes: float) -> str:
-    """As --memory takes it."""
+    """The text in the form that --memory takes."""
     scale, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if nbytes >= s), (1.0, "B"))
     return f"{nbytes / scale:.3g} {unit}"
 
 
-# ---- R_O of lemma 3.1 from a trace that torch.profiler exported from somebody's own training loop
-# (`export_chrome_trace`): the
-# time in which the device computes nothing, over the time in which it computes.
+# ---- R_O of lemma 3.1 from a trace that torch.profiler exported from a user's training loop (`export_chrome_trace`):
+# the time in which the device computes nothing, divided by the time in which it computes.
 
 
 Interval = tuple[float, float]
@@ -433,8 +434,8 @@ RECORD = "record one: torch.profiler.profile over some steps of your loop, then 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of the traced stretch: `total`, and `compute` of it. `device` is "cuda" where kernels were traced, else
-    "cpu". `loading`: seconds of data loading on the CPU (part of the overhead where the device waits meanwhile)."""
+    """Seconds of the traced stretch: `total`, and `compute` of it. `device` is "cuda" if kernels were traced, else
+    "cpu". `loading`: seconds of data loading on the CPU (part of the overhead if the device waits meanwhile)."""
 
     total: float
     compute: float
@@ -448,7 +449,7 @@ class Overhead:
 
 
 def load(path: Path) -> Overhead:
-    """Read a trace, gzipped or not. Raises ConfigError for what is none."""
+    """Read a trace, gzipped or not. Raises ConfigError for other files."""
     if path.suffix == ".gz":
         try:
             text = gzip.decompress(path.read_bytes()).decode()
@@ -465,9 +466,9 @@ def load(path: Path) -> Overhead:
 
 
 def measure(trace: Any) -> Overhead:
-    """On a GPU, computation is whenever a kernel runs that is no collective. On the CPU, whenever an operator does, but
-    for those of data loading and collectives. The stretch is from the first operator to the end of the last. Raises
-    ConfigError for what is no trace, or shows no computation."""
+    """The overhead in a trace, from the first operator to the end of the last. On a GPU, computation is the time in
+    which a kernel runs that is no collective; on the CPU, that in which an operator runs other than data loading and
+    collectives. Raises ConfigError for other data, and for a trace without computation."""
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise ConfigError("this is no trace", RECORD)
@@ -495,7 +496,7 @@ def measure(trace: Any) -> Overhead:
 
 
 def merged(spans: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, none touching another."""
+    """The same stretches of time, with those that overlap or touch joined."""
     found: list[Interval] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -506,7 +507,7 @@ def merged(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def without(spans: Sequence[Interval], away: Sequence[Interval]) -> list[Interval]:
-    """What of `spans` is in none of `away`; both merged."""
+    """The parts of `spans` outside `away`; both are merged."""
     found = []
     for begin, end in spans:
         for out_begin, out_end in away:

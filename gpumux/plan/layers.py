@@ -1,13 +1,15 @@
-"""What a model's layers cost, and how they are connected, as a JSON file.
+"""The costs of a model's layers, and how they are connected, as a JSON file.
 
     {"format": "gpumux-layers", "version": 1,
-     "units": {"forward": "s", "backward": "s", "output_bytes": "B a sample", "parameter_bytes": "B", "flops": "a sample"},
+     "units": {"forward": "s", "backward": "s", "output_bytes": "B a sample", "parameter_bytes": "B",
+               "flops": "a sample"},
      "name": "vgg16", "device": "a100", "recorded_at": null, "versions": {}, "note": "...",
-     "layers": [{"name": "features.0", "kind": "Conv2d", "inputs": [], "output_bytes": 12845056, "parameter_bytes": 7168,
-                 "flops": 1.7e8, "times": [[1, 2.1e-05, 4.0e-05], [2, 3.9e-05, 7.7e-05]], "source": "measured"}, ...]}
+     "layers": [{"name": "features.0", "kind": "Conv2d", "inputs": [], "output_bytes": 12845056,
+                 "parameter_bytes": 7168, "flops": 1.7e8, "times": [[1, 2.1e-05, 4.0e-05], [2, 3.9e-05, 7.7e-05]],
+                 "source": "measured"}, ...]}
 
-Layers stand in an order in which they can run. `inputs` are the layers whose outputs one reads; the model's own input
-is not among them. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a
+Layers are listed in an order in which they can run. `inputs` are the layers whose outputs a layer reads, without the
+model's own input. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a
 missing or unknown key, or a value out of range, is a ConfigError that names the place.
 """
 
@@ -35,7 +37,7 @@ Source: TypeAlias = Literal["measured", "model"]
 
 
 class Timing(NamedTuple):
-    """What one layer takes for a batch of so many samples on one device, in seconds."""
+    """Seconds of one layer for a batch of so many samples on one device."""
 
     samples: int
     forward: float
@@ -48,9 +50,9 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer. `output_bytes` are those of one sample's output, `flops` those of one sample's forward pass (0 where
-    nobody counted). `times` has at least one entry, by rising batch. `source`: "measured" on the profile's device, or
-    "model" where a roofline said so. Raises ConfigError for a value out of range."""
+    """One layer. `output_bytes` are those of one sample's output, `flops` those of one sample's forward pass (0 if
+    unknown). `times` has at least one entry, by rising batch. `source`: "measured" on the profile's device, or "model"
+    for a roofline's times. Raises ConfigError for a value out of range."""
 
     name: str
     kind: str
@@ -78,9 +80,9 @@ class LayerProfile:
             raise ConfigError(f"{what} has source {self.source!r}", f"choose one of {', '.join(get_args(Source))}")
 
     def at(self, samples: int) -> Timing:
-        """What a batch of `samples` takes: as timed, else on a straight line between the two timed batches around it. A
-        batch larger than any that was timed runs as several of the largest (accumulated gradients), so its time is in
-        proportion. Raises ConfigError below the smallest one timed, where nothing is known."""
+        """The times of a batch of `samples`: as measured, or interpolated linearly between the two timed batches around
+        it. A batch larger than all timed ones runs as several of the largest (accumulated gradients), so its time is
+        proportional. Raises ConfigError below the smallest timed batch, where nothing is known."""
         batches = [timing.samples for timing in self.times]
         place = bisect_left(batches, samples)
         if place < len(batches) and batches[place] == samples:
@@ -105,9 +107,9 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A model's layers in an order in which they can run. `device` is what the times are of (a preset's name, or what
-    the device called itself); `recorded_at` is a UTC date, None for what nobody recorded. Raises ConfigError when a
-    name stands twice, or an input is not an earlier layer's."""
+    """A model's layers in an order in which they can run. `device` is the device of the times (a preset's name, or the
+    device's own name). `recorded_at` is a UTC date, None if unknown. Raises ConfigError if a name occurs twice, or an
+    input is not an earlier layer's."""
 
     name: str
     device: str
@@ -135,7 +137,7 @@ class ModelProfile:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     def unsteady(self) -> str:
-        """A sentence where a smaller batch took much longer than a larger one, which no device does by itself; else
+        """A sentence if a smaller batch took much longer than a larger one, which is a disturbed measurement; else
         ""."""
         smallest = max(layer.times[0].samples for layer in self.layers)
         batches = [timing.samples for timing in self.layers[0].times if timing.samples >= smallest]
@@ -150,11 +152,11 @@ class ModelProfile:
         return ""
 
     def seconds(self, samples: int) -> float:
-        """All layers one after the other, forward and backward, on one device."""
+        """Sum of all layers, forward and backward, on one device."""
         return sum(layer.at(samples).seconds for layer in self.layers)
 
     def sources(self) -> dict[str, int]:
-        """How many layers are measured and modelled."""
+        """Number of layers that are measured and modelled."""
         found: dict[str, int] = {}
         for layer in self.layers:
             found[layer.source] = found.get(layer.source, 0) + 1
@@ -165,7 +167,7 @@ class ModelProfile:
 
 
 def save(profile: ModelProfile, path: Path) -> None:
-    """Write it, one layer a line. Raises ConfigError when the file can't be written."""
+    """Write a profile, one layer a line. Raises ConfigError if the file can't be written."""
     reading.write_text(path, dumps(profile))
 
 
@@ -186,7 +188,7 @@ def dumps(profile: ModelProfile) -> str:
 
 
 def load(path: Path) -> ModelProfile:
-    """Read a profile. Raises ConfigError, which names the file and the place, for whatever is wrong with it."""
+    """Read a profile. Raises ConfigError, which names the file and the place, for any fault."""
     body = reading.read_text(path, "a profile of layers")
     try:
         return loads(body)
@@ -195,7 +197,7 @@ def load(path: Path) -> ModelProfile:
 
 
 def loads(text: str) -> ModelProfile:
-    """The profile a file's text says. Raises ConfigError."""
+    """The profile in a file's text. Raises ConfigError."""
     if f'"format": "{STEP_FORMAT}"' in text[:200]:
         raise ConfigError(
             "this is the profile of a step", "name the model that it trains, and this file with --profile"

@@ -1,4 +1,4 @@
-"""Layer times by running the layers: forward, then backward, each alone on this device. Imports torch."""
+"""Layer times: measured on this device, modelled by a roofline, or taken from steps that jobs ran. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import fx, nn
 from gpumux.device.sim.cost import A100, EFFICIENCY, FLOOR_S, GpuSpec, product, stream
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
-from gpumux.plan.models import Loaded
-from gpumux.plan.trace import VIEW_MODULES, VIEWS, Traced, TracedModel, function_name, module_path, tensors, trace
+from gpumux.plan.models import LoadedModel
+from gpumux.plan.trace import VIEW_MODULES, VIEWS, TracedLayer, TracedModel, function_name, module_path, tensors, trace
 from gpumux.program.ir import ROOT
 from gpumux.program.profile import OpProfile, StepProfile
 
@@ -25,7 +25,7 @@ Progress = Callable[[int, int, str], None]  # layers done, layers in all, what i
 
 
 def profile(
-    loaded: Loaded,
+    loaded: LoadedModel,
     *,
     device: str,
     batches: Sequence[int],
@@ -33,9 +33,9 @@ def profile(
     whole: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """Every layer's median time over `repeats` runs (after one that warms up) at each of `batches`, rising. The model
-    is on `device` already. Raises CaptureError where it can't be traced or run, ConfigError for batches that make no
-    sense."""
+    """Every layer's median time over `repeats` runs (after a warm-up) at each of `batches`, rising: forward, then
+    backward, each layer alone. The model is on `device` already. Raises CaptureError if it can't be traced or run,
+    ConfigError for invalid batches."""
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1:
         raise ConfigError(f"batches {list(batches)}", "give whole numbers from 1 up, rising")
     if repeats < 1:
@@ -82,7 +82,7 @@ def profile(
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself."""
+    """The device's own name."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     try:
@@ -94,7 +94,7 @@ def device_name(device: str) -> str:
 
 
 class _Runner:
-    """Runs a traced model layer by layer on one batch; each layer gets what those before it made."""
+    """Runs a traced model layer by layer on one batch; each layer gets the results of those before it."""
 
     def __init__(self, traced: TracedModel, arguments: Sequence[torch.Tensor], device: str, repeats: int) -> None:
         self.traced, self.device, self.repeats = traced, torch.device(device), repeats
@@ -107,8 +107,8 @@ class _Runner:
         self.placed = {node for layer in traced.layers for node in layer.nodes}
         self._constants()
 
-    def layer(self, layer: Traced) -> tuple[float, float]:
-        """Median seconds forward and backward. What the layer makes is kept for those behind it."""
+    def layer(self, layer: TracedLayer) -> tuple[float, float]:
+        """Median seconds forward and backward. The layer's results are kept for the layers after it."""
         forward, backward = [], []
         for repeat in range(self.repeats + 1):
             ahead, back, values = self._run(layer)
@@ -119,7 +119,7 @@ class _Runner:
         self._constants()
         return median(forward), median(backward)
 
-    def _run(self, layer: Traced) -> tuple[float, float, dict[fx.Node, Any]]:
+    def _run(self, layer: TracedLayer) -> tuple[float, float, dict[fx.Node, Any]]:
         needed = {each for node in layer.nodes for each in node.all_input_nodes if each not in layer.nodes}
         env: dict[fx.Node, Any] = {}
         leaves: list[torch.Tensor] = []
@@ -150,7 +150,7 @@ class _Runner:
         return ahead, back, {node: _detached(env[node]) for node in layer.nodes}
 
     def _fresh(self, value: Any, leaves: list[torch.Tensor]) -> Any:
-        """The same value, with a history of its own; a copy, since the layer may write to it in place."""
+        """The same value with an autograd history of its own; a copy, since the layer may write it in place."""
         if isinstance(value, torch.Tensor):
             if not value.is_floating_point():
                 return value
@@ -161,7 +161,7 @@ class _Runner:
             return type(value)([self._fresh(each, leaves) for each in value])
         return value
 
-    def _parameters(self, layer: Traced) -> list[torch.Tensor]:
+    def _parameters(self, layer: TracedLayer) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for node in layer.nodes:
             if node.op == "call_module":
@@ -179,7 +179,7 @@ class _Runner:
         return getattr(self.interpreter, node.op)(node.target, args, kwargs)
 
     def _constants(self) -> None:
-        """Work out what belongs to no layer as soon as it can be: shapes, and what follows from them."""
+        """Compute nodes that belong to no layer once they can be: shapes, and values that follow from them."""
         for node in self.traced.module.graph.nodes:
             ready = node not in self.values and node not in self.placed and node.op not in ("placeholder", "output")
             if ready and all(each in self.values for each in node.all_input_nodes):
@@ -198,9 +198,8 @@ def _detached(value: Any) -> Any:
     return value
 
 
-# ---- Layer times where nobody measured: the simulator's roofline over tiles (gpumux/device/sim/cost.py) for a named
-# GPU. All
-# that is made here is marked as modelled. Imports torch.
+# ---- Modelled layer times: the simulator's roofline over tiles (gpumux/device/sim/cost.py) for a named GPU. All
+# results are marked as modelled. Imports torch.
 
 
 BATCHES = tuple(1 << i for i in range(11))
@@ -214,7 +213,7 @@ def roofline_profile(traced: TracedModel, spec: GpuSpec, batches: Sequence[int] 
     return ModelProfile(traced.name, spec.name, layers, note=note)
 
 
-def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequence[int]) -> LayerProfile:
+def modelled(traced: TracedModel, layer: TracedLayer, spec: GpuSpec, batches: Sequence[int]) -> LayerProfile:
     """One layer by the roofline."""
     times = []
     for batch in batches:
@@ -233,8 +232,8 @@ def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequenc
 
 
 def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tuple[float, float]:
-    """Seconds of one node forward and backward. Backward passes of products are two products, those of the rest read
-    what came in and what comes back, and write as much as went in. Modules with parameters inside move those, too."""
+    """Seconds of one node forward and backward. The backward pass of a product is two products. That of other nodes
+    reads the inputs and the gradients, and writes as much as the inputs. Modules with parameters move those, too."""
     made = tensors(node.meta["val"])
     if not made or _free(traced, node):
         return 0.0, 0.0
@@ -273,8 +272,8 @@ def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) 
 def _products(
     rows: int, n: int, k: int, taps: int, item: int, peak: float, spec: GpuSpec, groups: int
 ) -> tuple[float, float]:
-    """A layer whose forward pass is [rows, k * taps] x [k * taps, n], `groups` times. What an implicit convolution
-    reads more than once stays in caches: it moves its image once, not once a tap."""
+    """A layer whose forward pass is [rows, k * taps] x [k * taps, n], `groups` times. An implicit convolution moves its
+    image once, not once a tap: repeated reads are served by caches."""
     nbytes = item * groups * (rows * k + k * taps * n + rows * n)
     forward = product(rows, n, k * taps, nbytes, peak, spec, groups).seconds
     given = product(rows, k, n * taps, nbytes, peak, spec, groups).seconds
@@ -283,7 +282,7 @@ def _products(
 
 
 def _free(traced: TracedModel, node: fx.Node) -> bool:
-    """Views, parameters and what follows from them alone."""
+    """Whether a node takes no time: views, parameters and values that follow from them alone."""
     if node.op in ("get_attr", "placeholder"):
         return True
     if node.op == "call_module":
@@ -292,27 +291,26 @@ def _free(traced: TracedModel, node: fx.Node) -> bool:
 
 
 # ---- Layer times from steps that gpumux jobs ran: profiles as `gpumux jobs profile` writes them, one for each batch
-# size, put
-# onto a traced model's layers. Imports torch.
+# size, mapped to a traced model's layers. Imports torch.
 #
 # A profile names the module that each operator ran in, as the user's model does; the trace names its layers the same
-# way. What runs inside of a module that the trace takes for one layer is that layer's. Where several layers have a part
-# in a module (a rectifier used twice, what a block adds and multiplies itself), its time is shared out as it is
-# modelled. Operators of no module, the loss and the optimizer, are left out, as they are when layers are measured
-# alone. A step that ran in microbatches says what one of them takes.
+# way. Operators inside a module that the trace treats as one layer belong to that layer. If several layers have a part
+# in a module (a rectifier used twice, additions and products of a block itself), its time is divided in proportion to
+# the modelled times. Operators of no module, the loss and the optimizer, are left out, as when layers are measured
+# alone. A step that ran in microbatches gives the times of one microbatch.
 
 
 SIZED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)  # one operator makes their output
 ACTIVATIONS = frozenset({
-    "relu", "gelu", "silu", "mish", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus",
-    "log_sigmoid_forward", "_prelu_kernel", "rrelu_with_noise",
+    "relu", "gelu", "silu", "mish", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid",
+    "softplus", "log_sigmoid_forward", "_prelu_kernel", "rrelu_with_noise",
 })  # fmt: skip
 RECORD = "record one of a training step with `gpumux jobs profile NAME -o FILE`, of a job submitted with model="
 
 
 def steps_profile(traced: TracedModel, steps: Sequence[StepProfile]) -> ModelProfile:
-    """The model's layers with the times that `steps` have, one for each batch size, all of one device. Raises
-    ConfigError where one is of another model or input, of another device, has no layers or no backward pass."""
+    """The model's layers with the times that `steps` have, one step for each batch size, all of one device. Raises
+    ConfigError for a step of another model, input or device, or one without layers or backward pass."""
     _check(steps)
     shares = _Shares(traced)
     found = sorted([shares.seconds(step) for step in steps], key=lambda each: each.samples)
@@ -329,7 +327,8 @@ def steps_profile(traced: TracedModel, steps: Sequence[StepProfile]) -> ModelPro
         nowhere += sum(op.seconds for op in step.ops if op.layer is None) / step.seconds if step.seconds else 0.0
     measured = all(op.source == "measured" for step in steps for op in step.ops if op.layer is not None)
     layers = [
-        LayerProfile(layer.name, layer.kind, tuple(layer.inputs), layer.output_bytes, layer.parameter_bytes, tuple(timings),
+        LayerProfile(layer.name, layer.kind, tuple(layer.inputs), layer.output_bytes, layer.parameter_bytes,
+                     tuple(timings),
                      layer.flops, "measured" if measured else "model")
         for layer, timings in zip(traced.layers, times, strict=True)
     ]  # fmt: skip
@@ -347,7 +346,7 @@ def steps_profile(traced: TracedModel, steps: Sequence[StepProfile]) -> ModelPro
 
 
 def _check(steps: Sequence[StepProfile]) -> None:
-    """Raises ConfigError unless each is of a training step of a model, and all of one device."""
+    """Raise ConfigError unless each is of a training step of a model, and all of one device."""
     if not steps:
         raise ConfigError("no profiles of steps", RECORD)
     for step in steps:
@@ -368,7 +367,7 @@ def _check(steps: Sequence[StepProfile]) -> None:
 
 
 class _Taken(NamedTuple):
-    """What a step's layers took for `samples` of it, (forward, backward): all of its batch, or one microbatch."""
+    """Seconds of a step's layers, (forward, backward), for `samples` of it: all of its batch, or one microbatch."""
 
     step: StepProfile
     samples: int
@@ -377,7 +376,7 @@ class _Taken(NamedTuple):
 
 @dataclass
 class _Part:
-    """One node that runs in a module: its layer, and what it is modelled to take."""
+    """One node that runs in a module: its layer, and its modelled time."""
 
     layer: int
     node: fx.Node
@@ -387,14 +386,14 @@ class _Part:
 
 @dataclass
 class _Module:
-    """What runs in one module, by its path. `leaf`: the trace takes all inside for one layer."""
+    """The nodes that run in one module, by its path. `leaf`: the trace treats the module as one layer."""
 
     parts: list[_Part] = field(default_factory=list)
     leaf: bool = False
 
 
 class _Shares:
-    """Which of a trace's layers a module's time goes to. `shared` are modules whose time went to several."""
+    """Assigns a module's time to a trace's layers. `shared` are modules whose time went to several."""
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
@@ -407,7 +406,7 @@ class _Shares:
                 module.parts.append(_Part(number, node, *node_seconds(traced, node, A100, traced.batch)))
 
     def seconds(self, step: StepProfile) -> _Taken:
-        """What each layer took. Where the step ran in microbatches, each layer ran once for each of them."""
+        """Time of each layer. If the step ran in microbatches, each layer ran once for each of them."""
         what = f"the profile of {step.name!r} (batch {step.batch})"
         ops: dict[str, list[OpProfile]] = {}
         for op in step.ops:
@@ -440,7 +439,7 @@ class _Shares:
         return _Taken(step, (step.batch or 1) // parts, [(forward, backward) for forward, backward in found])
 
     def _module(self, path: str) -> _Module | None:
-        """What the trace has of a module, or of the one around it that it takes for one layer."""
+        """The trace's entry of a module, or of the module around it that it treats as one layer."""
         found = self.modules.get(path)
         while found is None and path not in ("", ROOT):
             path = path.rpartition(".")[0]
@@ -450,7 +449,7 @@ class _Shares:
         return found
 
     def _split(self, path: str, module: _Module, backward: bool) -> dict[int, float]:
-        """Shares of the layers that have a part in a module, 1 together."""
+        """Shares of the layers that have a part in a module; they sum to 1."""
         weights: dict[int, float] = {}
         for part in module.parts:
             weights[part.layer] = weights.get(part.layer, 0.0) + (part.backward if backward else part.forward)
@@ -464,8 +463,8 @@ class _Shares:
         return taking
 
     def _microbatches(self, what: str, ops: Mapping[str, Sequence[OpProfile]], batch: int) -> int:
-        """How many microbatches the step ran in: as often as the operator that makes a module's output ran for each
-        time that the trace calls the module. Over all samples it has to make as much as the trace's nodes do."""
+        """Number of microbatches of the step: how often the operator that makes a module's output ran for each time
+        that the trace calls the module. Over all samples it has to make as much as the trace's nodes do."""
         found: dict[int, str] = {}
         for path, those in ops.items():
             nodes = [part.node for part in self.modules[path].parts] if path in self.modules else []
@@ -479,7 +478,7 @@ class _Shares:
             made: dict[str, list[int]] = {}
             for op in those:
                 if not op.backward and op.shapes:
-                    made.setdefault(op.target, []).append(prod(op.shapes[-1]))  # the output's come last
+                    made.setdefault(op.target, []).append(prod(op.shapes[-1]))  # the output's shape is last
             fitting = [sizes for sizes in made.values() if sum(sizes) == wanted]
             if made and not fitting:
                 most = max(sum(sizes) for sizes in made.values())
@@ -504,14 +503,14 @@ class _Shares:
         return next(iter(found), 1)
 
     def _check_activations(self, what: str, ops: Mapping[str, Sequence[OpProfile]]) -> None:
-        """Sizes are the same whatever the activation: that is told by its operator."""
+        """Compare activations by their operators, since sizes do not depend on the activation."""
         recorded: dict[int, set[str]] = {}
         for path, those in ops.items():
             names = {_activation(op.target.split(".")[1]) for op in those if not op.backward and op.target.count(".")}
             recorded.setdefault(id(self._module(path)), set()).update(names)
         for path, module in self.modules.items():
             if module.leaf and any(isinstance(m, nn.RNNBase) for m in self.traced.module.get_submodule(path).modules()):
-                continue  # one operator, or many, as the device has it
+                continue  # one operator or many, depending on the device
             wanted = {_activation(name) for part in module.parts for name in part.node.meta["operators"]} & ACTIVATIONS
             given = recorded.get(id(module), set()) & ACTIVATIONS
             if wanted != given:
@@ -527,7 +526,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _activation(name: str) -> str:
-    """An operator's name, whether or not it writes in place."""
+    """An operator's name without the underscore of in-place variants."""
     return name.rstrip("_")
 
 

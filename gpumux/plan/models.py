@@ -1,6 +1,6 @@
-"""Models to plan for without writing one: those of the papers, as torch modules. torch is imported when one is built.
+"""Built-in models to plan for: those of the papers, as torch modules. torch is imported when one is built.
 
-Each is built on the meta device unless asked otherwise, so that even large ones take no memory to trace.
+Each is built on the meta device unless asked otherwise, so that tracing even a large one takes no memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BUILT_IN = {
 }
 
 
-class Loaded:
-    """A torch model with what it is called on: `example(n)` gives its arguments for a batch of n."""
+class LoadedModel:
+    """A torch model and example arguments: `example(n)` gives its arguments for a batch of n."""
 
     def __init__(self, name: str, module: torch.nn.Module, arguments: Sequence[torch.Tensor]) -> None:
         self.name, self.module = name, module
@@ -39,10 +39,10 @@ class Loaded:
         return tuple(each[:1].expand(batch, *each.shape[1:]).clone() for each in self._arguments)
 
 
-def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta") -> Loaded:
-    """The built-in called `name`, or what `module:factory` makes: a module, which needs the `shape` of one sample of
+def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta") -> LoadedModel:
+    """The built-in called `name`, or the result of `module:factory`: a module, which needs the `shape` of one sample of
     its input, or a pair of a module and its arguments (tensors, samples along dimension 0). Built-ins are built on
-    `device`; a factory's are moved there unless it is meta. Raises ConfigError."""
+    `device`; a factory's models are moved there unless it is meta. Raises ConfigError."""
     import torch
 
     made, arguments = build(name, shape, device=device)
@@ -62,13 +62,13 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
         raise ConfigError(f"{name} has arguments that are no batches", "give tensors with samples along dimension 0")
     if name not in BUILT_IN and device != "meta":
         made, arguments = made.to(device), [each.to(device) for each in arguments]
-    return Loaded(name.rpartition(":")[2], made, arguments)
+    return LoadedModel(name.rpartition(":")[2], made, arguments)
 
 
 def build(
     name: str, shape: Sequence[int] | None = None, *, device: str = "meta"
 ) -> tuple[torch.nn.Module, Sequence[Any]]:
-    """The module that `find` finds, and its example arguments, if it comes with some. Raises ConfigError."""
+    """The module that `find` finds, and its example arguments, if it has any. Raises ConfigError."""
     import torch
 
     if name in BUILT_IN:
@@ -106,7 +106,7 @@ def _sample(shape: Sequence[int], tokens: bool) -> torch.Tensor:
 
 
 def _factory(module: str, attribute: str) -> Callable[[], Any]:
-    """What the user named, looked for in the working directory too, as `python -m` would."""
+    """The function that the user named; the working directory is on the path, as for `python -m`."""
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)

@@ -1,10 +1,21 @@
-"""The plan of least iteration time under the amplification limit, exactly.
+"""Finds the plan of least iteration time under the amplification limit, exactly.
 
-Amp(i, g) depends on the layer's own count and on the counts its input comes from, and on nothing else. So the limit
-forbids edges between states (layer, count), and never ways; a shortest path over the edges that are left is the
-optimum. DeepPool's Algorithm 1 tests instead the one way it kept to each state. Blocks (gpumux/plan/branches.py) become
-edges too. docs/planning.md has the proof. On chains of L layers and n counts this takes O(L n^2) time and O(L n)
-memory.
+Amp(i, g) depends only on the layer's own count and on the counts that its input comes from. The limit therefore forbids
+edges between states (layer, count), not whole paths, and a shortest path over the remaining edges is the optimum.
+DeepPool's Algorithm 1 instead tests the one path that it kept to each state. Blocks (gpumux/plan/branches.py) become
+edges too. On chains of L layers and n counts this takes O(L n^2) time and O(L n) memory.
+
+Why it is exact with blocks. Fix the counts of the branching and of the joining layer. (a) For a given split of the
+GPUs, a branch by itself is a chain again, without the edges into counts above its share. (b) More GPUs for a branch
+never hurt, since it has more paths. So only those splits need a look in which no branch could have more. At least
+one branch is at home, since moving one back there costs nothing. (c) Branches then meet in two places: the block's
+time, which is a sum at home and a maximum over those away and only grows with each branch's time; and the joining
+layer's limit, which bounds the sum of all transfers into it. Treating each branch's last count and each transfer as
+independent gives a lower bound. If the fastest choices keep the limit together, the bound is exact; if not even the
+smallest transfers do, there is no path. Two branches are tried in all pairs. (d) The search runs over lower bounds. If
+the shortest path leads through a bound that may be too low, that bound is made exact, by trying the branches' last
+counts with bounds, and the search is repeated. Once the path leads through none, its length is exact, and every other
+path's length is at least its bound, which is no less. Only finitely many bounds can be raised, so the search ends.
 """
 
 from __future__ import annotations
@@ -18,21 +29,21 @@ from gpumux.errors import ConfigError
 from gpumux.plan import branches, deeppool
 from gpumux.plan.branches import BlockTable
 from gpumux.plan.costs import Array, Costs, ProfiledCosts, Tables
-from gpumux.plan.graph import Block, Chain, Graph
+from gpumux.plan.graph import Block, Chain, LayerGraph
 from gpumux.plan.plan import Placement, Rules, rules
 
 
-def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
-    """The optimum. `limit`: 1 or more (inf: none); with less, not even one GPU would do. Raises ConfigError where no
-    plan keeps the limit, which takes counts that leave out 1."""
+def search(graph: LayerGraph, costs: Costs, limit: float, gpus: int) -> Placement:
+    """The optimum. limit: 1 or more (inf: none); below 1 not even one GPU would do. Raises ConfigError if no plan keeps
+    the limit, which is only possible with counts that leave out 1."""
     found = find(graph, costs, limit, gpus)
     if found is None:
         raise no_plan(costs.counts)
     return found
 
 
-def find(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement | None:
-    """The optimum as `search` has it, None where no plan keeps the limit. Raises ConfigError for a limit below 1."""
+def find(graph: LayerGraph, costs: Costs, limit: float, gpus: int) -> Placement | None:
+    """The optimum as in `search`, or None if no plan keeps the limit. Raises ConfigError for a limit below 1."""
     if isnan(limit) or limit < 1:
         raise ConfigError(f"an amplification limit of {limit}", "give 1 or more: one GPU alone has 1")
     plain = Block not in map(type, graph.chain)
@@ -43,7 +54,7 @@ def find(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement | Non
 
 
 def no_plan(counts: Sequence[int]) -> ConfigError:
-    """What to say where no plan over these counts keeps the limit."""
+    """The error for counts over which no plan keeps the limit."""
     return ConfigError(
         f"no plan over {_some(counts)} GPUs keeps the amplification limit",
         "raise the limit, or let 1 be among the counts",
@@ -55,9 +66,9 @@ class _Search:
         self.tables, self.gpus = tables, gpus
         self.rules = rules(tables, limit)
 
-    def run(self, graph: Graph) -> Placement | None:
-        """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them,
-        until it leads through none that are not: then it is the shortest, since no bound is above the truth."""
+    def run(self, graph: LayerGraph) -> Placement | None:
+        """Find shortest paths over blocks' lower bounds, make the bounds on the path exact, and repeat until the path
+        has no inexact one. It is the shortest then, since no bound is above the true time."""
         chain = graph.chain
         tables = branches.tables(graph, self.rules, self.gpus)
         first = chain[0]
@@ -80,7 +91,7 @@ class _Search:
                 return self._placement(graph, steps, last)
             changed = doubtful
 
-    def _placement(self, graph: Graph, steps: Sequence[deeppool.Run | _Joined], last: int) -> Placement:
+    def _placement(self, graph: LayerGraph, steps: Sequence[deeppool.Run | _Joined], last: int) -> Placement:
         counts = self.tables.counts
         placed: dict[int, int] = {}
         away: set[tuple[int, int]] = set()
@@ -122,14 +133,14 @@ class _Joined:
         self.ways: list[int]
 
     def run(self, reached: Array) -> Array:
-        """When each count of the joining layer is done, if those of the branching layer were `reached` then."""
+        """The end of each count of the joining layer, given `reached`, the end of each count of the branching layer."""
         bounds = reached[:, None] + self.table.lower[0]
         self.ways = bounds.argmin(0).tolist()
         self.reached = bounds.min(0) + self.rules.tables.work[self.join]
         return self.reached
 
     def back(self, last: int) -> tuple[int, bool]:
-        """(count of the branching layer, whether the way from it is as quick as it seemed): it is exact from now on."""
+        """(count of the branching layer, whether its bound was exact); the bound is exact from now on."""
         g = self.ways[last]
         before = float(self.table.lower[0, g, last])
         return g, self.table.exact(0, g, last) <= before

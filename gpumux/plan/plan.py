@@ -1,11 +1,12 @@
-"""A plan: how many GPUs each layer runs on, and what follows from that under a graph's costs.
+"""A plan: the number of GPUs of each layer, and the times that follow from it under a graph's costs.
 
 Time (DeepPool, section 4.1): layers run one after the other; layer i takes T(i) = comm into it + comp + sync. Between a
-layer that branches and the one that joins, each branch is either at home, where the branches run one after the other
-on the first GPUs, or away, on GPUs of its own at the same time; then all its samples move there and back. The block
-takes as long as the home branches together or the longest branch away, whichever is more, the transfers into the
-joining layer included. A joining layer's T has the transfers from all its branches. Home and each branch that is away
-get a set of GPUs whose size is one of the counts that are considered, and all sets in use at once fit into the cluster.
+layer that branches and the one that joins, each branch is either at home or away. Branches at home run one after the
+other on the first GPUs. A branch that is away runs at the same time on GPUs of its own, and all its samples move there
+and back. The block takes as long as the home branches together or the longest branch away, whichever is more, the
+transfers into the joining layer included. A joining layer's T includes the transfers from all its branches. Home and
+each branch that is away get a set of GPUs whose size is one of the considered counts, and all sets in use at once fit
+into the cluster.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ import numpy as np
 
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
-from gpumux.plan.graph import Block, Chain, Graph, members
+from gpumux.plan.graph import Block, Chain, LayerGraph, members
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`gpus`: how many run each layer, by index. `away`: (block's number, branch) of the branches that are away."""
+    """`gpus`: the number of GPUs of each layer, by index. `away`: (block's number, branch) of the branches away."""
 
     gpus: tuple[int, ...]
     away: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A layer on GPUs `first` to `first + gpus - 1`, `seconds` from `start` on: `comm` to get its input there, then
-    comp, then sync. A transfer into a joining layer has a row of its own, on the GPUs that send: `transfer` is True,
-    and `layer` is the one that sent."""
+class PlanRow:
+    """A layer on GPUs `first` to `first + gpus - 1`, for `seconds` from `start` on: `comm` to move its input there,
+    then comp, then sync. A transfer into a joining layer has a row of its own, on the sending GPUs, with `transfer`
+    True and `layer` the sending layer."""
 
     layer: int
     start: float
@@ -55,11 +56,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a placement comes to. `times`: T(i), seconds; `amplification`: T(i) * GPUs / comp(i, 1), None where that is
-    0/0; `limit`: what it was to keep; `width`: the most GPUs set apart at once."""
+class BurstPlan:
+    """The times of a placement. times: T(i), seconds. amplification: T(i) * GPUs / comp(i, 1), None if that is 0/0.
+    limit: the amplification limit it was made for. width: the most GPUs set apart at once."""
 
-    graph: Graph
+    graph: LayerGraph
     placement: Placement
     algorithm: str
     gpus: int
@@ -68,7 +69,7 @@ class Plan:
     seconds: float
     times: tuple[float, ...]
     amplification: tuple[float | None, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     width: int
     single_seconds: float  # one iteration on one GPU
 
@@ -84,12 +85,12 @@ class Plan:
 
     @property
     def idle(self) -> float:
-        """GPU-seconds of the cluster that other jobs can have in each iteration."""
-        return max(0.0, self.gpus * self.seconds - self.busy)  # where nothing is, rounding may go below
+        """GPU-seconds of the cluster that other jobs can use in each iteration."""
+        return max(0.0, self.gpus * self.seconds - self.busy)  # rounding may go below zero
 
     @property
     def speedup(self) -> float:
-        """Over the same batch on one GPU."""
+        """Speed-up over the same batch on one GPU."""
         return self.single_seconds / self.seconds if self.seconds else inf
 
     def over_limit(self) -> tuple[int, ...]:
@@ -97,7 +98,7 @@ class Plan:
         return tuple(i for i, a in enumerate(self.amplification) if a is not None and a > self.limit * (1 + TOLERANCE))
 
     def figures(self) -> dict[str, object]:
-        """For scripts: seconds and GPU-seconds an iteration."""
+        """Seconds and GPU-seconds of an iteration, as plain data."""
         names = [layer.name for layer in self.graph.layers]
         return {
             "model": self.graph.name,
@@ -130,7 +131,7 @@ class Plan:
 
 
 def evaluate(
-    graph: Graph,
+    graph: LayerGraph,
     costs: Costs,
     placement: Placement,
     *,
@@ -138,9 +139,9 @@ def evaluate(
     batch: int,
     limit: float = inf,
     algorithm: str = "given",
-) -> Plan:
-    """The plan's times from the model above, computed from the placement alone. Raises ConfigError when a layer's count
-    is not among the costs', or more than `gpus` are in use at once."""
+) -> BurstPlan:
+    """The times of a placement by the model above. Raises ConfigError if a layer's count is not among the costs', or
+    more than `gpus` are in use at once."""
     if len(placement.gpus) != len(graph.layers) or not set(placement.gpus) <= set(costs.counts):
         raise ConfigError(f"GPU counts {sorted(set(placement.gpus))}", f"one of {tuple(costs.counts)} for each layer")
     run = _Run(costs, placement)
@@ -150,7 +151,7 @@ def evaluate(
         raise ConfigError(f"a plan that uses {width} GPUs at once", f"the cluster has {gpus}")
     singles = [costs.comp(i, 1) for i in range(len(graph.layers))]
     times = tuple(run.times[i] for i in range(len(graph.layers)))
-    return Plan(
+    return BurstPlan(
         graph,
         placement,
         algorithm,
@@ -173,7 +174,7 @@ def _amplification(seconds: float, gpus: int, single: float) -> float | None:
 
 
 def _width(chain: Chain, placement: Placement, counts: Sequence[int]) -> int:
-    """GPUs that a chain needs at once: its widest layer, or a block's home and away branches together."""
+    """Number of GPUs that a chain needs at once: its widest layer, or a block's home and away branches together."""
     found = 0
     for each in chain:
         if isinstance(each, Block):
@@ -185,7 +186,7 @@ def _width(chain: Chain, placement: Placement, counts: Sequence[int]) -> int:
 
 
 def _sets(block: Block, placement: Placement, counts: Sequence[int]) -> tuple[int, Mapping[int, int]]:
-    """GPUs set apart for the home branches together, and for each branch that is away."""
+    """Number of GPUs set apart for the home branches together, and for each branch that is away."""
     home, away = 0, {}
     for i, branch in enumerate(block.branches):
         needed = _width(branch, placement, counts)
@@ -200,15 +201,15 @@ def _sets(block: Block, placement: Placement, counts: Sequence[int]) -> tuple[in
 
 
 class _Run:
-    """Walks a graph once and notes what happens when, and where."""
+    """Walks a graph once and records what runs when and where."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs, self.placement = costs, placement
-        self.rows: list[Row] = []
+        self.rows: list[PlanRow] = []
         self.times: dict[int, float] = {}
 
     def chain(self, chain: Chain, fork: int | None, away: bool, start: float, first: int) -> float:
-        """When the chain is done that begins at `start` with samples of layer `fork`; its GPUs are `first` and up."""
+        """Run a chain from `start` on with samples of layer `fork`, on GPUs from `first` on; returns its end."""
         last, incoming = fork, None
         for place, each in enumerate(chain):
             if isinstance(each, Block):
@@ -222,14 +223,14 @@ class _Run:
             if incoming is None and last is not None:
                 move = self.costs.moved if away and last == fork else self.costs.comm
                 comm = move(last, self.placement.gpus[last], g)
-            row = Row(each, start, comm, self.costs.comp(each, g), self.costs.sync(each, g), first, g)
+            row = PlanRow(each, start, comm, self.costs.comp(each, g), self.costs.sync(each, g), first, g)
             self.rows.append(row)
             self.times[each] = row.seconds + (incoming or 0.0)
             start, last, incoming = row.end, each, None
         return start
 
     def block(self, block: Block, fork: int, join: int, start: float, first: int) -> tuple[float, float]:
-        """(when all of it is at the joining layer, seconds of transfers into that)."""
+        """(the time when all of the block is at the joining layer, seconds of transfers into that layer)."""
         home, away = _sets(block, self.placement, self.costs.counts)
         home_end, end, incoming, place = start, start, 0.0, first + home
         for i, branch in enumerate(block.branches):
@@ -241,9 +242,9 @@ class _Run:
             move = self.costs.moved if moved else self.costs.comm
             g = self.placement.gpus[last]
             comm = move(last, g, self.placement.gpus[join])
-            on = g if branch else min(g, home)  # a skip's samples may lie where an away branch runs by now
+            on = g if branch else min(g, home)  # an away branch may by now run where a skip's samples are
             if comm and on:
-                self.rows.append(Row(last, done, comm, 0.0, 0.0, at, on, transfer=True))
+                self.rows.append(PlanRow(last, done, comm, 0.0, 0.0, at, on, transfer=True))
             incoming += comm
             end = max(end, done + comm)
             if moved:
@@ -253,30 +254,29 @@ class _Run:
         return end, incoming
 
 
-# ---- What the amplification limit leaves of the edges between layers: T(i) depends on the counts of layer i and of
-# those its
-# input comes from, so the limit forbids edges and nothing else.
+# ---- The edges between layers under the amplification limit: T(i) depends on the counts of layer i and of the layers
+# that its input comes from, so the limit removes edges and nothing else.
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`room` [layers, counts]: seconds that transfers into a layer may take; below 0 where the layer alone is above the
+    """`room` [layers, counts]: seconds that transfers into a layer may take; below 0 if the layer alone exceeds the
     limit."""
 
     tables: Tables
     room: Array
 
     def edges(self, before: slice | Sequence[int], behind: slice | Sequence[int]) -> Array:
-        """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the
-        layer behind itself, inf where the limit forbids it."""
+        """Seconds from each layer to the next, [pairs, counts behind, counts before]: the transfer and the next layer
+        itself; inf if the limit forbids it."""
         comm = self.tables.comm(before).transpose(0, 2, 1)
         edges: Array = comm + self.tables.work[behind][:, :, None]
         edges[comm > self.room[behind][:, :, None]] = inf
         return edges
 
     def transfers(self, before: Sequence[int], behind: Sequence[int]) -> tuple[Array, Array]:
-        """Transfers into or out of branches, [pairs, modes, counts before, counts behind]: inf where the limit forbids
-        it by itself; and as they are."""
+        """Transfers into or out of branches, [pairs, modes, counts before, counts behind]: with inf if the limit
+        forbids the transfer alone, and unlimited."""
         transfers = self.tables.transfers(before)
         room = self.room[behind][:, None, None]
         return np.where(transfers > room, inf, transfers), transfers

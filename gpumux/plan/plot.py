@@ -1,5 +1,4 @@
-"""Pictures of plans, and DeepPool's figures 1 to 3, 5 and 10 for any model. matplotlib is imported when one is
-drawn."""
+"""Figures of plans, and DeepPool's figures 1 to 3, 5 and 10 for any model. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -10,108 +9,109 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumux.plan.baselines import STRATEGIES, SampleEfficiency, Scaled, scaled
-from gpumux.plan.graph import Graph
-from gpumux.plan.plan import Plan, Row
-from gpumux.plan.question import Question
+from gpumux.plan.graph import LayerGraph
+from gpumux.plan.plan import BurstPlan, PlanRow
+from gpumux.plan.query import PlanQuery
 from gpumux.simulate.result import HIGH_COLOR, LINE_COLOR, LOW_COLOR, figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# ---- DeepPool's figures for any model: what GPUs, networks and amplification limits are worth.
+# ---- DeepPool's figures for any model: the effects of GPU counts, networks and amplification limits.
 
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, inf)
 BANDWIDTHS = tuple(gbps * 1e9 / 8 for gbps in (10, 25, 50, 100, 200, 400, 1000, 2400, 4800))
 
 
-def over_limits(question: Question, limits: Sequence[float] = LIMITS) -> list[tuple[float, Plan | None]]:
-    """Each amplification limit with its plan, None where there is none: iteration time against GPU time."""
-    return [(limit, replace(question, limit=limit).answer()) for limit in limits]
+def over_limits(query: PlanQuery, limits: Sequence[float] = LIMITS) -> list[tuple[float, BurstPlan | None]]:
+    """Each amplification limit with its plan (None if there is none), for iteration time against GPU time."""
+    return [(limit, replace(query, limit=limit).answer()) for limit in limits]
 
 
 @dataclass(frozen=True)
 class OperatingPoint:
     """A foreground job and background jobs on one cluster (figure 10). `speedup`: the foreground's over one GPU with
-    the same batch; `throughput`: samples a second of all, each background job on one GPU as fast as alone, so it is
-    what sharing could give at best."""
+    the same batch. `throughput`: samples a second of all jobs. Each background job is taken to be as fast on its GPU as
+    alone, so this is an upper bound for sharing."""
 
     name: str
     speedup: float
     throughput: float
 
 
-def background_batch(question: Question) -> int:
-    """Samples of one iteration of a background job: a GPU's part of the foreground's, but no fewer than were timed."""
-    timed = max(layer.times[0].samples for layer in question.graph.layers)
-    return max(timed, question.batch // question.gpus)
+def background_batch(query: PlanQuery) -> int:
+    """Samples of one iteration of a background job: a GPU's part of the foreground's, at least as many as were
+    timed."""
+    timed = max(layer.times[0].samples for layer in query.graph.layers)
+    return max(timed, query.batch // query.gpus)
 
 
-def operating_points(question: Question, plans: Sequence[Plan]) -> list[OperatingPoint]:
-    """The plans with all idle GPU time given to background jobs; then the cluster parted into data-parallel foreground
-    GPUs and background ones, for each count."""
-    batch, gpus, share = question.batch, question.gpus, background_batch(question)
-    alone = replace(question, batch=share, gpus=1, counts=(1,)).data_parallel(1)
+def operating_points(query: PlanQuery, plans: Sequence[BurstPlan]) -> list[OperatingPoint]:
+    """The plans with all idle GPU time given to background jobs; then, for each count, the cluster divided into
+    data-parallel foreground GPUs and background ones."""
+    batch, gpus, share = query.batch, query.gpus, background_batch(query)
+    alone = replace(query, batch=share, gpus=1, counts=(1,)).data_parallel(1)
     background = share / alone.seconds  # samples a second of one GPU
     found = []
     for each in plans:
-        idle = each.idle / each.seconds  # GPUs' worth of it
+        idle = each.idle / each.seconds  # idle time as a number of GPUs
         found.append(OperatingPoint(f"limit {each.limit:g}", each.speedup, batch / each.seconds + idle * background))
-    for count in question.counts:
-        foreground = question.data_parallel(count)
+    for count in query.counts:
+        foreground = query.data_parallel(count)
         total = batch / foreground.seconds + (gpus - count) * background
         found.append(OperatingPoint(f"partition {count}", foreground.speedup, total))
     return found
 
 
-def over_sizes(question: Question, efficiency: SampleEfficiency) -> list[Scaled]:
-    """Every strategy on a cluster of each of the question's counts (figures 1 and 2)."""
-    return [each for gpus in question.counts for each in scaled(question, gpus, efficiency)]
+def over_sizes(query: PlanQuery, efficiency: SampleEfficiency) -> list[Scaled]:
+    """Every strategy on a cluster of each of the query's counts (figures 1 and 2)."""
+    return [each for gpus in query.counts for each in scaled(query, gpus, efficiency)]
 
 
 def over_networks(
-    question: Question, efficiency: SampleEfficiency, bandwidths: Sequence[float] = BANDWIDTHS
+    query: PlanQuery, efficiency: SampleEfficiency, bandwidths: Sequence[float] = BANDWIDTHS
 ) -> list[tuple[float, Scaled]]:
-    """Every strategy on the largest count at every bandwidth in bytes a second, the network's latency as it is (figure
+    """Every strategy on the largest count at every bandwidth in bytes a second, with the network's own latency (figure
     3)."""
     return [
         (bandwidth, each)
         for bandwidth in bandwidths
         for each in scaled(
-            replace(question, network=replace(question.network, bandwidth=bandwidth)), question.counts[-1], efficiency
+            replace(query, network=replace(query.network, bandwidth=bandwidth)), query.counts[-1], efficiency
         )
     ]
 
 
-def layer_speedups(question: Question) -> list[list[float]]:
-    """comp(i, 1) / comp(i, g) of each layer and count, nothing but computation (figure 5). A layer without any has
+def layer_speedups(query: PlanQuery) -> list[list[float]]:
+    """comp(i, 1) / comp(i, g) of each layer and count: computation only (figure 5). A layer without any has
     1."""
     found = []
-    for layer in question.graph.layers:
-        one = layer.at(question.batch).seconds
-        each = [layer.at(question.batch // count).seconds for count in question.counts]
+    for layer in query.graph.layers:
+        one = layer.at(query.batch).seconds
+        each = [layer.at(query.batch // count).seconds for count in query.counts]
         found.append([one / seconds if seconds else 1.0 for seconds in each])
     return found
 
 
-# ----
+# ---- Drawing.
 
 
 COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3"}
 LINES = dict(zip(STRATEGIES, (LOW_COLOR, "#55a868", "#ccb974", HIGH_COLOR), strict=True))
-WIDTHS = dict(zip(STRATEGIES, (4.0, 1.5, 1.5, 1.5), strict=True))  # what lies under another line shows at its sides
+WIDTHS = dict(zip(STRATEGIES, (4.0, 1.5, 1.5, 1.5), strict=True))  # a line below another shows at its sides
 SMALL = 8
-LABELLED = 40  # layers; more names would hide each other
+LABELLED = 40  # layers; more labels would overlap
 
 
 def available() -> None:
-    """Raises ConfigError where matplotlib is not installed."""
+    """Raise ConfigError if matplotlib is not installed."""
     figure(1.0, 1.0)
 
 
-def timeline(plan: Plan, path: Path) -> None:
-    """Which GPUs run what, and when; white is idle. A GPU's row is as high as there is room."""
+def timeline(plan: BurstPlan, path: Path) -> None:
+    """The layers on each GPU over time; white is idle. A GPU's row is as high as there is room."""
     drawn = figure(11.0, 4.0)
     axes = drawn.subplots()
     for part, color in COLORS.items():
@@ -131,14 +131,14 @@ def timeline(plan: Plan, path: Path) -> None:
     save(drawn, path)
 
 
-def _begin(row: Row, part: str) -> float:
-    """When a part of a row begins: samples come first, gradients go last."""
+def _begin(row: PlanRow, part: str) -> float:
+    """The start of a part of a row: samples come first, gradients go last."""
     return row.start + (0.0 if part == "comm" else row.comm if part == "comp" else row.comm + row.comp)
 
 
 def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
-    """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU that batch-optimal scaling
-    chooses."""
+    """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU chosen by batch-optimal
+    scaling."""
     drawn = figure(11.0, 4.0)
     speedups, samples = drawn.subplots(1, 2)
     sizes = sorted({each.gpus for each in found})
@@ -178,8 +178,8 @@ def networks(found: Sequence[tuple[float, Scaled]], name: str, path: Path) -> No
     save(drawn, path)
 
 
-def layers(graph: Graph, speedups: Sequence[Sequence[float]], counts: Sequence[int], path: Path) -> None:
-    """Figure 5: how much quicker each layer computes on how many GPUs."""
+def layers(graph: LayerGraph, speedups: Sequence[Sequence[float]], counts: Sequence[int], path: Path) -> None:
+    """Figure 5: the speed-up of each layer's computation over numbers of GPUs."""
     drawn = figure(11.0, 4.0)
     axes = drawn.subplots()
     last = [each[-1] for each in speedups]
@@ -199,7 +199,7 @@ def layers(graph: Graph, speedups: Sequence[Sequence[float]], counts: Sequence[i
 
 
 def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
-    """Figure 10: what the cluster gets done in all over how quick the foreground job is."""
+    """Figure 10: the cluster's throughput over the speed-up of the foreground job."""
     drawn = figure(6.5, 4.0)
     axes = drawn.subplots()
     kinds = (("limit", "burst, idle time shared", HIGH_COLOR), ("partition", "partition", LOW_COLOR))
@@ -219,12 +219,13 @@ def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
 
 def _line(axes: Axes, strategy: str, points: Sequence[tuple[float, float]]) -> None:
     axes.plot(
-        [x for x, _ in points], [y for _, y in points], marker=".", color=LINES[strategy], lw=WIDTHS[strategy], label=strategy
+        [x for x, _ in points], [y for _, y in points], marker=".", color=LINES[strategy], lw=WIDTHS[strategy],
+        label=strategy
     )  # fmt: skip
 
 
 def _together(points: Sequence[tuple[float, float, str]], wide: float, high: float) -> dict[tuple[float, float], str]:
-    """One text for each place: "1.75 to none" where several limits make the same plan, or nearly."""
+    """One text for each place: "1.75 to none" if several limits make the same plan, or nearly."""
     found: dict[tuple[float, float], list[str]] = {}
     for x, y, text in points:
         near = next((at for at in found if abs(at[0] - x) <= wide and abs(at[1] - y) <= high), (x, y))

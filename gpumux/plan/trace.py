@@ -1,10 +1,10 @@
 """A torch model's layers and how they are connected, by tracing it symbolically (torch.fx). Imports torch.
 
-torch's own modules are the leaves; what lies between them (additions, concatenations, attention) is traced operation by
-operation. A layer is named as its module is in the model. Views cost nothing and belong to what they are a view of.
-Activations, norms and other cheap operations belong to the layer before them where nobody else reads that, so a
-convolution, its batch norm and its rectifier are one layer, as in DeepPool's table 1. The loss and the optimizer are
-left out.
+torch's own modules are the leaves; code between them (additions, concatenations, attention) is traced operation by
+operation. A layer is named after its module in the model. Views cost nothing and belong to the layer that they view.
+Activations, norms and other cheap operations belong to the layer before them if nothing else reads its output. A
+convolution, its batch norm and its rectifier are thus one layer, as in DeepPool's table 1. The loss and the optimizer
+are left out.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpumux.errors import CaptureError, ConfigError
-from gpumux.plan.models import BUILT_IN, Loaded
+from gpumux.plan.models import BUILT_IN, LoadedModel
 
-# ---- The nodes of a traced torch model as layers: which node belongs to which, what each reads, and how large it is.
-# Imports torch.
+# ---- The nodes of a traced torch model as layers: the layer of each node, what each layer reads, and its size. Imports
+# torch.
 
 
 CHEAP_MODULES = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Softmax, nn.Dropout,
-    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
-    nn.Identity,
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Softmax,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
+    nn.GroupNorm, nn.Identity,
 )  # fmt: skip
 VIEW_MODULES = (nn.Flatten, nn.Unflatten)
 VIEWS = {
-    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "squeeze", "unsqueeze", "getitem", "chunk", "split",
-    "unbind", "contiguous", "expand", "t", "movedim", "swapaxes", "narrow", "select", "detach", "to", "float",
+    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "squeeze", "unsqueeze", "getitem", "chunk",
+    "split", "unbind", "contiguous", "expand", "t", "movedim", "swapaxes", "narrow", "select", "detach", "to", "float",
 }  # fmt: skip
 CHEAP = {
-    "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "dropout", "add", "iadd", "sub", "mul",
-    "imul", "truediv", "div", "neg", "exp", "sqrt", "rsqrt", "pow", "clamp", "leaky_relu", "layer_norm", "batch_norm",
-    "mean", "masked_fill", "radd", "rmul",
+    "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "dropout", "add", "iadd", "sub",
+    "mul", "imul", "truediv", "div", "neg", "exp", "sqrt", "rsqrt", "pow", "clamp", "leaky_relu", "layer_norm",
+    "batch_norm", "mean", "masked_fill", "radd", "rmul",
 }  # fmt: skip
 
 
 @dataclass
-class Traced:
+class TracedLayer:
     """One layer: its nodes, in order; the layers it reads; the bytes of one sample's output and of its parameters; the
     floating-point operations of one sample's forward pass."""
 
@@ -62,13 +62,13 @@ class Traced:
 
 
 def function_name(node: fx.Node) -> str:
-    """The name of what a node calls."""
+    """The name of the function that a node calls."""
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def module_path(node: fx.Node) -> str:
-    """The module that a node calls, or runs in: as named_modules has it, "" for the model itself."""
+    """The path of the module that a node calls or runs in, as in named_modules; "" for the model itself."""
     if node.op == "call_module":
         return str(node.target)
     stack = list(node.meta.get("nn_module_stack", {}).values())
@@ -85,20 +85,18 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 
 class Grouping:
-    """Puts nodes into layers."""
+    """Groups nodes into layers."""
 
     def __init__(self, module: fx.GraphModule, batch: int) -> None:
         self.module, self.batch = module, batch
-        self.owner: dict[fx.Node, Traced | None] = {}  # None: the model's input
-        self.base: dict[fx.Node, fx.Node] = {}  # what a view is a view of
-        self.constant: dict[
-            fx.Node, list[fx.Node]
-        ] = {}  # what is the same for every sample, and the nodes it is made by
-        self.found: list[Traced] = []
+        self.owner: dict[fx.Node, TracedLayer | None] = {}  # None: the model's input
+        self.base: dict[fx.Node, fx.Node] = {}  # view -> the node that it views
+        self.constant: dict[fx.Node, list[fx.Node]] = {}  # node equal for every sample -> the nodes that make it
+        self.found: list[TracedLayer] = []
         self.seen: set[str] = set()
         self.names: set[str] = set()
 
-    def layers(self) -> list[Traced]:
+    def layers(self) -> list[TracedLayer]:
         for node in self.module.graph.nodes:
             if node.op == "output":
                 self._leaving(node)
@@ -112,7 +110,7 @@ class Grouping:
         varying = [each for each in node.all_input_nodes if each in self.owner]
         if not varying or not tensors(node.meta["val"]):
             made_by = [*(made for each in node.all_input_nodes for made in self.constant.get(each, [])), node]
-            self.constant[node] = made_by  # parameters, shapes, and what follows from them
+            self.constant[node] = made_by  # parameters, shapes, and values computed from them
             return
         if self._is_view(node):
             source = varying[0]
@@ -125,7 +123,7 @@ class Grouping:
         sources = {id(self.owner[each]): self.owner[each] for each in varying}
         (layer,) = sources.values() if len(sources) == 1 else (None,)
         if layer is None or not (self._is_cheap(node) and self._alone(layer, node)):
-            layer = Traced(self._name(node), self._kind(node), [])
+            layer = TracedLayer(self._name(node), self._kind(node), [])
             self.found.append(layer)
         self.base[node], self.owner[node] = node, layer
         self._add(layer, node)
@@ -135,7 +133,7 @@ class Grouping:
                 layer.inputs.append(before.name)
                 self._leaves(before)
 
-    def _add(self, layer: Traced, node: fx.Node) -> None:
+    def _add(self, layer: TracedLayer, node: fx.Node) -> None:
         made_by = [made for each in node.all_input_nodes for made in self.constant.get(each, [])]
         for each in [*made_by, node]:
             if each not in layer.nodes:
@@ -144,7 +142,7 @@ class Grouping:
         layer.flops += node.meta["flops"] / self.batch
 
     def _parameters(self, node: fx.Node) -> int:
-        """Bytes of the parameters a node uses that no node before it used."""
+        """Bytes of the parameters that this node is the first to use."""
         found: list[tuple[str, Any]] = []
         if node.op == "get_attr":
             owner, _, leaf = str(node.target).rpartition(".")
@@ -168,8 +166,8 @@ class Grouping:
             return isinstance(self.module.get_submodule(str(node.target)), CHEAP_MODULES)
         return function_name(node) in CHEAP
 
-    def _alone(self, layer: Traced, node: fx.Node) -> bool:
-        """Whether nobody else reads what `node` reads of the layer."""
+    def _alone(self, layer: TracedLayer, node: fx.Node) -> bool:
+        """Whether `node` is the only reader of what it reads of the layer."""
 
         def readers(each: fx.Node) -> set[fx.Node]:
             found: set[fx.Node] = set()
@@ -186,8 +184,8 @@ class Grouping:
     def _unplaced_view(self, node: fx.Node) -> bool:
         return node.op in ("call_module", "call_method", "call_function") and self._is_view(node)
 
-    def _leaves(self, layer: Traced) -> None:
-        """Count what other layers read of this one."""
+    def _leaves(self, layer: TracedLayer) -> None:
+        """Update the layer's output bytes: those that other layers read."""
         read = {
             self.base[node]
             for node in layer.nodes
@@ -225,17 +223,17 @@ class Grouping:
         return unique
 
 
-# ----
+# ---- Tracing.
 
 
 @dataclass
 class TracedModel:
-    """`module` computes what the model does, node by node, for any batch; its nodes carry `meta["val"]`, what they make
-    of a batch of `batch` samples."""
+    """`module` computes what the model computes, node by node, for any batch. Its nodes carry `meta["val"]`, their
+    results for a batch of `batch` samples."""
 
     name: str
     module: fx.GraphModule
-    layers: list[Traced]
+    layers: list[TracedLayer]
     batch: int
 
 
@@ -248,9 +246,9 @@ class _Tracer(fx.Tracer):
         return type(m).__name__ in self.whole or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> TracedModel:
-    """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced,
-    ConfigError for a class that it has no module of."""
+def trace(loaded: LoadedModel, *, batch: int = 2, whole: Sequence[str] = ()) -> TracedModel:
+    """Trace a model. whole: class names of modules that are one layer each. Raises CaptureError for a model that can't
+    be traced, ConfigError for a class of which it has no module."""
     _check_classes(loaded, whole)
     tracer, defaults = _Tracer(whole), _defaults(loaded)
     try:
@@ -270,11 +268,11 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
 
 
 def _said(error: Exception) -> str:
-    """An error of somebody's own code in one line."""
+    """An error of the user's code in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _check_classes(loaded: Loaded, whole: Sequence[str]) -> None:
+def _check_classes(loaded: LoadedModel, whole: Sequence[str]) -> None:
     inside = {type(module).__name__ for module in loaded.module.modules() if module is not loaded.module}
     unknown = [each for each in whole if each not in inside]
     if unknown and unknown[0] == type(loaded.module).__name__:
@@ -288,10 +286,9 @@ def _check_classes(loaded: Loaded, whole: Sequence[str]) -> None:
         )
 
 
-def _defaults(loaded: Loaded) -> dict[str, Any]:
-    """What the model's further arguments are when nobody gives them, so that it may ask whether one is None. Raises
-    CaptureError where an example is for `*args`: how many there are is not known to a trace; and where the examples are
-    too few or too many."""
+def _defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """The default values of the model's further arguments, so that it may test whether one is None. Raises CaptureError
+    if there are too few or too many examples, or one is for `*args`, whose number a trace does not know."""
     given = len(loaded.example(1))
     parameters = list(signature(loaded.module.forward).parameters.values())
     placed = [each for each in parameters if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
@@ -323,7 +320,7 @@ def _defaults(loaded: Loaded) -> dict[str, Any]:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the names of the operators that are dispatched."""
+    """Records the names of dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -335,7 +332,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Shapes(fx.Interpreter):
-    """Runs the graph over fake tensors; each node keeps its result, its floating-point operations and its operators'
+    """Runs the graph over fake tensors. Each node keeps its result, its floating-point operations and its operators'
     names."""
 
     def run_node(self, n: fx.Node) -> Any:
@@ -350,23 +347,23 @@ class _Shapes(fx.Interpreter):
 
 
 def _recurrent(module: nn.Module, made: Sequence[torch.Tensor]) -> int:
-    """torch counts nothing of its recurrent layers: each weight is used once for every step of every sequence."""
+    """Operations of a recurrent layer, which torch does not count: each weight is used once a step of each sequence."""
     if not isinstance(module, nn.RNNBase):
         return 0
     wide = (module.proj_size or module.hidden_size) * (2 if module.bidirectional else 1)
     return 2 * sum(each.numel() for each in module.parameters() if each.dim() > 1) * (made[0].numel() // wide)
 
 
-def _propagate(module: fx.GraphModule, loaded: Loaded, batch: int) -> None:
-    """Work out what every node makes of a batch, without computing anything: parameters and buffers stay as they are.
-    Raises CaptureError, which names the layer, where it takes no such batch."""
-    plain = sdpa_kernel(SDPBackend.MATH)  # as products, which are counted whatever the device
+def _propagate(module: fx.GraphModule, loaded: LoadedModel, batch: int) -> None:
+    """Infer every node's result for a batch, without computing: parameters and buffers stay as they are. Raises
+    CaptureError, which names the layer, if it can't take such a batch."""
+    plain = sdpa_kernel(SDPBackend.MATH)  # as products, which are counted on every device
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), plain, _quiet():
         shapes = _Shapes(module)
         given = [mode.from_tensor(each) for each in loaded.example(batch)]
         shapes.args_iter = iter(given)
         fused = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # attention in one operator that nobody counts
+        torch.backends.mha.set_fastpath_enabled(False)  # its single operator for attention is not counted
         try:
             for node in module.graph.nodes:  # Interpreter.run would start the thread of a progress bar
                 try:
@@ -393,7 +390,7 @@ def _remedy(name: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own log of what fails on fake tensors: the error says it."""
+    """A block without torch's log of failures on fake tensors: the error says it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

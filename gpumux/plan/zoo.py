@@ -58,7 +58,8 @@ def alexnet() -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a skip connection; `width` channels inside, four times `planes` behind."""
+    """1x1, 3x3 and 1x1 convolutions beside a skip connection; `width` channels inside, four times `planes` at the
+    end."""
 
     def __init__(self, channels: int, planes: int, width: int, stride: int) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Bottleneck(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a skip connection; `planes` channels behind each."""
+    """Two 3x3 convolutions beside a skip connection; `planes` channels after each."""
 
     def __init__(self, channels: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class Conv(nn.Module):
 
 
 class Fork(nn.Module):
-    """Branches side by side, put together along the channels."""
+    """Parallel branches, concatenated along the channels."""
 
     def __init__(self, **branches: nn.Module) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class Fork(nn.Module):
 
 
 def _chain(channels: int, *layers: tuple[int, int | tuple[int, int]], stride: int = 1) -> nn.Sequential:
-    """Convolutions one behind the other; the last one has the stride."""
+    """Convolutions one after the other; the last one has the stride."""
     made = []
     for i, (out, kernel) in enumerate(layers):
         made.append(Conv(channels, out, kernel, stride if i + 1 == len(layers) else 1))
@@ -204,9 +205,11 @@ def _e(channels: int) -> Fork:
 
 def inception_v3() -> nn.Module:
     stem = nn.Sequential(
-        Conv(3, 32, 3, stride=2), nn.Sequential(nn.Conv2d(32, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)),
+        Conv(3, 32, 3, stride=2),
+        nn.Sequential(nn.Conv2d(32, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)),
         Conv(32, 64, 3), nn.MaxPool2d(3, 2), Conv(64, 80, 1),
-        nn.Sequential(nn.Conv2d(80, 192, 3, bias=False), nn.BatchNorm2d(192), nn.ReLU(inplace=True)), nn.MaxPool2d(3, 2),
+        nn.Sequential(nn.Conv2d(80, 192, 3, bias=False), nn.BatchNorm2d(192), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, 2),
     )  # fmt: skip
     six = Fork(
         branch3x3=Conv(288, 384, 3, stride=2),

@@ -1,8 +1,8 @@
-"""Fake execution of one operator, with what torch's fake kernels get wrong put right.
+"""Checks an encoded Program with torch: fake execution, torch's schemas, and `check`, which does all of it.
 
-A Program states every tensor's type and strides, and later views rely on them, so they must be what
-the real kernel returns. Where torch's meta kernel differs from the CPU kernel, the difference is
-mended here, for the capture and for the daemon's check alike.
+A Program states every tensor's type and strides, and later views rely on them, so they must be what the real kernel
+returns. If torch's meta kernel differs from the CPU kernel, the difference is corrected here, for the capture and for
+the daemon's check alike.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from gpumux.program.ir import (
     ITEM_BYTES,
     Arg,
     Complex,
-    Limits,
     Op,
     Out,
     Program,
+    ProgramLimits,
     ScalarRef,
     Tag,
     TensorRef,
     View,
     aligned,
 )
-from gpumux.program.memory import Plan, footprint, plan
-from gpumux.program.validate import describe_op, guard, leaves, op_args, tensor_refs, validate
+from gpumux.program.memory import ArenaPlan, footprint, plan
+from gpumux.program.validate import check_sizes, describe_op, leaves, op_args, tensor_refs, validate
 from gpumux.types import Footprint
 
 aten = torch.ops.aten
 
-# Operators without any shape rule in torch, whose result is like this argument.
+# Operators without any shape rule in torch: their result has the shape of this argument.
 _LIKE: dict[Any, int] = {
     aten.multi_margin_loss_backward.default: 1,
     aten.multilabel_margin_loss_backward.default: 1,
@@ -54,7 +54,7 @@ _LIKE: dict[Any, int] = {
     aten.binomial.default: 0,
 }
 
-# Fused optimizers without any shape rule: they return nothing, and change their lists in place.
+# Fused optimizers without any shape rule: they return nothing and change their lists in place.
 _FUSED = frozenset(
     (
         aten._fused_sgd_.default,
@@ -64,20 +64,20 @@ _FUSED = frozenset(
     )
 )
 
-# Element by element, with a result laid out as the operands are, the first of them first; torch's decompositions, which
-# run in place of their shape rules, start with another.
+# Elementwise operators whose result is laid out like the operands, the first operand first. torch's decompositions,
+# which run instead of their shape rules, begin with another operand.
 _BY_OPERANDS = frozenset(
     (
         aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
-        aten.hardtanh_backward.default, aten.softplus_backward.default, aten.logit_backward.default,
-        aten.xlogy.Tensor, aten.copysign.Tensor, aten.native_dropout_backward.default,
+        aten.hardtanh_backward.default, aten.softplus_backward.default, aten.logit_backward.default, aten.xlogy.Tensor,
+        aten.copysign.Tensor, aten.native_dropout_backward.default,
     )
 )  # fmt: skip
 
-# With a result laid out as this argument is.
+# Operators whose result is laid out like this argument.
 _LAID_AS = {aten.binary_cross_entropy.default: 0, aten.binary_cross_entropy_backward.default: 1}
 
-# Whose result is always contiguous on the CPU.
+# Operators whose result is always contiguous on the CPU.
 _CONTIGUOUS = frozenset(
     (
         aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default,
@@ -86,27 +86,27 @@ _CONTIGUOUS = frozenset(
 )  # fmt: skip
 
 
-# Whose kernels take floating-point tensors of one type only, and whose shape rules take any: what a Program does with a
-# batch of another type would fail when it runs, and the job's state with it.
+# Operators whose kernels take floating-point tensors of one type only, and whose shape rules take any. With a batch of
+# another type such a Program would fail while it runs and break the job's state.
 _ONE_TYPE = frozenset(
     (
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default, aten.mv.default,
-        aten.addmv.default, aten.linear.default, aten.convolution_backward.default,
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default,
+        aten.mv.default, aten.addmv.default, aten.linear.default, aten.convolution_backward.default,
         aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default, aten.nll_loss_forward.default,
         aten.nll_loss_backward.default, aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default,
         aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default,
-        aten.index_put.default, aten.index_put_.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default,
-        aten._cdist_forward.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._softmax_backward_data.default,
-        aten._log_softmax_backward_data.default,
+        aten.index_put.default, aten.index_put_.default, aten._prelu_kernel.default,
+        aten._prelu_kernel_backward.default, aten._cdist_forward.default, aten.grid_sampler_2d.default,
+        aten.grid_sampler_3d.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     )
 )  # fmt: skip
-# Where the classes are that these losses are told, in int64 or uint8.
+# Position of the class labels (int64 or uint8) of these losses.
 _CLASSES = {
     aten.nll_loss_forward.default: 1, aten.nll_loss2d_forward.default: 1,
     aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 2,
 }  # fmt: skip
-# These take parameters in float32 beside data of low precision, too.
+# Operators that take parameters in float32 beside data of low precision, too.
 _NORMS = frozenset((aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default))
 
 
@@ -121,7 +121,7 @@ def _check_types(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
-    """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
+    """`func(*args, **kwargs)` under the active FakeTensorMode."""
     if func in _ONE_TYPE or func in _NORMS:
         _check_types(func, args)
     if func in _LIKE:
@@ -133,7 +133,7 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if func in _RECURRENT:
         return _RECURRENT[func](*args)
     out = func(*args, **kwargs)
-    if device == "cpu" and func is aten.log_sigmoid_forward.default:  # always contiguous, whatever its argument is
+    if device == "cpu" and func is aten.log_sigmoid_forward.default:  # its result is always contiguous
         return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
     if device == "cpu" and func in _STATISTICS:
         return _statistics(args[0], args[_STATISTICS[func]], out)
@@ -142,7 +142,7 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         return out[0], torch.empty_like(out[1], dtype=torch.promote_types(args[0].dtype, torch.float32))
     if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
-    if func is aten.native_batch_norm_backward.default:  # the kernels make only the gradients that are asked for
+    if func is aten.native_batch_norm_backward.default:  # the kernels make only the gradients asked for
         return tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
     if func in _BY_OPERANDS and out.dim() > 1:
         return _laid_as([a for a in args if isinstance(a, torch.Tensor)], out)
@@ -161,7 +161,7 @@ def _laid_as(operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 
 def _same_lists(func: Any, args: tuple[Any, ...]) -> None:
-    """The kernels walk all lists by the length of the first, and each tensor by the size of its parameter."""
+    """Check the lists: kernels walk all of them by the length of the first, and tensors by their parameters."""
     params, *others = args
     if func.overloadpacket is aten._fused_sgd_ and not others[-1]:
         others.pop()  # no momentum
@@ -190,14 +190,14 @@ _STATISTICS: dict[Any, int] = {
 
 def _statistics(data: torch.Tensor, weight: torch.Tensor | None, out: Any) -> Any:
     """With a low-precision input and float32 weights (autocast), the CPU kernels keep the statistics
-    in the weights' type; the meta kernels say the input's."""
+    in the weights' type; the meta kernels give them the input's."""
     result, mean, invstd = out
     if weight is None or weight.dtype == data.dtype:
         return out
     return result, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(invstd, dtype=weight.dtype)
 
 
-# ---- recurrent layers, whose shape rules torch lacks, or gets wrong where there is no bias
+# ---- recurrent layers, whose shape rules torch lacks, or gets wrong without a bias
 
 
 def _lstm_cell(igates: Any, hgates: Any, cx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
@@ -236,8 +236,8 @@ def _flat(tensor: Any) -> Any:
 def cudnn_rnn_weights(
     width: int, mode: int, hidden: int, projected: int, layers: int, bidirectional: bool, each: int
 ) -> list[tuple[int, ...]]:
-    """The sizes of the weights that cuDNN's recurrent layers take, in order; `each` says how many a layer and direction
-    has. Raises ValueError for a number of them that no layer has."""
+    """The sizes of the weights of cuDNN's recurrent layers, in order. each: weights of a layer and direction. Raises
+    ValueError for a number of them that no layer has."""
     gates = {0: 1, 1: 1, 2: 4, 3: 3}.get(mode)
     biased = each - (1 if projected else 0)
     if gates is None or biased not in (2, 4) or (projected and mode != 2):
@@ -255,7 +255,7 @@ def _cudnn_rnn(
     x: Any, weights: Any, each: int, buffer: Any, hx: Any, cx: Any, mode: int, hidden: int, projected: int, layers: int,
     batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
 ) -> Any:  # fmt: skip
-    """What it keeps for the backward is as large as cuDNN says on the machine: a Program states nothing of it."""
+    """cuDNN decides on the machine how many bytes it keeps for the backward pass; a Program does not state them."""
     if buffer is not None or batch_sizes or dropout_state is not None or x.dim() != 3:
         raise ValueError(
             "cuDNN's recurrent layers are taken with plain batches, without dropout, and with weights one by one"
@@ -310,12 +310,12 @@ _SAMPLED: dict[Any, Any] = {
 }
 
 
-# ---- Operator calls held against torch's own schemas: how many arguments, of what kind, under what names.
+# ---- Operator calls checked against torch's own schemas: number, kinds and names of arguments.
 #
-# Imports torch: for the process that checks Programs and for executors, never for the daemon itself.
+# Imports torch: for the process that checks Programs and for executors, not for the daemon itself.
 
 
-# A host scalar here would decide a size, which must not change from step to step.
+# A host scalar in these would decide a size, which must not change between steps.
 _SIZED_BY_NUMBERS = frozenset(
     f"aten.{name}" for name in ("arange.default", "arange.start", "arange.start_step", "range.default", "range.step")
 )
@@ -324,7 +324,7 @@ Accepts = Callable[[Arg], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class SchemaParam:
     """One argument of a schema. `kind` is its type as torch prints it, such as List[int]."""
 
     name: str
@@ -336,17 +336,17 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class OperatorSchema:
     """An operator. `returns`: "Tensor", "List[Tensor]" or "int", one a return."""
 
     overload: Any
-    positional: tuple[Param, ...]
-    keyword: dict[str, Param]
+    positional: tuple[SchemaParam, ...]
+    keyword: dict[str, SchemaParam]
     returns: tuple[str, ...]
 
 
 @cache
-def schema(target: str) -> Schema:
+def schema(target: str) -> OperatorSchema:
     """The schema of an allowed `target`. ProgramError when this torch build has no such operator."""
     parts = target.split(".")
     found: Any = torch.ops
@@ -360,7 +360,7 @@ def schema(target: str) -> Schema:
     declared = found._schema
     hidden = operators.written_args(target) if target in operators.HIDDEN_WRITES else ()
     params = [_param(argument, index in hidden) for index, argument in enumerate(declared.arguments)]
-    return Schema(
+    return OperatorSchema(
         found,
         tuple(p for p in params if not p.keyword_only),
         {p.name: p for p in params if p.keyword_only},
@@ -368,8 +368,8 @@ def schema(target: str) -> Schema:
     )
 
 
-def match(op: Op) -> Schema:
-    """The schema of `op`, whose arguments fit it in number, kind and name; else ProgramError."""
+def match(op: Op) -> OperatorSchema:
+    """The schema of `op`. Raises ProgramError unless its arguments fit in number, kind and name."""
     known = schema(op.target)
     if len(op.args) > len(known.positional):
         raise ProgramError(f"{len(op.args)} positional arguments; the operator takes {len(known.positional)}")
@@ -397,11 +397,11 @@ def written(op: Op) -> list[Arg]:
     return args + [arg for name, arg in op.kwargs if known.keyword[name].written]
 
 
-# Where torch itself gives nothing though the schema says a tensor: an undefined one.
+# Returns for which torch gives an undefined tensor although the schema says a tensor.
 _UNDEFINED = {("aten._scaled_dot_product_efficient_attention_backward.default", "attn_bias")}
 
 
-def _check(op: Op, param: Param, arg: Arg) -> None:
+def _check(op: Op, param: SchemaParam, arg: Arg) -> None:
     if arg is None and (op.target, param.name) in _UNDEFINED:
         return
     if not param.accepts(arg):
@@ -422,7 +422,7 @@ def _kind(arg: Arg) -> str:
     return names.get(type(arg), f"a {type(arg).__name__}")
 
 
-def _remedy(param: Param, arg: Arg) -> str:
+def _remedy(param: SchemaParam, arg: Arg) -> str:
     if "Tensor" in param.kind and isinstance(arg, (int, float, ScalarRef, Complex)):
         return "use the operator's .Scalar overload for numbers"
     return ""
@@ -431,7 +431,7 @@ def _remedy(param: Param, arg: Arg) -> str:
 # ---- which values a schema type takes ------------------------------------------------------------
 
 
-def _param(argument: Any, hidden_write: bool) -> Param:
+def _param(argument: Any, hidden_write: bool) -> SchemaParam:
     kind = str(argument.real_type)
     accepts = _accepts(kind)
     if argument.N is not None and kind == "List[int]":  # int[2]: one number stands for all
@@ -439,7 +439,7 @@ def _param(argument: Any, hidden_write: bool) -> Param:
     required = not argument.has_default_value()
     alias = argument.alias_info
     writes = hidden_write or (alias is not None and alias.is_write)
-    return Param(argument.name, kind, argument.kwarg_only, required, writes, accepts)
+    return SchemaParam(argument.name, kind, argument.kwarg_only, required, writes, accepts)
 
 
 def _accepts(kind: str) -> Accepts:
@@ -470,7 +470,7 @@ def _tag(kind: str) -> Accepts:
     return lambda arg: isinstance(arg, Tag) and arg.kind == kind
 
 
-# A type that is not here takes nothing: Generator (random slots say it), Storage, Stream and the like.
+# Other types take no value: Generator (random slots replace it), Storage, Stream and so on.
 _LEAF_KINDS: dict[str, Accepts] = {
     "Tensor": lambda arg: isinstance(arg, TensorRef),
     "number": lambda arg: isinstance(arg, (bool, int, float, Complex, ScalarRef)),
@@ -485,17 +485,17 @@ _LEAF_KINDS: dict[str, Accepts] = {
 }
 
 
-# ---- Fake execution: what every operator would return, without memory and without running a kernel.
+# ---- Fake execution: the results of every operator, without memory and without running a kernel.
 #
 # Imports torch, and changes its default dtype while it runs: for a process of its own.
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-# torch logs a traceback whenever a shape rule fails: a bad Program would fill the daemon's log with them.
+# torch logs a traceback whenever a shape rule fails: a bad Program would fill the daemon's log.
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Operators that make one output for every row of a dimension: an expanded view could ask for 2**40.
+# Operators that make one output for every row of a dimension: an expanded view could ask for 2**40 outputs.
 _LIST_MAKERS = frozenset(
     f"aten.{name}"
     for name in ("unbind.int", "unbind_copy.int", "split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor")
@@ -509,16 +509,16 @@ class FakeRun:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        # Fallback kernels would run real ones on real memory where torch has no shape rule.
+        # Without a shape rule, torch's fallback would run the real kernel on real memory.
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
         self._tensors: dict[int, torch.Tensor] = {}  # by view
         self._bases: dict[int, torch.Tensor] = {}  # by storage; keeps the fake storage alive
         self._owner: dict[int, int] = {}  # identity of a fake storage -> the Program's storage
-        self.unseen_bytes = 0  # the most that one operator returns and the Program drops unnamed
+        self.unseen_bytes = 0  # the most bytes that one operator returns without a view in the Program
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Fake mode with the Program's default dtype, no autograd and no log; the process's own come back."""
+        """Fake mode with the Program's default dtype, no autograd and no log; restores the process's own settings."""
         before = torch.get_default_dtype()
         quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
         torch.set_default_dtype(DTYPES[self._program.numerics.default_dtype])
@@ -529,8 +529,8 @@ class FakeRun:
             torch.set_default_dtype(before)
             _TORCH_LOG.disabled = quiet
 
-    def run(self, op: Op, schema: Schema) -> None:
-        """Runs one operator inside `active` and holds its outputs against the declared ones."""
+    def run(self, op: Op, schema: OperatorSchema) -> None:
+        """Run one operator inside `active` and compare its outputs with the declared ones."""
         args = [self._value(arg) for arg in op.args]
         kwargs = {name: self._value(arg) for name, arg in op.kwargs}
         self._bounded(op)
@@ -598,7 +598,7 @@ class FakeRun:
     # ---- outputs ---------------------------------------------------------------------------------
 
     def _output(self, where: str, kind: str, out: Out, value: Any) -> int:
-        """Bytes that `value` holds and the Program does not name."""
+        """Bytes that `value` holds and no view names."""
         if kind == "List[Tensor]":
             if out is None:
                 return sum(self._single(where, None, item) for item in value)
@@ -654,7 +654,7 @@ class FakeRun:
                 raise ProgramError(f"{where}: its {what} is {a}, declared is {b}")
 
 
-# ---- The whole check of an encoded Program before a device touches it (DESIGN 4).
+# ---- The whole check of an encoded Program before a device touches it.
 #
 # Imports torch and runs slowly (a few hundred microseconds an operator): a child process of the daemon
 # calls it, with a time and memory limit of its own. It is a check, not a sandbox: shapes, kinds, names
@@ -666,19 +666,19 @@ _DIVISIONS = frozenset({"div", "div_", "floor_divide", "floor_divide_", "fmod", 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """A Program that passed. `content_hash` is that of the encoding. In `footprint`, state holds the
-    state slots and the constants, each rounded up to 64 bytes; transient is the plan's peak and what
-    one operator returns that no view names. `notes`: values that could still crash a kernel."""
+    """A Program that passed. content_hash: of the encoding. footprint: state holds the state slots and the constants,
+    each rounded up to 64 bytes; transient is the plan's peak and what one operator returns that no view names. notes:
+    values that could still crash a kernel."""
 
     program: Program
     content_hash: str
     footprint: Footprint
-    plan: Plan
+    plan: ArenaPlan
     notes: tuple[str, ...]
 
 
-def check(encoded: bytes, limits: Limits = DEFAULT, extra_ops: Collection[str] = ()) -> CheckReport:
-    """Decodes and checks a Program. Raises ProgramError naming the operator and what differs."""
+def check(encoded: bytes, limits: ProgramLimits = DEFAULT, extra_ops: Collection[str] = ()) -> CheckReport:
+    """Decode and check a Program. Raises ProgramError naming the operator and the difference."""
     program = decode(encoded, limits)
     validate(program, limits)
     run = FakeRun(program)
@@ -707,7 +707,7 @@ def _operator(program: Program, op: Op, run: FakeRun, extra_ops: Collection[str]
             storage = program.storages[program.views[ref.view].storage]
             if storage.kind == "const":
                 raise ProgramError("it changes a constant", "make what changes from step to step state")
-    guard(program, op)
+    check_sizes(program, op)
     run.run(op, schema)
 
 

@@ -1,4 +1,4 @@
-"""Bytes to Program (codec.py says how they look). Everything here faces hostile input."""
+"""Programs to bytes and back (the form is described below, "Programs as bytes"). Input to `decode` may be hostile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gpumux.program.ir import (
     Arg,
     Complex,
     Gate,
-    Limits,
     Numerics,
     Op,
     Out,
     Program,
+    ProgramLimits,
     ScalarRef,
     SlotLayout,
     Span,
@@ -35,17 +35,16 @@ from gpumux.program.ir import (
     slot_layout,
 )
 
-# ---- Program to bytes (codec.py says how they look), and the tables both directions share.
+# ---- Program to bytes, and the tables that both directions share.
 
 
 HEADER = struct.Struct(">4sHI")
-# Versions of the encoding: without layers, with them, with a generator (and layers), with a conv_precision (and all of
-# these).
+# Versions of the encoding: without layers, with layers, also with a generator, also with a conv_precision.
 PLAIN, LAYERED, DRAWING, CONVOLVING = 1, 2, 3, 4
-CONV_PRECISION = Numerics().conv_precision  # of Programs of the versions before
+CONV_PRECISION = Numerics().conv_precision  # of Programs of earlier versions
 MAGIC = b"gpux"
 
-# Wire numbers. Append only: a number once given never changes its meaning.
+# Wire numbers. Append only: a number never changes its meaning.
 STORAGE_KINDS: tuple[StorageKind, ...] = ("state", "input", "const", "temp")
 DTYPES = (
     "bool", "uint8", "int8", "int16", "int32", "int64",
@@ -74,7 +73,7 @@ def malformed(what: str) -> ProgramError:
 
 
 def encode(program: Program) -> bytes:
-    """The canonical bytes of `program`. Raises ProgramError for what the encoding can't say."""
+    """The canonical bytes of `program`. Raises ProgramError if the encoding can't express it."""
     return b"".join(_parts(program))
 
 
@@ -94,7 +93,7 @@ def _parts(program: Program) -> list[bytes]:
 
 
 def _version(program: Program) -> int:
-    """The first that can say all of it: a Program without anything new keeps its bytes and its hash."""
+    """The lowest version that can express the Program: without new features its bytes and hash stay the same."""
     if program.numerics.conv_precision != CONV_PRECISION:
         return CONVOLVING
     if program.generator is not None:
@@ -153,7 +152,7 @@ def _encode_int(value: int) -> int:
 
 
 def _encode_tuple(items: tuple[Arg, ...]) -> list[object]:
-    # Lists of tensors are long in foreach optimizers, hence a form of their own.
+    # Lists of tensors are long in foreach optimizers, hence they have a form of their own.
     if items and set(map(type, items)) == {TensorRef}:
         return [TENSORS, *[item.view for item in cast("tuple[TensorRef, ...]", items)]]
     return [TUPLE, *map(_encode_arg, items)]
@@ -180,16 +179,16 @@ def _encode_arg(arg: Arg) -> object:
     return encoder(arg)
 
 
-# ----
+# ---- Bytes to Program.
 
 
 _ONLY_INT, _ONLY_LIST = {int}, {list}
 _LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15}  # of the body, by version
 
 
-def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
-    """The Program that `encode` made `data` from; ProgramError for any other bytes. Form only: what the
-    numbers refer to is for `validate.validate` to check."""
+def decode(data: bytes, limits: ProgramLimits = DEFAULT) -> Program:
+    """The Program that `encode` made `data` from. Raises ProgramError for any other bytes. Checks form only: what the
+    numbers refer to is checked by `validate.validate`."""
     if len(data) < HEADER.size:
         raise malformed("shorter than its header")
     magic, version, length = HEADER.unpack_from(data)
@@ -213,7 +212,7 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
     return program
 
 
-def _unpack(body: bytes, limits: Limits) -> Any:
+def _unpack(body: bytes, limits: ProgramLimits) -> Any:
     longest = max(limits.ops, limits.views, limits.storages, limits.tensors)
     try:
         value = msgpack.unpackb(
@@ -242,13 +241,13 @@ def _index(value: int) -> int:
 
 class _Decoder:
     """Turns msgpack's lists into the intermediate form. An index past a wire table is an IndexError,
-    which `decode` answers; `_nat` keeps negative ones from counting from the end."""
+    which `decode` converts; `_nat` keeps negative ones from counting from the end."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
         self._names: list[str] = []
         self._refs: dict[int, TensorRef] = {}
-        self._named = 0  # how many names have been used so far
+        self._named = 0  # number of names used so far
 
     def program(self, body: Any, data: bytes, at: int, version: int) -> Program:
         limits = self._limits
@@ -397,7 +396,7 @@ class _Decoder:
 
     def _args(self, values: Any, depth: int) -> tuple[Arg, ...]:
         values = self._list(values, self._limits.views)
-        if set(map(type, values)) <= _ONLY_INT:  # sizes, strides, paddings: most tuples there are
+        if set(map(type, values)) <= _ONLY_INT:  # sizes, strides, paddings: most tuples
             if values and max(values) >= INT64.stop:
                 raise malformed("an integer that does not fit in 64 bits")
             return tuple(values)
@@ -430,7 +429,7 @@ class _Decoder:
         raise malformed(f"an argument tagged {tag} with {size - 1} fields")
 
     def _tensor(self, view: Any) -> TensorRef:
-        # A view is named a few times on average; one frozen object serves them all.
+        # A view is named a few times on average; one frozen object is shared.
         if type(view) is not int or view < 0:
             raise malformed("a tensor that is not a view's number")
         ref = self._refs.get(view)
@@ -451,12 +450,12 @@ class _Decoder:
 #
 # A daemon that moves tensors inline has to know a slot's layout. Decoding a large Program takes tens of
 # milliseconds, which a dispatch loop doesn't have; this skips the operators at C speed. It is meant for
-# bytes that `codec.decode` takes (the device has checked them by then) and checks no more than it reads.
+# bytes that `codec.decode` takes (the device has checked them by then) and checks only what it reads.
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Offsets are in `layout`; sizes are the bytes each input (its storage) and result (packed) takes."""
+    """Offsets are in `layout`; sizes are the bytes of each input (its storage) and result (packed)."""
 
     layout: SlotLayout
     input_bytes: tuple[int, ...]
@@ -465,7 +464,7 @@ class Outline:
 
 
 def outline(encoded: bytes) -> Outline:
-    """Raises ProgramError when the bytes are no encoded Program."""
+    """The outline of an encoded Program. Raises ProgramError for other bytes."""
     try:
         return _read(encoded)
     except (ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException) as error:
@@ -520,11 +519,11 @@ def _packed(view: View) -> int:
 #     "gpux"  u16 version  u32 body length  body (msgpack)  constants, back to back
 #
 # The body is one array: kind, device, numerics, storages, names, views, ops, inputs, results, scalars, constant
-# lengths, gates; in version 2 also layers and spans, of which a Program of version 1 has none; in version 3 also those,
-# which may be empty, and the view of the generator's state, which one of version 1 or 2 has not; in version 4 all of
-# these, of which the generator may be nil, and one more of the numerics, the precision of convolutions. Names (operator
-# targets, keyword names) are listed once, in order of first use; operators name them by index. Arguments are msgpack's
-# own nil, bool, int, float and string, or a small array that starts with a tag (`TUPLE` ...).
+# lengths, gates. Version 2 adds layers and spans, which a Program of version 1 does not have. Version 3 adds the view
+# of the generator's state; layers and spans may be empty. Version 4 adds a further entry of the numerics, the precision
+# of convolutions; the generator may be nil. Names (operator targets, keyword names) are listed once, in order of first
+# use; operators name them by index. Arguments are msgpack's own nil, bool, int, float and string, or a small array that
+# starts with a tag (`TUPLE` ...).
 #
 # One Program has one encoding: `decode` refuses bytes that `encode` would not have made, so the hash of
 # the bytes is the hash of the Program. It is finer than `==`, which takes 1, 1.0 and True for equal.
@@ -532,4 +531,4 @@ def _packed(view: View) -> int:
 # Python objects is bounded.
 
 
-__all__ = ["DEFAULT", "Limits", "content_hash", "decode", "encode"]
+__all__ = ["DEFAULT", "ProgramLimits", "content_hash", "decode", "encode"]

@@ -17,9 +17,9 @@ def cut(
 ) -> tuple[int, ...]:
     """Boundaries of pieces: starts, then the end. Piece i is operators [b[i], b[i+1]).
 
-    Pieces are near `target_s` and at most one operator longer; each holds at least one operator. Those
-    shorter than `min_s` join a neighbour where that bound allows it. A piece begins at every operator
-    in `gates`. No operators at all make one empty piece: (0, 0). Raises ValueError for times that are
+    Pieces take about `target_s` and exceed it by at most one operator; each holds at least one operator. Pieces
+    shorter than `min_s` are merged with a neighbour if that bound allows it. A piece begins at every operator
+    in `gates`. A Program without operators is one empty piece: (0, 0). Raises ValueError for times that are
     negative or not finite, a target that is not positive, or a gate that is no operator.
     """
     count = len(op_seconds)
@@ -43,7 +43,7 @@ def cut(
 
 
 def cut_unmeasured(op_count: int, target_s: float, gates: Sequence[int] = ()) -> tuple[int, ...]:
-    """A first cut before anything was measured: equal numbers of operators."""
+    """A first cut before measurements: pieces of equal numbers of operators."""
     return cut([GUESSED_OP_SECONDS] * op_count, target_s, gates=gates)
 
 
@@ -55,13 +55,13 @@ def piece_seconds(op_seconds: Sequence[float], boundaries: Sequence[int]) -> tup
 def _even(clock: Sequence[float], start: int, end: int, target_s: float) -> list[int]:
     """Boundaries of [start, end) nearest to equal shares of its time. A boundary is off its ideal place
     by half an operator at most, so no piece is longer than a share and one operator."""
-    # A hair under a whole number of targets must not become one piece more.
+    # Rounding just above a whole number of targets must not add a piece.
     total = clock[end] - clock[start]
     pieces = max(ceil(total / target_s - 1e-9), 1)
     share = total / pieces
 
     def ideals(before: int) -> int:
-        """How many ideal places lie before the middle of operator `before`."""
+        """Number of ideal places before the middle of operator `before`."""
         middle = (clock[before] + clock[before + 1]) / 2 - clock[start]
         return min(int(middle / share), pieces - 1)
 
@@ -72,7 +72,7 @@ def _even(clock: Sequence[float], start: int, end: int, target_s: float) -> list
 
 
 def _merged(op_seconds: Sequence[float], boundaries: list[int], min_s: float, target_s: float) -> list[int]:
-    """Joins pieces under `min_s` to the shorter neighbour, if target plus longest operator permits."""
+    """Merge pieces under `min_s` with the shorter neighbour, if target plus longest operator permits."""
     bounds = list(boundaries)
 
     def seconds(a: int, b: int) -> float:
@@ -94,14 +94,14 @@ def _merged(op_seconds: Sequence[float], boundaries: list[int], min_s: float, ta
     return bounds
 
 
-# ---- How a Program that is to be compiled falls into units: what is compiled together, and never cut.
+# ---- The units of a Program that is compiled: operators that are compiled together, and never cut.
 #
-# Kernels that are fused round otherwise than kernels one by one, so where units begin must not hang on measured times:
-# it follows from the Program alone, and two runs of it compute the same bits however they are cut into pieces. A unit
-# is short, so that pieces can still be near what is aimed at: pieces are whole units. Pure: no torch.
+# Fused kernels round differently from single ones, so the start of a unit must not depend on measured times. It follows
+# from the Program alone, and two runs compute the same bits however they are cut into pieces. Units are short, so that
+# pieces, which are whole units, can still be near their target. Pure: no torch.
 
 
-OPERATORS = 48  # of a unit at most
+OPERATORS = 48  # in a unit at most
 HEAVY = 4  # of these at most: each may take as long as a piece should
 _HEAVY = frozenset(
     (
@@ -112,7 +112,7 @@ _HEAVY = frozenset(
 
 
 class Unit(NamedTuple):
-    """Operators start..stop-1. Not `compiled`: they run as they are."""
+    """Operators start..stop-1. Not `compiled`: they run one by one."""
 
     start: int
     stop: int
@@ -120,8 +120,8 @@ class Unit(NamedTuple):
 
 
 def units(program: Program, apart: Collection[int] = ()) -> tuple[Unit, ...]:
-    """All operators of a Program, in order. `apart`: those that can't be compiled. One that draws random numbers is not
-    either: the generator's position is part of what a job promises."""
+    """All operators of a Program as units, in order. apart: operators that can't be compiled. Operators that draw
+    random numbers are not compiled either: the generator's position is part of a job's guarantees."""
     found: list[Unit] = []
     gates = {gate.op for gate in program.gates}
     start, heavy = 0, 0
@@ -144,7 +144,7 @@ def units(program: Program, apart: Collection[int] = ()) -> tuple[Unit, ...]:
 def cut_units(
     found: Sequence[Unit], op_s: Sequence[float], target_s: float, least_s: float | None, gates: Collection[int]
 ) -> tuple[int, ...]:
-    """Like program.cut.cut, between units only: boundaries in operators."""
+    """Like `cut`, but between units only. Boundaries are in operators."""
     if not found:
         return (0, 0)
     seconds = [sum(op_s[unit.start : unit.stop]) for unit in found]

@@ -1,6 +1,6 @@
-"""The intermediate form of one captured step: data, never code (DESIGN 2 and 4).
+"""The intermediate form of one captured step: data, never code.
 
-A Program is a straight line of operator calls over *storages*. A storage is a run of bytes; a view
+A Program is a sequence of operator calls over *storages*. A storage is a range of bytes; a view
 is a typed, strided window onto one (as torch sees a tensor). Pure view operators (transpose,
 slice, detach ...) are not operators here: the views they would make are in the view table.
 
@@ -10,20 +10,20 @@ slice, detach ...) are not operators here: the views they would make are in the 
                     const   bytes carried by the Program; `slot` indexes `consts`
                     temp    made by an operator of this step, gone after it; `slot` is -1
 
-Host scalars are numbers the client computes anew for every step (learning rates, bias corrections
-from step counters); operators name them by index. `random` on an operator is its random slot: two
-operators with one slot draw the same numbers (recomputation under checkpointing), in the order the
-slots are numbered otherwise. `stream` is a view on a state storage that holds a random generator of
-its own, as bytes (torch.Generator.get_state): the operator draws from that one instead of the job's,
-and leaves it where it stands then. So the models of one job draw what each would draw alone.
+Host scalars are numbers that the client computes for every step (learning rates, bias corrections
+from step counters); operators name them by index.
 
-`Program.generator` is a view on an input that holds the state of the random generator, as bytes
-(torch.Generator.get_state). Where it is given, the job's generator is set to that state before the first
-operator, and the same bytes are replaced by its state after the last one, so a result may lie on them. A
-client hands its own generator to a step in this way, and takes it back. Without it the job's generator
-goes on from step to step.
+`random` on an operator is its random slot: operators with one slot draw the same numbers (recomputation under
+checkpointing); otherwise draws follow the order of the slots. `stream` is a view on a state storage that holds a random
+generator's state, as bytes (torch.Generator.get_state). The operator draws from that generator instead of the job's and
+updates the bytes. The models of one job thus draw the same numbers as each would alone.
 
-Everything is frozen and hashable; equal steps give equal Programs, whoever captured them.
+`Program.generator` is a view on an input that holds the state of the random generator, as bytes. If it is given, the
+job's generator is set to that state before the first operator. After the last one the bytes are replaced by the
+generator's state, so a result may lie on them. A client passes its own generator through a step in this way. Without
+it the job's generator continues from step to step.
+
+Everything is frozen and hashable; equal steps give equal Programs, in every process.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ StorageKind: TypeAlias = Literal["state", "input", "const", "temp"]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
+    """A range of bytes; see the module's table of kinds."""
+
     kind: StorageKind
     nbytes: int
     slot: int = -1
@@ -82,6 +84,8 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Complex:
+    """A complex number as an argument."""
+
     re: float
     im: float
 
@@ -96,8 +100,8 @@ Out: TypeAlias = "int | tuple[int, ...] | None"
 class Op:
     """One operator call. `target` is "aten.NAME.OVERLOAD"; `args` are positional in schema order,
     `kwargs` the keyword-only ones that differ from their defaults, sorted by name. An output view
-    on the storage of an argument is that argument changed in place or returned again; an output
-    view on a temp storage not seen before is where that storage is born."""
+    on an argument's storage is that argument, changed in place or returned again. The first output
+    view on a temp storage creates that storage."""
 
     target: str
     args: tuple[Arg, ...]
@@ -110,7 +114,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Span:
     """`count` operators from `first` on that belong to layer number `layer` of `Program.layers`: to its forward pass
-    or, with `backward`, to its backward pass and what that computes again."""
+    or, with `backward`, to its backward pass, recomputation included."""
 
     first: int
     count: int
@@ -120,8 +124,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Something a piece waits for or signals. No ordinary Program has one; the room is kept for
-    collectives and waves (DESIGN 2)."""
+    """An event that a piece waits for or signals. Captured Programs have none yet; they are meant for collectives."""
 
     op: int
     kind: Literal["wait", "signal"]
@@ -130,9 +133,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Process-wide settings that change results. The device applies them before the first piece. `conv_precision`: how
-    a GPU's convolutions and recurrent layers may round float32, which torch has a switch of its own for; it means
-    nothing on a CPU."""
+    """Process-wide settings that change results. The device applies them before the first piece. conv_precision: how a
+    GPU's convolutions and recurrent layers may round float32, for which torch has a switch of its own; it has no
+    meaning on a CPU."""
 
     matmul_precision: str = "highest"
     deterministic: bool = False
@@ -144,6 +147,8 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True)
 class Program:
+    """One captured step. Indices refer to its own tables; see the module."""
+
     storages: tuple[Storage, ...]
     views: tuple[View, ...]
     ops: tuple[Op, ...]
@@ -156,9 +161,9 @@ class Program:
     device: str = "cpu"  # device type the step was traced for
     kind: Literal["aten", "compiled"] = "aten"  # "compiled": its operators may be fused (device/inductor.py)
     version: int = IR_VERSION
-    layers: tuple[str, ...] = ()  # the user's names, in order of first use; for profiles, nothing runs differently
-    spans: tuple[Span, ...] = ()  # whose operators are whose, rising; those of none are in no span
-    generator: int | None = None  # view on the input that holds the random generator's state, replaced by the step
+    layers: tuple[str, ...] = ()  # the user's names, in order of first use; only profiles and planning read them
+    spans: tuple[Span, ...] = ()  # which operators belong to which layer, rising; those of no layer are in no span
+    generator: int | None = None  # view on the input with the random generator's state, which the step replaces
 
 
 ITEM_BYTES: dict[str, int] = {
@@ -166,7 +171,7 @@ ITEM_BYTES: dict[str, int] = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
-STREAM_BYTES = 8192  # at most, of a random generator's state
+STREAM_BYTES = 8192  # upper bound for the state of a random generator
 ALIGN = 64  # every buffer starts on this many bytes, as torch's own allocator does
 
 
@@ -186,7 +191,7 @@ def extent(view: View) -> int:
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
     """Where a step's batch and results lie in its slot of shared memory, offsets in bytes. An
-    input or result occupies the extent of its storage / of a packed tensor respectively."""
+    input occupies its storage's extent, a result that of a packed tensor."""
 
     inputs: tuple[int, ...]
     results: tuple[int, ...]
@@ -194,8 +199,8 @@ class SlotLayout:
 
 
 def slot_layout(program: Program) -> SlotLayout:
-    """The layout both ends compute for themselves. Inputs keep their strides (storage bytes are
-    copied as they lie); results are written contiguous, in logical order."""
+    """The layout, which both ends compute for themselves. Inputs keep their strides (storage bytes are
+    copied as they are); results are written contiguous, in logical order."""
     at = 0
     inputs: list[int] = []
     results: list[int] = []
@@ -217,7 +222,7 @@ def slot_layout(program: Program) -> SlotLayout:
     return SlotLayout(tuple(inputs), tuple(results), max(at, ALIGN))
 
 
-# ---- Putting a Program together piece by piece.
+# ---- Building a Program piece by piece.
 
 
 def contiguous_strides(size: Iterable[int]) -> tuple[int, ...]:
@@ -231,7 +236,7 @@ def contiguous_strides(size: Iterable[int]) -> tuple[int, ...]:
 
 
 class ProgramBuilder:
-    """Collects the parts; `build` freezes them. It checks nothing: `validate` does, on what was built."""
+    """Collects the parts of a Program; `build` freezes them. It checks nothing: `validate` checks the result."""
 
     def __init__(self, device: str = "cpu", numerics: Numerics | None = None) -> None:
         self.device = device
@@ -248,13 +253,13 @@ class ProgramBuilder:
         self._gates: list[Gate] = []
 
     def add_storage(self, kind: StorageKind, nbytes: int) -> int:
-        """A new storage -> its index. State and input slots are numbered in the order of the calls."""
+        """Add a storage and return its index. State and input slots are numbered in the order of the calls."""
         slot = -1 if kind == "temp" else sum(1 for s in self._storages if s.kind == kind)
         self._storages.append(Storage(kind, nbytes, slot))
         return len(self._storages) - 1
 
     def add_const(self, data: bytes) -> int:
-        """A constant storage holding `data` -> its index. Equal bytes are kept once."""
+        """Add a constant storage holding `data` and return its index. Equal bytes are kept once."""
         found = self._const_storage.get(data)
         if found is None:
             found = self._const_storage[data] = self.add_storage("const", len(data))
@@ -269,7 +274,7 @@ class ProgramBuilder:
         stride: Iterable[int] | None = None,
         offset: int = 0,
     ) -> int:
-        """A view -> its index; the same view again is the same index. `stride` None: row-major."""
+        """Add a view and return its index; an equal view has the same index. `stride` None: row-major."""
         size = tuple(size)
         view = View(storage, dtype, size, contiguous_strides(size) if stride is None else tuple(stride), offset)
         found = self._view_index.get(view)
@@ -279,7 +284,7 @@ class ProgramBuilder:
         return found
 
     def add_tensor(self, kind: StorageKind, dtype: str, size: Iterable[int]) -> int:
-        """A dense row-major tensor on a storage of its own -> its view's index."""
+        """Add a dense row-major tensor on a storage of its own and return its view's index."""
         size = tuple(size)
         return self.add_view(self.add_storage(kind, prod(size) * ITEM_BYTES[dtype]), dtype, size)
 
@@ -292,7 +297,7 @@ class ProgramBuilder:
         random: int | None = None,
         stream: int | None = None,
     ) -> int:
-        """An operator call -> its position."""
+        """Add an operator call and return its position."""
         self._ops.append(Op(target, args, tuple(sorted((kwargs or {}).items())), tuple(outs), random, stream))
         return len(self._ops) - 1
 
@@ -306,31 +311,31 @@ class ProgramBuilder:
         random: int | None = None,
         stream: int | None = None,
     ) -> TensorRef:
-        """An operator whose one output is a new dense tensor -> that tensor."""
+        """Add an operator whose one output is a new dense tensor, and return that tensor."""
         out = self.add_tensor("temp", dtype, size)
         self.add_op(target, *args, kwargs=kwargs, outs=(out,), random=random, stream=stream)
         return TensorRef(out)
 
     def input(self, dtype: str, size: Iterable[int]) -> TensorRef:
-        """The next tensor of the batch, dense and row-major."""
+        """Add the next tensor of the batch, dense and row-major."""
         return self.input_view(self.add_tensor("input", dtype, size))
 
     def input_view(self, view: int) -> TensorRef:
-        """Take `view`, on an input storage, as the next tensor of the batch."""
+        """Make `view`, on an input storage, the next tensor of the batch."""
         self._inputs.append(view)
         return TensorRef(view)
 
     def state(self, dtype: str, size: Iterable[int]) -> TensorRef:
-        """A dense row-major tensor in the next state slot."""
+        """Add a dense row-major tensor in the next state slot."""
         return TensorRef(self.add_tensor("state", dtype, size))
 
     def scalar(self, kind: Literal["float", "int"] = "float") -> ScalarRef:
-        """The next host scalar."""
+        """Add a host scalar."""
         self._scalars.append(kind)
         return ScalarRef(len(self._scalars) - 1)
 
     def result(self, view: int | TensorRef) -> int:
-        """Copy this view out when the step ends -> its position among the results."""
+        """Copy this view out when the step ends; returns its position among the results."""
         self._results.append(view.view if isinstance(view, TensorRef) else view)
         return len(self._results) - 1
 
@@ -347,11 +352,11 @@ class ProgramBuilder:
         )  # fmt: skip
 
 
-# ---- How large a Program may be. A hostile client meets these before anything is allocated for it.
+# ---- ProgramLimits on the size of a Program. They are checked before anything is allocated for a client's Program.
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """Upper bounds, inclusive. Sizes in bytes; `body_bytes` is the encoding without its constants."""
 
     ops: int = 200_000
@@ -359,22 +364,22 @@ class Limits:
     storages: int = 500_000
     names: int = 4_096  # distinct operator targets and keyword names
     layers: int = 4_096  # names of the user's layers
-    tensors: int = 65_536  # inputs, results, constants, host scalars, gates: of each
+    tensors: int = 65_536  # inputs, results, constants, host scalars, gates: each
     const_bytes: int = 64 << 20
     body_bytes: int = 32 << 20
-    string: int = 256  # characters of any one string
+    string: int = 256  # characters of a string
     depth: int = 4  # tuples within tuples in one argument
     dims: int = 64  # of one view; torch has the same bound
     storage_bytes: int = 1 << 46  # of one storage, and of one view laid out densely
 
 
-DEFAULT = Limits()
+DEFAULT = ProgramLimits()
 
 
-# ---- Whose layer each operator of a Program is. Nothing that runs depends on it; profiles and planning do.
+# ---- The layer of each operator of a Program. Only profiles and planning depend on it.
 
 
-ROOT = "(model)"  # the layer of what runs in a model itself, in none of its modules
+ROOT = "(model)"  # the layer of operators that run in a model itself, in none of its modules
 
 
 class Label(NamedTuple):
@@ -385,8 +390,8 @@ class Label(NamedTuple):
 
 
 def spans(labels: Iterable[Label | None], first: int = 0) -> tuple[tuple[str, ...], tuple[Span, ...]]:
-    """`layers` and `spans` of a Program whose operators from `first` on have these labels. A name that no Program can
-    hold is left out, and so are those beyond as many as one can."""
+    """`layers` and `spans` of a Program whose operators from `first` on have these labels. Omits names that a Program
+    can't hold, and those beyond its limit."""
     names: dict[str, int] = {}
     found: list[Span] = []
     at = first
@@ -404,7 +409,7 @@ def _fits(name: str, names: Collection[str]) -> bool:
 
 
 def labels(program: Program) -> Sequence[Label | None]:
-    """For each operator its label, None where it belongs to no layer."""
+    """The label of each operator, None if it belongs to no layer."""
     found: list[Label | None] = [None] * len(program.ops)
     for span in program.spans:
         label = Label(program.layers[span.layer], span.backward)

@@ -1,4 +1,4 @@
-"""Where temporaries lie in one arena: first-fit offsets, and the bytes each piece needs of it."""
+"""Places temporaries in one arena: first-fit offsets, and the bytes of the arena that each piece needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gpumux.program.ir import Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
 from gpumux.types import Footprint
 
-# ---- When each storage is alive. Aliases need no special care: views of one storage are one storage.
+# ---- The lifetime of each storage. Aliases need no special care: views of one storage are one storage.
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Operators `birth` to `last`, both inclusive, during which a temporary holds memory. `last` is
-    the number of operators for what the results read, after the last of them has run."""
+    """Operators `birth` to `last`, both inclusive, during which a temporary holds memory. For storages that results
+    read, `last` is the number of operators: they are read after the last one has run."""
 
     birth: int
     last: int
@@ -43,13 +43,13 @@ def intervals(program: Program) -> tuple[Interval | None, ...]:
     )
 
 
-# ----
+# ---- Offsets.
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`offsets`: bytes from the arena's start, one a storage, -1 for what is no temporary; multiples of
-    64. `peak_bytes`: how large the arena must be. `live`: as `liveness.intervals` says."""
+class ArenaPlan:
+    """`offsets`: bytes from the arena's start, one a storage, multiples of 64; -1 if it is no temporary. `peak_bytes`:
+    size of the arena. `live`: the storages' intervals."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]  # bytes kept for each storage, rounded up to 64; 0 where the offset is -1
@@ -57,7 +57,7 @@ class Plan:
     live: tuple[Interval | None, ...]
 
 
-def plan(program: Program) -> Plan:
+def plan(program: Program) -> ArenaPlan:
     """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
     while its arguments still hold their memory."""
     live = intervals(program)
@@ -75,19 +75,19 @@ def plan(program: Program) -> Plan:
             offsets[storage] = arena.take(sizes[storage])
         for storage in deaths.get(index, ()):
             arena.give(offsets[storage], sizes[storage])
-    return Plan(tuple(offsets), tuple(sizes), arena.peak, live)
+    return ArenaPlan(tuple(offsets), tuple(sizes), arena.peak, live)
 
 
-def footprint(program: Program, planned: Plan, unseen_bytes: int = 0) -> Footprint:
+def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Footprint:
     """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
     peak and `unseen_bytes` that no view names; one slot of its data segment."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
     return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
 
 
-def piece_bytes(planned: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Bytes of the arena, from its start, that each piece [boundaries[i], boundaries[i+1]) touches or
-    must leave alone: the end of the highest temporary alive in it."""
+def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the arena, from its start, that each piece [boundaries[i], boundaries[i+1]) uses or
+    must preserve: the end of the highest temporary alive in it."""
     pieces = len(boundaries) - 1
     highest = [0] * pieces
     for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):

@@ -1,9 +1,8 @@
-"""Which operators a Program may call, and what is known of them without torch.
+"""The operators a Program may call, and the facts about them that need no torch.
 
-`ALLOWED` is every name of `allowed_ops`. `INDEX_ARGS` says which arguments are indices: kernels believe
-them, so index inputs are copied and range-checked before a launch. `written_args` says
-which arguments a call changes, batch norm's unannounced writes included. Tests hold all of it against
-torch's schemas.
+`ALLOWED` is every name of `allowed_ops`. `INDEX_ARGS` names the arguments that are indices: kernels don't check
+them, so index inputs are copied and range-checked before a launch. `written_args` gives the arguments that a call
+changes, including those that batch norm's schema does not declare. Tests compare all of it with torch's schemas.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NOT_IN_EVERY_TORCH: frozenset[str] = _names("_foreach_clone _foreach_mm")
 
 
 def is_allowed(target: str, extra: Collection[str] = ()) -> bool:
-    """Whether a Program may call `target`; `extra` is what the daemon's operator added."""
+    """Whether a Program may call `target`; `extra` holds names that the daemon's administrator added."""
     return target in ALLOWED or target in extra
 
 
@@ -89,7 +88,7 @@ _WRITES: dict[str, tuple[int, ...]] = _table("""
 3,4: batch_norm_gather_stats batch_norm_gather_stats_with_counts
 """)
 
-# Written although the schema does not say so.
+# Arguments that are written although the schema does not say so.
 HIDDEN_WRITES: frozenset[str] = _names(
     "native_batch_norm cudnn_batch_norm batch_norm_update_stats batch_norm_gather_stats"
     " batch_norm_gather_stats_with_counts"
@@ -97,8 +96,8 @@ HIDDEN_WRITES: frozenset[str] = _names(
 
 
 def written_args(target: str) -> tuple[int, ...]:
-    """Positions of the arguments an allow-listed operator may change. Of one that an operator added
-    nothing is known here; `check` reads its schema instead."""
+    """Positions of the arguments an allow-listed operator may change. Nothing is known here of operators that an
+    administrator added; `check` reads their schemas instead."""
     known = _WRITES.get(target)
     if known is not None:
         return known

@@ -40,7 +40,7 @@ Source: TypeAlias = Literal["measured", "model", "guess"]
 @dataclass(frozen=True, slots=True)
 class OpProfile:
     """One operator alone on the device. `blocks` and `per_sm` (blocks one multiprocessor holds at once) are None
-    where nobody knows. `sensitivity` is the factor on its time while another job has blocks on the device.
+    if unknown. `sensitivity` is the factor on its time while another job has blocks on the device.
     Raises ConfigError for a value out of range."""
 
     target: str
@@ -58,7 +58,7 @@ class OpProfile:
         what = f"operator {self.target!r}"
         if not self.target:
             raise ConfigError("an operator without a target", RERECORD)
-        if not 0 <= self.seconds <= MAX_SECONDS:  # not so for nan, either
+        if not 0 <= self.seconds <= MAX_SECONDS:  # false for nan, too
             raise ConfigError(f"{what} takes {self.seconds} seconds", f"give a time from 0 to {MAX_SECONDS:g}")
         if self.nbytes < 0:
             raise ConfigError(f"{what} moves {self.nbytes} bytes", "give 0 or more")
@@ -76,9 +76,9 @@ class OpProfile:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """A whole step, its operators in captured order. `device` is what the times are of (a preset's name, or what
-    the device called itself); `recorded_at` is a UTC date, None for what nobody recorded; `batch` is the number of
-    samples, where known. Raises ConfigError when it has no operators."""
+    """A whole step, its operators in captured order. device: the device of the times (a preset's name, or the device's
+    own name). recorded_at: a UTC date, None if unknown. batch: number of samples, if known. Raises ConfigError if it
+    has no operators."""
 
     name: str
     device: str
@@ -96,18 +96,18 @@ class StepProfile:
 
     @property
     def seconds(self) -> float:
-        """The step's operators one after the other, with nothing between them."""
+        """Sum of the operators' times, without gaps."""
         return sum(op.seconds for op in self.ops)
 
     def sources(self) -> dict[str, int]:
-        """How many operators are measured, modelled and guessed."""
+        """Number of operators that are measured, modelled and guessed."""
         found: dict[str, int] = {}
         for op in self.ops:
             found[op.source] = found.get(op.source, 0) + 1
         return found
 
 
-# ---- what a Program says of its operators ----------------------------------------------------------
+# ---- sizes and memory traffic of a Program's operators ---------------------------------------------
 
 
 def op_shapes(program: Program, op: Op) -> Shapes:
@@ -116,15 +116,15 @@ def op_shapes(program: Program, op: Op) -> Shapes:
 
 
 def op_nbytes(program: Program, op: Op) -> int:
-    """Bytes an operator reads and writes at least: each distinct view among its arguments once, each among its
-    outputs once. Caches and workspaces are not known here."""
+    """The least bytes an operator reads and writes: each distinct view among its arguments once, each among its
+    outputs once. Caches and workspaces are not included."""
 
     def moved(views: Iterator[int]) -> int:
         total = 0
         for view in {program.views[index] for index in views}:
             count = ITEM_BYTES[view.dtype]
             for n, stride in zip(view.size, view.stride, strict=True):
-                count *= n if stride or n == 0 else 1  # an expanded dimension lies there once
+                count *= n if stride or n == 0 else 1  # an expanded dimension is stored once
             total += count
         return total
 
@@ -138,13 +138,13 @@ def batch_size(program: Program) -> int | None:
 
 
 def of_layer(op: OpProfile, label: Label | None) -> OpProfile:
-    """The operator as one of this layer's; None: of no layer."""
+    """The operator as one of this layer; None: of no layer."""
     layer, backward = label or (None, False)
     return replace(op, layer=layer, backward=backward)
 
 
 def argument_views(op: Op) -> Iterator[int]:
-    """Indices of the views an operator is given, in order."""
+    """Indices of an operator's argument views, in order."""
     for arg in (*op.args, *(value for _, value in op.kwargs)):
         yield from _tensors(arg)
 
@@ -174,7 +174,7 @@ def _flat(out: Out) -> Iterator[int]:
 
 
 def save(profile: StepProfile, path: Path) -> None:
-    """Write it, one operator a line. Raises ConfigError when the file can't be written."""
+    """Write a profile, one operator a line. Raises ConfigError if the file can't be written."""
     reading.write_text(path, dumps(profile))
 
 
@@ -201,7 +201,7 @@ def _entries(op: OpProfile) -> dict[str, Any]:
 
 
 def load(path: Path) -> StepProfile:
-    """Read a profile. Raises ConfigError, which names the file and the place, for whatever is wrong with it."""
+    """Read a profile. Raises ConfigError, which names the file and the place, for any fault."""
     body = reading.read_text(path, "a profile")
     try:
         return loads(body)
@@ -210,7 +210,7 @@ def load(path: Path) -> StepProfile:
 
 
 def loads(text: str) -> StepProfile:
-    """The profile a file's text says. Raises ConfigError."""
+    """The profile in a file's text. Raises ConfigError."""
     body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
     names = {f.name for f in fields(StepProfile)}
     reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)

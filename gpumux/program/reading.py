@@ -1,5 +1,4 @@
-"""Reading JSON files that people may have edited: every mistake is a ConfigError that names the place and the
-remedy."""
+"""Reads JSON files that users may have edited: every mistake is a ConfigError that names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ MAX_FILE_BYTES = 256 << 20
 
 
 def read_text(path: Path, what: str) -> str:
-    """A file's text. `what` says what should be in it, as in "a profile". Raises ConfigError."""
+    """A file's text. what: what the file should hold, as in "a profile". Raises ConfigError."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", f"name {what}")
@@ -26,7 +25,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file. Raises ConfigError when that can't be done."""
+    """Write a file. Raises ConfigError if that fails."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -36,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def header(text: str, kind: str, version: int, units: Mapping[str, str], remedy: str) -> dict[str, Any]:
-    """The JSON map in `text`, if it says that it is of this format, version and units. Raises ConfigError."""
+    """The JSON map in `text`, if its format, version and units are these. Raises ConfigError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -54,7 +53,7 @@ def header(text: str, kind: str, version: int, units: Mapping[str, str], remedy:
 
 
 def same_keys(where: str, body: Mapping[str, object], wanted: set[str], remedy: str) -> None:
-    """Neither a key too many nor one too few."""
+    """Check that exactly these keys are there. Raises ConfigError."""
     unknown, missing = sorted(set(body) - wanted), sorted(wanted - set(body))
     if unknown:
         raise ConfigError(f"{where} has the unknown key {unknown[0]!r}", f"its keys are {', '.join(sorted(wanted))}")

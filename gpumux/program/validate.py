@@ -1,8 +1,8 @@
-"""Structural checks of a Program: what can be said without torch.
+"""Structural checks of a Program, without torch.
 
-After `validate` every index is in range, every view lies inside its storage, every temporary is born
-before it is used, and what an operator returns lies on storages that it was given or that are born
-there. What the operators themselves make of their arguments is for `check.check`.
+After `validate` every index is in range, every view lies inside its storage, every temporary is made before it is used,
+and results of operators lie on storages that they were given or make. Whether results fit their operators is for
+`check.check`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gpumux.program.ir import (
     STREAM_BYTES,
     Arg,
     Complex,
-    Limits,
     Op,
     Out,
     Program,
+    ProgramLimits,
     ScalarRef,
     Storage,
     StorageKind,
@@ -46,8 +46,8 @@ _TAG_NAMES = {
 }
 
 
-def validate(program: Program, limits: Limits = DEFAULT) -> None:
-    """Raises ProgramError naming what is wrong and where; returns nothing when all is well."""
+def validate(program: Program, limits: ProgramLimits = DEFAULT) -> None:
+    """Raise ProgramError naming the fault and its place, if there is one."""
     _settings(program)
     _counts(program, limits)
     for index, storage in enumerate(program.storages):
@@ -74,13 +74,13 @@ def state_slots(program: Program) -> tuple[int, ...]:
 
 
 def const_bytes(program: Program) -> int:
-    """Bytes of the constants the Program carries."""
+    """Bytes of the constants in the Program."""
     return sum(len(data) for data in program.consts)
 
 
 def written_storages(program: Program) -> frozenset[int]:
     """Storages that some operator changes in place, hidden writes included. Operators that the
-    daemon's operator added to the allow-list are counted as writing every storage they are given."""
+    daemon's administrator added to the allow-list count as writing every storage they are given."""
     found: set[int] = set()
     for op in program.ops:
         known = op.target in operators.ALLOWED
@@ -97,7 +97,7 @@ def written_storages(program: Program) -> frozenset[int]:
 
 
 def leaves(arg: Arg) -> Iterator[Arg]:
-    """What an argument holds, tuples opened at every depth."""
+    """The leaves of an argument: tuples are opened at every depth."""
     if isinstance(arg, tuple):
         for item in arg:
             yield from leaves(item)
@@ -149,7 +149,7 @@ def _settings(program: Program) -> None:
         _fail("settings", "a host scalar is neither float nor int")
 
 
-def _counts(program: Program, limits: Limits) -> None:
+def _counts(program: Program, limits: ProgramLimits) -> None:
     for what, count, limit in (
         ("operators", len(program.ops), limits.ops),
         ("views", len(program.views), limits.views),
@@ -167,7 +167,7 @@ def _counts(program: Program, limits: Limits) -> None:
             _fail("limits", f"{count} {what}; the limit is {limit}")
 
 
-def _view(program: Program, index: int, view: View, limits: Limits) -> None:
+def _view(program: Program, index: int, view: View, limits: ProgramLimits) -> None:
     item = ITEM_BYTES.get(view.dtype)
     if item is None:
         _fail(f"view {index}", f"unknown dtype {view.dtype!r:.40}")
@@ -201,7 +201,7 @@ def _slots(program: Program) -> None:
             _fail(f"storage {index}", f"of unknown kind {storage.kind!r:.40}")
 
 
-def _layers(program: Program, limits: Limits) -> None:
+def _layers(program: Program, limits: ProgramLimits) -> None:
     for name in program.layers:
         if not 0 < len(name) <= limits.string:
             _fail("layers", f"a name of {len(name)} characters; 1 to {limits.string} may be")
@@ -243,7 +243,7 @@ def _consts(program: Program) -> None:
 
 
 class _Births:
-    """Walks the operators once, keeping which storages exist so far."""
+    """Walks the operators once and keeps track of the storages that exist so far."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -285,7 +285,7 @@ class _Births:
         return self._program.views[view].storage
 
 
-def _results(program: Program, born: list[bool], limits: Limits) -> None:
+def _results(program: Program, born: list[bool], limits: ProgramLimits) -> None:
     total = 0
     for position, index in enumerate(program.results):
         if not 0 <= index < len(program.views) or not born[program.views[index].storage]:
@@ -333,7 +333,7 @@ def _generator(program: Program) -> None:
 
 
 def _generator_state(program: Program, index: int | None, kind: StorageKind, where: str, what: str) -> None:
-    """View `index` holds the state of a random generator, on a storage of this kind."""
+    """Check that view `index` holds the state of a random generator, on a storage of this kind."""
     if index is None or not 0 <= index < len(program.views):
         _fail(where, f"its {what}, view {index}, does not exist")
     view = program.views[index]
@@ -343,14 +343,14 @@ def _generator_state(program: Program, index: int | None, kind: StorageKind, whe
         _fail(where, f"its {what} has gaps, or not 1 to {STREAM_BYTES} bytes")
 
 
-# ---- Shape rules that torch's fake execution does not hold but kernels rely on.
+# ---- Shape rules that torch's fake execution does not check but kernels rely on.
 #
-# Each of these kernels reads past a buffer when a side argument is shorter than the main one says
+# Each of these kernels reads past a buffer if a side argument is shorter than the main one implies
 # (measured, or read in the kernel). No torch here.
 
 
-def guard(program: Program, op: Op) -> None:
-    """Raises ProgramError when `op` breaks such a rule. Kinds of arguments were checked before."""
+def check_sizes(program: Program, op: Op) -> None:
+    """Raise ProgramError if `op` breaks such a rule. Kinds of arguments were checked before."""
     rule = _RULES.get(op.target)
     if rule is not None:
         rule([program.views[a.view] if isinstance(a, TensorRef) else a for a in op.args])
@@ -378,7 +378,7 @@ def _same(one: int, other: int) -> Callable[[list[object]], None]:
 
 
 def _channels(data: int, stats: tuple[int, ...]) -> Callable[[list[object]], None]:
-    """The tensors at `stats`, where given, hold one number a channel (dimension 1) of `data`."""
+    """A rule: the tensors at `stats`, if given, hold one number a channel (dimension 1) of `data`."""
 
     def rule(args: list[object]) -> None:
         view = args[data]

@@ -1,7 +1,8 @@
-"""Which launch comes next: events in, commands out; pure. Start with `scheduler.py`; `guard/` decides whether low work
-may run now.
+"""Which launch comes next: events in, commands out; pure. Start with `scheduler.py`, then `policy.py` (what is launched
+next) and `guard/guard.py` (may low work run now). `events.py` lists what comes in and goes out; `jobs.py`, `windows.py`
+and `fair_queue.py` are the state; `history.py`, `explain.py` and `report.py` say what happened and why.
 
-It may import `types`, `errors`, `access` and `program`. `RUNS` says whether its modules are Python or compiled.
+It imports `types`, `errors` and `access` alone. `RUNS` says whether its modules are Python or compiled.
 """
 
 from gpumux import compiled

@@ -1,9 +1,8 @@
-"""Who and what is let in: owners, counts and memory.
+"""Which jobs and programs are accepted: by owner, count and memory; and the scheduler's refusals in words.
 
-Memory is charged before it is taken. A job is charged the persistent state and the slots of all its
-programs, and the largest transient part among them: its programs never run at once. The three are
-summed apart, so that a device that leases one arena to jobs in turn can later count transient bytes
-once and not per job.
+Memory is charged before it is used. A job is charged the persistent state and the slots of all its programs, and the
+largest transient part among them, since its programs never run at once. The three are summed separately, so that a
+device that lends one arena to jobs in turn can count transient bytes once.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from math import inf
 
 from gpumux.access import Rule, refuse_submit
 from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.jobs import Job
 from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
 
-# ---- The core's refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
+# ---- Refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, exact enough to act on: "1.50 GiB (1610612736 bytes)"."""
+    """Bytes as text, readable and exact: "1.50 GiB (1610612736 bytes)"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit} ({nbytes} bytes)"
@@ -87,12 +86,12 @@ def too_many_transfers(job: JobId, transfer: TransferId, limit: int) -> Fault:
     )
 
 
-# ----
+# ---- What is charged
 
 
-WEIGHTS = (1e-3, 1e3)  # beyond these, shares are no longer anything a device can keep
+WEIGHTS = (1e-3, 1e3)  # beyond these, a device can't keep shares
 MAX_NAME = 200  # characters
-MAX_MODELS = 1 << 16  # that a step trains
+MAX_MODELS = 1 << 16  # trained by one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +117,10 @@ def charge_for(footprints: Iterable[Footprint]) -> Charge:
 
 
 @dataclass(slots=True, eq=False)
-class Ledger:
-    """What is charged to whom, in bytes and in jobs. `capacity` is known once the device is open."""
+class AdmissionLedger:
+    """Bytes and jobs charged to each job and user. `capacity` is known once the device is open."""
 
-    config: CoreConfig
+    config: SchedulerConfig
     capacity: int | None = None
     used: int = 0
     charges: dict[JobId, Charge] = field(default_factory=dict)
@@ -231,11 +230,11 @@ class Ledger:
 
 
 def _limited(rule: Rule, own: int, setting: str, general: str) -> tuple[str, str]:
-    """Whom a limit is for, and what sets it: the rule, if it has one of its `own`, or the [limits]."""
+    """What a limit applies to, and what sets it: the rule, if it has a limit of its `own`, or the [limits]."""
     return (f"a user under rule {rule.name!r}", f"{setting} in {rule.where}") if own else ("one user", general)
 
 
-def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
+def refuse_spec(spec: JobSpec, config: SchedulerConfig) -> Fault | None:
     """Why these settings make no sense, or None. Written so that a NaN is refused too."""
     if not isinstance(spec.priority, Priority):
         return refused(f"priority is {spec.priority!r}", "choose low (0) or high (1)")

@@ -1,4 +1,4 @@
-"""What an operator may set about the core. Counts, seconds and bytes; None means "derive it"."""
+"""The scheduler's settings. Counts, seconds and bytes; None means that a value is derived."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gpumux.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class CoreConfig:
+class SchedulerConfig:
     """Limits and windows of one daemon. Raises ConfigError when a value makes no sense.
 
     `memory_bytes` caps what jobs may take below the device's own size, `max_bytes_per_uid` what those of one user
-    may. `access` says who may do what, and may set lower limits for some. The `*_launches` and
+    may. `access` are the rules that say which users may do what; some may set lower limits. The `*_launches` and
     `*_window_s` fields are windows: outstanding launches and predicted seconds of the high class, of
     the low class while a high job is active, and of the low class while none is (`guarded` widens the
     second up to the third where that costs nothing). A window in seconds that is None is twice its

@@ -1,8 +1,7 @@
-"""What can happen to the core. Frozen data (named tuples where one is made for every piece: they cost a
-third); `handle(event, now)` is told the clock separately.
+"""Events, which the scheduler is given, and commands, which it returns. Frozen data; named tuples where one is made for
+every piece, since they are cheaper. The clock is passed to `handle(event, now)` separately.
 
-The core never sees bytes, descriptors or programs: the daemon's loop keeps those under the ids
-used here.
+The scheduler never sees bytes, descriptors or programs: the daemon keeps those under the ids used here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.types import (
     DeviceInfo,
     Fault,
@@ -53,13 +52,13 @@ class JobRequested:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOffered:
-    """The device checked this program; the core decides whether it fits."""
+    """The device checked this program; the scheduler decides whether it fits."""
 
     job: JobId
     program: ProgramId
     footprint: Footprint
     content_hash: str = ""  # equal programs of any job have equal ones
-    operators: tuple[str, ...] = ()  # their names, in captured order, where the device says them
+    operators: tuple[str, ...] = ()  # their names, in captured order, where the device gives them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class ProgramDropped:
 
 
 class StepSubmitted(NamedTuple):
-    """`waited`: seconds for which it was there, as far as is known, before whoever hears of steps looked."""
+    """`waited`: seconds between the step's arrival and this event, as far as is known."""
 
     job: JobId
     step: StepId
@@ -94,8 +93,8 @@ class StepSubmitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClientWaits:
-    """A thread of the client waits for this step, and steps the jobs `before` as well: they get no step before it is
-    answered. `over`: it waits no longer, though it was not answered."""
+    """A thread of the client waits for this step, and also steps the jobs `before`: they get no step before this one
+    is answered. `over`: it stopped waiting before the answer."""
 
     job: JobId
     step: StepId
@@ -113,8 +112,8 @@ class TransferRequested:
 
 
 class PieceDone(NamedTuple):
-    """`answered`: the step ended with it, and the device has told the client. `suspended`: seconds between start and
-    end in which it stood still."""
+    """`answered`: the step ended with it, and the device has answered the client. `suspended`: seconds between start
+    and end in which it stood still."""
 
     launch: LaunchId
     started: float
@@ -146,7 +145,7 @@ class JobDied:
 
 @dataclass(frozen=True, slots=True)
 class JobReleased:
-    """The device has let go of the job's memory."""
+    """The device has released the job's memory."""
 
     job: JobId
 
@@ -165,7 +164,7 @@ class ResumeRequested:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """By the owner or an operator, within what either may: another priority, another weight; None leaves it."""
+    """By the owner or an operator, within what each may: another priority, another weight; None leaves it as it is."""
 
     job: JobId
     priority: Priority | None
@@ -190,9 +189,9 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigured:
-    """Limits and access rules are others from now on; what was let in stays. The rest of `config` is as it was."""
+    """Limits and access rules change; what was accepted stays. The rest of `config` is as it was."""
 
-    config: CoreConfig
+    config: SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ class DeviceOpened:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; policies with timers look at the clock."""
+    """Time passed: what was held until a time may be launched."""
 
 
 Event = (
@@ -212,7 +211,7 @@ Event = (
 )  # fmt: skip
 
 
-# ---- What the core asks the daemon's loop to do, in order. Frozen data (events.py).
+# ---- Commands: what the daemon's loop has to do, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +293,7 @@ class FinishTransfer:
 
 class FinishStep(NamedTuple):
     """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step.
-    `answered`: the device has told the client already."""
+    `answered`: the device has answered the client already."""
 
     job: JobId
     step: StepId
@@ -311,7 +310,7 @@ class FailStep:
 
 @dataclass(frozen=True, slots=True)
 class UnloadJob:
-    """Make the device let go of the job; it answers with JobReleased."""
+    """Have the device release the job; it answers with JobReleased."""
 
     job: JobId
 
@@ -327,7 +326,7 @@ class CloseJob:
 
 @dataclass(frozen=True, slots=True)
 class JobChanged:
-    """Every change that was asked for is in force; these are the job's from now on."""
+    """Every change that was asked for is in force: these are the job's priority and weight from now on."""
 
     job: JobId
     priority: Priority
@@ -342,7 +341,7 @@ class ForgetJob:
 
 
 class WakeAt(NamedTuple):
-    """Send a Tick at this time, at the latest. One that comes is for all that were asked for: the core asks anew."""
+    """Send a Tick at this time, at the latest. Any Tick cancels this command: the scheduler then asks again."""
 
     when: float
 

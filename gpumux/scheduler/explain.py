@@ -1,7 +1,7 @@
-"""Why a job is slow or held, in sentences: which piece, which operators, which neighbour, since when, until when.
+"""Why a job is slow or held, in sentences: which piece, which operators, which other job, since when, until when.
 
-What is said is what the core would do at this moment, and what it measured. Times are seconds on the
-core's clock; lengths are in milliseconds.
+The sentences say what the scheduler would do now, and what it measured. Times are seconds on the scheduler's clock;
+lengths are in milliseconds. Begin with `explain`.
 """
 
 from __future__ import annotations
@@ -10,123 +10,58 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
 
-from gpumux.scheduler.guard.answers import Hold
-from gpumux.scheduler.guard.costs import MAX_RATE, Ban, HighModel
-from gpumux.scheduler.guard.guard import Guard
-from gpumux.scheduler.guard.high_job import Track
-from gpumux.scheduler.jobs import Job, Step
-from gpumux.scheduler.report import promise, starved_steps, too_long
-from gpumux.scheduler.state import CoreState
+from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.costs import MAX_RATE, HighCosts
+from gpumux.scheduler.guard.decisions import Hold
+from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
+from gpumux.scheduler.state import SchedulerState
 from gpumux.types import JobId, Priority
 
-# ---- What made a job slower or faster that no other is to be blamed for, in sentences (explain.py).
-
-
-WILD = 8.0  # times what a step may lose on average
-STOOD = 0.1  # of the time its pieces were on the device: for how long they stand still before it is said
-NOTEWORTHY = 0.02  # of the steps without low work lose much
-
-
-def often(times: int) -> str:
-    return "once" if times == 1 else f"{times} times"
-
-
-def by_itself(track: Track, others: Sequence[str]) -> list[str]:
-    """What makes it slower or faster and is nobody's to answer for: its own work, noise, and other high jobs, which are
-    `others`."""
-    model, lines = track.model, []
-    drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
-    if drifts:
-        lines.append(
-            f"What its steps take alone was found to have changed {often(drifts)}: that is its own work, and no job is"
-            " blamed for it."
-        )
-    if (noise := track.account.noise.over) >= NOTEWORTHY:
-        said = (
-            f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed"
-            " for. "
-        )
-        lines.append(
-            said
-            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a"
-            " row."
-        )
-    if track.company and others:
-        lines.append(
-            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high"
-            " jobs share the device by weight, and what that costs is no part of the promise."
-        )
-    return lines
-
-
-def outlier(track: Track) -> list[str]:
-    """A step so slow that what low work is known to cost does not explain it."""
-    model, slowest = track.model, max(track.ratios, default=1.0)
-    if model is None or slowest <= 1.0 + WILD * track.account.slack:
-        return []
-    known = max([low.bound for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
-    if known > (slowest - 1.0) / 4 * track.solo_step():
-        return []
-    ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)
-    return [
-        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to"
-        f" cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
-    ]
-
-
-def stood_still(job: Job) -> list[str]:
-    """Where a device can stop a piece (the CPU): what that kept the job for, which no hold says."""
-    stood, out = job.suspended_s, job.suspended_s + job.device_s
-    if stood <= STOOD * out:
-        return []
-    return [
-        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device"
-        " away to high jobs' or other programs' work, and then went on."
-    ]
-
-
-# ----
-
-
+OUTLIER = 8.0  # times what a step may lose on average
+SUSPENDED = 0.1  # part of the time on the device for which pieces stand still before it is mentioned
+NOTEWORTHY = 0.02  # part of the steps without low work that lose much before it is mentioned
 MOST_BANS = 8
 NAMES = 3  # operators of a range that are named
 
 
-def explain(core: CoreState, job: Job) -> list[str]:
+def explain(state: SchedulerState, job: Job) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(core, job), *_longest(core, job), *stood_still(job)]
-    guard = core.guard
+    lines = [_state(state, job), *_longest(state, job), *suspended(job)]
+    guard = state.guard
     if guard is None:
         return [
             *lines,
-            f"Policy {core.config.policy} has no guard: nothing is measured and nobody is held for another.",
+            f"Policy {state.config.policy} has no guard: nothing is measured and nobody is held for another.",
         ]
     if job.priority is Priority.HIGH:
-        lines += _high(core, guard, job)
+        lines += _high(state, guard, job)
     else:
-        lines += _low(core, guard, job)
-    return lines + _bans(core, guard, job)
+        lines += _low(state, guard, job)
+    return lines + _bans(state, guard, job)
 
 
-class Clause:
-    """Why a low job was held, put into words only when somebody asks."""
+class HoldClause:
+    """Why a low job was held, put into words only when the history is read."""
 
     __slots__ = ("_core", "_hold")
 
-    def __init__(self, core: CoreState, hold: Hold) -> None:
-        self._core, self._hold = core, hold
+    def __init__(self, state: SchedulerState, hold: Hold) -> None:
+        self._core, self._hold = state, hold
 
     def __format__(self, spec: str) -> str:
         return held(self._core, self._hold)
 
 
-def held(core: CoreState, hold: Hold) -> str:
+def held(state: SchedulerState, hold: Hold) -> str:
     """Why a low job is held, as a clause."""
-    return _REASONS[hold.reason](core, hold)
+    return _REASONS[hold.reason](state, hold)
 
 
-def _state(core: CoreState, job: Job) -> str:
-    who = f"Job {_name(core, job.id)} ({job.priority.name.lower()})"
+def _state(state: SchedulerState, job: Job) -> str:
+    who = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
     blocked, out = job.blocked(), "1 piece" if job.outstanding == 1 else f"{job.outstanding} pieces"
     if blocked == "empty":
         doing = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
@@ -143,25 +78,22 @@ def _state(core: CoreState, job: Job) -> str:
     return f"{who} {doing}; {job.steps_done} steps done."
 
 
-def _longest(core: CoreState, job: Job) -> list[str]:
-    """What a step is made of, and what of it holds the device longest."""
+def _longest(state: SchedulerState, job: Job) -> list[str]:
+    """How a step is cut, and its longest piece."""
     ready = [program for program in job.programs.values() if program.ready]
     if not ready:
         return []
-    step = job.queue[0] if job.queue and isinstance(job.queue[0], Step) else None
+    step = job.queue[0] if job.queue and isinstance(job.queue[0], JobStep) else None
     program = step.program if step is not None and step.program.ready else ready[-1]
-    model = (
-        job.track.model if job.track is not None else None
-    )  # of a high job: what was measured, not what the device predicted
-    known = (
-        model.refs
-        if model is not None and (model.key, model.bounds) == (program.key, program.bounds)
-        else program.pieces
-    )
+    high = state.guard.high_jobs.get(job.id) if state.guard is not None else None
+    costs = high.costs if high is not None else None
+    known: Sequence[float] = program.pieces  # as the device predicts them
+    if costs is not None and (costs.key, costs.bounds) == (program.key, program.bounds):
+        known = costs.solo_s  # as they were measured
     seconds, piece = max((each, index) for index, each in enumerate(known))
     return [
         f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece}"
-        f" ({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms"
+        f" ({_operators(state, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms"
         " alone."
     ]
 
@@ -169,52 +101,57 @@ def _longest(core: CoreState, job: Job) -> list[str]:
 # ---- high jobs
 
 
-def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
-    track = guard.tracks.get(job.id)
-    if track is None or track.model is None:
+def _high(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
+    high = guard.high_jobs.get(job.id)
+    if high is None or high.costs is None:
         return ["No step of it has run yet, so nothing is known of its speed."]
-    found = promise(track)
+    found = slowdown_figures(high)
     lines = []
     if found["slowdown"] is None:
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
-        kept, slack = "kept" if found["kept"] else "broken", track.account.slack
+        kept, slack = "kept" if found["kept"] else "broken", high.budget.slack
         lines.append(
             f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
-            f" ({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
-            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of all its"
-            f" {track.steps} steps took more than what is promised on average."
+            f" ({high.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
+            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
+            f" {high.steps} steps took more than what is promised on average."
         )
-    if not track.surprise.trusted:
+    if not high.trust.trusted:
         lines.append(
             "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were"
             " between them are not relied on."
         )
-    others = [_name(core, other) for other in guard.tracks if other != job.id and other in core.jobs]
-    lines += by_itself(track, others) + outlier(track) + _neighbours(core, guard, track)
-    if track.host_wait > 0.0 and track.steps:
+    others = [_name(state, other) for other in guard.high_jobs if other != job.id and other in state.jobs]
+    lines += by_itself(high, others) + outlier(high) + _neighbours(state, guard, high)
+    if high.host_wait > 0.0 and high.steps:
         lines.append(
-            f"The device waited {track.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
-            f"({track.host_wait / track.steps * 1e6:.0f} us a step)."
+            f"The device waited {high.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
+            f"({high.host_wait / high.steps * 1e6:.0f} us a step)."
         )
     return lines
 
 
-def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
-    """What low work costs it, the worst first."""
-    model = track.model
-    assert model is not None
+def _neighbours(state: SchedulerState, guard: SlowdownGuard, high: HighJob) -> list[str]:
+    """What low work costs it, the most expensive first."""
+    costs = high.costs
+    assert costs is not None
     lines = []
-    for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].typical.mean):
-        if not pair.known or pair.typical.mean <= 0.0:
+    for key, low_costs in sorted(costs.by_low.items(), key=lambda item: -item[1].typical.mean):
+        if not low_costs.known or low_costs.typical.mean <= 0.0:
             continue
-        names = [name for j in core.jobs.values() if j.priority is Priority.LOW for name in _running(core, j, key.low)]
-        worst, piece = max((cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count)
+        names = [
+            name for j in state.jobs.values() if j.priority is Priority.LOW for name in _running(state, j, key.program)
+        ]
+        worst, piece = max(
+            (range_cost.mean, piece) for piece, range_cost in enumerate(low_costs.ranges) if range_cost.count
+        )
         share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
-        where = _range(core, track.job.id, model, piece)
+        where = _range(state, high.job.id, costs, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
         lines.append(
-            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.typical.mean:.3f} s a second;"
+            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses"
+            f" {low_costs.typical.mean:.3f} s a second;"
             f" {most}."
         )
     return lines[:MOST_BANS]
@@ -226,37 +163,39 @@ def _ratio(rate: float) -> float:
 
 
 def _takes(ratio: float) -> str:
-    """A bound is told as what it stands for."""
+    """In words; the largest ratio that is measured stands for any."""
     if ratio >= 0.999 / (1.0 - MAX_RATE):
         return "all but stands still meanwhile"
     return f"takes {ratio:.2f} times as long beside it"
 
 
-def _running(core: CoreState, job: Job, key: str) -> list[str]:
+def _running(state: SchedulerState, job: Job, key: str) -> list[str]:
     """The job's name for each of its programs that `key` stands for, with the program's number where it has others."""
-    name, several = _name(core, job.id), len(job.programs) > 1
+    name, several = _name(state, job.id), len(job.programs) > 1
     return [f"{name} (its program {p.id})" if several else name for p in job.programs.values() if p.key == key]
 
 
 # ---- low jobs
 
 
-def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
+def _low(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
     lines = []
-    hold = guard.holds.newest.get(job.id)
+    hold = guard.decisions.holds.current.get(job.id)
     if hold is not None and not job.blocked():
-        lines.append(f"It is held since {hold.since:.6f} ({(core.now - hold.since) * 1e3:.3f} ms): {held(core, hold)}.")
+        lines.append(
+            f"It is held since {hold.since:.6f} ({(state.now - hold.since) * 1e3:.3f} ms): {held(state, hold)}."
+        )
     elif not job.blocked():
-        lines.append(_turn(core, guard, job))
-    totals = guard.holds.of(job, core.now)
+        lines.append(_waits_for_turn(state, guard, job))
+    totals = guard.decisions.holds.job_seconds(job, state.now)
     if totals:
         told = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
         lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {told}.")
-    asked = [program.asked_s for program in job.programs.values() if program.asked_s is not None]
-    if asked and guard.cutting.high in core.jobs:
+    asked = [program.cut_target_s for program in job.programs.values() if program.cut_target_s is not None]
+    if asked and guard.cutting.high in state.jobs:
         lines.append(
             f"The device is asked to cut its steps into pieces of about {asked[0] * 1e3:.3f} ms, not"
-            f" {guard.cutting.usual_s * 1e3:.3f}: a step of job {_name(core, guard.cutting.high)} could hardly bear"
+            f" {guard.cutting.usual_s * 1e3:.3f}: a step of job {_name(state, guard.cutting.high)} could hardly bear"
             " longer ones."
         )
     long = too_long(guard, job)
@@ -264,94 +203,96 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
         piece, fits = long
         lines.append(
             f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for"
-            f" {starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller"
+            f" {held_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller"
             " batch, or more microbatches) may let it run."
         )
     return lines
 
 
-def _turn(core: CoreState, guard: Guard, job: Job) -> str:
-    """What a low job waits for that is not held itself."""
-    before = next(iter(guard.holds.newest.items()), None)
+def _waits_for_turn(state: SchedulerState, guard: SlowdownGuard, job: Job) -> str:
+    """What a low job waits for if it is not held itself."""
+    before = next(iter(guard.decisions.holds.current.items()), None)
     if before is None or job.outstanding:
         return "It is not held: it runs as soon as it is its turn and the low window has room."
     other, hold = before
     return (
-        f"It waits for its turn: those that were asked before it are held ({len(guard.holds.newest)} low jobs), "
-        f"{_name(core, other)} since {hold.since:.6f}: {held(core, hold)}."
+        "It waits for its turn: those that were asked before it are held"
+        f" ({len(guard.decisions.holds.current)} low jobs), "
+        f"{_name(state, other)} since {hold.since:.6f}: {held(state, hold)}."
     )
 
 
-def _for(core: CoreState, hold: Hold) -> str:
-    return f"job {_name(core, hold.high)}"
+def _for(state: SchedulerState, hold: Hold) -> str:
+    return f"job {_name(state, hold.high_id)}"
 
 
-def _where(core: CoreState, hold: Hold) -> str:
-    guard = core.guard
-    track = guard.tracks.get(hold.high) if guard is not None else None
-    if track is None or track.model is None or not 0 <= hold.piece < len(track.model.refs):
-        return f"job {_name(core, hold.high)}"
-    return f"{_range(core, hold.high, track.model, hold.piece)} of job {_name(core, hold.high)}"
+def _where(state: SchedulerState, hold: Hold) -> str:
+    guard = state.guard
+    high = guard.high_jobs.get(hold.high_id) if guard is not None else None
+    if high is None or high.costs is None or not 0 <= hold.piece < len(high.costs.solo_s):
+        return f"job {_name(state, hold.high_id)}"
+    return f"{_range(state, hold.high_id, high.costs, hold.piece)} of job {_name(state, hold.high_id)}"
 
 
-def _ban(core: CoreState, hold: Hold) -> str:
+def _ban(state: SchedulerState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}:"
-        f" that range {_takes(ban.ratio)} ({ban.samples} samples); banned {_while(core, ban)}"
+        f"it would run into {_operators(state, ban.high, ban.operators, ban.program)} of job {_name(state, ban.high)}:"
+        f" that range {_takes(ban.ratio)} ({ban.samples} samples); banned {_while(state, ban)}"
     )
 
 
-def _while(core: CoreState, ban: Ban) -> str:
-    """Since when, and until when. What has expired stays in force until one launch has shown whether it still hurts."""
-    if ban.until > core.now:
+def _while(state: SchedulerState, ban: Ban) -> str:
+    """Since when, and until when. An expired ban stays in force until a launch has shown whether the pair still
+    hurts."""
+    if ban.until > state.now:
         return f"since {ban.since:.6f} until {ban.until:.6f}"
     return f"since {ban.since:.6f}, expired at {ban.until:.6f}: in force until a launch has been tried beside it"
 
 
-def _gap(core: CoreState, hold: Hold) -> str:
+def _gap(state: SchedulerState, hold: Hold) -> str:
     again = (
         f"asked again at {hold.until:.6f}" if hold.until < inf else "asked again when low work that is out has ended"
     )
     when = "is expected before it could end"
-    if not hold.foreseen:
+    if not hold.arrival_expected:
         when = "may come at any time, as steps came when none was expected"
-    return f"the next step of {_for(core, hold)} {when}, and would be delayed too long; {again}"
+    return f"the next step of {_for(state, hold)} {when}, and would be delayed too long; {again}"
 
 
-def _tail(core: CoreState, hold: Hold) -> str:
+def _tail(state: SchedulerState, hold: Hold) -> str:
     return (
-        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{_limit(core, hold)},"
-        " until that step ends"
+        f"beside {_where(state, hold)} it would cost the step that runs more than one step may lose"
+        f"{_limit(state, hold)}, until that step ends"
     )
 
 
-def _next(core: CoreState, hold: Hold) -> str:
+def _next(state: SchedulerState, hold: Hold) -> str:
     return (
-        f"it would outlast the step of {_for(core, hold)} that runs, and cost the next one, which may have come by"
-        f" then, more than one step may lose{_limit(core, hold)}"
+        f"it would outlast the step of {_for(state, hold)} that runs, and cost the next one, which may have come by"
+        f" then, more than one step may lose{_limit(state, hold)}"
     )
 
 
-def _limit(core: CoreState, hold: Hold) -> str:
-    track = core.guard.tracks.get(hold.high) if core.guard is not None else None
-    return f" ({track.account.limit * 1e3:.3f} ms)" if track is not None else ""
+def _limit(state: SchedulerState, hold: Hold) -> str:
+    high = state.guard.high_jobs.get(hold.high_id) if state.guard is not None else None
+    return f" ({high.budget.limit * 1e3:.3f} ms)" if high is not None else ""
 
 
-_REASONS: dict[str, Callable[[CoreState, Hold], str]] = {
-    "calibration": lambda core, hold: (
-        f"{_for(core, hold)} runs a step alone, so that its speed is known; until that ends"
+_REASONS: dict[str, Callable[[SchedulerState, Hold], str]] = {
+    "calibration": lambda state, hold: (
+        f"{_for(state, hold)} runs a step alone, so that its speed is known; until that ends"
     ),
-    "learning": lambda core, hold: (
-        f"what it costs {_for(core, hold)} is not known yet, and is tried one launch at a time"
+    "learning": lambda state, hold: (
+        f"what it costs {_for(state, hold)} is not known yet, and is tried one launch at a time"
     ),
     "ban": _ban,
-    "price": lambda core, hold: (
-        f"beside {_where(core, hold)} it costs more than elsewhere; it waits for a cheaper piece"
+    "price": lambda state, hold: (
+        f"beside {_where(state, hold)} it costs more than elsewhere; it waits for a cheaper piece"
     ),
-    "budget": lambda core, hold: (
-        f"{_for(core, hold)} has lost what it may lose on average; it waits for credit beside {_where(core, hold)}"
+    "budget": lambda state, hold: (
+        f"{_for(state, hold)} has lost what it may lose on average; it waits for credit beside {_where(state, hold)}"
     ),
     "tail": _tail,
     "next": _next,
@@ -359,35 +300,95 @@ _REASONS: dict[str, Callable[[CoreState, Hold], str]] = {
 }
 
 
-# ---- both
+# ---- What made a job slower that is not low work
 
 
-def _bans(core: CoreState, guard: Guard, job: Job) -> list[str]:
+def often(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"
+
+
+def by_itself(high: HighJob, others: Sequence[str]) -> list[str]:
+    """Its own work, noise, and other high jobs, the names of which are `others`."""
+    costs, lines = high.costs, []
+    drifts = sum([baseline.drifts for baseline in costs.steps]) if costs is not None else 0
+    if drifts:
+        lines.append(
+            f"What its steps take alone was found to have changed {often(drifts)}: that is its own work, and no job is"
+            " blamed for it."
+        )
+    if (noise := high.budget.noise.over) >= NOTEWORTHY:
+        said = (
+            f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed"
+            " for. "
+        )
+        lines.append(
+            said
+            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a"
+            " row."
+        )
+    if high.steps_beside_high and others:
+        lines.append(
+            f"{high.steps_beside_high} of its {high.steps} steps ran beside {' and '.join(others)}, of high priority,"
+            " too: high jobs share the device by weight, and what that costs is no part of the promise."
+        )
+    return lines
+
+
+def outlier(high: HighJob) -> list[str]:
+    """A step slower than known costs of low work explain."""
+    costs, slowest = high.costs, max(high.ratios, default=1.0)
+    if costs is None or slowest <= 1.0 + OUTLIER * high.budget.slack:
+        return []
+    known = max([low.bound for low_costs in costs.by_low.values() for low in low_costs.lows.values()], default=0.0)
+    if known > (slowest - 1.0) / 4 * high.solo_step():
+        return []
+    ago = len(high.ratios) - 1 - list(high.ratios).index(slowest)
+    return [
+        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to"
+        f" cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+    ]
+
+
+def suspended(job: Job) -> list[str]:
+    """How long its pieces stood still, on a device that can suspend them (the CPU)."""
+    stood, out = job.suspended_s, job.suspended_s + job.device_s
+    if stood <= SUSPENDED * out:
+        return []
+    return [
+        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device"
+        " away to high jobs' or other programs' work, and then went on."
+    ]
+
+
+# ---- Bans, ranges and names
+
+
+def _bans(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
     mine = [ban for ban in guard.bans.active if job.id in (ban.high, ban.low)]
-    lines = [_told(core, ban) for ban in mine[:MOST_BANS]]
+    lines = [_banned(state, ban) for ban in mine[:MOST_BANS]]
     return lines + ([f"And {len(mine) - MOST_BANS} bans more."] if len(mine) > MOST_BANS else [])
 
 
-def _told(core: CoreState, ban: Ban) -> str:
+def _banned(state: SchedulerState, ban: Ban) -> str:
     share = "" if ban.share == 1.0 else f" on {ban.share:.2f} of the device"
     again = f", renewed {often(ban.failures)}" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
-        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of"
-        f" job {_name(core, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
-        f" {_while(core, ban)}{again}."
+        f"Banned: job {_name(state, ban.low)}{share} while {_operators(state, ban.high, ban.operators, ban.program)} of"
+        f" job {_name(state, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
+        f" {_while(state, ban)}{again}."
     )
 
 
-def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
-    return f"piece {piece} ({_operators(core, high, model.bounds[piece : piece + 2], model.key)})"
+def _range(state: SchedulerState, high: JobId, costs: HighCosts, piece: int) -> str:
+    return f"piece {piece} ({_operators(state, high, costs.bounds[piece : piece + 2], costs.key)})"
 
 
-def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
-    """[start, end) of the job's program with that key. Of the names those come first that are rarest in the program:
-    they tell the range from the others."""
+def _operators(state: SchedulerState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
+    """Operators [start, end) of the job's program with that key. Names that are rarest in the program come first, since
+    they tell the range from others."""
     start, end = operators
-    job = core.jobs.get(job_id) if core.hidden(job_id) is None else None
+    job = state.jobs.get(job_id) if state.hidden(job_id) is None else None
     names: list[str] = []
     everywhere: Counter[str] = Counter()
     for program in job.programs.values() if job is not None else ():
@@ -400,10 +401,10 @@ def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: 
     return text
 
 
-def _name(core: CoreState, job_id: JobId) -> str:
-    job, other = core.jobs.get(job_id), core.hidden(job_id)
+def _name(state: SchedulerState, job_id: JobId) -> str:
+    job, other = state.jobs.get(job_id), state.hidden(job_id)
     if other is not None:
         return other
     if job is None:
-        return f"{core.departed[job_id]!r} (gone)" if job_id in core.departed else str(job_id)
+        return f"{state.departed[job_id]!r} (gone)" if job_id in state.departed else str(job_id)
     return f"{job.spec.name!r}" if job.spec.name else str(job_id)

@@ -1,8 +1,8 @@
-"""Why a step waited: what happened to each job, told afterwards in sentences.
+"""What happened to each job, in sentences: why a step waited, and what made room for it.
 
-Records are tuples in one bounded ring, appended as things happen and put into words only when
-somebody asks. Each carries the event that led to it, so a launch says what made room for it. The
-ring outlives jobs (a job that failed is the one asked about) and forgets the oldest records first.
+Records are tuples in one bounded ring, appended as things happen and put into words only when they are read. Each
+carries the event that led to it. The ring outlives jobs, since a job that failed is the one to explain, and forgets the
+oldest records first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from typing import TypeAlias
 
 from gpumux.scheduler.events import Event, PieceDone
-from gpumux.scheduler.guard.answers import REASONS
+from gpumux.scheduler.guard.decisions import REASONS
 from gpumux.types import JobId, StepId
 
 Detail: TypeAlias = tuple[object, ...]
@@ -54,17 +54,21 @@ TEMPLATES: dict[str, str] = {
 }
 
 
-class Story:
+class History:
+    """A bounded number of records about all jobs."""
+
     def __init__(self, records: int) -> None:
         self._ring: deque[Record] = deque(maxlen=records)
-        self.add = self._ring.append  # called for every piece: no layer in between
+
+    def add(self, record: Record) -> None:
+        self._ring.append(record)
 
     def __len__(self) -> int:
         return len(self._ring)
 
-    def tell(self, job: JobId, step: StepId | None = None, newest: int | None = None) -> list[str]:
-        """What is still known of the job, oldest first, the `newest` so many lines at most; with `step`, of that step
-        and of what happened to its job while it was unanswered. Times are seconds on the core's clock."""
+    def lines(self, job: JobId, step: StepId | None = None, newest: int | None = None) -> list[str]:
+        """Lines about the job, oldest first, the `newest` so many at most; with `step`, those of that step and of what
+        happened to its job while it was unanswered. Times are seconds on the scheduler's clock."""
         records = [r for r in self._ring if r[1] == job]
         if step is not None:
             own = [i for i, r in enumerate(records) if r[2] == step]

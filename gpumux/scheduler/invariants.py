@@ -6,34 +6,35 @@ from collections import Counter
 from math import isclose
 
 from gpumux.scheduler.fair_queue import MIN_COST_S, FairQueue
-from gpumux.scheduler.jobs import Job, JobState, Step
-from gpumux.scheduler.state import CoreState
-from gpumux.scheduler.windows import Launch, Window
+from gpumux.scheduler.jobs import Job, JobState, JobStep
+from gpumux.scheduler.state import SchedulerState
+from gpumux.scheduler.windows import Outstanding, Window
 from gpumux.types import Priority
 
 
-def check(core: CoreState) -> None:
-    _check_sessions(core)
-    core.ledger.check(core.jobs)
-    for job in core.jobs.values():
+def check(state: SchedulerState) -> None:
+    _check_sessions(state)
+    state.ledger.check(state.jobs)
+    for job in state.jobs.values():
         _check_job(job)
     for priority in Priority:
-        _check_class(core, priority)
-    _check_awaited(core)
-    if core.policy is not None:
-        choice = core.policy.choose(core.board, core.now)
+        _check_class(state, priority)
+    _check_awaited(state)
+    _check_guard(state)
+    if state.policy is not None:
+        choice = state.policy.choose(state.windows, state.now)
         assert choice is None, f"room was left unused: job {choice.job.id} could launch"
 
 
-def _check_sessions(core: CoreState) -> None:
-    for session in core.sessions.values():
-        mine = {job.id for job in core.jobs.values() if job.session == session.id}
+def _check_sessions(state: SchedulerState) -> None:
+    for session in state.sessions.values():
+        mine = {job.id for job in state.jobs.values() if job.session == session.id}
         assert session.jobs == mine, f"session {session.id} lists jobs {session.jobs}, owns {mine}"
-    for job in core.jobs.values():
-        orphan = job.session not in core.sessions and job.state is not JobState.CLOSING
+    for job in state.jobs.values():
+        orphan = job.session not in state.sessions and job.state is not JobState.CLOSING
         assert not orphan, f"job {job.id} outlives its session"
-        assert core.leaving is None or job.state is JobState.CLOSING, f"job {job.id} is open while leaving"
-    assert not core.touched, "an event left its notes behind"
+        assert state.leaving is None or job.state is JobState.CLOSING, f"job {job.id} is open while leaving"
+    assert not state.changed_jobs, "an event left its notes behind"
 
 
 def _check_job(job: Job) -> None:
@@ -50,7 +51,7 @@ def _check_job(job: Job) -> None:
     for step in job.running.values():
         assert step.done < step.launched == len(step.pieces), f"{where}: step {step.id} is not running"
     for index, item in enumerate(job.queue):
-        if isinstance(item, Step):
+        if isinstance(item, JobStep):
             assert job.programs.get(item.program.id) is item.program, f"{where}: step {item.id} lost its program"
             begun = index == 0 and 0 < item.launched < len(item.pieces)
             assert item.launched == 0 or begun, f"{where}: step {item.id} began out of turn"
@@ -61,33 +62,47 @@ def _check_job(job: Job) -> None:
     assert job.state is JobState.OPEN or job.busy(), f"{where}: drained but not closed"
 
 
-def _check_awaited(core: CoreState) -> None:
-    guard = core.guard
+def _check_awaited(state: SchedulerState) -> None:
+    guard = state.guard
     if guard is None:
         return
-    for track in guard.tracks.values():
-        low = track.after
+    for high in guard.high_jobs.values():
+        low = high.waits_for
         if low is not None:
-            listed = low in guard.awaited.jobs and track in (low.awaited_by or ())
-            assert listed, f"job {track.job.id} waits for job {low.id}, which does not know it"
-            assert low.priority is Priority.LOW, f"job {track.job.id} waits for job {low.id}, which is no low one"
-    for low in guard.awaited.jobs:
-        assert core.jobs.get(low.id) is low, f"job {low.id} is awaited, and gone"
-        tracks = low.awaited_by or []
-        assert tracks, f"job {low.id} is awaited by none"
-        assert all(t.after is low and guard.tracks.get(t.job.id) is t for t in tracks), (
+            listed = low in guard.awaited_steps.jobs and high in guard.awaited_steps.waiting.get(low.id, ())
+            assert listed, f"job {high.job.id} waits for job {low.id}, which does not know it"
+            assert low.priority is Priority.LOW, f"job {high.job.id} waits for job {low.id}, which is no low one"
+    for low in guard.awaited_steps.jobs:
+        assert state.jobs.get(low.id) is low, f"job {low.id} is awaited, and gone"
+        high_jobs = guard.awaited_steps.waiting.get(low.id, [])
+        assert high_jobs, f"job {low.id} is awaited by none"
+        assert all(high.waits_for is low and guard.high_jobs.get(high.job.id) is high for high in high_jobs), (
             f"job {low.id} is awaited by others"
         )
 
 
-def _check_class(core: CoreState, priority: Priority) -> None:
-    board, window = core.board, core.board.windows[priority]
-    jobs = [job for job in core.jobs.values() if job.priority is priority]
+def _check_guard(state: SchedulerState) -> None:
+    """The guard follows exactly the launches and steps there are."""
+    guard = state.guard
+    if guard is None:
+        return
+    followed, out = list(guard.view.low_launches), list(state.windows.low.launches)
+    assert followed == out, f"the guard follows low launches {followed}, out are {out}"
+    for job_id, high in guard.high_jobs.items():
+        begun = {step.id for step in state.jobs[job_id].steps() if step.launched}
+        assert high.step_costs.keys() == begun, (
+            f"job {job_id}: the guard follows steps {set(high.step_costs)}, not {begun}"
+        )
+
+
+def _check_class(state: SchedulerState, priority: Priority) -> None:
+    windows, window = state.windows, state.windows.by_class[priority]
+    jobs = [job for job in state.jobs.values() if job.priority is priority]
     _check_window(window, jobs)
     active = [j for j in jobs if j.state is not JobState.CLOSING and not j.paused and j.busy()]
-    assert board.active(priority) == len(active), f"{board.active(priority)} active, should be {len(active)}"
-    board.ready[priority].check([job for job in jobs if not job.blocked()])
-    if isinstance(board.ready[priority], FairQueue):
+    assert windows.active(priority) == len(active), f"{windows.active(priority)} active, should be {len(active)}"
+    windows.ready[priority].check([job for job in jobs if not job.blocked()])
+    if isinstance(windows.ready[priority], FairQueue):
         for job in jobs:
             owed = sum(max(la.predicted, MIN_COST_S) for la in window.launches.values() if la.job is job) / job.weight
             assert isclose(job.pending, owed, rel_tol=1e-6, abs_tol=1e-9), f"job {job.id}: {job.pending} not {owed}"
@@ -108,7 +123,7 @@ def _check_window(window: Window, jobs: list[Job]) -> None:
         last[launch.job.id] = at
 
 
-def _check_room(launch: Launch) -> None:
+def _check_room(launch: Outstanding) -> None:
     count, seconds, limit = launch.count_before, launch.seconds_before, launch.limit
     assert count < limit.launches, f"launch {launch.id} made with {count} of {limit.launches} out"
     fits = count == 0 or seconds + launch.predicted <= limit.seconds

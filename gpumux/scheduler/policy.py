@@ -1,44 +1,42 @@
-"""Whose piece next. A policy is two methods; windows, queues and fairness are the board's.
+"""Which job's piece is launched next. A policy is two methods; windows, queues and fairness are `Windows`'.
 
-    fifo      one stream, arrival order over all jobs, as good as no window: what sharing a device
-              without any of this looks like
+    fifo      one stream, arrival order over all jobs, windows so deep that they hardly limit: a device shared
+              without any scheduling
     streams   the device's stream priorities alone, behind deep windows
-    paced     stream priorities and short windows: what is already out can't be called back, so
-              little is let out, and less of the low class while a high job is active
+    paced     stream priorities and short windows: what is out can't be called back, so little is
+              launched, and less of the low class while a high job is active
     guarded   paced, and low work only where it costs no high job more than that job allows
               (`scheduler/guard/guard.py`)
 
 `choose` returns the next job and how its piece is launched, or None when nothing may be launched
-now; the machine calls it until it says None. It must not pass over a class's first job because a
-later one would fit: that is how jobs with long pieces starve. It may because the guard holds it.
+now; the scheduler calls it until it returns None. It must not pass over a class's first job because
+a later one would fit: jobs with long pieces would starve. It may where the guard holds the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import ClassVar, Final, Protocol
 
 from gpumux.errors import ConfigError
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.fair_queue import Order
 from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S
-from gpumux.scheduler.guard.guard import Guard
+from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.jobs import Job
-from gpumux.scheduler.windows import Board, Limit
+from gpumux.scheduler.windows import Limit, Windows
 from gpumux.types import DeviceInfo, Priority
 
 _LOW: Final = Priority.LOW
 _HIGH: Final = Priority.HIGH
-_LOW_STREAM: Final = int(_LOW)
-_HIGH_STREAM: Final = int(_HIGH)
-_BY_RANK: Final = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
-DEEP: Final = 1024  # launches; more than max_inflight lets a handful of jobs have
-BY_TURN: Final = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
+_BY_RANK: Final = (_HIGH, _LOW)
+DEEP: Final = 1024  # launches; more than max_inflight allows a handful of jobs
 
 
-class Choice:
-    """The job whose next piece is launched, the stream's priority, and the part of the device's
-    multiprocessors the piece may use."""
+class NextLaunch:
+    """The job whose next piece is launched, the stream's priority, and the share of the device's multiprocessors the
+    piece may use."""
 
     __slots__ = ("job", "share", "stream")
 
@@ -47,63 +45,63 @@ class Choice:
 
 
 class Policy(Protocol):
-    """`order` says how the board sorts ready jobs within a class; `guard` is told what happens."""
+    """`order` is that of ready jobs within a class; `guard`, if there is one, follows all launches."""
 
     order: ClassVar[Order]
 
     @property
-    def guard(self) -> Guard | None: ...
+    def guard(self) -> SlowdownGuard | None: ...
 
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None: ...
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None: ...
 
-    def limit(self, board: Board, priority: Priority) -> Limit:
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
         """What the class may have outstanding now. No launch is made beyond it."""
 
-    def choose(self, board: Board, now: float) -> Choice | None:
-        """Whose next piece is launched at `now`, and how. Changes nothing: it may be asked twice."""
+    def choose(self, windows: Windows, now: float) -> NextLaunch | None:
+        """The next launch at `now`, or None. Called again it gives the same answer."""
 
 
 class Fifo:
     order: ClassVar[Order] = "arrival"
-    guard: Guard | None = None
+    guard: SlowdownGuard | None = None
 
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
         self._limit = Limit(DEEP, inf)
 
-    def limit(self, board: Board, priority: Priority) -> Limit:
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
         return self._limit
 
-    def choose(self, board: Board, now: float) -> Choice | None:
-        ready = [job for job in (board.first(p) for p in Priority) if job is not None]
+    def choose(self, windows: Windows, now: float) -> NextLaunch | None:
+        ready = [job for job in (windows.peek(p) for p in Priority) if job is not None]
         if not ready:
             return None
         job = min(ready, key=lambda j: j.head_step().arrival)
-        return Choice(job, 0) if board.fits(job, self._limit) else None
+        return NextLaunch(job, 0) if windows.fits(job, self._limit) else None
 
 
-class Streams:
+class StreamPriorities:
     order: ClassVar[Order] = "fair"
-    guard: Guard | None = None
+    guard: SlowdownGuard | None = None
 
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
         self._limit = Limit(DEEP, inf)
 
-    def limit(self, board: Board, priority: Priority) -> Limit:
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
         return self._limit
 
-    def choose(self, board: Board, now: float) -> Choice | None:
+    def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         for priority in _BY_RANK:
-            job = board.first(priority)
-            if job is not None and board.fits(job, self._limit):
-                return Choice(job, int(priority))
+            job = windows.peek(priority)
+            if job is not None and windows.fits(job, self._limit):
+                return NextLaunch(job, int(priority))
         return None
 
 
 class Paced:
     order: ClassVar[Order] = "fair"
-    guard: Guard | None = None
+    guard: SlowdownGuard | None = None
 
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
         def window(launches: int, seconds: float | None, priority: Priority) -> Limit:
             target = info.piece_target_s.get(priority.name.lower(), DEFAULT_TARGET_S)
             return Limit(launches, 2 * launches * target if seconds is None else seconds)
@@ -112,75 +110,75 @@ class Paced:
         self._low = window(config.low_launches, config.low_window_s, Priority.LOW)
         self._low_idle = window(config.low_idle_launches, config.low_idle_window_s, Priority.LOW)
 
-    def limit(self, board: Board, priority: Priority) -> Limit:
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
         if priority is _HIGH:
             return self._high
-        return self._low if board.active(_HIGH) else self._low_idle
+        return self._low if windows.active(_HIGH) else self._low_idle
 
-    def choose(self, board: Board, now: float) -> Choice | None:
+    def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         for priority in _BY_RANK:
-            job = board.first(priority)
-            if job is not None and board.fits(job, self.limit(board, priority)):
-                return Choice(job, int(priority))
+            job = windows.peek(priority)
+            if job is not None and windows.fits(job, self.limit(windows, priority)):
+                return NextLaunch(job, int(priority))
         return None
 
 
 class Guarded(Paced):
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
-        super().__init__(config, info)
-        self.guard = self._guard = Guard(config, info)
-        self._high_launches, self._idle_launches = self._high.launches, self._low_idle.launches
-        self._beside = [Limit(n, n * self._low.seconds / self._low.launches) for n in range(self._guard.wide + 1)]
+    """The low window beside a high job is as wide as the guard makes it, and the guard may hold low jobs."""
 
-    def limit(self, board: Board, priority: Priority) -> Limit:
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
+        super().__init__(config, info)
+        self.guard = self._guard = SlowdownGuard(config, info)
+        per_launch = self._low.seconds / self._low.launches
+        self._beside = [Limit(n, n * per_launch) for n in range(self._guard.low_window.wide + 1)]
+
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
         if priority is _HIGH:
             return self._high
-        return self._beside[self._guard.width] if board.active(_HIGH) else self._low_idle
+        return self._beside[self._guard.low_window.width] if windows.active(_HIGH) else self._low_idle
 
-    def choose(self, board: Board, now: float) -> Choice | None:
-        # Asked after every event and after every launch: what needs no look at a job comes first.
-        ready, high, low = board.low_ready, board.high_ready, board.low
-        if high.size and len(board.high.launches) < self._high_launches:
-            job = high.first()
-            if job is not None and board.fits(job, self._high):
-                return Choice(job, _HIGH_STREAM)
-        guard, none_out = self._guard, not low.launches
-        room = guard.width if board.active_jobs[_HIGH_STREAM] else self._idle_launches
-        if not ready.size or len(low.launches) >= room:
+    def choose(self, windows: Windows, now: float) -> NextLaunch | None:
+        if windows.high_ready.size and len(windows.high.launches) < self._high.launches:
+            job = windows.high_ready.peek()
+            if job is not None and windows.fits(job, self._high):
+                return NextLaunch(job, int(_HIGH))
+        ready, limit = windows.low_ready, self.limit(windows, _LOW)
+        if not ready.size or len(windows.low.launches) >= limit.launches:
             return None
-        rest = guard.rest
-        others_matter = none_out and ready.size > 1  # where the device would be left without low work
-        if rest is not None and not (others_matter and rest.partial) and rest.lasts(ready, guard.low_version, now):
-            guard.resting = True
+        decisions = self._guard.decisions
+        others_matter = not windows.low.launches and ready.size > 1  # else the device is left without low work
+        if decisions.still_all_held(ready, others_matter, now):
             return None
-        first = ready.first()
-        if first is None or not (none_out or board.fits(first, self.limit(board, _LOW))):
+        first = ready.peek()
+        if first is None or not windows.fits(first, limit):
             return None
-        share = guard.admit(first, board, now)
-        if share:
-            return Choice(first, _LOW_STREAM, share)
-        if guard.awaited.jobs:  # no high job loses by these, which the others wait behind
-            for job in guard.awaited.jobs:
-                if job.entry and job is not first and (none_out or board.fits(job, self.limit(board, _LOW))):
-                    share = guard.admit(job, board, now)
-                    if share:
-                        return Choice(job, _LOW_STREAM, share)
-        if others_matter and not guard.holds_all(first):
-            others = ready.following()
-            if ready.size > BY_TURN:
-                # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
-                more = ready.another(first, others)
-                if more is not None:
-                    others.append(more)
-            for job in others:
-                share = guard.admit(job, board, now)
-                if share:
-                    return Choice(job, _LOW_STREAM, share)
-        guard.asked, guard.entered, guard.partial = first, ready.entered, not none_out
+        for job in self._candidates(windows, first, limit, others_matter):
+            share = self._guard.admit(job, windows, now)
+            if share:
+                return NextLaunch(job, int(_LOW), share)
+        decisions.none_admitted(first, ready.additions, bool(windows.low.launches))
         return None
 
+    def _candidates(self, windows: Windows, first: Job, limit: Limit, others_matter: bool) -> Iterator[Job]:
+        """Low jobs that may be launched, in this order, as long as those before are held: the first; those that a
+        client waits for before it steps its high jobs again, since no high job loses by them; and if the device would
+        be left without low work, the next two, and one more out of turn, since a held job keeps its turn for as long as
+        it is held."""
+        ready = windows.low_ready
+        yield first
+        for job in self._guard.awaited_steps.jobs:
+            if job.ready_entry and job is not first and windows.fits(job, limit):
+                yield job
+        if others_matter and not self._guard.decisions.holds_all(first):
+            others = ready.next_two()
+            if ready.size > 1 + len(others):
+                more = ready.peek_other(first, others)
+                if more is not None:
+                    others.append(more)
+            yield from others
 
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": Streams, "paced": Paced, "guarded": Guarded}
+
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": StreamPriorities, "paced": Paced, "guarded": Guarded}
 
 
 def policy_named(name: str) -> type[Policy]:

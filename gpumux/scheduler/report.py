@@ -1,19 +1,32 @@
-"""The guard's figures as plain data, for status and metrics.
+"""The scheduler's state as plain data: all of it for status and metrics (`take`), and what runs, is held and is banned
+now, cheap enough to be read after every event. Reads and changes nothing.
 
+now         seconds, clock of the last event
+policy      its name
+leaving     why the daemon is leaving, or None
+device      {kind, name, parallel, threads}, or None before it is open
+sessions    how many are open
+jobs        one map a job, see `_job`
+windows     by class: {launches, seconds, limit_launches, limit_seconds (None: no bound), active_jobs}
+memory      bytes: {capacity (None before the device is open), used, free, state, slots, transient}
+counters    {events, ignored: {event: n}, refusals: {fault code: n}}
 guard       None under a policy without one, else
-    bans            list of {high, low: job ids, operators: [start, end), share, ratio, samples, why, since, until, failures}
+    bans            list of {high, low: job ids, operators: [start, end), share, ratio, samples, why, since, until,
+                    failures}
     bans_total      ever imposed
-    probes_total    launches let out to find something out
-    held_seconds    {reason: seconds in which low work was ready and had room, but was held} (scheduler/guard/answers.py lists reasons)
-    harvested_seconds   device seconds of low work beside high jobs or in their gaps
+    probes_total    launches made to find something out although they should have been held
+    held_seconds    {reason: seconds in which low work was ready and had room, but was held}; guard/decisions.py
+                    lists reasons
+    harvested_seconds   device seconds of low work beside high jobs or in their pauses
     low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":
     slowdown, slowdown_p99   of its newest steps over the same alone, None while unknown; `steps` of them
-    kept            mean within max_slowdown and p99 within twice the slack, each but for LEAST_SLOWDOWN; None while unknown
+    kept            mean within max_slowdown and p99 within twice the slack (at least LEAST_SLOWDOWN), None while
+                    unknown
     steps_over      steps slower than that, ever; `steps_total` of them
     solo_step_seconds, baseline_samples, estimate_samples
     host_wait_seconds        the device waited for the host with a piece of the job due
-    price, balance_seconds, credit_seconds, tail
+    price, balance_seconds, credit_seconds, tail: guard/budget.py
 and for each low one:
     held            {reason, high, since, until (None: an event will come)} or None
     held_seconds    {reason: seconds for which it was held since it opened}, only reasons there were
@@ -24,106 +37,106 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import ceil, isinf
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from gpumux.scheduler.guard.costs import Ban
-from gpumux.scheduler.guard.guard import Guard
-from gpumux.scheduler.guard.high_job import STARVED, Track
-from gpumux.scheduler.jobs import Job, Step
-from gpumux.scheduler.state import CoreState
-from gpumux.scheduler.windows import Launch
+from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS, HighJob
+from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.state import SchedulerState
+from gpumux.scheduler.windows import Outstanding
 from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId
 
-# ---- Low jobs that don't get to run: for how long, and whether their pieces' length is the reason.
+LENGTH_LIMITED: Final = frozenset(("tail", "next", "gap", "ban"))  # reasons that a shorter piece may be free of
 
 
-LONG = frozenset(("tail", "next", "gap", "ban"))
+# ---- Low jobs that don't get to run: for how long, and whether the length of their pieces is the reason.
 
 
-def starved_steps(guard: Guard, job: Job) -> int:
-    """Steps of the high job that holds this low one since it was last launched."""
-    hold = guard.holds.newest.get(job.id)
-    track = guard.tracks.get(hold.high) if hold is not None else None
-    if hold is None or track is None or track.solo_step() <= 0.0:
+def held_steps(guard: SlowdownGuard, job: Job) -> int:
+    """Steps of the high job that holds this low one, since it was last launched."""
+    hold = guard.decisions.holds.current.get(job.id)
+    high = guard.high_jobs.get(hold.high_id) if hold is not None else None
+    if hold is None or high is None or high.solo_step() <= 0.0:
         return 0
-    return int((guard.seen - hold.since) / track.solo_step())
+    return int((guard.view.now - hold.since) / high.solo_step())
 
 
-def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:
-    """(seconds of its next piece, seconds that would fit) for a low job whose pieces hinder it from running."""
-    hold = guard.holds.newest.get(job.id)
-    if hold is None or hold.reason not in LONG or job.blocked() or starved_steps(guard, job) < STARVED:
+def too_long(guard: SlowdownGuard, job: Job) -> tuple[float, float] | None:
+    """(seconds of its next piece, seconds that would fit) for a low job that is held because its pieces are long."""
+    hold = guard.decisions.holds.current.get(job.id)
+    if hold is None or hold.reason not in LENGTH_LIMITED or job.blocked() or held_steps(guard, job) < HELD_LONG_STEPS:
         return None
-    track = guard.tracks.get(hold.high)
-    if track is None or track.model is None:
+    high = guard.high_jobs.get(hold.high_id)
+    if high is None or high.costs is None:
         return None
     step, seconds = job.head_step(), job.next_seconds()
     spans = step.spans if step.launched else step.program.spans
-    pair = track.model.pairs.get(step.program.whole)
-    known = pair.lows.get(spans[step.launched]) if pair is not None else None
-    fits = track.gaps.short
+    low_costs = high.costs.by_low.get(step.program.whole_key)
+    known = low_costs.lows.get(spans[step.launched]) if low_costs is not None else None
+    fits = high.arrivals.short
     if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
-        fits = max(fits, seconds * track.account.limit / known.upper)
+        fits = max(fits, seconds * high.budget.limit / known.upper)
     return (seconds, fits) if fits < seconds else None
 
 
-# ----
+# ---- The guard's figures
 
 
-def guard_figures(guard: Guard, now: float) -> dict[str, Any]:
+def guard_figures(guard: SlowdownGuard, now: float) -> dict[str, Any]:
     return {
         "bans": [_ban(ban) for ban in guard.bans.active],
         "bans_total": guard.bans.total,
         "probes_total": guard.bans.probes,
-        "held_seconds": guard.holds.seconds(now),
-        "harvested_seconds": guard.harvested,
-        "low_window": guard.width,
+        "held_seconds": guard.decisions.holds.seconds(now),
+        "harvested_seconds": guard.learner.harvested,
+        "low_window": guard.low_window.width,
     }
 
 
-def job_figures(guard: Guard, job: Job, now: float) -> dict[str, Any] | None:
+def job_figures(guard: SlowdownGuard, job: Job, now: float) -> dict[str, Any] | None:
     if job.priority is Priority.LOW:
-        hold, long = guard.holds.newest.get(job.id), too_long(guard, job)
+        hold, long = guard.decisions.holds.current.get(job.id), too_long(guard, job)
         return {
             "held": (
                 None
                 if hold is None
                 else {
                     "reason": hold.reason,
-                    "high": hold.high,
+                    "high": hold.high_id,
                     "since": hold.since,
                     "until": hold.until if hold.until < float("inf") else None,
                 }
             ),
-            "held_seconds": guard.holds.of(job, now),
+            "held_seconds": guard.decisions.holds.job_seconds(job, now),
             "too_long": None if long is None else {"piece_seconds": long[0], "fits_seconds": long[1]},
         }
-    track = guard.tracks.get(job.id)
-    if track is None or track.model is None:
+    high = guard.high_jobs.get(job.id)
+    if high is None or high.costs is None:
         return None
-    model, account = track.model, track.account
+    costs, budget = high.costs, high.budget
     return {
-        **promise(track),
-        "steps_over": track.over,
-        "steps_total": track.steps,
-        "solo_step_seconds": track.solo_step(),
-        "baseline_samples": sum(baseline.count for baseline in model.steps),
-        "estimate_samples": sum(cell.count for pair in model.pairs.values() for cell in pair.cells),
-        "host_wait_seconds": track.host_wait,
-        "price": account.price,
-        "balance_seconds": account.balance,
-        "credit_seconds": account.credit,
-        "tail": account.tail,
+        **slowdown_figures(high),
+        "steps_over": high.over,
+        "steps_total": high.steps,
+        "solo_step_seconds": high.solo_step(),
+        "baseline_samples": sum(baseline.count for baseline in costs.steps),
+        "estimate_samples": sum(each.count for low_costs in costs.by_low.values() for each in low_costs.ranges),
+        "host_wait_seconds": high.host_wait,
+        "price": budget.price,
+        "balance_seconds": budget.balance,
+        "credit_seconds": budget.credit,
+        "tail": budget.tail,
     }
 
 
-def promise(track: Track) -> dict[str, Any]:
+def slowdown_figures(high: HighJob) -> dict[str, Any]:
     """How slow the newest steps were, and whether that is within what was promised."""
-    ratios = sorted(track.ratios)
+    ratios = sorted(high.ratios)
     if not ratios:
         return {"slowdown": None, "slowdown_p99": None, "kept": None, "steps": 0}
     mean, p99 = sum(ratios) / len(ratios), ratios[ceil(0.99 * len(ratios)) - 1]
-    slack = track.account.slack
+    slack = high.budget.slack
     kept = mean <= 1.0 + slack and p99 <= 1.0 + 2.0 * slack
     return {"slowdown": mean, "slowdown_p99": p99, "kept": kept, "steps": len(ratios)}
 
@@ -143,14 +156,11 @@ def _ban(ban: Ban) -> dict[str, Any]:
     }
 
 
-# ---- What runs, is held and is banned right now, as plain tuples for who watches from outside (daemon/tracing.py).
-#
-# Reads and changes nothing. `scheduler/report.py` is the whole state, for status; this is cheap enough to be asked
-# after every event.
+# ---- What runs, is held and is banned now
 
 
-class Out(NamedTuple):
-    """A piece that was handed to the device and is not over: operators [first, end) of its program."""
+class LaunchInfo(NamedTuple):
+    """An outstanding piece: operators [first, end) of its program."""
 
     launch: LaunchId
     job: JobId
@@ -162,9 +172,9 @@ class Out(NamedTuple):
     share: float
 
 
-class Held(NamedTuple):
-    """A low job whose next piece waits for the sake of `high` since `since` (seconds), with a reason of
-    scheduler/guard/answers.py."""
+class HeldJob(NamedTuple):
+    """A low job the next piece of which is held for `high` since `since` (seconds); `reason` is one of
+    guard/decisions.py."""
 
     job: JobId
     high: JobId
@@ -172,8 +182,8 @@ class Held(NamedTuple):
     since: float
 
 
-class Banned(NamedTuple):
-    """`low` may not run while operators [first, end) of `high` do; see scheduler/guard/costs.py."""
+class BannedRange(NamedTuple):
+    """`low` may not run while operators [first, end) of `high` do; see guard/bans.py."""
 
     high: JobId
     low: JobId
@@ -185,80 +195,69 @@ class Banned(NamedTuple):
     why: str
 
 
-def out(core: CoreState, launch: LaunchId) -> Out | None:
+def out(state: SchedulerState, launch: LaunchId) -> LaunchInfo | None:
     """The launch, if it is outstanding."""
-    for window in core.board.windows:
+    for window in state.windows.by_class:
         found = window.launches.get(launch)
         if found is not None:
             return _out(found)
     return None
 
 
-def all_out(core: CoreState) -> list[Out]:
+def all_out(state: SchedulerState) -> list[LaunchInfo]:
     """Every outstanding launch, oldest first within a class."""
-    return [_out(launch) for window in core.board.windows for launch in window.launches.values()]
+    return [_out(launch) for window in state.windows.by_class for launch in window.launches.values()]
 
 
-def _out(launch: Launch) -> Out:
+def _out(launch: Outstanding) -> LaunchInfo:
     step, piece = launch.step, launch.piece
     first, end = step.bounds[piece], step.bounds[piece + 1]
-    return Out(launch.id, launch.job.id, step.id, step.program.id, piece, first, end, launch.share)
+    return LaunchInfo(launch.id, launch.job.id, step.id, step.program.id, piece, first, end, launch.share)
 
 
-def held(core: CoreState) -> list[Held]:
-    """Low jobs that could run now, were it not for the guard. Whoever is paused has other reasons to wait."""
-    if core.guard is None:
+def held(state: SchedulerState) -> list[HeldJob]:
+    """Low jobs that could run now if the guard did not hold them."""
+    if state.guard is None:
         return []
-    holds, found = core.guard.holds, []
-    for job_id, hold in holds.newest.items():
-        job = core.jobs.get(job_id)
+    found = []
+    for job_id, hold in state.guard.decisions.holds.current.items():
+        job = state.jobs.get(job_id)
         if job is not None and not job.blocked():
-            found.append(Held(job_id, hold.high, hold.reason, hold.since))
+            found.append(HeldJob(job_id, hold.high_id, hold.reason, hold.since))
     return found
 
 
-def banned(core: CoreState) -> list[Banned]:
+def banned(state: SchedulerState) -> list[BannedRange]:
     """The bans in force."""
-    if core.guard is None:
+    if state.guard is None:
         return []
     return [
-        Banned(ban.high, ban.low, *ban.operators, ban.share, ban.since, ban.ratio, ban.why)
-        for ban in core.guard.bans.active
+        BannedRange(ban.high, ban.low, *ban.operators, ban.share, ban.since, ban.ratio, ban.why)
+        for ban in state.guard.bans.active
     ]
 
 
-def operators(core: CoreState, job_id: JobId, program: ProgramId) -> tuple[str, ...]:
-    """The program's operators by name, in captured order; empty where the device does not say."""
-    job = core.jobs.get(job_id)
+def operators(state: SchedulerState, job_id: JobId, program: ProgramId) -> tuple[str, ...]:
+    """The program's operators by name, in captured order; empty where the device does not give them."""
+    job = state.jobs.get(job_id)
     found = job.programs.get(program) if job is not None else None
     return found.operators if found is not None else ()
 
 
-# ---- The core's state as plain data (maps, lists, numbers, strings), for status and metrics.
-#
-# now         seconds, clock of the last event
-# policy      its name
-# leaving     why the daemon is leaving, or None
-# device      {kind, name, parallel, threads}, or None before it is open
-# sessions    how many are open
-# jobs        one map a job, see `_job`
-# windows     by class: {launches, seconds, limit_launches, limit_seconds (None: no bound), active_jobs}
-# memory      bytes: {capacity (None before the device is open), used, free, state, slots, transient}
-# guard       what the guard holds back and why, or None; see `scheduler/report.py`, also for "guard" of each job
-# counters    {events, ignored: {event: n}, refusals: {fault code: n}}
+# ---- All of it
 
 
-def take(core: CoreState) -> dict[str, Any]:
-    info, ledger = core.info, core.ledger
+def take(state: SchedulerState) -> dict[str, Any]:
+    info, ledger = state.info, state.ledger
     charges = list(ledger.charges.values())
     return {
-        "now": core.now,
-        "policy": core.config.policy,
-        "leaving": core.leaving,
+        "now": state.now,
+        "policy": state.config.policy,
+        "leaving": state.leaving,
         "device": info and {"kind": info.kind, "name": info.name, "parallel": info.parallel, "threads": info.threads},
-        "sessions": len(core.sessions),
-        "jobs": [_job(core, job) for job in core.jobs.values()],
-        "windows": {p.name.lower(): _window(core, p) for p in Priority},
+        "sessions": len(state.sessions),
+        "jobs": [_job(state, job) for job in state.jobs.values()],
+        "windows": {p.name.lower(): _window(state, p) for p in Priority},
         "memory": {
             "capacity": ledger.capacity,
             "used": ledger.used,
@@ -267,15 +266,15 @@ def take(core: CoreState) -> dict[str, Any]:
             "slots": sum(charge.slots for charge in charges),
             "transient": sum(charge.transient for charge in charges),
         },
-        "guard": None if core.guard is None else guard_figures(core.guard, core.now),
-        "counters": {"events": core.events, "ignored": dict(core.ignored), "refusals": dict(core.refusals)},
+        "guard": None if state.guard is None else guard_figures(state.guard, state.now),
+        "counters": {"events": state.events, "ignored": dict(state.ignored), "refusals": dict(state.refusals)},
     }
 
 
-def _job(core: CoreState, job: Job) -> dict[str, Any]:
+def _job(state: SchedulerState, job: Job) -> dict[str, Any]:
     """`queued` steps have no piece launched yet, `running` ones do; `outstanding` counts pieces."""
-    charge = core.ledger.charges[job.id]
-    queued = sum(1 for item in job.queue if isinstance(item, Step) and not item.launched)
+    charge = state.ledger.charges[job.id]
+    queued = sum(1 for item in job.queue if isinstance(item, JobStep) and not item.launched)
     return {
         "job": job.id,
         "name": job.spec.name,
@@ -298,18 +297,18 @@ def _job(core: CoreState, job: Job) -> dict[str, Any]:
         "steps_done": job.steps_done,
         "steps_failed": job.steps_failed,
         "device_seconds": job.device_s,
-        "guard": None if core.guard is None else job_figures(core.guard, job, core.now),
+        "guard": None if state.guard is None else job_figures(state.guard, job, state.now),
         "memory": {**asdict(charge), "total": charge.total, "limit": job.spec.memory_limit},
     }
 
 
-def _window(core: CoreState, priority: Priority) -> dict[str, Any]:
-    window = core.board.windows[priority]
-    limit = core.policy.limit(core.board, priority) if core.policy is not None else None
+def _window(state: SchedulerState, priority: Priority) -> dict[str, Any]:
+    window = state.windows.by_class[priority]
+    limit = state.policy.limit(state.windows, priority) if state.policy is not None else None
     return {
         "launches": len(window.launches),
         "seconds": window.seconds,
         "limit_launches": limit and limit.launches,
         "limit_seconds": None if limit is None or isinf(limit.seconds) else limit.seconds,
-        "active_jobs": core.board.active(priority),
+        "active_jobs": state.windows.active(priority),
     }

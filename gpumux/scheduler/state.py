@@ -1,7 +1,7 @@
-"""Everything the core knows, and the few changes that several handlers share.
+"""Everything the scheduler knows, and the few changes that several handlers share.
 
-Handlers (`scheduler.py`, `scheduler.py`) are functions over a CoreState; `scheduler.py` calls them. What
-they want done is appended to `out`, what happened to `log`, both under the event being handled.
+Handlers (`scheduler.py`) are functions over a SchedulerState. They append to `commands` what is to be done, and to
+`history` what happened; both belong to the event that is being handled.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import count
 from typing import Final
 
 from gpumux.scheduler import admission
-from gpumux.scheduler import events as ev
-from gpumux.scheduler.admission import Ledger
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.admission import AdmissionLedger
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.events import (
     CloseJob,
     Command,
+    CutProgram,
     Event,
     FailStep,
     FinishTransfer,
@@ -28,116 +28,63 @@ from gpumux.scheduler.events import (
     Tick,
     UnloadJob,
 )
-from gpumux.scheduler.guard import cutting
-from gpumux.scheduler.guard.guard import Guard
-from gpumux.scheduler.history import Story
-from gpumux.scheduler.jobs import Job, JobState, Session, Step, Transfer
+from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.history import History
+from gpumux.scheduler.jobs import Job, JobState, JobStep, JobTransfer, OpenSession
 from gpumux.scheduler.policy import Policy, policy_named
-from gpumux.scheduler.windows import Board
-from gpumux.types import DeviceInfo, Fault, JobId, Priority, SessionId, StepId
-
-# ---- Handlers for a job's priority and weight at run time.
-#
-# A weight counts from the next piece on. A priority is taken while nothing of the job is out: each class's window then
-# holds launches of its own jobs alone, and the guard's view of a step is not torn. So a job that is to change its class
-# launches nothing until what is out has ended, which is as long as its window, changes, and goes on where it was.
-# JobChanged says that it is done.
-
-
-def change_requested(core: CoreState, event: ev.ChangeRequested) -> None:
-    job = core.live(event.job)
-    if job is None:
-        return
-    if event.weight is not None:
-        core.board.reweigh(job, event.weight)
-        core.tell(job.id, None, "weighs", event.weight)
-    if event.priority is not None:
-        job.wanted = event.priority
-        core.board.update(job)
-    finish(core, job)
-    core.refresh(job)
-
-
-def finish(core: CoreState, job: Job) -> None:
-    """Change the job's class if it is to be changed and can be; say so once nothing is left to change."""
-    wanted = job.wanted
-    if wanted is not None and wanted is not job.priority:
-        if job.outstanding:
-            return
-        _move(core, job, wanted)
-    job.wanted = None
-    core.out.append(JobChanged(job.id, job.priority, job.weight))
-
-
-def _move(core: CoreState, job: Job, priority: Priority) -> None:
-    core.board.move(job, priority)
-    core.tell(job.id, None, "changes", priority.name.lower())
-    if core.guard is not None:
-        core.guard.forgotten(job, core.now)
-        cutting.ask(core, job)
-        if priority is Priority.HIGH:
-            head = job.queue[0] if job.queue else None
-            core.guard.promoted(job, head if isinstance(head, Step) and head.launched else None, core.now)
-
-
-# ----
-
+from gpumux.scheduler.windows import Windows
+from gpumux.types import DeviceInfo, Fault, JobId, LaunchId, Priority, SessionId, StepId
 
 MOST_DEPARTED: Final = 1024  # names: a few for each job there can be
-Hidden = Callable[[JobId], str | None]  # what to call a job whose name the listener may not know; None: it may
+Hidden = Callable[[JobId], str | None]  # what to call a job whose name the reader may not know; None: it may
 
 
 def nothing_hidden(job: JobId) -> str | None:
-    """The listener may know everything."""
-    return None  # said, as mypyc takes the end of a function with a result for out of reach
+    """The reader may know every name."""
+    return None  # explicit, since mypyc takes the end of a function with a result for unreachable
 
 
-class CoreState:
+class SchedulerState:
     """Raises ConfigError when the configuration names no policy."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.policy_class = policy_named(config.policy)
         self.policy: Policy | None = None  # from DeviceOpened on
-        self.guard: Guard | None = None  # the policy's, if it has one
+        self.guard: SlowdownGuard | None = None  # the policy's, if it has one
         self.info: DeviceInfo | None = None
-        self.leaving: str | None = None  # why, once the daemon is on its way out
-        self.sessions: dict[SessionId, Session] = {}
+        self.leaving: str | None = None  # why, once the daemon is about to leave
+        self.sessions: dict[SessionId, OpenSession] = {}
         self.jobs: dict[JobId, Job] = {}
-        self.board = Board(self.policy_class.order)
-        self.ledger = Ledger(config)
-        self.log = Story(config.story_records)
-        self.departed: dict[JobId, str] = {}  # names of the newest jobs that are gone, for stories that speak of them
+        self.windows = Windows(self.policy_class.order)
+        self.ledger = AdmissionLedger(config)
+        self.history = History(config.story_records)
+        self.departed: dict[JobId, str] = {}  # names of the newest jobs that are gone, since the history names them
         self.events = 0
-        self.ignored: Counter[str] = Counter()  # by event: late or said twice
+        self.ignored: Counter[str] = Counter()  # by event: it was late, or came twice
         self.refusals: Counter[str] = Counter()  # by fault code
         self.arrivals = count()
         self.launch_ids = count(1)
         self.hidden: Hidden = nothing_hidden  # while something is put into words
-        # Of the event being handled:
-        self.wake = 0.0  # the newest time a Tick was asked for that has not come
+        self.wake_at = 0.0  # the newest time that a Tick was asked for and that has not come
+        # Of the event that is being handled:
         self.now = 0.0
         self.cause: Event = Tick()
-        self.out: list[Command] = []
-        self.touched: list[Job] = []  # jobs whose waiting may want explaining
+        self.commands: list[Command] = []
+        self.changed_jobs: list[Job] = []  # jobs that may wait for another reason now
 
-    def depart(self, job: Job) -> None:
-        """The job is gone, but stories still name it."""
-        if job.spec.name:
-            self.departed[job.id] = job.spec.name
-            if len(self.departed) > MOST_DEPARTED:
-                del self.departed[next(iter(self.departed))]
+    def begin(self, event: Event, now: float) -> None:
+        """An event is to be handled."""
+        self.now, self.cause, self.commands = now, event, []
+        self.events += 1
 
     def ignore(self) -> None:
-        """This event is late or was said before; it changes nothing."""
+        """The event is late or came before; it changes nothing."""
         self.ignored[type(self.cause).__name__] += 1
 
-    def ticked(self) -> None:
-        """Who drives us remembers one time only, the earliest: what was asked for later is forgotten with it."""
-        self.wake = 0.0
-
-    def tell(self, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
-        self.log.add((self.now, job, step, kind, detail, self.cause))
+    def record(self, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
+        """Add a record to the history; `kind` is one of history.TEMPLATES."""
+        self.history.add((self.now, job, step, kind, detail, self.cause))
 
     def live(self, job_id: JobId) -> Job | None:
         """The job, unless it is unknown or closing; then the event is ignored."""
@@ -147,54 +94,109 @@ class CoreState:
             return None
         return job
 
-    def refuse(self, answer: RefuseJob | RefuseProgram | FailStep | FinishTransfer, fault: Fault) -> None:
+    def refuse(self, command: RefuseJob | RefuseProgram | FailStep | FinishTransfer, fault: Fault) -> None:
+        """Refuse something that was not accepted yet."""
         self.refusals[fault.code] += 1
-        step = answer.step if isinstance(answer, FailStep) else None
-        self.tell(answer.job, step, "refused", fault.message)
-        self.out.append(answer)
+        step = command.step if isinstance(command, FailStep) else None
+        self.record(command.job, step, "refused", fault.message)
+        self.commands.append(command)
 
     def fail(self, job: Job, step: StepId, fault: Fault) -> None:
-        """Answer a step that was taken into the queue."""
+        """Fail a step that was accepted."""
         job.steps_failed += 1
-        self.tell(job.id, step, "failed", fault.code, fault.message)
-        self.out.append(FailStep(job.id, step, fault))
+        self.record(job.id, step, "failed", fault.code, fault.message)
+        self.commands.append(FailStep(job.id, step, fault))
 
     def refresh(self, job: Job) -> None:
-        """After a change to the job: start what needs no window, and put it where it belongs."""
-        if job.wanted is not None:
-            finish(self, job)
-        self.touched.append(job)
+        """After a change to the job: start what needs no window, and update the ready queue."""
+        if job.new_priority is not None:
+            self.finish_change(job)
+        self.changed_jobs.append(job)
         head = job.queue[0] if job.queue else None
-        if isinstance(head, Transfer):
+        if isinstance(head, JobTransfer):
             if not job.running and job.transfer is None and not job.paused:
                 job.transfer = head
                 job.queue.popleft()
-                self.tell(job.id, None, "transfer", head.id)
-                self.out.append(StartTransfer(job.id, head.id, head.into_device))
+                self.record(job.id, None, "transfer", head.id)
+                self.commands.append(StartTransfer(job.id, head.id, head.into_device))
         elif job.state is JobState.DRAINING and not job.busy():
             self._unload(job, admission.closing(job.id), None)
-        self.board.update(job)
+        self.windows.update(job)
+
+    def finish_change(self, job: Job) -> None:
+        """Change the job's class if that was asked for and is possible; say so once no change is left.
+
+        A class is changed while no piece of the job is out: then each class's window holds launches of its own jobs
+        alone, and the guard never sees one part of a step in each class. So a job that is to change its class launches
+        nothing until its pieces have ended, changes, and goes on where it was.
+        """
+        priority = job.new_priority
+        if priority is not None and priority is not job.priority:
+            if job.outstanding:
+                return
+            self._set_priority(job, priority)
+        job.new_priority = None
+        self.commands.append(JobChanged(job.id, job.priority, job.weight))
+
+    def _set_priority(self, job: Job, priority: Priority) -> None:
+        self.windows.set_priority(job, priority)
+        self.record(job.id, None, "changes", priority.name.lower())
+        if self.guard is not None:
+            self.guard.forget(job, self.now)
+            self.request_cut(job)
+            if priority is Priority.HIGH:
+                head = job.queue[0] if job.queue else None
+                begun = head if isinstance(head, JobStep) and head.launched else None
+                self.guard.promoted(job, begun, self.now)
+
+    def request_cut(self, job: Job) -> None:
+        """Ask the device to cut the job's programs as the guard wants them, where they are not and can be."""
+        if self.guard is None:
+            return
+        target_s = self.guard.cutting.target_s if job.priority is Priority.LOW else None
+        for program in job.programs.values():
+            wanted = target_s
+            if wanted is not None and program.cut_target_s is None and max(program.pieces, default=0.0) <= wanted:
+                wanted = None  # its pieces are short enough
+            if program.ready and program.cut_target_s != wanted:
+                program.cut_target_s = wanted
+                self.commands.append(CutProgram(job.id, program.id, wanted))
+                kind = "cut" if wanted is not None else "uncut"
+                self.record(job.id, None, kind, program.id, (wanted or 0.0) * 1e3)
+
+    def lose_launches(self, launches: list[LaunchId]) -> None:
+        """These launches are off the device, and no end of them will be reported."""
+        if self.guard is not None:
+            for launch in launches:
+                self.guard.lost(launch)
 
     def close(self, job: Job, fault: Fault, tell: Fault | None) -> None:
-        """Answer all the job has submitted with `fault` and have the device let go of it. The
-        client is told at once with `tell`; None: it asked, and hears when the memory is free."""
-        self.tell(job.id, None, "closing", fault.message)
+        """Answer everything the job has submitted with `fault` and have the device release it. The client is told at
+        once with `tell`; None: the client asked for it, and is told when the memory is free."""
+        self.record(job.id, None, "closing", fault.message)
         for step in job.steps():
             self.fail(job, step.id, fault)
         for transfer in job.all_transfers():
-            self.out.append(FinishTransfer(job.id, transfer.id, fault))
+            self.commands.append(FinishTransfer(job.id, transfer.id, fault))
         job.empty()
         self._unload(job, fault, tell)
-        self.board.update(job)
+        self.windows.update(job)
 
     def _unload(self, job: Job, fault: Fault, tell: Fault | None) -> None:
         job.state = JobState.CLOSING
         if self.guard is not None:
-            self.guard.forgotten(job, self.now)
+            self.guard.forget(job, self.now)
         if tell is not None:
-            job.told = True
-            self.out.append(CloseJob(job.id, job.session, tell))
+            job.close_sent = True
+            self.commands.append(CloseJob(job.id, job.session, tell))
         for program in job.programs.values():  # an offer is answered, too: announced or refused
             if not program.ready:
                 self.refuse(RefuseProgram(job.id, program.id, fault), fault)
-        self.out.append(UnloadJob(job.id))
+        self.commands.append(UnloadJob(job.id))
+
+    def remember_name(self, job: Job) -> None:
+        """The job is gone, but the history still names it."""
+        if job.spec.name:
+            self.departed[job.id] = job.spec.name
+            if len(self.departed) > MOST_DEPARTED:
+                del self.departed[next(iter(self.departed))]

@@ -1,4 +1,4 @@
-"""What a simulation found: for each job its steps against the same job alone, and what ran when."""
+"""The result of a simulation: each job's steps compared with the same job alone, and the launches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Row(NamedTuple):
-    """One launch: `started` and `ended` are device seconds, waiting for room on the multiprocessors included."""
+class LaunchRow(NamedTuple):
+    """One launch. `started` and `ended` are device seconds, including time waiting for room on multiprocessors."""
 
     job: str
     step: int
@@ -39,9 +39,9 @@ class Solo(NamedTuple):
 
 @dataclass(slots=True)
 class JobResult:
-    """One job. `step_seconds` has every answered step, in order: from its submission, or from the end of the job's step
-    before it if that was later, to its last piece's end. Figures leave the first `warmup` steps of high jobs out, and
-    count what the others did only from the moment all high jobs had passed them: `window_s` seconds."""
+    """One job. step_seconds: every answered step, in order, from its submission, or from the end of the job's previous
+    step if that was later, to its last piece's end. Figures leave out the first `warmup` steps of high jobs, and count
+    other jobs' work only from the moment when all high jobs had passed them: `window_s` seconds."""
 
     name: str
     priority: Priority
@@ -52,8 +52,8 @@ class JobResult:
     step_ends: list[float] = field(default_factory=list)
     warmup: int = 0
     window_s: float = 0.0
-    work_s: float = 0.0  # in the window: seconds alone of the pieces that ended
-    device_s: float = 0.0  # in the window: seconds those pieces took
+    work_s: float = 0.0  # in the window: time that the ended pieces take alone
+    device_s: float = 0.0  # in the window: time that those pieces took
 
     @property
     def measured(self) -> list[float]:
@@ -70,7 +70,7 @@ class JobResult:
 
     @property
     def learning_slowdown(self) -> float:
-        """The same of the steps left out; nan if there are none."""
+        """Mean slowdown of the warm-up steps; nan if there are none."""
         return self.slowdown_of(self.step_seconds[: self.warmup])
 
     @property
@@ -79,7 +79,7 @@ class JobResult:
 
     @property
     def p99_slowdown(self) -> float:
-        """99th percentile of the step times over the same alone."""
+        """99th percentile of the step times over that of the job alone."""
         return percentile(self.measured, 0.99) / self.solo.p99_s
 
     @property
@@ -89,7 +89,7 @@ class JobResult:
 
     @property
     def relative_throughput(self) -> float:
-        """Work done over what the job would have done alone in the same time; nan without time."""
+        """Work done, relative to the job alone in the same time; nan without time."""
         alone = self.solo.steps_per_s * self.step_work_s * self.window_s
         return self.work_s / alone if alone else float("nan")
 
@@ -98,7 +98,7 @@ class JobResult:
         return sum(seconds) / len(seconds) / self.solo.step_s if seconds else float("nan")
 
     def figures(self) -> dict[str, Any]:
-        """Plain data; None where there is no figure."""
+        """Plain data; None if there is no figure."""
         found = {
             "name": self.name,
             "priority": self.priority.name.lower(),
@@ -119,8 +119,8 @@ class JobResult:
 
 @dataclass(slots=True)
 class Result:
-    """A whole run. `ended_at` is virtual seconds, `window_s` those that figures are about; `explanations` are the
-    core's sentences about each job at the end; `timeline` the latest launches, if they were asked for."""
+    """A whole run. ended_at: virtual seconds. window_s: seconds that figures cover. explanations: the scheduler's
+    sentences about each job at the end. timeline: the latest launches, if they were asked for."""
 
     device: str
     policy: str
@@ -131,7 +131,7 @@ class Result:
     busy: Busy
     snapshot: dict[str, Any]
     explanations: dict[str, list[str]]
-    timeline: list[Row]
+    timeline: list[LaunchRow]
 
     def job(self, name: str) -> JobResult:
         """The job called `name`. Raises KeyError."""
@@ -150,12 +150,12 @@ class Result:
 
     @property
     def harvest(self) -> float:
-        """The same for each second of the window; nan without time."""
+        """Harvested seconds for each second of the window; nan without time."""
         return self.harvested_s / self.window_s if self.window_s else float("nan")
 
     @property
     def total_throughput(self) -> float:
-        """Sum of the jobs' throughputs, each over its own alone: 1.0 is what one job a device gives."""
+        """Sum of the jobs' relative throughputs: 1.0 is what a device gives to one job."""
         return sum(job.relative_throughput for job in self.jobs)
 
     def figures(self) -> dict[str, Any]:
@@ -175,23 +175,22 @@ class Result:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` (0..1) of the samples do not exceed; nan of none."""
+    """The smallest sample that at least `share` (0..1) of the samples do not exceed; nan without samples."""
     ordered = sorted(samples)
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else float("nan")
 
 
-# ---- Pictures of simulations. matplotlib is an extra: it is imported here, when a picture is asked for, and nowhere
-# else.
+# ---- Pictures of simulations. matplotlib is an extra that is imported here, when a picture is drawn, and nowhere else.
 
 
 HIGH_COLOR, LOW_COLOR, LINE_COLOR = "#c44e52", "#4c72b0", "#555555"
 STEPS_SHOWN = 6  # of the slowest high job, in a timeline
 DPI = 110
-MOST_EDGED = 150  # bars; with more of them the edges would be all there is to see
+MOST_EDGED = 150  # bars; with more, only their edges would be visible
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure of that many inches. Raises ConfigError where matplotlib is not installed."""
+    """An empty figure of so many inches. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -200,7 +199,7 @@ def figure(width: float, height: float) -> Figure:
 
 
 def check(path: Path) -> None:
-    """Before a long run whose picture is to be saved there. Raises ConfigError where `figure` or `save` would."""
+    """Check a picture's path before a long run. Raises ConfigError if `figure` or `save` would."""
     figure(1.0, 1.0)
     why = "" if path.parent.is_dir() else f"there is no directory {path.parent}"
     if path.is_dir():
@@ -212,7 +211,7 @@ def check(path: Path) -> None:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write it as PNG, the same bytes for the same picture. Raises ConfigError when the file can't be written."""
+    """Write a PNG with the same bytes for the same picture. Raises ConfigError if the file can't be written."""
     try:
         drawn.savefig(path, format="png", metadata={"Software": None})
     except OSError as error:
@@ -246,7 +245,7 @@ def _slowdowns(axes: Axes, result: Result) -> None:
 
 
 def _launches(axes: Axes, result: Result) -> None:
-    """The end of the run, long enough for a few steps of the high job."""
+    """Draw the end of the run, long enough for a few steps of the high job."""
     axes.set_title(f"{result.policy}: launches, the last few steps", fontsize=9)
     shown = _shown_seconds(result.of(Priority.HIGH) or result.jobs)
     last = max((row.ended for row in result.timeline), default=0.0)

@@ -25,47 +25,45 @@ from gpumux.device.sim.gpu import Finished, Gpu
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.scheduler import Core
-from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.scheduler import Scheduler
+from gpumux.simulate.result import JobResult, LaunchRow, Result, Solo, percentile
 from gpumux.simulate.workload import Workload, cut_workload
 from gpumux.types import DeviceInfo, Footprint, JobId, LaunchId, Peer, Priority, ProgramId, SessionId, StepId
 
-# ---- A simulated job's client: when it submits steps, and what came of them.
+# ---- A simulated job's client: it submits steps and records their times.
 
 
 PROGRAM = ProgramId(0)
 
 
 class World(Protocol):
-    """Where a client lives."""
+    """The simulation that a client belongs to."""
 
     now: float
     client_s: float
 
     def feed(self, event: ev.Event) -> None:
-        """The daemon hears of it now."""
+        """Pass an event to the daemon now."""
 
     def push(self, when: float, act: Callable[[Any], None], argument: Any) -> None:
         """Call `act(argument)` at a virtual time."""
 
 
 class Client:
-    """One job's. Sums are over its whole life; `*_before_s` are what they were when the measured window began."""
+    """The client of one job. Sums are over its whole life; `*_before_s` are the sums at the start of the measured
+    window."""
 
     def __init__(self, index: int, workload: Workload, pieces: Pieces, seed: int) -> None:
         self.id = JobId(f"{index:032x}")
         self.workload = workload
         self.high = workload.priority is Priority.HIGH
-        self.cuts: dict[int, Pieces] = {}  # what the device said, by cut
-        self.kernels: dict[int, tuple[tuple[Kernel, ...], ...]] = {}  # what runs, by cut
+        self.cuts: dict[int, Pieces] = {}  # the pieces that the device announced, by cut
+        self.kernels: dict[int, tuple[tuple[Kernel, ...], ...]] = {}  # the kernels that run, by cut
         self.target_s = workload.target_s  # of the newest cut
-        self.asked: tuple[float | None] | None = (
-            None  # how long pieces of the next cut should be, if there is to be one
-        )
-        self._work: dict[
-            int, tuple[float, ...]
-        ] = {}  # by cut, what a piece counts: a step is the same work however it is cut
+        self.asked: tuple[float | None] | None = None  # piece length of the requested cut, if there is one
+        # The work of each piece, by cut: a step is the same work in every cut.
+        self._work: dict[int, tuple[float, ...]] = {}
         self.step_seconds: list[float] = []
         self.step_ends: list[float] = []
         self.work_s = self.device_s = 0.0
@@ -74,24 +72,24 @@ class Client:
         self._next_step = 0
         self._inflight = 0
         self._backlog = 0  # arrivals that found `max_inflight` steps unanswered
-        self._submitted: deque[float] = deque()  # of the steps whose last piece has not ended
+        self._submitted: deque[float] = deque()  # submission times of steps whose last piece has not ended
         self.cut(pieces)
 
     @property
     def newest(self) -> int:
-        """The cut that steps begin with."""
+        """The cut of newly submitted steps."""
         return len(self.cuts) - 1
 
     def cut(self, pieces: Pieces) -> None:
-        """Its program is cut like this from now on."""
+        """Cut the job's program like this from now on."""
         number = len(self.cuts)
         self.cuts[number], self.kernels[number] = pieces, pieces.kernels
         scale = self.cuts[0].step_s / pieces.step_s
         self._work[number] = tuple([scale * seconds for seconds in pieces.seconds])
 
     def cut_anew(self, cut: int, piece: int, spec: GpuSpec) -> bool:
-        """After a piece: whether it is cut otherwise from now on, where that was asked for and a step of the newest cut
-        has ended. None of an older one is under way then."""
+        """Called after a piece; whether the program is now cut differently. That happens if a cut was requested and a
+        step of the newest cut has ended, so that no step of an older cut is under way."""
         if self.asked is None or cut != self.newest or piece < len(self.cuts[cut].seconds) - 1:
             return False
         (target_s,), self.asked = self.asked, None
@@ -103,7 +101,7 @@ class Client:
         return True
 
     def begin(self, world: World) -> None:
-        """Its program is loaded."""
+        """Start submitting: the job's program is loaded."""
         workload = self.workload
         if workload.rate is not None:
             world.push(world.now + self._random.expovariate(workload.rate), self._arrive, world)
@@ -112,7 +110,7 @@ class Client:
                 self._submit(world)
 
     def answered(self, world: World) -> None:
-        """A step's answer is on its way to it."""
+        """Called when a step's answer is sent to the client."""
         if self.workload.rate is None:
             world.push(world.now + world.client_s + self.workload.think_s, self._submit_next, world)
         elif self._backlog:
@@ -142,7 +140,7 @@ class Client:
             self._backlog += 1
 
     def _submit_next(self, world: World) -> None:
-        """In the place of one that was answered."""
+        """Submit a step in place of an answered one."""
         self._inflight -= 1
         self._submit(world)
 
@@ -154,7 +152,7 @@ class Client:
         world.feed(ev.StepSubmitted(self.id, step, PROGRAM))
 
 
-# ----
+# ---- The simulation.
 
 
 HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the core alone
@@ -169,7 +167,7 @@ Progress = Callable[["Simulation"], None]
 Enough = Callable[["Simulation"], bool]
 
 
-class Scheduler(Protocol):
+class EventHandler(Protocol):
     """What decides: the daemon's core, or something to compare it with."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]: ...
@@ -180,9 +178,8 @@ class Scheduler(Protocol):
 
 
 class Simulation:
-    """Jobs on one device under one policy. `run` may be called again and goes on where it was. Raises ConfigError for
-    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal. `core` decides in the place
-    of the daemon's own."""
+    """Jobs on one device under one policy. `run` may be called again, and continues. Raises ConfigError for invalid
+    jobs or settings. Job ids are the workloads' positions in hexadecimal. core: replaces the daemon's scheduler."""
 
     def __init__(
         self,
@@ -197,26 +194,26 @@ class Simulation:
         timeline: bool = False,
         handle_s: float = HANDLE_S,
         client_s: float = CLIENT_S,
-        core: Scheduler | None = None,
+        core: EventHandler | None = None,
     ) -> None:
         names = [workload.name for workload in workloads]
         if not workloads or len(set(names)) != len(names):
             raise ConfigError(f"jobs named {names}", "give at least one job, each a name of its own")
         self.spec, self.policy, self.now = spec, policy, 0.0
-        self.core = core or Core(CoreConfig(policy=policy, **dict(core_config or {})))
+        self.core = core or Scheduler(SchedulerConfig(policy=policy, **dict(core_config or {})))
         self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
-        self.timeline: deque[Row] = deque(maxlen=TIMELINE_ROWS)
+        self.timeline: deque[LaunchRow] = deque(maxlen=TIMELINE_ROWS)
         self._graphs = graphs
         self._keep_rows = timeline
         self._handle_s, self.client_s = handle_s, client_s
         self._by_id = {client.id: client for client in self.clients}
         self._due: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._serial = count()
-        self._inbox: deque[tuple[ev.Event, float]] = deque()  # and since when
+        self._inbox: deque[tuple[ev.Event, float]] = deque()  # each with its time
         self._busy = False
         self._wake = inf
-        self._flying: dict[int, tuple[Client, cmd.LaunchPiece]] = {}
+        self._in_flight: dict[int, tuple[Client, cmd.LaunchPiece]] = {}
         self._window_from: float | None = 0.0
         self._warmup = 0
         self._execute: dict[type, Callable[[Any], None]] = {
@@ -230,15 +227,14 @@ class Simulation:
         }
         self._open()
 
-    # ---- from outside
+    # ---- interventions
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Call `act` at a virtual time, for instance to change what a job does from then on."""
         self.push(when, lambda _: act(), None)
 
     def change(self, name: str, kernels: Sequence[Kernel]) -> None:
-        """From now on a job's kernels behave like these, as many as before; nobody is told. Its program, cut and
-        predictions stay."""
+        """Silently replace a job's kernels by as many others. Its program, cut and predictions stay."""
         client = next(c for c in self.clients if c.workload.name == name)
         if len(kernels) != len(client.workload.kernels):
             raise ConfigError(f"{len(kernels)} kernels for a step of {len(client.workload.kernels)}", "give as many")
@@ -246,7 +242,7 @@ class Simulation:
             client.kernels[number] = recut(kernels, pieces.bounds, self.spec).kernels
 
     def recut(self, name: str, bounds: tuple[int, ...]) -> None:
-        """The device cuts a job's program anew, and says so. Raises ConfigError for bounds that are none."""
+        """Let the device cut a job's program anew and announce it. Raises ConfigError for invalid bounds."""
         client = next(c for c in self.clients if c.workload.name == name)
         kernels = client.workload.kernels
         if bounds[:1] != (0,) or bounds[-1] != len(kernels) or list(bounds) != sorted(set(bounds)):
@@ -263,10 +259,10 @@ class Simulation:
         progress: Progress | None = None,
         enough: Enough | None = None,
     ) -> Result:
-        """Go on until `seconds` of virtual time from the start, until every high job (every job, if none is high) has
-        `steps` answered after the warm-up, or until `enough`, asked whenever a piece has ended, says so: whichever
-        comes first. An interrupt from the keyboard ends the run early: the result holds what is known. Raises
-        ConfigError without `seconds` and `steps`."""
+        """Run until `seconds` of virtual time from the start, until every high job (every job, if none is high) has
+        `steps` answered after the warm-up, or until `enough`, called after every piece, is true: whichever comes first.
+        An interrupt from the keyboard ends the run early, with a result so far. Raises ConfigError without `seconds`
+        and `steps`."""
         if seconds is None and steps is None:
             raise ConfigError("a simulation without an end", "give seconds, steps or both")
         self._warmup = warmup_steps
@@ -318,7 +314,7 @@ class Simulation:
     # ---- the daemon
 
     def feed(self, event: ev.Event) -> None:
-        """The daemon hears of it now, from a client, the device or elsewhere (a pause, a resume)."""
+        """Pass an event to the daemon now: from a client, the device or elsewhere (a pause, a resume)."""
         self._inbox.append((event, self.now))
         if not self._busy:
             self._handle()
@@ -351,16 +347,18 @@ class Simulation:
 
     def _launch(self, c: cmd.LaunchPiece) -> None:
         client = self._by_id[c.job]
-        self._flying[c.launch] = (client, c)
+        self._in_flight[c.launch] = (client, c)
         self.gpu.launch(c.launch, c.job, c.stream, client.kernels[c.cut][c.piece], self.now, c.share)
 
     def _finished(self, done: Finished) -> None:
-        """The host learns that a launch has ended."""
-        client, launched = self._flying.pop(done.launch)
+        """Process the end of a launch when the host learns of it."""
+        client, launched = self._in_flight.pop(done.launch)
         client.piece_ended(launched.cut, launched.piece, done.started, done.ended)
         if self._keep_rows:
             name = client.workload.name
-            self.timeline.append(Row(name, launched.step, launched.piece, launched.share, done.started, done.ended))
+            self.timeline.append(
+                LaunchRow(name, launched.step, launched.piece, launched.share, done.started, done.ended)
+            )
         self.feed(ev.PieceDone(LaunchId(done.launch), done.started, done.ended))
         if client.asked is not None and client.cut_anew(launched.cut, launched.piece, self.spec):
             self._ready(client)
@@ -402,7 +400,7 @@ class Simulation:
     def _finish_step(self, c: cmd.FinishStep) -> None:
         self._by_id[c.job].answered(self)
 
-    # ---- afterwards
+    # ---- the result
 
     def _result(self, interrupted: bool) -> Result:
         window_s = 0.0 if self._window_from is None else self.now - self._window_from
@@ -472,5 +470,5 @@ def _alone(workload: Workload, spec: GpuSpec, graphs: bool) -> Solo:
 
 
 def solo(workload: Workload, spec: GpuSpec, graphs: bool = True) -> Solo:
-    """The job alone on the device, paced: with nothing to share, there is nothing to guard."""
+    """The job alone on the device, under the policy `paced`: without other jobs there is nothing to guard."""
     return _alone(replace(workload, name="alone", starts_at=0.0, weight=1.0), spec, graphs)

@@ -21,7 +21,7 @@ from gpumux.device.sim.device import Pieces, cut_kernels
 from gpumux.errors import ConfigError
 from gpumux.program.profile import OpProfile, Shapes, StepProfile, load, save
 from gpumux.scheduler.admission import refuse_spec
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.types import JobSpec, Priority
 
 FLOPS = {4: A100.flops["tf32"], 2: A100.flops["float16"]}  # by bytes of an item
@@ -40,7 +40,7 @@ DENSE = ((25088, 4096), (4096, 4096), (4096, 1000))
 
 @dataclass
 class Tape:
-    """Collects a step's operators in the order they would be captured; `item` bytes an activation's element."""
+    """Collects a step's operators in captured order; `item` bytes an activation's element."""
 
     item: int = FLOAT
     ops: list[OpProfile] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Tape:
         self.ops.append(OpProfile(target, shapes, seconds, nbytes, blocks, per_sm, sensitivity, "model"))
 
     def product(self, target: str, shapes: Shapes, m: int, n: int, k: int) -> None:
-        """[m, k] x [k, n], with the tile that is quickest."""
+        """[m, k] x [k, n], with the fastest tile."""
         nbytes = self.item * (m * k + k * n + m * n)
         seconds, blocks, per_sm = product(m, n, k, nbytes, FLOPS[self.item], A100)
         self.add(target, shapes, seconds, nbytes, blocks, per_sm)
@@ -78,31 +78,31 @@ class Tape:
         self.add("nccl.all_reduce", (shape, shape), seconds, 3 * nbytes, ALLREDUCE_BLOCKS, 1, ALLREDUCE_SENSITIVITY)
 
     def synchronise(self, gpus: int) -> None:
-        """All-reduce the gradients made so far in buckets, once there is one worth sending."""
+        """All-reduce the gradients made so far in buckets, once a bucket is full."""
         while gpus > 1 and sum(self.gradients) >= BUCKET_BYTES:
             self._bucket(gpus)
 
     def parameter(self, shape: tuple[int, ...]) -> None:
-        """A parameter is about to be used: under mixed precision it is cast first."""
+        """Use a parameter: under mixed precision it is cast first."""
         self.parameters.append(shape)
         if self.item != FLOAT:
             self.stream("aten._to_copy.default", (shape, shape), prod(shape), 1.5, FLOAT)
 
     def gradient(self, shape: tuple[int, ...]) -> None:
-        """A parameter's gradient has been made: under mixed precision it is cast back."""
+        """Make a parameter's gradient: under mixed precision it is cast back."""
         self.gradients.append(FLOAT * prod(shape))
         if self.item != FLOAT:
             self.stream("aten._to_copy.default", (shape, shape), prod(shape), 1.5, FLOAT)
 
     def flush(self, gpus: int) -> None:
-        """All-reduce what is left of the gradients."""
+        """All-reduce the remaining gradients."""
         self.synchronise(gpus)
         if gpus > 1 and self.gradients:
             self._bucket(gpus)
         self.gradients = []
 
     def optimize_each(self) -> None:
-        """SGD with momentum and weight decay, a parameter at a time, then gradients to zero: as libtorch does."""
+        """SGD with momentum and weight decay, one parameter at a time, then zeroing of gradients, as in libtorch."""
         for shape in self.parameters:
             for target, passes in (("add_.Tensor", 3), ("mul_.Tensor", 2), ("add_.Tensor", 3), ("add_.Tensor", 3)):
                 self.stream(f"aten.{target}", (shape, shape), prod(shape), passes, FLOAT)
@@ -125,7 +125,7 @@ class Tape:
 
 
 @dataclass(frozen=True)
-class Conv:
+class ConvLayer:
     """A convolution that keeps its image's size (`stride` 1), then a rectifier."""
 
     cin: int
@@ -145,7 +145,7 @@ class Conv:
         tape.stream("aten.relu.default", (shapes[2], shapes[2]), pixels * self.cout, 2)
 
     def backward(self, tape: Tape, batch: int, *, first: bool = False) -> None:
-        """Towards the weight, and towards the image unless it is the batch itself."""
+        """The gradients of the weight, and of the image unless it is the batch itself."""
         shapes, pixels, taps = self.shapes(batch), batch * self.side**2, self.kernel**2
         tape.stream("aten.threshold_backward.default", (shapes[2],) * 3, pixels * self.cout, 3)
         backward = (shapes[2], shapes[0], shapes[1])
@@ -190,9 +190,9 @@ def vgg16(batch: int, gpus: int = 1) -> StepProfile:
 
 
 def vgg16_burst(batch: int, gpus: int) -> StepProfile:
-    """The same under DeepPool's burst-parallel plan, on a GPU that has no part in the dense layers: those run on one
-    GPU for everybody, so their gradients need no all-reduce, and the others wait. Backward comes first here, the
-    next forward last, so that the wait (`dense_seconds`) lies between two steps."""
+    """The same under DeepPool's burst-parallel plan, on a GPU without part in the dense layers. Those run on one GPU
+    for all, so their gradients need no all-reduce, and the other GPUs wait. Backward comes first here and the next
+    forward last, so that the wait (`dense_seconds`) is between two steps."""
     tape, first = Tape(AMP), Tape(AMP)
     _convs_forward(first, batch)
     _convs_backward(tape, batch, gpus)
@@ -206,7 +206,7 @@ def vgg16_burst(batch: int, gpus: int) -> StepProfile:
 
 
 def dense_seconds(batch: int) -> float:
-    """What VGG-16's dense layers take forward and backward on one GPU."""
+    """Seconds of VGG-16's dense layers, forward and backward, on one GPU."""
     tape = Tape(AMP)
     for wide, out in DENSE:
         dense_forward(tape, batch, wide, out)
@@ -221,7 +221,7 @@ def _last_of_side(index: int) -> bool:
 
 def _convs_forward(tape: Tape, batch: int) -> None:
     for index, layer in enumerate(VGG16):
-        conv = Conv(*layer)
+        conv = ConvLayer(*layer)
         conv.forward(tape, batch)
         if _last_of_side(index):
             _pool(tape, batch, conv, "aten.max_pool2d_with_indices.default")
@@ -229,14 +229,14 @@ def _convs_forward(tape: Tape, batch: int) -> None:
 
 def _convs_backward(tape: Tape, batch: int, gpus: int) -> None:
     for index, layer in reversed(list(enumerate(VGG16))):
-        conv = Conv(*layer)
+        conv = ConvLayer(*layer)
         if _last_of_side(index):
             _pool(tape, batch, conv, "aten.max_pool2d_with_indices_backward.default")
         conv.backward(tape, batch, first=index == 0)
         tape.synchronise(gpus)
 
 
-def _pool(tape: Tape, batch: int, conv: Conv, target: str) -> None:
+def _pool(tape: Tape, batch: int, conv: ConvLayer, target: str) -> None:
     half = conv.side // 2
     image, pooled = (batch, conv.cout, conv.side, conv.side), (batch, conv.cout, half, half)
     tape.stream(target, (image, pooled), batch * conv.cout * conv.side**2, 1)
@@ -246,7 +246,7 @@ def small_kernels(batch: int) -> StepProfile:
     """A convolutional net of many narrow branches, after Inception-v3: kernels of a few microseconds."""
     tape = Tape()
     convs = [
-        Conv(cin, cout, side, kernel)
+        ConvLayer(cin, cout, side, kernel)
         for side, channels, modules in ((35, 256, 3), (17, 768, 5), (8, 1280, 2))
         for _ in range(modules)
         for cin, cout, kernel in ((channels, 64, 1), (channels, 48, 1), (48, 64, 3), (channels, 96, 1), (96, 96, 3))
@@ -311,26 +311,26 @@ def shipped() -> Sequence[StepProfile]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the profiles to a directory, by default where they are shipped from."""
+    """Write the profiles to a directory, by default the one they are shipped in."""
     directory = Path(argv[0]) if argv else Path(__file__).parent / "profiles"
     for profile in shipped():
         save(profile, directory / f"{profile.name}.json")
     return 0
 
 
-# ---- What a simulated job does: one step's kernels, how they are cut, and when its client asks for steps.
+# ---- The work of a simulated job: one step's kernels, how they are cut, and when its client submits steps.
 
 
-MAX_AWAY_S = 60.0  # virtual, between steps or before the first: a second takes a few of real time
-MAX_RATE = 1e5  # steps a second: each is an event, whether anybody can answer it or not
+MAX_AWAY_S = 60.0  # virtual seconds between steps or before the first: simulating one takes a few real seconds
+MAX_RATE = 1e5  # steps a second: each is an event, whether it can be answered or not
 
 
 @dataclass(frozen=True)
 class Workload:
     """One job. Its client keeps up to `max_inflight` steps submitted and pauses `think_s` after each answer
     (then a step is submitted only after the pause), or submits at random moments, `rate` a second on average.
-    `target_s`: piece length aimed at, None for the priority's own, inf for whole steps.
-    Raises ConfigError for values that make no sense."""
+    target_s: piece length aimed at, None for the priority's own, inf for whole steps.
+    Raises ConfigError for invalid values."""
 
     name: str
     priority: Priority
@@ -362,22 +362,22 @@ class Workload:
             raise ConfigError(f"job {self.name!r} has both a rate and a pause", "give one of them")
         if self.target_s is not None and not self.target_s > 0:
             raise ConfigError(f"job {self.name!r} is cut to {self.target_s} s", "give more than 0, or inf")
-        if fault := refuse_spec(self.job_spec, CoreConfig()):
+        if fault := refuse_spec(self.job_spec, SchedulerConfig()):
             raise ConfigError(f"job {self.name!r}: {fault.message}", fault.remedy)
 
     @property
     def job_spec(self) -> JobSpec:
-        """What the daemon is told of it."""
+        """The job spec that the daemon gets."""
         return JobSpec(self.name, self.priority, self.weight, self.max_slowdown, None, self.max_inflight)
 
     @cached_property
     def content_hash(self) -> str:
-        """Equal for equal steps, whoever runs them."""
+        """A hash that is equal for equal steps."""
         return blake2b(repr(self.kernels).encode(), digest_size=16).hexdigest()
 
 
 def cut_workload(workload: Workload, spec: GpuSpec) -> Pieces:
-    """The workload's pieces on a GPU, by what each kernel takes there alone."""
+    """The workload's pieces on a GPU, by the time that each kernel takes there alone."""
     return cut_kernels(workload.kernels, spec, workload.priority, workload.target_s)
 
 
@@ -388,21 +388,21 @@ def from_profile(
     return Workload(name or profile.name, priority, kernels_of(profile.ops, spec), **rest)  # type: ignore[arg-type]
 
 
-# ---- Profiles by name: those that come with gpumux, and anybody's files.
+# ---- Profiles by name: those that come with gpumux, and users' files.
 
 
 def directory() -> Path:
-    """Where the shipped profiles lie."""
+    """The directory of the shipped profiles."""
     return Path(__file__).parent / "profiles"
 
 
 def names() -> Sequence[str]:
-    """Of the shipped profiles, in order."""
+    """Names of the shipped profiles, in order."""
     return sorted(path.stem for path in directory().glob("*.json"))
 
 
 def find(name: str) -> StepProfile:
-    """The shipped profile called `name`, or the file of that path. Raises ConfigError when it is neither."""
+    """The shipped profile called `name`, or the file of that path. Raises ConfigError if it is neither."""
     if name in names():
         return load(directory() / f"{name}.json")
     path = Path(name)

@@ -1,7 +1,7 @@
-"""What is tried for how long: random search, and Hyperband with synchronous rungs (Li et al., JMLR 18, algorithm 1).
+"""Which trials run for how long: random search, and Hyperband with synchronous rungs (Li et al., JMLR 18, algorithm 1).
 
-An algorithm is a generator of rungs that is told, after each, which trials go on. It knows numbers of trials and steps,
-nothing of configurations, models or time: so it is replayed exactly when a sweep is resumed.
+An algorithm is a generator of rungs that receives, after each, the trials that continue. It knows only numbers of
+trials and steps, no configurations, models or times. It is therefore replayed exactly when a sweep is resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpumux.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """Train `trials` from `start` steps to `steps`, score them, and let the best `keep` go on; 0: they are done."""
+    """Train `trials` from `start` steps to `steps`, score them, and let the best `keep` continue; 0: they are done."""
 
     bracket: int
     rung: int
@@ -51,11 +51,12 @@ def rung_steps(steps: int, eta: int, s: int, i: int) -> int:
 
 
 def hyperband(steps: int, *, min_steps: int, eta: int = 3, skip_last: int = 0, trials: int | None = None) -> Algorithm:
-    """One pass over the brackets s_max ... 0, each of which is successive halving that goes on from the rung below.
+    """One pass over the brackets s_max ... 0. Each bracket is successive halving whose trials continue from the rung
+    below.
 
-    steps: what a configuration gets at most (R). min_steps: the first rung of the largest bracket gets at least these.
-    eta: one in eta goes on to the next rung. skip_last: rungs left out at the end of every bracket that has as many to
-    spare (HFTA, table 11). trials: so many configurations in all, with passes one after another and the last
+    steps: the most steps of a configuration (R). min_steps: least steps of the first rung of the largest bracket.
+    eta: one in eta continues to the next rung. skip_last: rungs left out at the end of every bracket, which keeps
+    at least one (HFTA, table 11). trials: number of configurations in all, with passes one after another and the last
     bracket cut; default: those of one pass. Raises ConfigError.
     """
     _at_least("steps", steps, 1)
@@ -78,7 +79,7 @@ def hyperband(steps: int, *, min_steps: int, eta: int = 3, skip_last: int = 0, t
             rungs, start = max(1, s + 1 - skip_last), 0
             for i in range(rungs):
                 reached = rung_steps(steps, eta, s, i)
-                if reached == start:  # a budget so small that two rungs are one
+                if reached == start:  # a budget so small that two rungs coincide
                     continue
                 keep = max(1, n // eta ** (i + 1)) if i + 1 < rungs else 0
                 kept = yield Rung(number, i, start, reached, alive, min(keep, len(alive)))
@@ -88,7 +89,7 @@ def hyperband(steps: int, *, min_steps: int, eta: int = 3, skip_last: int = 0, t
 
 
 def ranked(scores: Mapping[int, float], *, maximize: bool) -> list[int]:
-    """Trials from best to worst; one without a number (nan) is worst, the earlier of two equal ones better."""
+    """Trials from best to worst. One without a number (nan) is worst; of two equal ones the earlier is better."""
     sign = -1.0 if maximize else 1.0
     return sorted(scores, key=lambda trial: (math.isnan(scores[trial]), _key(sign * scores[trial]), trial))
 

@@ -1,5 +1,4 @@
-"""Trials' states between rungs, in memory or as files. A file is whole or not there; reading one runs no code of
-its."""
+"""Trials' states between rungs, in memory or as files. A file is written atomically; reading one runs no code."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from gpumux.errors import ConfigError
 
 
 class MemoryCheckpoints:
-    """For a sweep that is not stored."""
+    """Checkpoints of a sweep that is not stored."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -38,7 +37,7 @@ class MemoryCheckpoints:
 
 
 class DiskCheckpoints:
-    """One file a trial in `folder`, `trial-7-at-81.pt`: the latest alone. Raises ConfigError when one can't be
+    """One file a trial in `folder`, `trial-7-at-81.pt`: only the latest is kept. Raises ConfigError when one can't be
     written."""
 
     def __init__(self, folder: Path) -> None:
@@ -91,15 +90,15 @@ class DiskCheckpoints:
 # client.Job.
 
 
-def read(model: Any, optimizer: Any) -> dict[str, Any]:
-    """A copy on the CPU that later steps leave alone."""
+def read_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    """A copy on the CPU that later steps don't change."""
     state = {"model": _dictionaries(model), "optimizer": _dictionaries(optimizer)}
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
 
-def write(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    """Load what `read` gave, or Job.state_dict(), into equal models and optimizers. The state stays as it is."""
-    state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, state)  # Adam's `step` would be shared otherwise
+def write_state(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    """Load the result of `read_state`, or of Job.state_dict(), into equal models and optimizers."""
+    state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, state)  # else Adam would share its `step`
     _load(model, state["model"])
     _load(optimizer, state["optimizer"])
 
@@ -117,7 +116,7 @@ def _load(owner: Any, state: Any) -> None:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
-    """A block that may seed torch's generators, and leaves them as they were."""
+def preserving_random_state() -> Iterator[None]:
+    """A block that may seed torch's generators; afterwards they are as before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield

@@ -1,7 +1,6 @@
-"""The scheduler `concurrent`: every trial a job of its own of a running daemon, so many of them at a time.
+"""The scheduler `concurrent`: every trial is a job of its own of a running daemon, several at a time.
 
-One thread feeds all jobs: whichever has room for a step gets its next batch. The daemon runs each in a process of its
-own.
+One thread feeds all jobs: a job with room for a step gets its next batch. The daemon runs each in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from typing import Any
 
 from gpumux.client import StepFuture, submit
 from gpumux.errors import AdmissionRefused
-from gpumux.tune.checkpoints import forked, read, write
-from gpumux.tune.task import Batch, Task, blame
-from gpumux.tune.trainer import Checkpoints, Event, Outcome, Watch, Work
+from gpumux.tune.checkpoints import preserving_random_state, read_state, write_state
+from gpumux.tune.task import Batch, Task, naming_trial
+from gpumux.tune.trainer import Checkpoints, Outcome, TrainingProgress, TrialWork, Watch
 
-INFLIGHT = 2  # steps of a job unanswered at a time
+INFLIGHT = 2  # unanswered steps of a job at a time
 
 
-class Concurrent:
-    """Device seconds are those the daemon measured; where pieces of several jobs run side by side they add up to more
-    than the time that passed."""
+class ConcurrentTrainer:
+    """Device seconds are those the daemon measured. If pieces of several jobs run side by side, they add up to more
+    than the elapsed time."""
 
     name = "concurrent"
 
@@ -32,7 +31,7 @@ class Concurrent:
         self._most, self._endpoint, self._priority = most, endpoint, priority
         self._peak = 0
 
-    def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
+    def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
         waiting, running = deque(works), list[_Trial]()
         full = False
         try:
@@ -43,13 +42,13 @@ class Concurrent:
                     except AdmissionRefused:
                         if not running:
                             raise
-                        full = True  # until one of those that run is done
+                        full = True  # until a running trial is done
                     else:
                         waiting.popleft()
                 self._peak = max(self._peak, len(running))
                 moved = [trial for trial in running if trial.advance()]
                 for trial in moved:
-                    watch(Event((trial.work.trial,), trial.answered, trial.work.steps))
+                    watch(TrainingProgress((trial.work.trial,), trial.answered, trial.work.steps))
                 for trial in [each for each in running if each.finished]:
                     outcome = self._close(trial)
                     running.remove(trial)
@@ -57,32 +56,32 @@ class Concurrent:
                     yield outcome
                 if not moved and running:
                     running[0].wait()
-                    running.append(running.pop(0))  # another's turn to be waited for
+                    running.append(running.pop(0))  # so that the next wait is for another trial
         finally:
             for trial in running:
                 trial.abandon()
 
-    def _open(self, work: Work) -> _Trial:
+    def _open(self, work: TrialWork) -> _Trial:
         task = self._task
-        with forked():
+        with preserving_random_state():
             step, model, optimizer = task.build(work.trial, work.config, work.seed)
         if work.start:
-            write(model, optimizer, self._checkpoints.load(work.trial, work.start))
+            write_state(model, optimizer, self._checkpoints.load(work.trial, work.start))
         batches = task.data(work.trial, work.config, work.start, work.steps)
         task.schedule(work.config, work.start, optimizer)
         first = next(batches)
-        with blame(work.trial, work.config, "the step"):
+        with naming_trial(work.trial, work.config, "the step"):
             job = submit(
                 step, example=first, model=model, optimizer=optimizer, priority=self._priority, seed=work.draws,
                 name=f"trial-{work.trial}", endpoint=self._endpoint, max_inflight=INFLIGHT,
             )  # fmt: skip
-        return _Trial(task, work, job, model, optimizer, first, batches)
+        return _Trial(task, work, job, model=model, optimizer=optimizer, first=first, batches=batches)
 
     def _close(self, trial: _Trial) -> Outcome:
         work = trial.work
         trial.job.sync()
         trial.job.close()
-        self._checkpoints.save(work.trial, work.steps, read(trial.model, trial.optimizer))
+        self._checkpoints.save(work.trial, work.steps, read_state(trial.model, trial.optimizer))
         return Outcome(work.trial, self._task.rate(work.trial, trial.model, work.config), trial.device_s)
 
     def notes(self) -> dict[str, Any]:
@@ -90,11 +89,12 @@ class Concurrent:
 
 
 class _Trial:
-    """A job and how far it is."""
+    """The job of a trial and its progress."""
 
     def __init__(
-        self, task: Task, work: Work, job: Any, model: Any, optimizer: Any, first: Batch, batches: Iterator[Batch]
-    ) -> None:
+        self, task: Task, work: TrialWork, job: Any, *, model: Any, optimizer: Any, first: Batch,
+        batches: Iterator[Batch],
+    ) -> None:  # fmt: skip
         self.work, self.job, self.model, self.optimizer = work, job, model, optimizer
         self._task, self._first, self._batches = task, [first], batches
         self._pending: deque[StepFuture] = deque()
@@ -106,25 +106,25 @@ class _Trial:
         return self.answered == self.work.steps
 
     def advance(self) -> bool:
-        """Take the answers that are there, send what there is room for; -> whether there was anything to do."""
+        """Take available answers and send steps while there is room. Returns whether it did anything."""
         before = (self._sent, self.answered)
         while self._pending and self._pending[0].done():
             self._take()
         while self._sent < self.work.steps and len(self._pending) < INFLIGHT:
             batch = self._first.pop() if self._first else next(self._batches)
             self._task.schedule(self.work.config, self._sent, self.optimizer)
-            with blame(self.work.trial, self.work.config, "the step"):
+            with naming_trial(self.work.trial, self.work.config, "the step"):
                 self._pending.append(self.job.step(*batch))
             self._sent += 1
         return (self._sent, self.answered) != before
 
     def abandon(self) -> None:
-        """End the job; what it trained since the last checkpoint is given up, which it need not warn of."""
-        self.job._unsynced = 0
+        """End the job. Its training since the last checkpoint is discarded, without the job's warning about that."""
+        self.job._local.unsynced = 0
         self.job.close(drain=False)
 
     def wait(self) -> None:
-        """Until its oldest step is answered."""
+        """Wait until its oldest step is answered."""
         if self._pending:
             self._take()
 

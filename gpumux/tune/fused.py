@@ -1,8 +1,8 @@
 """The scheduler `fused`: trials that differ in fusible parameters only train as one array (HFTA, appendix E).
 
-A rung's trials are partitioned by their infusible values, each partition is cut into arrays of what fits into memory,
-and the trials' states and scores are taken apart again afterwards, so that the next rung's arrays are full however they
-mix.
+A rung's trials are partitioned by their infusible values, and each partition is cut into arrays that fit into memory.
+Afterwards the trials' states and scores are separated again, so that the next rung's arrays are full, however its
+trials are spread.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from gpumux.errors import ConfigError, NotFusible
-from gpumux.tune.checkpoints import forked, read, write
-from gpumux.tune.concurrent import Concurrent
+from gpumux.tune.checkpoints import preserving_random_state, read_state, write_state
+from gpumux.tune.concurrent import ConcurrentTrainer
 from gpumux.tune.probe import (
-    Captured,
-    Measured,
-    Memory,
-    Meter,
+    CapturedStep,
+    MemoryMeasurement,
+    MemoryMeter,
+    MemoryModel,
     array_bytes,
     capture,
     check,
@@ -26,15 +26,13 @@ from gpumux.tune.probe import (
     guess,
     predict,
 )
-from gpumux.tune.running import Here, Running, There
+from gpumux.tune.running import ArrayRun, DaemonArrayRun, LocalArrayRun
 from gpumux.tune.space import Config, Space, Value
-from gpumux.tune.task import Batch, Task, blame
-from gpumux.tune.trainer import Checkpoints, Event, Outcome, Serial, Trainer, Watch, Work
+from gpumux.tune.task import Batch, Task, naming_trial
+from gpumux.tune.trainer import Checkpoints, Outcome, SerialTrainer, Trainer, TrainingProgress, TrialWork, Watch
 
-# ---- Which trials share an array: partitions by infusible values, cut to capacity, and put back in order (HFTA,
-# appendix E).
-#
-# After a rung the survivors are partitioned anew, so that arrays are full again however the losers were spread. Pure.
+# ---- The trials of each array: partitions by infusible values, cut to capacity, and put back in order (HFTA,
+# appendix E). Pure.
 
 
 T = TypeVar("T")
@@ -53,13 +51,12 @@ class Partition:
 
 
 def partition(configs: Mapping[int, Config], space: Space) -> list[Partition]:
-    """The trials by their infusible values, in the order in which they were first met."""
+    """The trials by their infusible values, in order of first occurrence."""
     found: dict[tuple[object, ...], tuple[Key, list[int]]] = {}
     for trial, config in configs.items():
         key = space.infusible(config)
-        typed = tuple(
-            (name, type(value), value) for name, value in key
-        )  # 1, 1.0 and True are equal, and are not the same
+        # With types, since 1, 1.0 and True are equal, but different values.
+        typed = tuple((name, type(value), value) for name, value in key)
         found.setdefault(typed, (key, []))[1].append(trial)
     return [Partition(key, tuple(trials)) for key, trials in found.values()]
 
@@ -67,7 +64,7 @@ def partition(configs: Mapping[int, Config], space: Space) -> list[Partition]:
 def arrays(
     partitions: Iterable[Partition], capacity: Callable[[Partition], int]
 ) -> list[tuple[Partition, tuple[int, ...]]]:
-    """Full arrays first, what is left over last, of each partition. Raises ConfigError for one that holds nothing."""
+    """The arrays of each partition, full ones first. Raises ConfigError if not one model of a partition fits."""
     made = []
     for each in partitions:
         most = capacity(each)
@@ -80,22 +77,23 @@ def arrays(
 
 
 def reorder(results: Mapping[int, T], trials: Sequence[int]) -> dict[int, T]:
-    """What arrays gave, in the order in which the algorithm asked. Every trial must be there once, and no other."""
+    """Results in the algorithm's order. Each trial must occur exactly once."""
     if results.keys() != set(trials) or len(set(trials)) != len(trials):
         raise AssertionError(f"asked for trials {sorted(trials)}, got {sorted(results)}")
     return {trial: results[trial] for trial in trials}
 
 
-# ----
+# ---- The scheduler.
 
 
 SETTLED = 2  # steps after which an array's Programs are made and their memory is touched
 
 
-class Fused:
-    """most: models of an array at most. memory: bytes of an array at most; default: see `default_limit`. An array's
-    device seconds are shared evenly by its trials. endpoint: arrays are jobs of the daemon there, else they train in
-    this process. A trial that is alone in its array trains as `serial` (with an endpoint `concurrent`) trains it."""
+class FusedTrainer:
+    """Trains arrays of trials. most: models of an array at most. memory: bytes of an array at most; default: see
+    `default_limit`. endpoint: arrays are jobs of the daemon there, else they train in this process. An array's device
+    seconds are shared evenly by its trials. A trial that is alone in its array trains as `serial` (with an endpoint
+    `concurrent`) trains it."""
 
     name = "fused"
 
@@ -107,18 +105,20 @@ class Fused:
         self._most, self._limit = most, memory
         self._endpoint, self._daemon = endpoint, endpoint is not None
         self._alone: Trainer = (
-            Concurrent(task, checkpoints, most=1, endpoint=endpoint) if self._daemon else Serial(task, checkpoints)
+            ConcurrentTrainer(task, checkpoints, most=1, endpoint=endpoint)
+            if self._daemon
+            else SerialTrainer(task, checkpoints)
         )
-        self._captured: dict[Key, Captured] = {}
-        self._memory: dict[Key, Memory] = {}
-        self._measured: Measured | None = None
+        self._captured: dict[Key, CapturedStep] = {}
+        self._memory: dict[Key, MemoryModel] = {}
+        self._measured: MemoryMeasurement | None = None
         self._sizes: list[int] = []
 
-    def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
+    def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
         by_trial = {work.trial: work for work in works}
         parts = partition({work.trial: work.config for work in works}, self._space)
         for part in parts:
-            self._look_at(part, [by_trial[trial] for trial in part.trials])
+            self._check_partition(part, [by_trial[trial] for trial in part.trials])
         for _, members in arrays(parts, self._capacity):
             group = [by_trial[trial] for trial in members]
             self._sizes.append(len(group))
@@ -127,10 +127,11 @@ class Fused:
             else:
                 yield from self._train_as_one(group, watch)
 
-    # ---- before ------------------------------------------------------------------------------------
+    # ---- before training ---------------------------------------------------------------------------
 
-    def _look_at(self, part: Partition, works: Sequence[Work]) -> None:
-        """Once a partition with something to fuse, before anything of the rung trains: a mistake shows at once."""
+    def _check_partition(self, part: Partition, works: Sequence[TrialWork]) -> None:
+        """Capture and check a partition of several trials before any trial of the rung trains, so that errors show
+        early."""
         if part.key in self._captured or len(works) < 2:
             return
         first = works[0]
@@ -140,11 +141,11 @@ class Fused:
         self._captured[part.key] = captured
 
     def _capacity(self, part: Partition) -> int:
-        """How many models an array of this partition may have. Fused Programs are made to find out only where a
-        generous guess says that memory may matter."""
+        """The number of models that an array of this partition may have. Fused Programs are made for it only if a
+        generous estimate says that memory may not suffice."""
         wanted = min(len(part.trials), self._most or len(part.trials))
         captured = self._captured.get(part.key)
-        if captured is None:  # one trial, which is no array
+        if captured is None:  # a single trial, which makes no array
             return wanted
         if self._limit is None:
             self._limit = default_limit()
@@ -153,17 +154,17 @@ class Fused:
             return wanted
         return min(wanted, self._predicted(part).most(limit))
 
-    def _predicted(self, part: Partition) -> Memory:
+    def _predicted(self, part: Partition) -> MemoryModel:
         if part.key not in self._memory:
             self._memory[part.key] = predict(self._captured[part.key])
         return self._memory[part.key]
 
     # ---- an array ----------------------------------------------------------------------------------
 
-    def _train_as_one(self, works: Sequence[Work], watch: Watch) -> Iterator[Outcome]:
+    def _train_as_one(self, works: Sequence[TrialWork], watch: Watch) -> Iterator[Outcome]:
         task, start, steps = self._task, works[0].start, works[0].steps
-        meter = Meter() if self._measured is None and not self._daemon else None
-        feed = Feed(task, works, set(self._space.fusible(works[0].config)))
+        meter = MemoryMeter() if self._measured is None and not self._daemon else None
+        feed = BatchFeed(task, works, set(self._space.fusible(works[0].config)))
         made: list[Any] = []
         trials = tuple(work.trial for work in works)
         with self._open(works, made, feed.example) as running:
@@ -171,53 +172,57 @@ class Fused:
                 batch = feed.next()
                 for work, (_, _, optimizer) in zip(works, made, strict=True):
                     task.schedule(work.config, k, optimizer)
-                with blame(trials[0], works[0].config, "the step"):
+                with naming_trial(trials[0], works[0].config, "the step"):
                     running.step(batch, per_model=feed.per_model)
                 if meter is not None and k >= start + SETTLED:
                     self._measured, meter = meter.read(array_bytes(running.programs())), None
-                watch(Event(trials, k + 1, steps))
+                watch(TrainingProgress(trials, k + 1, steps))
             seconds = running.finish()
         for work, (_, model, optimizer) in zip(works, made, strict=True):
-            self._checkpoints.save(work.trial, work.steps, read(model, optimizer))
+            self._checkpoints.save(work.trial, work.steps, read_state(model, optimizer))
             yield Outcome(work.trial, task.rate(work.trial, model, work.config), seconds / len(works))
 
-    def _open(self, works: Sequence[Work], made: list[Any], example: Batch) -> Running:
-        def make(work: Work) -> Any:
+    def _open(self, works: Sequence[TrialWork], made: list[Any], example: Batch) -> ArrayRun:
+        def make(work: TrialWork) -> Any:
             return self._build(work, made)
 
         try:
-            with forked():
-                return There(make, works, example, self._endpoint) if self._daemon else Here(make, works, example)
+            with preserving_random_state():
+                return (
+                    DaemonArrayRun(make, works, example, self._endpoint)
+                    if self._daemon
+                    else LocalArrayRun(make, works, example)
+                )
         except NotFusible as error:
             raise NotFusible(error.message, "train it with the scheduler serial or concurrent") from error
 
-    def _build(self, work: Work, made: list[Any]) -> Any:
+    def _build(self, work: TrialWork, made: list[Any]) -> Any:
         built = self._task.build(work.trial, work.config, work.seed)
         if work.start:
-            write(built[1], built[2], self._checkpoints.load(work.trial, work.start))
+            write_state(built[1], built[2], self._checkpoints.load(work.trial, work.start))
         self._task.schedule(work.config, work.start, built[2])
         made.append(built)
         return built
 
     def notes(self) -> dict[str, Any]:
         many = [size for size in self._sizes if size > 1]
-        told: dict[str, Any] = {
+        notes: dict[str, Any] = {
             "arrays": len(many),
             "trained_alone": len(self._sizes) - len(many),
             "models_an_array": sum(many) / len(many) if many else 0.0,
             "array_sizes": self._sizes,
         }
         if self._measured is not None:
-            told |= {"predicted_bytes": self._measured.predicted, "measured_bytes": self._measured.measured}
-        return told
+            notes |= {"predicted_bytes": self._measured.predicted, "measured_bytes": self._measured.measured}
+        return notes
 
 
-class Feed:
-    """Batches for an array: one for all models if `batches` looked at infusible parameters only, else one a model."""
+class BatchFeed:
+    """Batches for an array: one for all models if `batches` reads no fusible parameter, else one a model."""
 
-    def __init__(self, task: Task, works: Sequence[Work], fusible: set[str]) -> None:
+    def __init__(self, task: Task, works: Sequence[TrialWork], fusible: set[str]) -> None:
         first = works[0]
-        self._read = Reads(first.config, fusible)
+        self._read = TrackedConfig(first.config, fusible)
         shared = task.data(first.trial, self._read, first.start, first.steps)
         self._first: list[Batch] = [next(shared)]
         self._feeds = [shared]
@@ -232,7 +237,7 @@ class Feed:
         return self._first[0]
 
     def next(self) -> tuple[Any, ...]:
-        """The arguments of the array's next step: of a tuple for each model where they have batches of their own."""
+        """The arguments of the array's next step. If models have batches of their own, each argument is a list."""
         batches = self._first if self._waiting else [next(feed) for feed in self._feeds]
         self._waiting = False
         if self._read.touched and not self.per_model:
@@ -243,8 +248,8 @@ class Feed:
         return batches[0] if not self.per_model else tuple([list(each) for each in zip(*batches, strict=True)])
 
 
-class Reads(dict[str, Any]):
-    """A configuration that notes which fusible parameters were looked at. Going through all of it looks at all."""
+class TrackedConfig(dict[str, Any]):
+    """A configuration that records which fusible parameters are read. Iterating over it reads all of them."""
 
     def __init__(self, config: Mapping[str, Any], fusible: set[str]) -> None:
         super().__init__(config)

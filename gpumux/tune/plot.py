@@ -12,7 +12,7 @@ from gpumux.simulate.result import HIGH_COLOR, LINE_COLOR, LOW_COLOR, check, fig
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gpumux.tune.tune import Found
+    from gpumux.tune.run import SweepResult
 
 
 SMALL = 8
@@ -20,7 +20,7 @@ SMALL = 8
 __all__ = ["check", "draw"]
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(found: SweepResult, path: Path) -> None:
     """Scores over steps, a line a trial, and the best score over the device seconds spent. Raises ConfigError."""
     drawn = figure(10.0, 4.0)
     left, right = drawn.subplots(1, 2)
@@ -30,7 +30,7 @@ def draw(found: Found, path: Path) -> None:
     save(drawn, path)
 
 
-def _curves(axes: Axes, found: Found) -> None:
+def _curves(axes: Axes, found: SweepResult) -> None:
     best = found.best.number if found.best is not None else None
     for entry in found.entries:
         points = sorted((steps, score) for steps, score in entry.scores.items() if not isnan(score))
@@ -46,7 +46,7 @@ def _curves(axes: Axes, found: Found) -> None:
         axes.legend(fontsize=7)
 
 
-def _spent(axes: Axes, found: Found) -> None:
+def _spent(axes: Axes, found: SweepResult) -> None:
     better = max if found.direction == "maximize" else min
     done = [e for e in found.entries if not isnan(e.score)]
     spent = list(accumulate(e.device_s for e in done))

@@ -1,9 +1,8 @@
-"""What is known of a partition before its arrays train: whether its trials are of one kind, and how many fit into
-memory.
+"""Checks of a partition before its arrays train: whether its trials are of one kind, and how many fit into memory.
 
-Both are read off captured Programs; nothing runs. One trial of a partition is captured, and a mixture of the others
-that differs from it in all fusible parameters at once; only where these don't align is it worth to find out which
-parameter it was.
+Both are read from captured Programs; nothing runs. One trial of a partition is captured, and a mixture of the others
+that differs from it in all fusible parameters at once. Only if these don't align are parameters tried one by one, to
+name the cause.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from gpumux.fuse.template import align, stream_bytes
 from gpumux.hostmemory import free_bytes
 from gpumux.program.ir import Program
 from gpumux.program.memory import footprint, plan
-from gpumux.tune.checkpoints import forked
+from gpumux.tune.checkpoints import preserving_random_state
 from gpumux.tune.space import Choices, Config, Space, Value
-from gpumux.tune.task import Batch, Task, blame
-from gpumux.tune.trainer import Work
+from gpumux.tune.task import Batch, Task, naming_trial
+from gpumux.tune.trainer import TrialWork
 
-_PHASES = 4  # of an optimizer's beginning, as `submit` walks through
+_PHASES = 4  # phases of an optimizer's beginning, as `submit` captures them
 _VARIANTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """A trial's step: the Program of its first step, and the one it has once its optimizer has all its state, with the
-    host scalars that one was captured with."""
+class CapturedStep:
+    """A trial's step: the Program of its first step, and its Program once the optimizer has all its state, with the
+    host scalars at that time."""
 
     first: Program
     program: Program
@@ -40,8 +39,8 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of an array: `fixed` of any, `each` for every model more. `each` holds a model's state twice (see
+class MemoryModel:
+    """Bytes of an array: `fixed`, and `each` for every model. `each` includes a model's state twice (see
     `array_bytes`) and its part of the temporaries' arena."""
 
     fixed: int
@@ -51,18 +50,18 @@ class Memory:
         return self.fixed + models * self.each
 
     def most(self, limit: int) -> int:
-        """How many models fit."""
+        """The largest number of models that fits."""
         return max(0, (limit - self.fixed) // max(1, self.each))
 
 
-def capture(task: Task, work: Work, config: Config, batch: Batch, *, phases: int = _PHASES) -> Captured:
-    """Capture the step of a configuration as of a fresh model. Raises TrialFailed, CaptureError and its kin."""
-    with forked():
+def capture(task: Task, work: TrialWork, config: Config, batch: Batch, *, phases: int = _PHASES) -> CapturedStep:
+    """Capture the step of a configuration from a fresh model. Raises TrialFailed, CaptureError or a subclass."""
+    with preserving_random_state():
         step, model, optimizer = task.build(work.trial, config, work.seed)
     task.schedule(config, work.start, optimizer)
-    member = Member(f"trial {work.trial}", step, model, optimizer, _VARIANTS)
+    member = Member(f"trial {work.trial}", step, model, optimizer, max_variants=_VARIANTS)
     try:
-        with blame(work.trial, config, "the step"):
+        with naming_trial(work.trial, config, "the step"):
             choice = first = member.choose(batch, {})
             for _ in range(phases - 1):
                 before = member.state.structure
@@ -70,13 +69,13 @@ def capture(task: Task, work: Work, config: Config, batch: Batch, *, phases: int
                 choice = member.choose(batch, {})
                 if member.state.structure is before:
                     break
-        return Captured(first.made.lowered.program, choice.made.lowered.program, choice.values)
+        return CapturedStep(first.made.lowered.program, choice.made.lowered.program, choice.values)
     finally:
         member.release()
 
 
-def differ(task: Task, captured: Captured, work: Work, config: Config, batch: Batch) -> NotFusible | None:
-    """Why another configuration's step is not of the captured kind, None if it is. Its first step is compared."""
+def differ(task: Task, captured: CapturedStep, work: TrialWork, config: Config, batch: Batch) -> NotFusible | None:
+    """Why another configuration's step is not of the captured kind; None if it is. First steps are compared."""
     try:
         align([captured.first, capture(task, work, config, batch, phases=1).first])
     except NotFusible as error:
@@ -84,9 +83,9 @@ def differ(task: Task, captured: Captured, work: Work, config: Config, batch: Ba
     return None
 
 
-def check(task: Task, space: Space, works: Sequence[Work], captured: Captured, batch: Batch) -> None:
-    """Whether trials of a partition, the first of which was captured, are of one kind. Raises ConfigError that names
-    the fusible parameters which change the step, or NotFusible where it is none of them alone."""
+def check(task: Task, space: Space, works: Sequence[TrialWork], captured: CapturedStep, batch: Batch) -> None:
+    """Check that the trials of a partition, whose first one was captured, are of one kind. Raises ConfigError naming
+    the fusible parameters that change the step, or NotFusible if none of them does so alone."""
     work = works[0]
     for mixed in mixtures(space, [each.config for each in works]):
         error = differ(task, captured, work, mixed, batch)
@@ -116,7 +115,7 @@ def check(task: Task, space: Space, works: Sequence[Work], captured: Captured, b
 
 def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
     """Configurations that differ from the first in as many fusible parameters at once as possible, with values of the
-    others: every choice there is at least once, and of numbers of a range one other."""
+    other trials: every choice occurs at least once, and for a range of numbers one other value."""
     first = configs[0]
     others: dict[str, list[Value]] = {}
     for p in space.parameters:
@@ -130,24 +129,23 @@ def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
     ]
 
 
-def guess(captured: Captured) -> Memory:
-    """A generous estimate that costs nothing: of each model its state and its temporaries three times."""
+def guess(captured: CapturedStep) -> MemoryModel:
+    """A generous estimate without fusing: for each model its state and its temporaries three times."""
     found = footprint(captured.program, plan(captured.program))
-    return Memory(found.slot_bytes, 3 * (found.state_bytes + stream_bytes() + found.transient_bytes))
+    return MemoryModel(found.slot_bytes, 3 * (found.state_bytes + stream_bytes() + found.transient_bytes))
 
 
-def predict(captured: Captured) -> Memory:
-    """Bytes of arrays of this step, from the fused Programs of two and of three models: what the third adds, each
-    adds."""
+def predict(captured: CapturedStep) -> MemoryModel:
+    """Bytes of arrays of this step, extrapolated from the fused Programs of two and of three models."""
     two, three = (
         array_bytes([fuse([captured.program] * models, [captured.values] * models).program]) for models in (2, 3)
     )
-    return Memory(max(0, 3 * two - 2 * three), max(1, three - two))
+    return MemoryModel(max(0, 3 * two - 2 * three), max(1, three - two))
 
 
 def array_bytes(programs: Sequence[Program]) -> int:
-    """What an array takes whose models run in these fused Programs, one after another: their state twice, in the array
-    and in the models that the factory made; an arena and a batch each."""
+    """Bytes of an array whose models run in these fused Programs, one after another: the state twice, in the array
+    and in the models that the factory made, and an arena and a batch for each Program."""
     total = 0
     for program in programs:
         found = footprint(program, plan(program))
@@ -155,45 +153,44 @@ def array_bytes(programs: Sequence[Program]) -> int:
     return total
 
 
-# ---- What arrays may take of this machine's memory, and what one of them took.
+# ---- The memory limit of arrays on this machine, and the measured memory of an array.
 
 
-SHARE = 0.5  # of the free memory, for one array: the data, torch and other processes have the rest
-SLACK = (
-    64 << 20
-)  # what capture, graphs and the allocator take whatever is trained, and the measurement can't tell apart
+SHARE = 0.5  # of the free memory, for one array: the rest is for data, torch and other processes
+# Memory of capture, graphs and the allocator, which any array takes and the measurement can't separate.
+SLACK = 64 << 20
 
 _STATUS, _REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def default_limit() -> int:
-    """Bytes an array may take if nobody says."""
+    """Bytes an array may take if no limit is given."""
     return int(SHARE * free_bytes())
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One array's memory, predicted and as the kernel saw it: bytes by which the process's peak rose."""
+class MemoryMeasurement:
+    """Bytes of one array, predicted and measured: the rise of the process's peak, by the kernel's count."""
 
     predicted: int
     measured: int
 
     @property
     def scale(self) -> float:
-        """By how much predictions are to be raised: 1.0 where what was measured beyond the slack is no more."""
+        """Factor for later predictions: 1.0 if the measurement, less the slack, is no larger than the prediction."""
         return max(1.0, (self.measured - SLACK) / max(1, self.predicted))
 
 
-class Meter:
-    """Begun before an array is made, read when it has run a few steps and touched all of its memory."""
+class MemoryMeter:
+    """Measures the memory of an array: made before it, read when some steps have touched all of its memory."""
 
     def __init__(self) -> None:
-        with suppress(OSError):  # the peak starts over; where that is forbidden it may be one of before, and tells less
+        with suppress(OSError):  # resets the peak; if that is forbidden, an earlier peak may hide a smaller one
             _REFS.write_text("5")
         self._before = _resident("VmRSS:")
 
-    def read(self, predicted: int) -> Measured:
-        return Measured(predicted, max(0, _resident("VmHWM:") - self._before))
+    def read(self, predicted: int) -> MemoryMeasurement:
+        return MemoryMeasurement(predicted, max(0, _resident("VmHWM:") - self._before))
 
 
 def _resident(field: str) -> int:

@@ -1,4 +1,4 @@
-"""What came of a sweep, for people and for scripts."""
+"""The result of a sweep as tables and plain data, and its progress while it runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gpumux.tune.algorithms import Rung, ranked
-from gpumux.tune.sweep import Entry, Listener
-from gpumux.tune.trainer import Event, Outcome
+from gpumux.tune.sweep import Listener, TrialRecord
+from gpumux.tune.trainer import Outcome, TrainingProgress
 
 if TYPE_CHECKING:
-    from gpumux.tune.tune import Found
+    from gpumux.tune.run import SweepResult
 
 
 HEADER = ("TRIAL", "SCORE", "STEPS", "STATE", "DEVICE", "CONFIGURATION")
 
 
-def body(found: Found) -> dict[str, Any]:
-    """Plain data. Scores that are no numbers are null."""
+def body(found: SweepResult) -> dict[str, Any]:
+    """The result as plain data. Scores that are nan become null."""
     return {
         "task": found.task,
         "algorithm": found.algorithm,
@@ -33,7 +33,7 @@ def body(found: Found) -> dict[str, Any]:
     }
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
+def _entry(entry: TrialRecord) -> dict[str, Any]:
     return {
         "number": entry.number,
         "config": dict(entry.config),
@@ -49,8 +49,8 @@ def _number(score: float) -> float | None:
     return None if isnan(score) else score
 
 
-def rows(found: Found) -> list[tuple[str, ...]]:
-    """One a trial: those trained longest first, of them the best ones first."""
+def rows(found: SweepResult) -> list[tuple[str, ...]]:
+    """A row for each trial: those trained longest first, among them the best first."""
     shown: list[tuple[str, ...]] = []
     for entry in order(found.entries, maximize=found.direction == "maximize"):
         config = " ".join(f"{name}={value_text(value)}" for name, value in entry.config.items())
@@ -59,7 +59,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
     return shown
 
 
-def order(entries: Sequence[Entry], *, maximize: bool) -> list[Entry]:
+def order(entries: Sequence[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
     known = {entry.number: entry for entry in entries}
     by_score = ranked({number: entry.score for number, entry in known.items()}, maximize=maximize)
     return sorted(
@@ -71,8 +71,8 @@ def value_text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def summary(found: Found) -> str:
-    """The end of what is printed: the best trial, the seconds, and what the scheduler noted."""
+def summary(found: SweepResult) -> str:
+    """The last lines of the output: the best trial, the seconds, and the scheduler's notes."""
     lines = []
     if found.best is None:
         lines.append("no trial was completed with a number for a score")
@@ -89,15 +89,15 @@ def summary(found: Found) -> str:
     return "\n".join(lines)
 
 
-# ---- What is told while a sweep runs: lines on a terminal or in a log. Takes its clock and its stream from outside.
+# ---- Progress of a running sweep: lines on a terminal or in a log. Clock and stream are arguments.
 
 
 REWRITE_S, REPEAT_S = 0.1, 10.0
 
 
-class Told:
-    """Says which rung runs, what each trial scored and what is best; between scores, how far those that train are. On a
-    terminal that last line is written over, elsewhere it comes every ten seconds."""
+class ProgressReporter:
+    """Reports each rung, each score with the best so far, and between scores the progress of training trials. On a
+    terminal the progress line is overwritten; elsewhere it is written every ten seconds."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float], total: int, *, maximize: bool) -> None:
         self._stream, self._clock, self._total, self._maximize = stream, clock, total, maximize
@@ -111,7 +111,7 @@ class Told:
         return Listener(self._rung, self._scored, self._lost, self._watch)
 
     def end(self) -> None:
-        """Leave the line that would be written over."""
+        """End a line that would be overwritten."""
         if self._open:
             self._open = False
             self._stream.write("\n")
@@ -142,7 +142,7 @@ class Told:
         named = ", ".join(map(str, trials))
         self._line(f"the checkpoints of trial {named} at {steps} steps are gone: trained again from the beginning")
 
-    def _watch(self, event: Event) -> None:
+    def _watch(self, event: TrainingProgress) -> None:
         now = self._clock()
         if now - self._said < (REWRITE_S if self._terminal else REPEAT_S):
             return

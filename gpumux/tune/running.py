@@ -1,4 +1,4 @@
-"""One array while it trains: in this process, or as a job of a daemon. Counts the seconds of its steps."""
+"""One array during training: in this process, or as a job of a daemon. Counts the seconds of its steps."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from gpumux.fuse.array import Array
 from gpumux.fuse.job import submit_array
 from gpumux.program.ir import Program
 from gpumux.tune.task import Batch
-from gpumux.tune.trainer import Work
+from gpumux.tune.trainer import TrialWork
 
-INFLIGHT = 2  # steps of a job unanswered at a time
-Make = Callable[[Work], Any]
+INFLIGHT = 2  # unanswered steps of a job at a time
+Make = Callable[[TrialWork], Any]
 
 
-class Running(Protocol):
-    """A context: leaving it ends the array."""
+class ArrayRun(Protocol):
+    """A context in which an array trains; leaving it closes the array."""
 
-    def __enter__(self) -> Running: ...
+    def __enter__(self) -> ArrayRun: ...
 
     def __exit__(self, *error: Any) -> None: ...
 
     def step(self, batch: Batch, *, per_model: bool) -> None: ...
 
     def programs(self) -> tuple[Program, ...]:
-        """The fused Programs that the last step ran."""
+        """The fused Programs of the last step."""
         ...
 
     def finish(self) -> float:
-        """Bring the state into the models that the factory made; -> seconds that all steps took of the device."""
+        """Copy the state into the models that the factory made, and return the device seconds of all steps."""
         ...
 
 
-class Here:
-    """In this process."""
+class LocalArrayRun:
+    """An array in this process."""
 
-    def __init__(self, make: Make, works: Sequence[Work], example: Batch) -> None:
+    def __init__(self, make: Make, works: Sequence[TrialWork], example: Batch) -> None:
         self._array = Array(make, works, example, seeds=[work.draws for work in works], name="sweep")
         self._seconds = 0.0
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> LocalArrayRun:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -63,19 +63,20 @@ class Here:
         return self._seconds
 
 
-class There:
-    """As a job of a daemon: seconds are those it measured."""
+class DaemonArrayRun:
+    """An array that is a job of a daemon, which measures the seconds."""
 
-    def __init__(self, make: Make, works: Sequence[Work], example: Batch, endpoint: str | None) -> None:
+    def __init__(self, make: Make, works: Sequence[TrialWork], example: Batch, endpoint: str | None) -> None:
         self._array = submit_array(
-            make, works, example, seeds=[work.draws for work in works], name=f"trials-{works[0].trial}-and-{len(works) - 1}",
+            make, works, example, seeds=[work.draws for work in works],
+            name=f"trials-{works[0].trial}-and-{len(works) - 1}",
             endpoint=endpoint, max_inflight=INFLIGHT,
         )  # fmt: skip
         self._pending: deque[StepFuture] = deque()
         self._seconds = 0.0
         self._stack = ExitStack()
 
-    def __enter__(self) -> There:
+    def __enter__(self) -> DaemonArrayRun:
         self._stack.enter_context(self._array)
         return self
 

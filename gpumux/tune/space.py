@@ -1,4 +1,4 @@
-"""The space of hyper-parameters: what each may be, when it exists, and whether models that differ in it may share an
+"""The space of hyper-parameters: each one's domain and condition, and whether models that differ in it may share an
 array.
 
 A parameter is *fusible* when its value changes numbers only (learning rates, betas, weight decay, seeds): models with
@@ -24,8 +24,8 @@ _KEYS = {"low", "high", "log", "step", "choices", "fusible", "when"}
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole ones if `whole`. `log`: drawn evenly in the logarithm. `step`:
-    only low, low + step, low + 2 step ..."""
+    """Numbers from `low` to `high`, both included. whole: integers only. log: drawn evenly in the logarithm. step: only
+    low, low + step, low + 2 step ..."""
 
     low: float
     high: float
@@ -45,16 +45,16 @@ class Range:
             value = random.randint(int(low), int(high))
         else:
             value = random.uniform(low, high)
-        value = min(max(value, low), high)  # rounding may lead past an end
+        value = min(max(value, low), high)  # rounding may exceed a bound
         return int(value) if self.whole else float(value)
 
     def count(self) -> int:
-        """How many values there are with a step."""
+        """Number of values; only with a step."""
         assert self.step is not None
         return math.floor((self.high - self.low) / self.step + 1e-9) + 1
 
     def samples(self) -> tuple[Value, ...]:
-        """Two values that differ, away from the ends: an end may be a special case (a weight decay of 0)."""
+        """Two different values away from the ends: an end may be a special case (a weight decay of 0)."""
         if self.step is not None:
             ends: tuple[float, ...] = (self.low, self.low + self.step * (self.count() - 1))
         elif self.log:
@@ -70,7 +70,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """One of these, all equally probable."""
+    """One of these values, all equally probable."""
 
     values: tuple[Value, ...]
 
@@ -83,7 +83,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`when`: other parameters and the values of theirs under which this one exists."""
+    """A hyper-parameter. `when`: other parameters and their values under which this one exists."""
 
     name: str
     domain: Range | Choices
@@ -96,13 +96,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Parameters, each after those its condition names."""
+    """Parameters, each after those that its condition names."""
 
     parameters: tuple[Parameter, ...]
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Space:
-        """The space that a TOML or JSON file describes: a table for each parameter, with `low` and `high` (`log`,
+        """The space described by a TOML or JSON file: a table for each parameter, with `low` and `high` (`log`,
         `step`) or `choices`, `fusible` and `when`. Raises ConfigError that names the parameter."""
         if not body:
             raise ConfigError(
@@ -111,12 +111,12 @@ class Space:
         return cls(_ordered([_parameter(name, table) for name, table in body.items()]))
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that is equal for equal spaces, for a study to remember."""
+        """Plain data that is equal for equal spaces, to be stored in a study."""
         return {p.name: _plain(p) for p in self.parameters}
 
     def sample(self, seed: int, number: int) -> dict[str, Value]:
-        """Configuration `number` of a sweep with `seed`. Each parameter has a stream of its own: one more
-        parameter changes no other's values, and a resumed sweep draws what it would have drawn."""
+        """Configuration `number` of a sweep with `seed`. Each parameter has its own random stream: one more parameter
+        does not change the others' values, and a resumed sweep draws the same values."""
         config: dict[str, Value] = {}
         for p in self.parameters:
             if p.exists(config):
@@ -124,7 +124,7 @@ class Space:
         return config
 
     def infusible(self, config: Config) -> tuple[tuple[str, Value], ...]:
-        """What two configurations must have in common to share an array."""
+        """The values that configurations must have in common to share an array."""
         return tuple((p.name, config[p.name]) for p in self.parameters if not p.fusible and p.name in config)
 
     def fusible(self, config: Config) -> dict[str, Value]:
@@ -189,7 +189,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _ordered(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Parents first; otherwise as written. Raises ConfigError for a condition that can't be."""
+    """Parameters after their conditions' parameters; otherwise as written. Raises ConfigError for an impossible
+    condition."""
     known = {p.name: p for p in parameters}
     for p in parameters:
         for other, _ in p.when:

@@ -1,9 +1,9 @@
-"""A sweep kept in an Optuna study: dashboards see it, and a killed one goes on. Optuna is an extra, imported here
-alone.
+"""A sweep stored in an Optuna study: dashboards can show it, and a killed sweep can be resumed. Optuna is an extra that
+only this module imports.
 
-A configuration is one Optuna trial, a rung one intermediate value, a trial that a rung left behind PRUNED, one that
-diverged FAIL. Where `sampler` is "random" Optuna is handed what the space draws, so that a sweep is the same with and
-without storage.
+A configuration is one Optuna trial and a rung one intermediate value. A trial that a rung eliminated is PRUNED, one
+that diverged FAIL. With the sampler "random", Optuna is given the space's own draws, so that a sweep is the same with
+and without storage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumux.errors import ConfigError
 from gpumux.tune.space import Choices, Config, Parameter, Range, Space, Value
-from gpumux.tune.sweep import Entry, Kept, State
+from gpumux.tune.sweep import LedgerTrial, State, TrialRecord
 
 if TYPE_CHECKING:
     import optuna
@@ -26,11 +26,11 @@ _SETTINGS, _WALL = "gpumux", "gpumux_wall_s"
 
 
 class StudyLedger:
-    """A study of Optuna. Close it: the database stays open until then.
+    """A ledger in an Optuna study. It keeps the database open until close().
 
-    Raises ConfigError where Optuna is not installed, the storage can't be opened, or the study of that name is of
-    another sweep (another space, algorithm, seed or task: what differs is named). `startup`: trials that TPE draws at
-    random before it has a model.
+    Raises ConfigError if Optuna is not installed, the storage can't be opened, or the study of that name is of another
+    sweep (another space, algorithm, seed or task: the difference is named). startup: trials that TPE draws at random
+    before it has a model.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StudyLedger:
         self._optuna = optuna = _import()
         self._space, self._seed, self._sampler, self._startup = space, seed, sampler, startup
         level = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # progress is told by the sweep itself
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep reports its own progress
         direction = "maximize" if maximize else "minimize"
         try:
             self._study = optuna.create_study(
@@ -56,7 +56,7 @@ class StudyLedger:
             optuna.logging.set_verbosity(level)
         self.resumed = len(self._study.get_trials(deepcopy=False))
         try:
-            self._agree(
+            self._check_settings(
                 {**settings, "direction": direction, "space": space.describe(), "sampler": sampler, "seed": seed}
             )
             self._kept = dict(self._read())
@@ -65,8 +65,8 @@ class StudyLedger:
             self.close()
             raise
 
-    def _agree(self, settings: dict[str, Any]) -> None:
-        """The study is of this very sweep, or becomes it."""
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        """Check that the study is of this sweep, or make a new study one of this sweep."""
         settings = json.loads(json.dumps(settings))  # as the database gives it back
         found = self._study.user_attrs.get(_SETTINGS)
         if found is None:
@@ -95,14 +95,14 @@ class StudyLedger:
             config = self._complete(self._optuna.trial.Trial(self._study, trials[number]._trial_id))
         else:
             config = self._ask(number, waits=number < len(trials))
-        self._kept[number] = Kept(config)
+        self._kept[number] = LedgerTrial(config)
         return config
 
     def _ask(self, number: int, *, waits: bool) -> dict[str, Value]:
         if self._sampler == "random":
             if not waits:
                 self._study.enqueue_trial(self._space.sample(self._seed, number))
-        else:  # seeded by the trial, so that a resumed sweep goes on as it would have
+        else:  # seeded by the trial, so that a resumed sweep proposes the same
             self._study.sampler = self._optuna.samplers.TPESampler(
                 seed=self._seed + number, n_startup_trials=self._startup
             )
@@ -110,7 +110,7 @@ class StudyLedger:
         return self._complete(self._study.ask(always))
 
     def _complete(self, trial: optuna.trial.Trial) -> dict[str, Value]:
-        """Its configuration, with what exists under conditions; a sweep killed in between has left less."""
+        """The trial's configuration, with its conditional parameters, some of which a killed sweep may not have set."""
         for p in self._space.parameters:
             if not p.exists(trial.params) or p.name in trial.params:
                 continue
@@ -142,7 +142,7 @@ class StudyLedger:
         trial = self._optuna.trial.Trial(self._study, self._id(number))
         trial.set_user_attr("device_s", kept.device_s + device_s)
         if steps not in kept.scores:
-            trial.report(score, steps)  # last: with it the rung is behind the trial
+            trial.report(score, steps)  # last: a reported score marks the rung as done
         kept.device_s += device_s
         kept.scores.setdefault(steps, score)
 
@@ -157,18 +157,18 @@ class StudyLedger:
             self._study.tell(number, state=states.PRUNED if state == "pruned" else states.FAIL)
         kept.state = state
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TrialRecord]:
         return [kept.entry(number) for number, kept in sorted(self._kept.items())]
 
-    def _read(self) -> Iterator[tuple[int, Kept]]:
-        """What an earlier run left, but for trials that it had only begun to ask for. From here on this process alone
-        writes the study, and keeps what is in it."""
+    def _read(self) -> Iterator[tuple[int, LedgerTrial]]:
+        """Trials of an earlier run, except those that were only proposed. From here on only this process writes the
+        study, so that a cached copy suffices."""
         states = self._optuna.trial.TrialState
         named: dict[Any, State] = {states.COMPLETE: "complete", states.PRUNED: "pruned", states.FAIL: "failed"}
         for t in self._study.get_trials(deepcopy=False):
             if t.state in named or t.intermediate_values:
                 scores, seconds = dict(t.intermediate_values), float(t.user_attrs.get("device_s", 0.0))
-                yield t.number, Kept(dict(t.params), named.get(t.state, "running"), scores, seconds)
+                yield t.number, LedgerTrial(dict(t.params), named.get(t.state, "running"), scores, seconds)
 
     def _id(self, number: int) -> int:
         if number not in self._ids:
@@ -177,7 +177,7 @@ class StudyLedger:
 
     @property
     def wall_s(self) -> float:
-        """Seconds that all runs of this sweep took, as far as they said so."""
+        """Seconds that all runs of this sweep took, as far as they recorded it."""
         return float(self._study.user_attrs.get(_WALL, 0.0))
 
     def add_wall(self, seconds: float) -> None:
@@ -199,7 +199,7 @@ def _import() -> ModuleType:
 
 
 def _ends(domain: Range) -> tuple[float, float]:
-    """With a step the last value that there is, which is all that Optuna takes."""
+    """The bounds. With a step, the upper one is the last value that exists, as Optuna demands."""
     high = domain.high if domain.step is None else domain.low + domain.step * (domain.count() - 1)
     return (int(domain.low), int(high)) if domain.whole else (float(domain.low), float(high))
 

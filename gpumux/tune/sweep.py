@@ -1,5 +1,5 @@
-"""The loop of a sweep (HFTA, algorithm 1): the algorithm asks for a rung, a trainer runs what is not known yet, and the
-best go on. All that is decided rests on the ledger, so that a sweep that is run again goes on where it was.
+"""The loop of a sweep (HFTA, algorithm 1): the algorithm yields a rung, a trainer runs the trials without a score, and
+the best continue. All decisions depend on the ledger alone, so that a sweep that is run again resumes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Literal, Protocol, TypeAlias
 from gpumux.tune.algorithms import Algorithm, Rung, ranked
 from gpumux.tune.fused import reorder
 from gpumux.tune.space import Config, Space, Value
-from gpumux.tune.trainer import Checkpoints, Outcome, Trainer, Watch, Work, seed_of
+from gpumux.tune.trainer import Checkpoints, Outcome, Trainer, TrialWork, Watch, seed_of
 
-# ---- What a sweep remembers: configurations proposed, scores at rungs, how trials ended. In memory here, in Optuna in
-# `study`.
+# ---- The record of a sweep: configurations, scores at rungs, how trials ended. In memory here, in Optuna in `study`.
 
 
 State: TypeAlias = Literal["running", "complete", "pruned", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A trial as it stands. `scores`: by steps behind it when it was scored. `device_s`: seconds of the device it
-    took."""
+class TrialRecord:
+    """The state of a trial. scores: by the number of steps at which it was scored. device_s: device seconds it took."""
 
     number: int
     config: Config
@@ -40,38 +38,38 @@ class Entry:
 
     @property
     def score(self) -> float:
-        """The latest one, nan before the first."""
+        """The latest score, nan before the first."""
         return self.scores[self.steps] if self.scores else float("nan")
 
 
-class Ledger(Protocol):
-    """What is written here outlives a killed sweep, if the ledger is stored. Trials are numbered from 0."""
+class SweepLedger(Protocol):
+    """The record of a sweep. A stored one survives a killed process. Trials are numbered from 0."""
 
     def config(self, number: int) -> Config:
-        """The configuration of a trial, proposed if it is new. Numbers are asked for in rising order."""
+        """The configuration of a trial, proposed if it is new. Numbers must be asked for in rising order."""
         ...
 
     def score(self, number: int, steps: int) -> float | None:
-        """What the trial scored when it had `steps` behind it, None if it was not trained so far."""
+        """The trial's score at `steps` steps, None if it was not trained that far."""
         ...
 
     def steps(self, number: int) -> list[int]:
-        """When the trial was scored."""
+        """The numbers of steps at which the trial was scored."""
         ...
 
     def report(self, number: int, steps: int, score: float, device_s: float) -> None:
-        """A trial was trained so far. Said again of one that was trained again: its seconds count, its score stands."""
+        """Record a score. If the trial was trained again, its seconds are added and its first score stays."""
         ...
 
     def finish(self, number: int, state: State) -> None:
-        """The trial ends with its latest score. Said again of an ended trial: nothing happens."""
+        """End the trial with its latest score. Has no effect on an ended trial."""
         ...
 
-    def entries(self) -> list[Entry]: ...
+    def entries(self) -> list[TrialRecord]: ...
 
 
 @dataclass
-class Kept:
+class LedgerTrial:
     """A trial as ledgers hold it."""
 
     config: dict[str, Value]
@@ -79,20 +77,20 @@ class Kept:
     scores: dict[int, float] = field(default_factory=dict)
     device_s: float = 0.0
 
-    def entry(self, number: int) -> Entry:
-        return Entry(number, self.config, self.state, dict(self.scores), self.device_s)
+    def entry(self, number: int) -> TrialRecord:
+        return TrialRecord(number, self.config, self.state, dict(self.scores), self.device_s)
 
 
 class MemoryLedger:
-    """Lasts as long as the process; configurations are drawn at random."""
+    """A ledger in memory; configurations are drawn at random."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self._space, self._seed = space, seed
-        self._trials: dict[int, Kept] = {}
+        self._trials: dict[int, LedgerTrial] = {}
 
     def config(self, number: int) -> Config:
         if number not in self._trials:
-            self._trials[number] = Kept(self._space.sample(self._seed, number))
+            self._trials[number] = LedgerTrial(self._space.sample(self._seed, number))
         return self._trials[number].config
 
     def score(self, number: int, steps: int) -> float | None:
@@ -110,17 +108,17 @@ class MemoryLedger:
         if self._trials[number].state == "running":
             self._trials[number].state = state
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TrialRecord]:
         return [kept.entry(number) for number, kept in sorted(self._trials.items())]
 
 
-# ----
+# ---- The loop.
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told how a sweep goes. `rung`: one begins, of which these scores are known already. `scored`: a trial has
-    reached the rung. `lost`: the checkpoints of these trials at so many steps are gone, and they start over."""
+    """Callbacks for the progress of a sweep. rung: a rung begins, and these scores are known. scored: a trial has
+    reached the rung. lost: the checkpoints of these trials at so many steps are missing, and they are trained again."""
 
     rung: Callable[[Rung, Mapping[int, float]], None]
     scored: Callable[[Rung, Outcome], None]
@@ -129,16 +127,16 @@ class Listener:
 
 
 def sweep(
-    algorithm: Algorithm, ledger: Ledger, trainer: Trainer, checkpoints: Checkpoints, listener: Listener, *,
+    algorithm: Algorithm, ledger: SweepLedger, trainer: Trainer, checkpoints: Checkpoints, listener: Listener, *,
     maximize: bool, seed: int,
 ) -> None:  # fmt: skip
-    """Run the algorithm to its end. KeyboardInterrupt and errors pass through; whatever was scored before is in the
+    """Run the algorithm to its end. KeyboardInterrupt and errors pass through; scores reported before are in the
     ledger."""
-    best: Entry | None = None
+    best: TrialRecord | None = None
     try:
         rung = next(algorithm)
         while True:
-            scores = _climb(rung, ledger, trainer, checkpoints, listener, seed)
+            scores = _run_rung(rung, ledger, trainer, checkpoints, listener, seed)
             order = [t for t in ranked(scores, maximize=maximize) if not isnan(scores[t])]
             kept = sorted(order[: rung.keep])
             for trial in rung.trials:
@@ -155,24 +153,24 @@ def sweep(
 
 
 def _send(algorithm: Algorithm, kept: Sequence[int]) -> Rung:
-    """The next rung with a trial in it: where all of a rung's trials diverged none is left."""
+    """The next rung with a trial in it: if all trials of a rung diverged, none is left for the next."""
     rung = algorithm.send(kept)
     while not rung.trials:
         rung = algorithm.send(())
     return rung
 
 
-def _climb(
-    rung: Rung, ledger: Ledger, trainer: Trainer, checkpoints: Checkpoints, listener: Listener, seed: int
+def _run_rung(
+    rung: Rung, ledger: SweepLedger, trainer: Trainer, checkpoints: Checkpoints, listener: Listener, seed: int
 ) -> dict[int, float]:
-    """Scores of all trials of a rung, in its order: those known from before, and those trained now."""
+    """Scores of all trials of a rung, in its order: known ones and those trained now."""
     configs = {trial: ledger.config(trial) for trial in rung.trials}
     scores = {t: s for t in rung.trials if (s := ledger.score(t, rung.steps)) is not None}
     listener.rung(rung, dict(scores))
 
     def train(trials: Sequence[int], start: int, steps: int) -> Iterator[Outcome]:
         works = [
-            Work(t, configs[t], start, steps, seed_of(seed, t, configs[t]), seed_of(seed, t, configs[t], start))
+            TrialWork(t, configs[t], start, steps, seed_of(seed, t, configs[t]), seed_of(seed, t, configs[t], start))
             for t in trials
         ]
         if works:
@@ -183,7 +181,7 @@ def _climb(
 
     todo = [t for t in rung.trials if t not in scores]
     lost = [t for t in todo if rung.start and not checkpoints.has(t, rung.start)]
-    if lost:  # again, in the same stretches: what the steps draw begins anew with each
+    if lost:  # again, from rung to rung as before: each stretch has a seed of its own for its draws
         listener.lost(lost, rung.start)
         reached = sorted(steps for steps in ledger.steps(lost[0]) if steps <= rung.start)
         for start, steps in pairwise((0, *reached)):
@@ -196,9 +194,9 @@ def _climb(
 
 
 def _keep_best(
-    ledger: Ledger, checkpoints: Checkpoints, rung: Rung, best: Entry | None, maximize: bool
-) -> Entry | None:
-    """Of the trials that are done only the best one's state is kept."""
+    ledger: SweepLedger, checkpoints: Checkpoints, rung: Rung, best: TrialRecord | None, maximize: bool
+) -> TrialRecord | None:
+    """Drop the checkpoints of all finished trials but the best one."""
     entries = {e.number: e for e in ledger.entries() if e.number in rung.trials or e == best}
     first = best_of([*entries.values()], maximize=maximize)
     for number in entries:
@@ -207,8 +205,8 @@ def _keep_best(
     return first
 
 
-def best_of(entries: Sequence[Entry], *, maximize: bool) -> Entry | None:
-    """The best of those that are complete, None where none is."""
+def best_of(entries: Sequence[TrialRecord], *, maximize: bool) -> TrialRecord | None:
+    """The best of the complete trials, None if there is none."""
     done = {e.number: e for e in entries if e.state == "complete" and not isnan(e.score)}
     order = ranked({number: e.score for number, e in done.items()}, maximize=maximize)
     return done[order[0]] if order else None

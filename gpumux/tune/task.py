@@ -1,10 +1,10 @@
-"""What is tuned: the user's module. It has a factory and, beside it, the functions below; docs/tuning.md has an
+"""A tuning task: the user's module. It has a factory and, beside it, the functions below; docs/tuning.md has an
 example.
 
     def factory(config):              # -> (step, model, optimizer), as for gpumux.fuse.Array and client.submit
     def batches(config, start):       # -> training batches (tuples of tensors) from step `start` on, endless
     def score(model, config):         # -> a number, on validation data; in eval mode, without gradients
-    direction = "maximize"            # or "minimize": what is better
+    direction = "maximize"            # or "minimize": the direction in which scores get better
     def hyperparameters(config, k):   # optional: {"lr": ...} of the optimizer at step k, a schedule
 
 `config` is a dict of the space's parameters. torch is seeded for each trial before `factory` is called.
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpumux.errors import ConfigError, GpumuxError, TrialFailed
-from gpumux.tune.checkpoints import forked
+from gpumux.tune.checkpoints import preserving_random_state
 from gpumux.tune.space import Config
 
 Built: TypeAlias = tuple[Callable[..., Any], Any, Any]
@@ -35,7 +35,7 @@ _PARTS = ("batches", "score", "direction")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The user's functions. `name` is what they were found by."""
+    """The user's functions. `name` is the text by which `find` found them."""
 
     name: str
     factory: Callable[[Config], Built]
@@ -49,8 +49,8 @@ class Task:
         return self.direction == "maximize"
 
     def build(self, trial: int, config: Config, seed: int) -> Built:
-        """Step, model and optimizer of a configuration, with weights of that seed. Raises TrialFailed."""
-        with blame(trial, config, "factory"):
+        """Step, model and optimizer of a configuration, its weights drawn from `seed`. Raises TrialFailed."""
+        with naming_trial(trial, config, "factory"):
             torch.manual_seed(seed)
             made = self.factory(dict(config))
         if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0])):
@@ -58,9 +58,9 @@ class Task:
         return made
 
     def data(self, trial: int, config: Config, start: int, steps: int) -> Iterator[Batch]:
-        """Batches `start` to `steps`. Raises TrialFailed when there are fewer."""
+        """Batches `start` to `steps`. Raises TrialFailed if there are fewer."""
         done = start
-        with blame(trial, config, "batches"):
+        with naming_trial(trial, config, "batches"):
             for batch in islice(iter(self.batches(config, start)), steps - start):
                 if not isinstance(batch, tuple | list):
                     raise ConfigError(
@@ -75,20 +75,20 @@ class Task:
             )
 
     def rate(self, trial: int, model: Any, config: Config) -> float:
-        """The score of a model as it stands, leaving it and torch's generator as they were. Raises TrialFailed."""
+        """The score of a model. Leaves its modes and torch's generator as they were. Raises TrialFailed."""
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         modes = {module: module.training for each in models for module in each.modules()}
         for each in models:
             each.eval()
         try:
-            with forked(), torch.no_grad(), blame(trial, config, "score"):
+            with preserving_random_state(), torch.no_grad(), naming_trial(trial, config, "score"):
                 return float(self.score(model, dict(config)))
         finally:
             for module, training in modes.items():
                 module.training = training
 
     def schedule(self, config: Config, step: int, optimizer: Any) -> None:
-        """Set the optimizer's hyper-parameters as they are to be at a step. Raises ConfigError for an unknown one."""
+        """Set the optimizer's hyper-parameters for a step. Raises ConfigError for an unknown one."""
         if self.hyperparameters is None:
             return
         for name, value in self.hyperparameters(dict(config), step).items():
@@ -105,8 +105,8 @@ def several(optimizer: Any) -> Sequence[Any]:
 
 
 @contextmanager
-def blame(trial: int, config: Config, what: str) -> Iterator[None]:
-    """Errors of the user's own code say of which trial they are; ours pass."""
+def naming_trial(trial: int, config: Config, what: str) -> Iterator[None]:
+    """A block of the user's code: its errors become TrialFailed, which names the trial; gpumux's own pass through."""
     try:
         yield
     except GpumuxError:

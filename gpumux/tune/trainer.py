@@ -1,4 +1,4 @@
-"""Between the algorithm and whatever trains: a set of configurations in, scores out, state kept in checkpoints."""
+"""What stands between an algorithm and a scheduler: the trials of a rung in, scores out, state kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from gpumux.tune.checkpoints import forked, read, write
+from gpumux.tune.checkpoints import preserving_random_state, read_state, write_state
 from gpumux.tune.space import Config
-from gpumux.tune.task import Task, blame
+from gpumux.tune.task import Task, naming_trial
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One trial's part of a rung: from `start` steps, whose checkpoint is there if it is above 0, to `steps`. `seed` is
-    of the weights, `draws` of what the steps draw (dropout)."""
+class TrialWork:
+    """One trial's part of a rung: train from `start` to `steps` steps. If `start` is above 0, there is a checkpoint.
+    seed: of the weights; draws: seed of the steps' random draws (dropout)."""
 
     trial: int
     config: Config
@@ -30,8 +30,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A trial that reached its steps: its score (nan if it has none) and the device seconds it took, its share
-    where several trained as one."""
+    """A trial that reached its steps: its score (nan if it has none) and its device seconds (its share, if several
+    trained as one)."""
 
     trial: int
     score: float
@@ -39,39 +39,39 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something to tell who watches: `steps` of `of` behind a group of trials that train together."""
+class TrainingProgress:
+    """Progress of a group of trials that train together: `steps` of `of` steps are done."""
 
     trials: tuple[int, ...]
     steps: int
     of: int
 
 
-Watch: TypeAlias = Callable[[Event], None]
+Watch: TypeAlias = Callable[[TrainingProgress], None]
 
 
 class Trainer(Protocol):
-    """Also called a scheduler: `serial`, `concurrent`, `fused`."""
+    """A scheduler: `serial`, `concurrent` or `fused`."""
 
     name: str
 
-    def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
-        """Train each, put its checkpoint where the next rung finds it, and yield as each is scored. Outcomes come in
-        any order. Closing the generator, or an error in it, leaves nothing running; what was yielded is done."""
+    def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
+        """Train each trial, save its checkpoint for the next rung, and yield it when it is scored, in any order.
+        Closing the generator, or an error in it, leaves nothing running; yielded trials are complete."""
         ...
 
     def notes(self) -> dict[str, Any]:
-        """What the trainer found out, as plain data for the report."""
+        """Facts about the training, as plain data for the report."""
         ...
 
 
 class Checkpoints(Protocol):
-    """The state of trials between rungs: {"model": ..., "optimizer": ...} as state_dict() gives them."""
+    """The states of trials between rungs: {"model": ..., "optimizer": ...} as state_dict() gives them."""
 
     def save(self, trial: int, steps: int, state: dict[str, Any]) -> None: ...
 
     def load(self, trial: int, steps: int) -> dict[str, Any]:
-        """Raises KeyError where there is none."""
+        """Raises KeyError if there is none."""
         ...
 
     def has(self, trial: int, steps: int) -> bool: ...
@@ -80,54 +80,54 @@ class Checkpoints(Protocol):
 
 
 def seed_of(sweep: int, trial: int, config: Config, start: int | None = None) -> int:
-    """The seed of a trial's weights, or, with `start`, of what its steps from there on draw. It is no scheduler's
-    business and the same in a resumed sweep. A parameter called `seed` takes the place of sweep and trial."""
+    """The seed of a trial's weights or, with `start`, of its steps' random draws from there on. It does not depend on
+    the scheduler, and is the same in a resumed sweep. A parameter called `seed` replaces sweep and trial."""
     own = f"seed {config['seed']}" if "seed" in config else f"{sweep} {trial}"
     text = own if start is None else f"{own} from {start}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-# ---- The scheduler `serial`: one trial after another, in this process. What the others are compared with.
+# ---- The scheduler `serial`: one trial after another, in this process. The reference for the others.
 
 
-class Serial:
-    """Trains as a plain loop would. Device seconds are those that steps took."""
+class SerialTrainer:
+    """Trains as a plain loop would. Device seconds are those of the steps."""
 
     name = "serial"
 
     def __init__(self, task: Task, checkpoints: Checkpoints) -> None:
         self._task, self._checkpoints = task, checkpoints
 
-    def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
+    def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
         for work in works:
-            with forked():
+            with preserving_random_state():
                 outcome = self._one(work, watch)
             yield outcome
 
-    def _one(self, work: Work, watch: Watch) -> Outcome:
+    def _one(self, work: TrialWork, watch: Watch) -> Outcome:
         task = self._task
         step, model, optimizer = task.build(work.trial, work.config, work.seed)
         if work.start:
-            write(model, optimizer, self._checkpoints.load(work.trial, work.start))
+            write_state(model, optimizer, self._checkpoints.load(work.trial, work.start))
         torch.manual_seed(work.draws)
         seconds = 0.0
         for k, batch in enumerate(task.data(work.trial, work.config, work.start, work.steps), work.start):
             task.schedule(work.config, k, optimizer)
             began = time.perf_counter()
-            with blame(work.trial, work.config, "the step"):
+            with naming_trial(work.trial, work.config, "the step"):
                 step(*batch)
             seconds += time.perf_counter() - began
-            watch(Event((work.trial,), k + 1, work.steps))
-        seconds += settle(model)
-        self._checkpoints.save(work.trial, work.steps, read(model, optimizer))
+            watch(TrainingProgress((work.trial,), k + 1, work.steps))
+        seconds += wait_for_gpu(model)
+        self._checkpoints.save(work.trial, work.steps, read_state(model, optimizer))
         return Outcome(work.trial, task.rate(work.trial, model, work.config), seconds)
 
     def notes(self) -> dict[str, Any]:
         return {}
 
 
-def settle(model: Any) -> float:
-    """Wait for what a GPU still has to do; -> seconds of that. Steps on a GPU return before they are done."""
+def wait_for_gpu(model: Any) -> float:
+    """Wait until GPUs have finished and return the seconds of that: steps on a GPU return before they are done."""
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     devices = {p.device for each in models for p in each.parameters() if p.device.type == "cuda"}
     began = time.perf_counter()

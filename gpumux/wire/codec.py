@@ -19,7 +19,17 @@ import msgpack
 
 from gpumux.errors import ProtocolError, VersionMismatch
 from gpumux.wire import messages
-from gpumux.wire.messages import PROTOCOL_VERSION, REGISTRY, Hello, LoadProgram, Message, Step, StepDone, Welcome
+from gpumux.wire.messages import (
+    PROTOCOL_VERSION,
+    REGISTRY,
+    Hello,
+    LoadProgram,
+    Message,
+    OpenChannel,
+    Step,
+    StepDone,
+    Welcome,
+)
 
 # ---- What a message's field may hold: one checker an annotation, made once, called for every message.
 #
@@ -179,7 +189,7 @@ _SIMPLE: dict[Any, Check] = {
 _are_scalars = _list_of(_either(lambda value: type(value) is float, _is_int))
 
 
-# ----
+# ---- Encoding and decoding messages.
 
 
 MAX_CONTROL_BYTES = 16 << 20  # of a message's first frame; the router allows clients far less
@@ -253,7 +263,7 @@ def _one_field(getter: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]
 
 _BY_TAG: dict[int, _Spec] = {tag: _spec(tag, cls) for tag, cls in REGISTRY.items()}
 _BY_CLASS: dict[type[Any], _Spec] = {cls: _BY_TAG[tag] for tag, cls in REGISTRY.items()}
-_HANDSHAKE = frozenset(spec.tag for cls, spec in _BY_CLASS.items() if cls in (Hello, Welcome))
+_HANDSHAKE = frozenset(spec.tag for cls, spec in _BY_CLASS.items() if cls in (Hello, Welcome, OpenChannel))
 
 
 def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
@@ -285,15 +295,9 @@ def encode_alone(msg: Step | StepDone) -> bytes | memoryview:
     return encode(msg)[0]
 
 
-def step_head(job: str) -> bytes:
-    """How every encoded Step of `job` begins: its step, program, slot, scalars and frames follow, as msgpack. For who
-    takes steps in the daemon's place."""
-    return bytes((0x90 + 1 + len(Step._fields), _BY_CLASS[Step].tag, 0xD9, len(job))) + job.encode("ascii")
-
-
 def step_done_form(job: str) -> tuple[bytes, int, int, int, int]:
     """An encoded StepDone of `job` without payload, and where its step number, queue, device and total
-    seconds lie: 8 bytes each, as struct's ">Q" and ">d". For who answers in the daemon's place."""
+    seconds lie: 8 bytes each, as struct's ">Q" and ">d". For a process that answers instead of the daemon."""
     uint64, float64, zeros = b"\xcf", b"\xcb", bytes(8)
     head = bytes((0x90 + 1 + len(StepDone._fields), _BY_CLASS[StepDone].tag, 0xD9, len(job))) + job.encode("ascii")
     at = len(head) + 1
@@ -433,13 +437,13 @@ def _walk(head: bytes) -> None:
 def _check_version(spec: _Spec, values: list[Any]) -> None:
     theirs = values[0] if values else None
     if type(theirs) is int and theirs != PROTOCOL_VERSION:
-        raise version_mismatch(theirs, "client" if spec.make is Hello else "daemon")
+        raise version_mismatch(theirs, "daemon" if spec.make is Welcome else "client")
 
 
-def version_mismatch(theirs: int, who: str) -> VersionMismatch:
+def version_mismatch(theirs: int, side: str) -> VersionMismatch:
     """The error both ends give when the protocols differ; it names both versions."""
     return VersionMismatch(
-        f"the {who} speaks protocol {theirs}, this side speaks protocol {PROTOCOL_VERSION}",
+        f"the {side} speaks protocol {theirs}, this side speaks protocol {PROTOCOL_VERSION}",
         "install the same gpumux version on both sides",
     )
 

@@ -1,11 +1,11 @@
-"""Where a daemon listens and a client looks: one rule, used by both sides.
+"""The endpoint where a daemon listens and a client looks: one rule for both.
 
     explicit argument, else GPUMUX_ENDPOINT (of several, with commas, as a daemon takes them, a client
     takes the first ipc one, or else the first), else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME
     is /run when /run/gpumux/GPU exists (a system service made it), else $XDG_RUNTIME_DIR, else
     /tmp/gpumux-UID.
 
-A directory under /tmp is trusted only if it belongs to this user and nobody else may write to it:
+A directory under /tmp is trusted only if it belongs to this user and no other user may write to it:
 anyone can make a name there first.
 """
 
@@ -26,7 +26,7 @@ from gpumux.errors import ConfigError, DaemonGone, EndpointBusy
 
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path less its closing zero
 SOCKET_NAME = "gpumux.sock"
-SIDE_SUFFIX = ".side"  # of the side channel's socket, so that several daemons can share a directory
+CHANNEL_SUFFIX = ".chan"  # of the socket for local channels, so that several daemons can share a directory
 SYSTEM_RUNTIME = Path("/run")
 ENVIRONMENT = "GPUMUX_ENDPOINT"
 
@@ -65,21 +65,21 @@ def _ipc_path(text: str) -> Path:
             f"{text!r} names no socket file",
             "write ipc:// and an absolute path; abstract sockets (ipc://@name) can't be protected by file modes",
         )
-    size, most = len(os.fsencode(name)), MAX_PATH_BYTES - len(SIDE_SUFFIX)
+    size, most = len(os.fsencode(name)), MAX_PATH_BYTES - len(CHANNEL_SUFFIX)
     if size > most:
         raise ConfigError(
-            f"the socket path {name!r} is {size} bytes long, {most} at most are possible (its side channel adds "
-            f"{SIDE_SUFFIX!r}, and the system ends at {MAX_PATH_BYTES})",
+            f"the socket path {name!r} is {size} bytes long, {most} at most are possible (its local channel adds "
+            f"{CHANNEL_SUFFIX!r}, and the system ends at {MAX_PATH_BYTES})",
             "choose a shorter directory with --endpoint or GPUMUX_ENDPOINT",
         )
     return Path(name)
 
 
-def side_channel(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
-    """The socket of a daemon's side channel: named after its first ipc endpoint, or, where it has none, after
+def channel_path(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
+    """The socket of a daemon's local channels: named after its first ipc endpoint, or, where it has none, after
     the default one in `runtime_dir`."""
     first = next((e.path for e in endpoints if e.path is not None), runtime_dir / SOCKET_NAME)
-    return first.with_name(first.name + SIDE_SUFFIX)
+    return first.with_name(first.name + CHANNEL_SUFFIX)
 
 
 def runtime_dir(gpu: int = 0, environ: Mapping[str, str] | None = None) -> Path:
@@ -104,13 +104,13 @@ def resolve(explicit: str | None = None, gpu: int = 0, environ: Mapping[str, str
 
 
 def preferred(texts: Sequence[str]) -> str:
-    """Which of a daemon's endpoints a client on its machine uses: ipc needs no keys and copies least."""
+    """Choose the endpoint for a client on the daemon's machine: ipc needs no keys and copies least."""
     return next((text for text in texts if text.startswith("ipc://")), texts[0] if texts else "")
 
 
-def check_distinct(endpoints: Sequence[Endpoint], side_channel: Path) -> None:
+def check_distinct(endpoints: Sequence[Endpoint], channel: Path) -> None:
     """Raises ConfigError when a daemon would listen twice at one place."""
-    seen = {os.path.normpath(side_channel): "the side channel's place"}
+    seen = {os.path.normpath(channel): "the place of the daemon's local channels"}
     for endpoint in endpoints:
         place = os.path.normpath(endpoint.path) if endpoint.path is not None else endpoint.text
         if place in seen and not place.endswith(":*"):
@@ -122,7 +122,7 @@ def ensure_runtime_dir(path: Path) -> None:
     """Make `path` with mode 0700 (parents too), or keep an existing one as it is.
 
     Raises ConfigError when it can't be made, is no directory, or is the default one under
-    /tmp and could be somebody else's.
+    /tmp and could be another user's.
     """
     try:
         _make_private(path)
@@ -143,7 +143,7 @@ def _make_private(path: Path) -> None:
 def check_private(path: Path) -> None:
     """Refuse the default directory below /tmp when another user made it or may write to it
     (ConfigError). Both sides ask: the daemon before it binds, the client before it hands over data.
-    Other directories under /tmp were somebody's explicit choice."""
+    Other directories under /tmp were chosen explicitly."""
     tmp = Path("/tmp")
     if tmp not in path.parents:
         return
@@ -166,7 +166,7 @@ def check_private(path: Path) -> None:
 
 # ---- One daemon an endpoint: a lock file beside the socket.
 #
-# ZeroMQ binds over an existing ipc path without a word, so the path alone protects nobody. The lock
+# ZeroMQ binds over an existing ipc path without an error, so the path alone protects nothing. The lock
 # (flock) lives as long as its holder's descriptor; a file left by a killed daemon is therefore free.
 # The file itself stays: removing it would let two daemons lock two different files of one name.
 
@@ -252,14 +252,14 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# ---- Whether anybody listens at an ipc endpoint, asked of the kernel.
+# ---- Whether a process listens at an ipc endpoint, asked of the kernel.
 #
-# ZeroMQ connects in the background and tries again for ever; that there is nobody shows only as silence.
+# ZeroMQ connects in the background and tries again for ever; that there is no daemon shows only as silence.
 # A plain connection says so at once. Nothing is sent on it, and a daemon drops it without a word.
 
 
 def check_listening(endpoint: Endpoint, remedy: str) -> None:
-    """Raises DaemonGone, with `remedy`, when nobody listens there. A tcp endpoint is not asked."""
+    """Raises DaemonGone, with `remedy`, when no process listens there. A tcp endpoint is not asked."""
     if endpoint.path is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
@@ -276,7 +276,7 @@ def check_listening(endpoint: Endpoint, remedy: str) -> None:
                 f"this user may not connect to {endpoint.text}", "ask for write permission on the socket"
             ) from None
         except OSError:
-            return  # somebody listens, but is busy; or ZeroMQ knows better
+            return  # a process listens, but is busy; or ZeroMQ will report the error
 
 
 def unanswered(endpoint: Endpoint, remedy: str) -> DaemonGone:
@@ -300,5 +300,5 @@ def living_holder(path: Path) -> int | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # it lives, as somebody else
+        pass  # it lives, and belongs to another user
     return pid

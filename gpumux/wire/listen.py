@@ -1,13 +1,13 @@
-"""How many connections a user may have, whatever is said on them, and how many descriptors are left.
+"""The daemon's listening sockets, and limits on connections of a user and on open descriptors.
 
-libzmq accepts whoever connects, and ends the whole process when it runs out of descriptors (an assertion in its
-listener). So it accepts through a `Turnstile`: one connection, of which its monitor tells us; the kernel says whose it
-is; one too many is shut down at once, which makes libzmq let go of it; then the next. While descriptors are short, or
-more connections are being shut down than fit, nobody is accepted: who comes waits in the kernel's line. A session needs
-one connection, so an honest user stays far below the bound.
+libzmq accepts every connection, and ends the whole process if it runs out of descriptors (an assertion in its
+listener). So it accepts through an `AcceptGate`, one connection at a time: its monitor reports the connection, the
+kernel names its user, and a connection over the limit is shut down at once, which makes libzmq close it. While
+descriptors are short, or too many connections are being shut down, none is accepted: new ones wait in the kernel's
+queue. A session needs one connection, so an honest user stays far below the limit.
 
-Everything else the daemon opens for a client is asked for beforehand: `check_descriptors` keeps a part of the process's
-limit free, for what is under way; the turnstile needs the smaller half of that part.
+Before the daemon opens any other descriptor for a client, `check_descriptors` keeps a part of the process's limit free
+for work under way; the gate needs the smaller half of that part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,20 +33,19 @@ from pathlib import Path
 import zmq
 
 from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError, EndpointBusy
-from gpumux.types import Peer, SessionId
+from gpumux.types import Peer
+from gpumux.wire.channel import ChannelListener
 from gpumux.wire.endpoint import (
     Endpoint,
     EndpointLock,
+    channel_path,
     check_distinct,
     ensure_runtime_dir,
     parse,
     remove_stale,
-    side_channel,
 )
 from gpumux.wire.limits import Limits
 from gpumux.wire.peers import DOMAIN, Gatekeeper, ServerCurve, secure_server
-from gpumux.wire.sessions import Lanes
-from gpumux.wire.shared_memory import SideChannel
 
 # ---- A listening socket of libzmq's that hands out one connection at a time, and the next when we say so.
 #
@@ -54,7 +53,7 @@ from gpumux.wire.shared_memory import SideChannel
 # there is no descriptor (an assertion in the listener of ipc sockets). Whatever is told of connections afterwards may
 # come too late. But the thread is told of a waiting connection by its epoll set, and there a socket can be registered
 # to be reported once (EPOLLONESHOT, epoll(7)): then it sleeps until it is registered again. So between two connections
-# libzmq waits for us, and knows nothing of it; who comes meanwhile stands in the kernel's line.
+# libzmq waits without knowing it; connections made meanwhile wait in the kernel's queue.
 #
 # Which set that is, and what libzmq wants to be handed with the report, the kernel says in /proc/self/fdinfo (proc(5)).
 
@@ -75,8 +74,9 @@ class _Event(ctypes.Structure):
         _layout_ = "ms"
 
 
-class Turnstile:
-    """Of the listening socket `fd`, registered in the epoll set `epoll` with `data`."""
+class AcceptGate:
+    """Admits connections to the listening socket `fd` one at a time. `fd` is registered in the epoll set `epoll` with
+    `data`."""
 
     def __init__(self, fd: int, epoll: int, data: int) -> None:
         self._fd = fd
@@ -84,20 +84,20 @@ class Turnstile:
         self._event = _Event(_ONCE, data)
 
     @classmethod
-    def of(cls, fd: int, timeout: float) -> Turnstile | None:
-        """Closed from now on, but for one connection. None if nobody waits for `fd` with epoll within `timeout`
-        seconds: another libzmq, or no /proc."""
+    def of(cls, fd: int, timeout: float) -> AcceptGate | None:
+        """Make a gate that admits one connection. Returns None if no epoll set waits for `fd` within `timeout` seconds:
+        another libzmq, or no /proc."""
         end = time.monotonic() + timeout
         while (found := _registration(fd)) is None:
             if time.monotonic() >= end:
                 return None
             time.sleep(_LOOK_S)
-        turnstile = cls(fd, *found)
-        turnstile.next()
-        return turnstile
+        gate = cls(fd, *found)
+        gate.next()
+        return gate
 
     def next(self) -> None:
-        """Let one more connection be accepted, now or when it comes."""
+        """Admit one more connection, now or when it comes."""
         if _libc.epoll_ctl(self._epoll, _MODIFY, self._fd, ctypes.byref(self._event)) == -1:
             error = ctypes.get_errno()
             if error not in (errno.ENOENT, errno.EBADF):  # the socket is being closed
@@ -105,7 +105,7 @@ class Turnstile:
 
 
 def _registration(fd: int) -> tuple[int, int] | None:
-    """The epoll set that waits for `fd` to be readable, and the data it reports with it."""
+    """Find the epoll set that waits for `fd` to be readable, and the data that it reports for `fd`."""
     try:
         sets = [int(name) for name in os.listdir("/proc/self/fd") if _is_epoll(name)]
     except OSError:
@@ -129,7 +129,7 @@ def _is_epoll(name: str) -> bool:
         return False
 
 
-# ----
+# ---- Limiting the connections of each user.
 
 
 log = logging.getLogger("gpumux.daemon")
@@ -142,41 +142,41 @@ _WATCHED = int(
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_MONITOR_STOPPED
 )
-_TCP = -1  # stands for everybody who comes by tcp: who that is nobody knows yet
-_EVENT = struct.Struct("=HI")  # what happened, and to which descriptor
-_FOUND_S = 10.0  # how long libzmq's I/O thread may take to listen; it takes less than a millisecond
-_FULL_MS = 100  # between two looks whether there is room again
+_TCP = -1  # the uid of all tcp connections, whose keys are not known yet
+_EVENT = struct.Struct("=HI")  # event, descriptor
+_FOUND_S = 10.0  # longest wait for libzmq's I/O thread to listen
+_FULL_MS = 100  # between two checks for room
 _numbers = count()
 
 
 class Connections:
-    """Watches a ROUTER socket that is yet to be bound, from a thread of its own: libzmq accepts no faster than it
-    looks, and the dispatch loop has other things to do. `refused` counts those that were shut down."""
+    """Limits the connections to a ROUTER socket that is not bound yet, in a thread of its own: libzmq accepts no faster
+    than this thread lets it, and the loop must not wait for that. `refused` counts connections that were shut down."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listening: zmq.Socket[bytes], limits: Limits) -> None:
         address = f"inproc://gpumux-connections-{next(_numbers)}"
         self.limits = limits
         self.refused = 0
         self._listening = listening
-        self._turnstile: Turnstile | None = None
-        self._ready = threading.Event()  # it stands, or there can be none
-        self._open = False  # whether it lets one more through that we have not heard of
+        self._gate: AcceptGate | None = None
+        self._ready = threading.Event()  # the gate is in place, or there can be none
+        self._open = False  # whether the gate admits a connection that no event has reported yet
         self._owners: dict[int, tuple[int, int]] = {}  # uid and the socket's inode, by descriptor
         self._by_uid: Counter[int] = Counter()
         listening.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # or libzmq's own thread would wait for us
+        self._events.setsockopt(zmq.RCVHWM, 0)  # otherwise libzmq's own thread would wait for this one
         self._events.connect(address)
         self._thread = threading.Thread(target=self._watch, name="gpumux-connections", daemon=True)
         self._thread.start()
 
     def watch(self) -> None:
-        """Wait until nobody is accepted unseen: after the socket was bound."""
+        """Wait until the gate accepts every connection. Call it after the socket was bound."""
         self._ready.wait(2 * _FOUND_S)
 
     def close(self) -> None:
-        """Before the socket that is watched closes. Idempotent."""
+        """Stop watching. Call it before the watched socket is closed. Idempotent."""
         if self._thread.is_alive():
             self._listening.disable_monitor()
             self._thread.join()
@@ -185,8 +185,8 @@ class Connections:
     def _watch(self) -> None:
         while True:
             full = not self._has_room()
-            if self._turnstile is not None and not self._open and not full:
-                self._turnstile.next()
+            if self._gate is not None and not self._open and not full:
+                self._gate.next()
                 self._open = True
             if not self._events.poll(_FULL_MS if full else None):
                 self._sweep()
@@ -196,22 +196,22 @@ class Connections:
             if what == zmq.EVENT_MONITOR_STOPPED:
                 return
             if what == zmq.EVENT_LISTENING:
-                self._turnstile = Turnstile.of(fd, _FOUND_S)
+                self._gate = AcceptGate.of(fd, _FOUND_S)
                 self._open = True
-                if self._turnstile is None:
+                if self._gate is None:
                     log.warning("libzmq can't be held back here: a flood of connections could end this daemon")
                 self._ready.set()
                 continue
             if what != zmq.EVENT_DISCONNECTED:
                 self._open = False
             if what == zmq.EVENT_ACCEPT_FAILED:
-                continue  # its number is an error's
-            self._forget(fd)  # a number that comes again is another connection
+                continue  # `fd` is the number of an error
+            self._forget(fd)  # a descriptor that was reported before is another connection now
             if what == zmq.EVENT_ACCEPTED:
                 self._accepted(fd)
 
     def _has_room(self) -> bool:
-        """Whether one more may be accepted, be it to be shut down."""
+        """Whether one more connection may be accepted, even if only to be shut down."""
         return len(self._owners) < most(self.limits)[0] + SLACK and _lowest_free() < file_limit() - _reserve() // 2
 
     def _accepted(self, fd: int) -> None:
@@ -243,7 +243,7 @@ class Connections:
                 del self._by_uid[uid]
 
     def _sweep(self) -> None:
-        """Forget what libzmq let go of without a word: nobody shall be kept waiting for it."""
+        """Forget connections that libzmq has closed without an event, so that they take no places."""
         for fd, (_, inode) in list(self._owners.items()):
             try:
                 gone = os.fstat(fd).st_ino != inode
@@ -254,8 +254,8 @@ class Connections:
 
 
 def _copy(fd: int) -> socket.socket | None:
-    """A socket of our own for a descriptor of libzmq's; None if it is no socket any more: its number may be
-    anything's."""
+    """Duplicate a descriptor of libzmq as a socket. Returns None if it is no socket any more: libzmq may have closed
+    it, and the number may have been reused."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -268,7 +268,8 @@ def _copy(fd: int) -> socket.socket | None:
 
 
 def most(limits: Limits) -> tuple[int, int]:
-    """Connections in all, and of one user: what the sessions may need, within half of what the process may open."""
+    """The most connections in all, and of one user: as many as sessions may need, within half of the process's
+    limit."""
     half = file_limit() // 2
     return min(limits.max_sessions + 2 * SLACK, half), min(limits.max_sessions_per_user + SLACK, half)
 
@@ -280,11 +281,11 @@ def _owner(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(raw)[1])
 
 
-RESERVE = 256  # descriptors kept free, or a quarter of the limit where that is less
+RESERVE = 256  # descriptors kept free, or a quarter of the limit if that is less
 
 
 def file_limit() -> int:
-    """Descriptors this process may have open."""
+    """The number of descriptors that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -293,8 +294,7 @@ def _reserve() -> int:
 
 
 def _lowest_free() -> int:
-    """The number the next descriptor will have. The kernel gives out the lowest that is free, so all below are in
-    use."""
+    """The number of the next descriptor. The kernel assigns the lowest free one, so all below are in use."""
     try:
         lowest = os.dup(2)
     except OSError:
@@ -304,8 +304,8 @@ def _lowest_free() -> int:
 
 
 def check_descriptors() -> None:
-    """Raises AdmissionRefused when the daemon should open nothing more for anybody: the lowest free number lies within
-    the reserve. As nothing begins then, the numbers above stay free."""
+    """Raise AdmissionRefused if the daemon should open no more descriptors for clients: the lowest free number lies
+    within the reserve. No client's work begins then, so the numbers above stay free."""
     limit = file_limit()
     if _lowest_free() >= limit - _reserve():
         raise AdmissionRefused(
@@ -320,7 +320,7 @@ def check_descriptors() -> None:
 _HANDSHAKE_MS = 5_000  # a connection that has not finished ZeroMQ's handshake by then is closed
 _NOBLOCK_MORE = zmq.NOBLOCK | zmq.SNDMORE
 FULL = "the client does not read its messages"
-_LINGER_MS = 500  # how long a closing daemon tries to say goodbye
+_LINGER_MS = 500  # longest wait of a closing daemon for its last messages to leave
 
 
 class Listening:
@@ -415,7 +415,7 @@ class Listening:
             self.lock = None
 
 
-# ---- All that a daemon's router listens on, opened together and closed in the right order.
+# ---- All sockets of a daemon's router, opened together and closed in the right order.
 
 
 Route = tuple[int, bytes]  # which listening socket, routing id
@@ -423,9 +423,12 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class Sockets:
-    """ZeroMQ's sockets, the side channel, the step lanes. Raises what Router says."""
+    """ZeroMQ's sockets, and the listener for local channels. Raises the errors that Router names.
 
-    side: SideChannel
+    `epoll` watches the open channels. The loop may have it watch other descriptors, too.
+    """
+
+    channels: ChannelListener
 
     def __init__(
         self,
@@ -433,16 +436,15 @@ class Sockets:
         runtime_dir: Path,
         limits: Limits,
         curve: ServerCurve | None,
-        introduced: Callable[[SessionId], bool],
     ) -> None:
         self.listening: list[Listening] = []
         self.gatekeeper: Gatekeeper | None = None
         self.touched = True  # a ZeroMQ socket was used since `unread` said no
-        self._side_lock: EndpointLock | None = None
+        self._channel_lock: EndpointLock | None = None
         parsed = [parse(text) for text in endpoints]
-        path = side_channel(parsed, runtime_dir)
+        path = channel_path(parsed, runtime_dir)
         check_distinct(parsed, path)
-        self.lanes = Lanes(limits.max_control_bytes)
+        self.epoll = select.epoll()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
             if curve is not None:
@@ -450,9 +452,9 @@ class Sockets:
             for endpoint in parsed:
                 self.listening.append(Listening(self._context, endpoint, limits, curve))
             ensure_runtime_dir(path.parent)
-            self._side_lock = EndpointLock(path)
+            self._channel_lock = EndpointLock(path)
             remove_stale(path)
-            self.side = SideChannel(path, introduced)
+            self.channels = ChannelListener(path)
         except BaseException:
             self._close_rest()
             raise
@@ -462,28 +464,24 @@ class Sockets:
 
     def fds(self) -> list[zmq.Socket[bytes] | int]:
         """See Router.fds."""
-        return [*self._zmq, self.side.fileno(), self.lanes.fileno()]
+        return [*self._zmq, self.channels.fileno(), self.epoll.fileno()]
 
     def descriptors(self) -> list[int]:
-        """The same as bare descriptors, but for the lanes: their epoll may serve as the loop's own, and
-        what it reports of descriptors that nobody else registered is for `receive_lanes`."""
-        return [*(int(sock.getsockopt(zmq.FD)) for sock in self._zmq), self.side.fileno()]
-
-    @property
-    def lane_epoll(self) -> select.epoll:
-        return self.lanes.epoll
+        """The same as bare descriptors, without `epoll`: the loop uses `epoll` as its own, and passes its reports about
+        descriptors that it did not register to Router.receive_channels."""
+        return [*(int(sock.getsockopt(zmq.FD)) for sock in self._zmq), self.channels.fileno()]
 
     def named(self, peer: Peer, key: str) -> Peer:
-        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since
-        it connected."""
+        """Add the name of the file of `key` to the tcp peer that holds it. Raises AccessDenied if the file was removed
+        since the peer connected."""
         found = self.gatekeeper.names.get(key) if self.gatekeeper is not None else None
         if found is None:
             raise AccessDenied("your key is no longer among those this daemon lets in", "ask its operator")
         return replace(peer, key=found)
 
     def unread(self) -> bool:
-        """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
-        changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
+        """Whether a ZeroMQ socket has messages. A loop that sleeps on ZeroMQ's bare descriptors, which signal changes
+        and not levels, asks before each sleep. The call is cheap while no socket was used."""
         if not self.touched:
             return False
         self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
@@ -491,29 +489,29 @@ class Sockets:
 
     @property
     def refused_connections(self) -> int:
-        """How many were shut down because somebody had too many."""
+        """The number of connections that were shut down because a user had too many."""
         return sum(at.connections.refused for at in self.listening if at.connections is not None)
 
     def limit(self, limits: Limits) -> None:
-        """What counts for connections from now on."""
+        """Apply these limits to connections from now on."""
         for listening in self.listening:
             if listening.connections is not None:
                 listening.connections.limits = limits
 
     def send(self, route: Route, parts: Sequence[bytes | memoryview]) -> str:
-        """Hand a message to ZeroMQ; what failed, "" when nothing did."""
+        """Pass a message to ZeroMQ. Returns the failure, "" on success."""
         self.touched = True
         return self.listening[route[0]].send(route[1], parts)
 
     def close(self) -> None:
-        """Waits half a second at most for what is still to be sent. Idempotent."""
+        """Close all sockets. Waits at most half a second for unsent messages. Idempotent."""
         if self._zmq:
             self._zmq = []
-            self.side.close()
+            self.channels.close()
             self._close_rest()
 
     def _close_rest(self) -> None:
-        self.lanes.close()
+        self.epoll.close()
         if self.gatekeeper is not None:
             self.gatekeeper.close()
         for listening in self.listening:
@@ -521,5 +519,5 @@ class Sockets:
         self._context.term()  # the sockets are closed when this returns, so their files may go
         for listening in self.listening:
             listening.release()
-        if self._side_lock is not None:
-            self._side_lock.close()
+        if self._channel_lock is not None:
+            self._channel_lock.close()

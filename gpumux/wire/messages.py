@@ -1,4 +1,4 @@
-"""Every message of protocol 1: dataclasses in an explicit registry (docs/protocol.md). Step and StepDone,
+"""Every message of protocol 2: dataclasses in an explicit registry (docs/protocol.md). Step and StepDone,
 which every step pays for, are named tuples: they are made at a third of the cost.
 
 A message is one ZeroMQ frame of msgpack: [tag, field, field, ...] in declaration order; large
@@ -8,7 +8,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     client -> daemon                    daemon -> client
     Hello                               Welcome | Refusal
     OpenJob                             JobOpened | Refusal
-    LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (segment fd by the side channel)
+    LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (its segment by the channel)
     Step (+ inline inputs on TCP)       StepDone (+ inline results on TCP) | StepFailed
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
@@ -19,6 +19,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
     (snapshots and recovery: below)
+    OpenChannel                         ChannelOpened | Refusal, SegmentPassed (on the local channel)
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
 
@@ -44,7 +45,7 @@ from gpumux.errors import ProtocolError
 #                                             SnapshotSaved         later: it is on the disk, or why not
 #                                             SnapshotWanted        the daemon is about to leave
 #     FindKept                                KeptFound | Refusal
-#     ReadSnapshot                            SnapshotRead | Refusal (segment fd by the side channel)
+#     ReadSnapshot                            SnapshotRead | Refusal (its segment by the channel)
 #     Replay (+1 frame: the generator)        Done | Refusal
 #
 # The daemon never looks into notes: what they say is between the client that wrote them and the one that reads them.
@@ -147,7 +148,7 @@ class Replay:
     frames: int
 
 
-KeepingMessage = (
+SnapshotMessage = (
     PrepareSnapshot | TakeSnapshot | SnapshotSaved | SnapshotWanted | FindKept | KeptFound | ReadSnapshot | SnapshotRead
     | Replay
 )  # fmt: skip
@@ -158,10 +159,10 @@ SNAPSHOT_REGISTRY: dict[int, type[Any]] = {
 SNAPSHOT_FROM_CLIENT: frozenset[type[Any]] = frozenset({PrepareSnapshot, TakeSnapshot, FindKept, ReadSnapshot, Replay})
 
 
-# ----
+# ---- All other messages, and the registry of all.
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +180,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """`side_channel` is the AF_UNIX path for descriptors, "" on TCP; `nonce` ties a side-channel
-    connection to this session. `device` is model.DeviceInfo as a map."""
+    """`channel` is the AF_UNIX path of the local channel, "" for an inline session; `nonce` opens this session's
+    (OpenChannel). `device` is types.DeviceInfo as a map."""
 
     protocol: int
     gpumux_version: str
     session: str
-    side_channel: str
+    channel: str
     nonce: bytes
     heartbeat_s: float
     lease_s: float
@@ -235,8 +236,8 @@ class LoadProgram:
 
 @dataclass(frozen=True, slots=True)
 class ProgramLoaded:
-    """Its data segment (`slots` x `slot_bytes`) arrives on the side channel under `segment`
-    (0 on TCP). `warnings` are for the user."""
+    """Its data segment (`slots` x `slot_bytes`) was passed on the channel under `segment` (0 for an inline session).
+    `warnings` are for the user."""
 
     ref: int
     job: str
@@ -378,7 +379,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ProfileJob:
-    """What the job's operators cost; None: those of the program it ran most steps of. For its owner."""
+    """Ask for the costs of a program's operators; None: the program that ran most steps. Only a session
+    that may change the job may ask."""
 
     ref: int
     job: str
@@ -397,7 +399,7 @@ class JobProfile:
 
 @dataclass(frozen=True, slots=True)
 class ExplainJob:
-    """Why the job is slow or held, in sentences -> Report. For whoever may change it."""
+    """Why the job is slow or held, in sentences -> Report. For sessions that may change it."""
 
     ref: int
     job: str
@@ -465,11 +467,32 @@ class Leaving:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class OpenChannel:
+    """The first packet of a local channel (wire/channel.py), with the nonce of the session's Welcome."""
+
+    protocol: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOpened:
+    """The daemon's first packet: from now on the session's steps go by the channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPassed:
+    """Shared memory of `nbytes`; its descriptor comes with this packet. Another message then names it by its id."""
+
+    segment: int
+    nbytes: int
+
+
 Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
-    | RecordTrace | TracePart | ChangeJob | StepAwaited | KeepingMessage
+    | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | SnapshotMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -478,13 +501,13 @@ REGISTRY: dict[int, type[Any]] = {
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
     23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
-    31: ChangeJob, 32: StepAwaited, **SNAPSHOT_REGISTRY,
+    31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited,
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel,
      *SNAPSHOT_FROM_CLIENT}
 )  # fmt: skip
 
@@ -547,7 +570,7 @@ class StepRan(NamedTuple):
 
 class WasHeld(NamedTuple):
     """A low job could have run, and the guard held it for the sake of `high`; reasons as in
-    gpumux/scheduler/guard/answers.py."""
+    gpumux/scheduler/guard/decisions.py."""
 
     job: str
     high: str
@@ -572,7 +595,7 @@ class WasBanned(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """One moment: what, in a few words, and for whoever may know more a sentence."""
+    """One moment: what, in a few words, and a sentence for a session that may know more."""
 
     job: str
     when: float

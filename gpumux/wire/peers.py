@@ -32,8 +32,8 @@ SERVER_KEY = "GPUMUX_CURVE_SERVER"  # environment: the daemon's NAME.key
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """Where the daemon's keys lie. `clients` is read anew for every connection, so a key added or
-    removed counts from the next connection on."""
+    """The paths of the daemon's keys. `clients` is read for every connection, so a key that is added or removed counts
+    from the next connection on."""
 
     secret_key: Path
     clients: Path
@@ -57,19 +57,19 @@ def client_curve(environ: Mapping[str, str] | None = None) -> ClientCurve:
 
 
 def make_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make NAME.key (public, mode 0644) and NAME.key_secret (mode 0600) in `directory`; their paths."""
+    """Make NAME.key (public, mode 0644) and NAME.key_secret (mode 0600) in `directory`. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     old = os.umask(0o077)
     try:
         public, secret = zmq.auth.create_certificates(directory, name)
     finally:
         os.umask(old)
-    Path(public).chmod(0o644)  # the daemon that is to let it in runs as another user
+    Path(public).chmod(0o644)  # the daemon that reads it may run as another user
     return Path(public), Path(secret)
 
 
 def secure_server(socket: zmq.Socket[bytes], curve: ServerCurve) -> None:
-    """Make a socket that is yet to be bound a CURVE server. Raises ConfigError for unusable keys."""
+    """Make a socket a CURVE server, before it is bound. Raises ConfigError for unusable keys."""
     if not curve.clients.is_dir():
         raise ConfigError(f"{curve.clients} is not a directory of client keys", "put the clients' NAME.key files there")
     public, secret = _load_secret(curve.secret_key)
@@ -79,7 +79,7 @@ def secure_server(socket: zmq.Socket[bytes], curve: ServerCurve) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], curve: ClientCurve) -> None:
-    """Make a socket that is yet to be connected a CURVE client. Raises ConfigError."""
+    """Make a socket a CURVE client, before it is connected. Raises ConfigError."""
     public, secret = _load_secret(curve.secret_key)
     socket.setsockopt(zmq.CURVE_SERVERKEY, _load(curve.server_key)[0])
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -87,8 +87,8 @@ def secure_client(socket: zmq.Socket[bytes], curve: ClientCurve) -> None:
 
 
 def allowed_keys(clients: Path, unusable: list[ConfigError]) -> dict[str, str]:
-    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs. Of two names for one key the first
-    counts. A file that holds none or can't be read is left out and added to `unusable`."""
+    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs. If one key has two names, the first
+    counts. A file that holds no key or can't be read is left out, and its error is added to `unusable`."""
     found: dict[str, str] = {}
     try:
         names = sorted(os.listdir(clients))
@@ -106,7 +106,7 @@ def allowed_keys(clients: Path, unusable: list[ConfigError]) -> dict[str, str]:
 
 
 def peer_of(public_key: str) -> Peer:
-    """Who a key is. There is no uid over tcp: each key gets a negative number of its own, so that
+    """The peer that a key stands for. There is no uid over tcp: each key gets a negative number of its own, so that
     the owner of a job is the holder of one key."""
     digest = hashlib.sha256(public_key.encode()).digest()
     return Peer(uid=-2 - int.from_bytes(digest[:6]), gid=-1, pid=-1)
@@ -131,18 +131,18 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         ) from error
 
 
-# ---- Who sent a frame, as the kernel (ipc) or CURVE (tcp) says, and how to be rid of a connection.
+# ---- The sender of a frame, as the kernel (ipc) or CURVE (tcp) names it, and shutting down its connection.
 
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERGROUPS = 59  # Linux 4.13; the socket module has no name for it
 _MOST_GROUPS = 65_536  # NGROUPS_MAX
-_SHORT_BYTES = 1024  # what the socket module reads at most
+_SHORT_BYTES = 1024  # the most that the socket module reads
 
 
 def peer_name(frame: zmq.Frame, over_ipc: bool) -> str | None:
-    """What ZeroMQ knows about the connection a frame came by: "localhost:UID:GID:PID" over ipc, the
-    client's public key over tcp. A client can't choose it, unlike its routing id."""
+    """ZeroMQ's name for the peer of a frame's connection: "localhost:UID:GID:PID" over ipc, the client's public key
+    over tcp. A client can't choose it, unlike its routing id."""
     try:
         name = frame.get("Peer-Address" if over_ipc else "User-Id")
     except zmq.ZMQError:
@@ -165,8 +165,8 @@ def identify(name: str, over_ipc: bool) -> Peer | None:
 def cut(frame: zmq.Frame, peer: Peer) -> bool:
     """Shut down the ipc connection `frame` came by, so that a flooder costs nothing more.
 
-    ZeroMQ offers no way to drop one peer of a ROUTER, but names the descriptor. By the time we look
-    that number may be another connection's: only a socket of the same process is shut down.
+    ZeroMQ offers no way to drop one peer of a ROUTER, but names the descriptor. Another connection may have that number
+    by now: only a socket of the same process is shut down.
     """
     connection = _connection(frame, peer)
     if connection is None:
@@ -180,8 +180,8 @@ def cut(frame: zmq.Frame, peer: Peer) -> bool:
 
 
 def with_groups(frame: zmq.Frame, peer: Peer) -> Peer:
-    """The ipc peer with the supplementary groups its process had when it connected. Raises DaemonGone where the
-    connection is gone already: without its groups nobody can say which access rule is the peer's."""
+    """Add the supplementary groups that the ipc peer's process had when it connected. Raises DaemonGone if the
+    connection is gone already: without the groups the peer's access rule is not known."""
     connection = _connection(frame, peer)
     if connection is None:
         raise DaemonGone("the connection ended before its groups could be read", "connect again")
@@ -190,7 +190,7 @@ def with_groups(frame: zmq.Frame, peer: Peer) -> Peer:
 
 
 def _connection(frame: zmq.Frame, peer: Peer) -> socket.socket | None:
-    """A copy of the ipc connection `frame` came by, None if that one is gone."""
+    """Duplicate the ipc connection that `frame` came by. Returns None if the connection is gone."""
     if peer.pid <= 0:
         return None
     try:
@@ -226,7 +226,7 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _many_groups(connection: socket.socket) -> bytes:
-    """The same for a process in more groups than the socket module has room for."""
+    """Read the groups of a process in more groups than the socket module has room for."""
     room = ctypes.create_string_buffer(4 * _MOST_GROUPS)
     size = ctypes.c_uint(len(room))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -238,8 +238,8 @@ def _many_groups(connection: socket.socket) -> bytes:
 
 # ---- ZeroMQ's authentication questions (ZAP), answered from the daemon's own loop: no extra thread.
 #
-# Only the tcp socket has a ZAP domain, so only CURVE connections are asked about. A handshake waits
-# for the answer in ZeroMQ's own thread; nobody else does.
+# Only the tcp socket has a ZAP domain, so ZeroMQ asks about CURVE connections only. Only a handshake waits for the
+# answer, in ZeroMQ's own thread.
 
 
 log = logging.getLogger("gpumux.daemon")
@@ -249,7 +249,7 @@ _QUESTIONS_PER_POLL = 32
 
 
 class Gatekeeper:
-    """Lets in the clients whose public keys lie in a directory."""
+    """Admits the clients whose public keys lie in a directory."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Path) -> None:
         self._clients = clients
@@ -257,11 +257,11 @@ class Gatekeeper:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ADDRESS)
         self.refused = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.names: dict[str, str] = {}  # of the key files, by key, as of the newest connection
 
     def process(self) -> None:
-        """Answer the questions that wait, a bounded number at once."""
+        """Answer waiting questions, a bounded number at once."""
         for _ in range(_QUESTIONS_PER_POLL):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -284,14 +284,14 @@ class Gatekeeper:
         self.socket.send_multipart([*frames[:border], b"1.0", request, status, text, user.encode(), b""])
 
     def _allowed(self) -> dict[str, str]:
-        """The keys that count now. What is wrong with one is logged once: its holder is only told that it is
+        """The keys that are allowed now. A bad key file is logged once: its holder only learns that the key is
         unknown."""
         unusable: list[ConfigError] = []
         found = allowed_keys(self._clients, unusable)
         messages = {str(error) for error in unusable}
-        for message in sorted(messages - self._told):
+        for message in sorted(messages - self._warned):
             log.warning("a client's key lets nobody in: %s", message)
-        self._told = messages
+        self._warned = messages
         return found
 
     def close(self) -> None:

@@ -1,30 +1,37 @@
 """Frames to events: the daemon's end of the control channel.
 
-A session is one client connection after its Hello. It is bound to the routing id *and* to the peer
-the kernel (or CURVE) names: ZeroMQ lets a client choose its routing id, so a frame is taken for a
-session's only if both agree. Everything a client does wrong ends its own session and nothing else:
+A session is one client connection after its Hello. It is bound to the routing id *and* to the peer that the kernel (or
+CURVE) names: ZeroMQ lets a client choose its routing id, so a frame belongs to a session only if both agree. An error
+of a client ends its own session and nothing else:
 
     a malformed message, or one only daemons send     Refusal, session over
     too many messages or bytes                        Refusal, session over, connection cut
     too many connections                              the newest cut
     a full send queue, a vanished connection          session over
     silence for lease_s                               session over
-    a closed side channel or step lane                session over
+    a closed channel                                  session over
     frames outside a session                          Refusal; too many: connection cut
 
-What a client wrote to its step lane is handed on before any later ZeroMQ message of it (wire/lane.py);
-the other direction is delivery.py's.
+A local client's steps, their answers and descriptors go by its channel (wire/channel.py), all other messages by ZeroMQ.
+A message on the channel is delivered before any later ZeroMQ message, in both directions: while an answer waits for
+room on a full channel, all later messages of that session wait behind it. A client that lets `send_queue` messages wait
+is dropped.
 
-The router knows Hello, Heartbeat and Goodbye; all other messages are handed on untouched. It reads
-no clock: `now` (seconds, any monotonic clock) comes with each call. A loop calls, every turn,
-`receive(now)` and then `expire(now)`, and waits on `fds()` until `next_deadline(now)`.
+The router handles Hello, Heartbeat and Goodbye, and passes all other messages on. It reads no clock: `now` (seconds,
+any monotonic clock) comes with each call. In every turn a loop calls `receive(now)` and then `expire(now)`, and waits
+on `fds()` until `next_deadline(now)`.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+import select
+import socket
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +39,46 @@ import zmq
 
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.types import Peer, SessionId
+from gpumux.wire.channel import FROM_DAEMON, PACKET, DaemonChannel, decode_packet
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.delivery import Delivery
-from gpumux.wire.lanereader import GOODBYE, LaneReader
-from gpumux.wire.limits import Limits, Strangers
-from gpumux.wire.listen import Listening, Route, Sockets, check_descriptors
-from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
+from gpumux.wire.limits import Limits, SessionlessLimiter
+from gpumux.wire.listen import FULL, Listening, Route, Sockets, check_descriptors
+from gpumux.wire.messages import (
+    FROM_CLIENT,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    OpenChannel,
+    Refusal,
+    SegmentPassed,
+    Step,
+    StepFailed,
+)
 from gpumux.wire.peers import ServerCurve, cut, identify, peer_name, with_groups
-from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
+from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, RouterSession, Unsent, check_hello, make_welcome
 
 __all__ = ["GOODBYE", "Arrival", "Closed", "Incoming", "Opened", "Router"]
 
 _POLLIN = int(zmq.POLLIN)
-_SIDE_EVERY = 8  # busy passes between looks at the side channel, where nothing is as urgent as a step
+_OUT, _IN = int(select.EPOLLOUT), int(select.EPOLLIN)
+_ACCEPT_EVERY = 8  # busy passes between checks for new channels, which are less urgent than steps
+CHANNELS_A_PASS = 128  # channels read in one pass, one message of each
+MAX_DESCRIPTORS = 64  # descriptors that wait for one client to read
+_SHORT = 4000  # characters of a text that has to fit a packet
+
+GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
+GONE = "the client is gone"
+TAKES_NO_DESCRIPTORS = "the client does not take its descriptors"
 
 
-class Router(LaneReader):
-    """Binds `endpoints` (texts) and a side channel beside the first ipc one (`runtime_dir`: where it
-    goes when all are tcp). Raises ConfigError for what
-    can't be bound and EndpointBusy where another daemon serves.
+class Router:
+    """Binds `endpoints` (texts) and a socket for local channels beside the first ipc one, or in `runtime_dir` if all
+    are tcp. Raises ConfigError if an endpoint can't be bound, and EndpointBusy if another daemon serves there.
 
-    `device` is what Welcome tells clients about the device (model.DeviceInfo as a map); set it
-    before the first `receive`. `counters` counts what was refused or ended, by reason.
+    `device` holds the facts about the device in Welcome (types.DeviceInfo as a map); set it before the first `receive`.
+    `counters` counts refusals and ends of sessions by reason.
     """
 
     def __init__(
@@ -66,20 +91,17 @@ class Router(LaneReader):
         self.limits = limits or Limits()
         self.device: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
-        self._sessions: dict[SessionId, SessionRecord] = {}
-        self._routes: dict[Route, SessionRecord] = {}
-        self._strangers = Strangers(self.limits)
+        self._sessions: dict[SessionId, RouterSession] = {}
+        self._routes: dict[Route, RouterSession] = {}
+        self._sessionless = SessionlessLimiter(self.limits)
         self._arrivals: list[Arrival] = []
         self._passes = 0
         self._behind = False  # the last receive() stopped before the sockets were empty
         self._next_check = float("-inf")
-        self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, self._lay_lane)
-        self._delivery = Delivery(self.sockets, self.limits)
-        self._lanes = self.sockets.lanes
-        self.recall: Callable[[SessionId], None] = _nobody
-        self.side = self.sockets.side
+        self._by_fd: dict[int, RouterSession] = {}  # sessions with an open channel, by its descriptor
+        self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve)
 
-    # ---- what the loop calls ---------------------------------------------------------------------
+    # ---- calls of the loop -----------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[str]:
@@ -91,95 +113,97 @@ class Router(LaneReader):
         return len(self._sessions)
 
     def fds(self) -> list[zmq.Socket[bytes] | int]:
-        """What to register with a zmq.Poller for POLLIN. The set never changes."""
+        """Sockets and descriptors to register with a zmq.Poller for POLLIN. The set never changes."""
         return self.sockets.fds()
 
     def receive(self, now: float) -> list[Arrival]:
-        """What came in, a bounded number of messages, clients in turn. Never waits."""
+        """Receive a bounded number of messages, of all clients in turn. Never waits."""
         self.sockets.touched = True
         if self.sockets.gatekeeper is not None:
             self.sockets.gatekeeper.process()
         self._behind = False
-        self._hear_lanes(self._lanes.poll(), now)
+        self._hear_channels(self.sockets.epoll.poll(0, CHANNELS_A_PASS), now)
         for index, listening in enumerate(self.sockets.listening):
             self._drain(index, listening, now)
         self._passes += 1
-        if not self._arrivals or self._passes % _SIDE_EVERY == 0:
-            for session in self.side.process(now):
-                self._gone(session)
+        if not self._arrivals or self._passes % _ACCEPT_EVERY == 0:
+            for session, connection in self.sockets.channels.process(now):
+                self._channel_opened(session, connection)
         return self._take()
 
-    def receive_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> list[Arrival]:
-        """What came in on step lanes, one message of each that `lane_epoll` says is ready. Never waits."""
-        self._hear_lanes(ready, now)
+    def receive_channels(self, ready: Sequence[tuple[int, int]], now: float) -> list[Arrival]:
+        """Receive one message from each channel that `sockets.epoll` reports as ready. Never waits."""
+        self._hear_channels(ready, now)
         return self._take()
 
     def expire(self, now: float) -> list[Arrival]:
-        """End sessions that were silent for lease_s, send heartbeats that are due, close
-        side-channel connections that never said who they are."""
-        self.side.expire(now)
+        """End sessions that were silent for lease_s, send heartbeats that are due, and close connections that have not
+        named their session."""
+        self.sockets.channels.expire(now)
         if now >= self._next_check:
             self._next_check = now + self.limits.heartbeat_s / 4
             for session in list(self._sessions.values()):
                 self._check_silence(session, now)
-            self._strangers.forget(now)
+            self._sessionless.forget(now)
             if self.sockets.refused_connections:
                 self.counters["connections"] = self.sockets.refused_connections
         return self._take()
 
     @property
     def has_news(self) -> bool:
-        """Whether something arrived, or ended, that nobody has taken yet."""
+        """Whether there are arrivals that `receive` or `expire` has not returned yet."""
         return bool(self._arrivals)
 
     def next_deadline(self, now: float) -> float:
-        """When `expire` wants to be called, at the latest; `now` when events wait already."""
-        return now if self._arrivals else min(self._next_check, self.side.next_deadline())
+        """The latest time for the next call of `expire`; `now` if arrivals wait already."""
+        return now if self._arrivals else min(self._next_check, self.sockets.channels.next_deadline())
 
     def send(self, session: SessionId, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> bool:
-        """Queue `msg` for the client; never waits. False when the session is, or thereby becomes,
-        closed (`Closed` then comes with the next receive or expire). Raises ProtocolError for a
-        message that does not fit the protocol."""
+        """Queue `msg` for the client; never waits. Returns False if the session is closed, or is closed by this
+        (`Closed` then comes with the next receive or expire). Raises ProtocolError for a message that breaks the
+        protocol."""
         record = self._sessions.get(session)
         if record is None:
             return False
-        failure = self._delivery.send(record, msg, encode(msg, frames))
-        if failure:
-            self.counters["unreachable"] += 1
-            self._end(session, failure)
-        return not failure
+        parts = encode(msg, frames)
+        by_channel = record.channel is not None and type(msg) in FROM_DAEMON
+        if by_channel and len(parts[0]) > PACKET:
+            parts = _in_one_packet(msg)
+        return self._send(record, parts, by_channel)
 
-    def answering_lane(self, session: SessionId) -> int | None:
-        """The session's step lane, if its steps are answered there, for who may answer in our place."""
+    def channel_of(self, session: SessionId) -> int | None:
+        """The descriptor of the session's channel, for a device that answers steps itself; None without a channel."""
         record = self._sessions.get(session)
-        return record.lane.fileno() if record is not None and record.lane and record.steps_on_lane else None
+        return record.channel.fileno() if record is not None and record.channel is not None else None
 
     def send_segment(self, session: SessionId, segment: int, fd: int, nbytes: int) -> bool:
-        """Pass a descriptor over the side channel under the id `segment`, to be announced by a
-        message after it. The caller keeps `fd`. False when the session is or becomes closed."""
-        if session not in self._sessions:
+        """Pass a descriptor over the channel under the id `segment`, which a later message announces. The caller keeps
+        `fd`. Returns False if the session is closed, or is closed by this."""
+        record = self._sessions.get(session)
+        if record is None:
             return False
-        if not self.side.send(session, segment, nbytes, fd):
-            self._end(session, "the client does not take its descriptors")
+        if record.channel is None:
+            error = ProtocolError("this session takes no shared memory: its channel is not open", "open it first")
+            self._refuse_session(session, error)
             return False
-        return True
+        return self._send(record, encode(SegmentPassed(segment, nbytes)), True, fd)
 
     def close_session(self, session: SessionId, error: GpumuxError) -> None:
-        """End one session from this side, telling the client why."""
+        """End one session, and send its client the error."""
         self._refuse_session(session, error)
 
     def close(self, reason: str = "the daemon is shutting down") -> None:
-        """Tell every client that the daemon leaves, then close sockets, files and locks. Waits half
-        a second at most for the goodbyes. Idempotent."""
+        """Tell every client that the daemon leaves, then close sockets, files and locks. Waits at most half a second
+        for the messages to leave. Idempotent."""
         for record in list(self._sessions.values()):
             self._put(record.route, Leaving(reason))
-            self.side.forget(record.id)
+            self._close_channel(record)
         self._sessions.clear()
         self._routes.clear()
         self.sockets.close()
 
     def use_limits(self, limits: Limits) -> None:
-        """What counts from now on. Sessions keep what their Welcome said."""
+        """Apply these limits from now on. Sessions keep the values in their Welcome."""
         self.limits = limits
         self.sockets.limit(limits)
 
@@ -200,62 +224,59 @@ class Router(LaneReader):
             route = (index, identity)
             session = self._routes.get(route)
             if session is not None and session.name != name:
-                # The connection this session came by is gone, and somebody else took its name.
+                # The connection of this session is gone, and another process took its routing id.
                 self.counters["impostor"] += 1
                 self._end(session.id, "another process took the connection's name")
                 session = None
             if session is None:
-                self._from_stranger(route, name, over_ipc, first, parts, now)
+                self._from_no_session(route, name, over_ipc, first, parts, now)
             else:
                 self._from_session(session, first, parts, now)
         self._behind = True
 
-    def _from_session(
-        self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float, counted: bool = False
-    ) -> None:
-        if session.lent and not self._may_pass(session, parts):
-            self._wait_for_lane(session, first, parts, now)
-            return
-        while session.lane is not None and not session.lent and self._hear_lane(session, now):
-            pass  # it was written before this message, so it comes first
+    def _from_session(self, session: RouterSession, first: zmq.Frame, parts: list[bytes], now: float) -> None:
+        while session.channel is not None and self._hear_channel(session, now):
+            pass  # messages on the channel were written before this one, so they come first
         if session.id not in self._sessions:
             return
-        if not (counted or self._allow(session, sum(map(len, parts)), now)):
+        if not self._allow(session, sum(map(len, parts)), now):
             cut(first, session.peer)
             return
         try:
             message, frames = decode(parts, self.limits.max_control_bytes)
             if type(message) not in FROM_CLIENT:
                 raise ProtocolError(f"{type(message).__name__} is a message for clients")
+            if type(message) is OpenChannel or (type(message) is Step and not session.inline):
+                raise ProtocolError(f"a {type(message).__name__} by ZeroMQ", "send it on the session's channel")
         except ProtocolError as error:
             self.counters["malformed"] += 1
             self._refuse_session(session.id, error)
             return
         if isinstance(message, Hello):
-            self.send(session.id, session.welcome)  # asked again: the same answer
+            self.send(session.id, session.welcome)  # a repeated Hello gets the same answer
         elif isinstance(message, Goodbye):
             self._end(session.id, GOODBYE)
         elif not isinstance(message, Heartbeat):
             self._arrivals.append(Incoming(session.id, session.peer, message, frames))
 
-    def _allow(self, session: SessionRecord, size: int, now: float, messages: int = 1) -> bool:
-        """A message of `size` bytes came, or several of so many in all. A session that sends too much is over."""
+    def _allow(self, session: RouterSession, size: int, now: float) -> bool:
+        """Count a message of `size` bytes. Ends the session, and returns False, if it sent too much."""
         session.heard = now
-        if session.allowance.spend(size, now, messages):
+        if session.allowance.spend(size, now):
             return True
         self.counters["flood"] += 1
         error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
         self._refuse_session(session.id, error)
         return False
 
-    def _from_stranger(
+    def _from_no_session(
         self, route: Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
     ) -> None:
         peer = identify(name, over_ipc) if name is not None else None
         if name is None or peer is None:
             self.counters["unidentified"] += 1
             return
-        if not self._strangers.allow(peer.uid, now):
+        if not self._sessionless.allow(peer.uid, now):
             self.counters["flood"] += 1
             cut(first, peer)
             return
@@ -275,20 +296,129 @@ class Router(LaneReader):
         check_descriptors()
         peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
         session = SessionId(secrets.token_hex(8))
-        nonce, path = (self.side.expect(session, peer.uid), str(self.side.path)) if over_ipc else (b"", "")
+        nonce, path = b"", ""
+        if over_ipc and not hello.inline:
+            nonce, path = self.sockets.channels.expect(session, peer.uid), str(self.sockets.channels.path)
         welcome = make_welcome(session, path, nonce, self.limits, self.device)
-        record = self._sessions[session] = SessionRecord.begin(session, peer, name, route, welcome, self.limits, now)
+        record = self._sessions[session] = RouterSession.begin(session, peer, name, route, welcome, self.limits, now)
         self._routes[route] = record
         self._arrivals.append(Opened(session, peer, hello, hello.inline))
         self.send(session, welcome)
 
+    # ---- channels --------------------------------------------------------------------------------
+
+    def _channel_opened(self, session: SessionId, connection: socket.socket) -> None:
+        record = self._sessions[session]
+        record.channel = DaemonChannel(connection, self.limits.max_control_bytes)
+        self._by_fd[connection.fileno()] = record
+        self.sockets.epoll.register(connection, _IN)
+
+    def _hear_channels(self, ready: Sequence[tuple[int, int]], now: float) -> None:
+        for fd, events in ready:
+            record = self._by_fd.get(fd)
+            if record is None:
+                continue  # it has just been closed
+            if events & _OUT:
+                self._flush(record)
+            if events != _OUT and record.channel is not None:
+                self._hear_channel(record, now)
+
+    def _hear_channel(self, session: RouterSession, now: float) -> bool:
+        """Take one message from the session's channel. Returns whether there was one and the session is still open."""
+        assert session.channel is not None
+        try:
+            packet = session.channel.receive()
+            if packet is None or not self._allow(session, len(packet), now):
+                return False
+            message = decode_packet(packet, self.limits.max_control_bytes)
+        except EOFError:
+            self._end(session.id, GONE)
+            return False
+        except ProtocolError as error:
+            self.counters["malformed"] += 1
+            self._refuse_session(session.id, error)
+            return False
+        if type(message) is Goodbye:
+            self._end(session.id, GOODBYE)
+            return False
+        self._arrivals.append(Incoming(session.id, session.peer, message, []))
+        return True
+
+    def _close_channel(self, record: RouterSession) -> None:
+        """Close the channel, and the descriptors that wait for it. Idempotent."""
+        self.sockets.channels.forget(record.id)
+        unsent, record.unsent = record.unsent, deque()
+        for waiting in unsent:
+            if waiting.fd >= 0:
+                os.close(waiting.fd)
+        channel, record.channel = record.channel, None
+        if channel is not None:
+            del self._by_fd[channel.fileno()]
+            self.sockets.epoll.unregister(channel.fileno())
+            channel.close()
+
     # ---- sending and ending ----------------------------------------------------------------------
+
+    def _send(self, record: RouterSession, parts: Sequence[bytes | memoryview], by_channel: bool, fd: int = -1) -> bool:
+        """Send a message, or queue it behind others that wait for the channel. Returns False if this ended the
+        session."""
+        if record.unsent:
+            failure = self._enqueue(record, parts, by_channel, fd)
+        else:
+            failure = self._hand_over(record, parts, by_channel, fd)
+        if failure:
+            self.counters["unreachable"] += 1
+            self._end(record.id, failure)
+        return not failure
+
+    def _hand_over(self, record: RouterSession, parts: Sequence[bytes | memoryview], by_channel: bool, fd: int) -> str:
+        """Send a message while the queue is empty. Returns the failure, "" on success."""
+        if not by_channel or record.channel is None:
+            return self.sockets.send(record.route, parts)
+        try:
+            if record.channel.send(parts[0], fd):
+                return ""
+        except OSError as error:
+            return TAKES_NO_DESCRIPTORS if error.errno == errno.ETOOMANYREFS else GONE
+        self.sockets.epoll.modify(record.channel.fileno(), _IN | _OUT)
+        return self._enqueue(record, parts, by_channel, fd)
+
+    def _enqueue(self, record: RouterSession, parts: Sequence[bytes | memoryview], by_channel: bool, fd: int) -> str:
+        """Queue a message. Returns the failure, "" on success."""
+        if len(record.unsent) >= self.limits.send_queue:
+            return FULL
+        if fd >= 0 and sum(waiting.fd >= 0 for waiting in record.unsent) >= MAX_DESCRIPTORS:
+            return TAKES_NO_DESCRIPTORS
+        try:
+            record.unsent.append(Unsent(parts, by_channel, os.dup(fd) if fd >= 0 else -1))
+        except OSError:
+            self.counters["no_descriptors"] += 1
+            return "the daemon has no descriptors left"
+        return ""
+
+    def _flush(self, record: RouterSession) -> None:
+        """Send queued messages, when the channel has room again."""
+        unsent, record.unsent = record.unsent, deque()
+        if record.channel is not None:
+            self.sockets.epoll.modify(record.channel.fileno(), _IN)
+        failure = ""
+        while unsent and not failure:
+            if record.unsent:  # it is full again
+                record.unsent.extend(unsent)
+                return
+            waiting = unsent.popleft()
+            failure = self._hand_over(record, *waiting)
+            if waiting.fd >= 0:
+                os.close(waiting.fd)
+        if failure:
+            record.unsent.extend(unsent)  # to be closed
+            self._end(record.id, failure)
 
     def _put(self, route: Route, msg: Message) -> str:
         return self.sockets.send(route, encode(msg))
 
-    def _check_silence(self, record: SessionRecord, now: float) -> None:
-        # Messages that wait unread may be the very heartbeats: then nobody has been silent.
+    def _check_silence(self, record: RouterSession, now: float) -> None:
+        # Unread messages may be heartbeats, so a client is not silent while the router is behind.
         if now - record.heard >= self.limits.lease_s and not self._behind:
             self.counters["expired"] += 1
             error = DaemonGone(f"nothing was heard from this client for {self.limits.lease_s:g} s", "connect again")
@@ -308,8 +438,7 @@ class Router(LaneReader):
         if record is None:
             return
         self._routes.pop(record.route, None)
-        self._lanes.close_lane(record)
-        self.side.forget(session)
+        self._close_channel(record)
         self._arrivals.append(Closed(session, record.peer, reason))
 
     def _take(self) -> list[Arrival]:
@@ -317,5 +446,7 @@ class Router(LaneReader):
         return arrivals
 
 
-def _nobody(session: SessionId) -> None:
-    """Nobody borrows lanes."""
+def _in_one_packet(msg: Message) -> list[bytes | memoryview]:
+    """Shorten the texts of a StepFailed, so that it fits a packet. No other message is as long."""
+    assert isinstance(msg, StepFailed)
+    return encode(replace(msg, message=msg.message[:_SHORT] + " ...", remedy=msg.remedy[:_SHORT] + " ..."))

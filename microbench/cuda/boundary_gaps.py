@@ -29,8 +29,8 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
                 took = median([gpu.timed(stream, run) for _ in range(repeats)])
                 whole = whole or took
                 gap = (took - whole) / (pieces - 1) if pieces > 1 else 0.0
-                told = {"counter": "yes" if signalled else "no", "depth": depth, "pieces": pieces}
-                rows.append({**told, "total_us": 1e6 * took, "gap_us": 1e6 * gap})
+                row = {"counter": "yes" if signalled else "no", "depth": depth, "pieces": pieces}
+                rows.append({**row, "total_us": 1e6 * took, "gap_us": 1e6 * gap})
     return rows
 
 

@@ -18,7 +18,7 @@ LEAST_S = 1.0  # of each activity
 
 
 def measure(gpu: Gpu, repeats: int) -> list[Row]:
-    import torch  # not needed by those who list the experiments
+    import torch  # not needed to list the experiments
 
     # As the daemon has it: a thread that computes in Python gives way after this long.
     switched = sys.getswitchinterval()
@@ -30,7 +30,7 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
 
 
 def _activities(gpu: Gpu, torch: Any) -> dict[str, Callable[[], None]]:
-    """What the other thread does over and over."""
+    """The activities that the other thread repeats."""
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = torch.nn.Sequential(*layers).cuda()
     x = torch.randn(64, WIDTH, device="cuda")
@@ -127,8 +127,8 @@ def _beside(gpu: Gpu, name: str, work: Callable[[], None]) -> Row:
     finally:
         stop.set()
         thread.join()
-    told: Row = {"the other thread": name, **spread(took or [0.0], "piece_us"), "its_turns": turns[0]}
-    return told | {"errors": failed or (errors[0] if errors else None)}
+    row: Row = {"the other thread": name, **spread(took or [0.0], "piece_us"), "its_turns": turns[0]}
+    return row | {"errors": failed or (errors[0] if errors else None)}
 
 
 def answer(rows: Sequence[Row]) -> str:

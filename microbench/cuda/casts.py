@@ -1,4 +1,4 @@
-"""Which casts does torch.autocast("cuda") make? Asked of a CUDA build of torch, without a GPU.
+"""Which casts does torch.autocast("cuda") make? Found out from a CUDA build of torch, without a GPU.
 
     python -m microbench.cuda.casts --out FILE.json    # seconds
 
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def under(dtype: torch.dtype, enabled: bool = True) -> Iterator[None]:
-    """torch.autocast("cuda"), which torch turns off where it sees no GPU."""
+    """torch.autocast("cuda"), also without a GPU, where torch turns it off."""
     on, before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", enabled)
     torch.set_autocast_dtype("cuda", dtype)
@@ -110,7 +110,7 @@ def named(name: str) -> Callable[[], Any]:
 
 
 def cast(call: Callable[[], Any], dtype: torch.dtype, device: str, operators: Operators) -> str:
-    """`call()` under autocast, or why it could not be told."""
+    """`call()` under autocast, or why it could not be found out."""
 
     def made(_: torch.dtype) -> Any:
         with under(dtype):
@@ -128,15 +128,15 @@ def main() -> int:
         return 69
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    told = {
+    recorded = {
         f"{name}, {str(dtype).removeprefix('torch.')}": cast(named(name), dtype, "cuda", Operators(typed=True))
         for name in CALLS | CAST
         for dtype in (torch.float16, torch.bfloat16)
     }
-    untold = [name for name, each in told.items() if each.startswith("!")]
-    print(f"{len(told) - len(untold)} calls were told, {len(untold)} not: {', '.join(untold)}")
+    unknown = [name for name, each in recorded.items() if each.startswith("!")]
+    print(f"{len(recorded) - len(unknown)} calls were recorded, {len(unknown)} not: {', '.join(unknown)}")
     if args.out:
-        args.out.write_text(json.dumps({"torch": torch.__version__, "calls": told}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"torch": torch.__version__, "calls": recorded}, indent=1) + "\n")
     return 0
 
 

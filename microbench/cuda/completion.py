@@ -73,8 +73,8 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
         for _ in range(POLLS):
             poll()
         poll_s = (time.perf_counter() - began) / POLLS
-        told = {"way": name, **spread(seen, "seen_us"), "poll_us": 1e6 * poll_s}
-        rows.append({**told, "mark_costs_device_us": 1e6 * (chain - bare) / CHAIN})
+        row = {"way": name, **spread(seen, "seen_us"), "poll_us": 1e6 * poll_s}
+        rows.append({**row, "mark_costs_device_us": 1e6 * (chain - bare) / CHAIN})
     return rows
 
 

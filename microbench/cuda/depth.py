@@ -37,7 +37,7 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
 
 
 def measure_here(gpu: Gpu, repeats: int) -> list[Row]:
-    """What this process' number of queues gives."""
+    """The measurement for the number of queues of this process."""
     high, counter = gpu.stream(gpu.greatest), Counter(gpu)
     lows = [gpu.stream(gpu.least) for _ in range(max(STREAMS))]
     piece = gpu.graph(lambda stream: gpu.full(stream, PIECE_S, WAVES), gpu.least)
@@ -64,8 +64,8 @@ def measure_here(gpu: Gpu, repeats: int) -> list[Row]:
             delays = sorted(once(lows[:streams], depth) - alone for _ in range(repeats))
             middle, most = 1e6 * delays[len(delays) // 2], 1e6 * delays[-1]
             queued = 1e6 * PIECE_S * depth * streams
-            told: Row = {"low_streams": streams, "depth": depth, "queued_us": queued}
-            rows.append({**told, "delay_us": middle, "delay_max_us": most})
+            row: Row = {"low_streams": streams, "depth": depth, "queued_us": queued}
+            rows.append({**row, "delay_us": middle, "delay_max_us": most})
     return rows
 
 

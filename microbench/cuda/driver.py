@@ -39,11 +39,11 @@ WAIT_S = 20.0  # after this much waiting for a counter the device hangs
 
 
 class NoDevice(RuntimeError):
-    """There is no GPU to measure, or no way to reach it. Says what is missing."""
+    """There is no GPU to measure, or no way to reach it. The message says which."""
 
 
 class DriverError(RuntimeError):
-    """A driver call failed. Carries its name and what the driver said."""
+    """A driver call failed. The message has its name and the driver's text."""
 
     def __init__(self, call: str, name: str, meaning: str) -> None:
         super().__init__(f"{call} failed: {name}: {meaning}")
@@ -68,7 +68,7 @@ class Driver:
         self.api = bindings() if api is None else api
 
     def call(self, name: str, *args: Any) -> Any:
-        """What the call returns beside its status: nothing, one value or a tuple."""
+        """Make a call and check its status. Returns None, one value or a tuple."""
         status, *values = getattr(self.api, name)(*args)
         if int(status):
             raise DriverError(name, *self._meaning(status))
@@ -106,7 +106,7 @@ class Graph:
 
 
 class Counter:
-    """A number in pinned host memory that a stream raises when it gets there."""
+    """A number in page-locked host memory that a stream increases when its work so far is done."""
 
     def __init__(self, gpu: Gpu) -> None:
         flags = gpu.api.CU_MEMHOSTALLOC_PORTABLE | gpu.api.CU_MEMHOSTALLOC_DEVICEMAP
@@ -145,7 +145,7 @@ class Stamps:
         self.clear()
 
     def at(self, index: int) -> int:
-        """What to give to `spin`."""
+        """The addresses to pass to `spin`."""
         return int(self._device) + 16 * index
 
     def clear(self) -> None:
@@ -184,7 +184,7 @@ class Gpu(Driver):
         return int(self.call("cuDeviceGetAttribute", which, self.device))
 
     def facts(self) -> dict[str, Any]:
-        """What the figures belong to."""
+        """The device, driver and versions that figures belong to."""
         return {
             "name": self.name,
             "multiprocessors": self.sms,
@@ -264,7 +264,8 @@ class Gpu(Driver):
         return took
 
     def _compile(self, nvrtc: Any) -> Sequence[Any]:
-        target = f"--gpu-architecture=sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
+        major, minor = (self.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        target = f"--gpu-architecture=sm_{major}{minor}"
         program = _rtc(nvrtc, "nvrtcCreateProgram", SOURCE, b"experiments.cu", 0, [], [])
         _rtc(nvrtc, "nvrtcCompileProgram", program, 1, [target.encode()])
         image = b" " * _rtc(nvrtc, "nvrtcGetCUBINSize", program)

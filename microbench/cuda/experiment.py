@@ -18,7 +18,7 @@ NO_DEVICE = 69  # EX_UNAVAILABLE
 @dataclass(frozen=True)
 class Experiment:
     """`measure(gpu, repeats)` gives rows of equal keys, which end in their unit (`_us`, `_ms`, `_gib_s`, or none for
-    ratios and counts). `answer(rows)` says what they mean in a sentence."""
+    ratios and counts). `answer(rows)` is a sentence about them."""
 
     name: str
     question: str
@@ -41,8 +41,8 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None, *, gpu: Gpu 
     rows = experiment.measure(gpu, args.repeats)
     answer = experiment.answer(rows)
     facts = gpu.facts()
-    told = {"question": experiment.question, "method": experiment.method, "repeats": args.repeats, "device": facts}
-    common.report(f"cuda.{experiment.name}", args.out, {**told, "rows": rows, "answer": answer})
+    result = {"question": experiment.question, "method": experiment.method, "repeats": args.repeats, "device": facts}
+    common.report(f"cuda.{experiment.name}", args.out, {**result, "rows": rows, "answer": answer})
     print(f"{facts['name']}, driver {facts['driver']}\n{experiment.question}\n{answer}\n{show(rows)}")
     return 0
 
@@ -54,7 +54,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three digits that matter; counts and words as they are."""
+    """Three significant digits; counts and words as they are."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "-" if value is None else str(value)

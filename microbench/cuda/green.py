@@ -19,7 +19,7 @@ SHARED, SEPARATE = "shared", "separate"
 
 
 class Unavailable(RuntimeError):
-    """The binding or the driver has no such thing. Says which."""
+    """The binding or the driver has no such thing. The message says which."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
     rows: list[Row] = []
     for queues in (SHARED, SEPARATE):
         for share in SHARES:
-            told: Row = {"low_share": share, "queues": queues}
+            row: Row = {"low_share": share, "queues": queues}
             try:
                 where = part(gpu, share, queues, gpu.least)
                 low = captured(gpu, where, LOW_S)
                 elsewhere = _elsewhere(gpu, where)
             except (Unavailable, DriverError) as error:
-                rows.append(told | _nothing(str(error)))
+                rows.append(row | _nothing(str(error)))
                 continue
             rate = where.sms / gpu.sms / median([_timed_low(gpu, where, low) for _ in range(repeats)])
             whole_rate = whole_rate or rate
             seen, done_rate = _together(gpu, where, low, high, piece, repeats)
             gain = {"low_alone": rate / whole_rate, "low_beside": done_rate * where.sms / gpu.sms / whole_rate}
             slow = {"high_slowdown": median(seen) / median(alone), "high_p99_slowdown": _p99(seen) / _p99(alone)}
-            rows.append(told | {"sms": where.sms} | slow | gain | {"elsewhere": elsewhere, "note": None})
+            rows.append(row | {"sms": where.sms} | slow | gain | {"elsewhere": elsewhere, "note": None})
             gpu.call("cuGraphExecDestroy", low.exec)
             if where.green is not None:
                 gpu.call("cuStreamDestroy", where.stream)
@@ -164,7 +164,7 @@ def _together(gpu: Gpu, where: Part, low: Graph, high: Any, piece: Graph, repeat
 
 def answer(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["note"] is None]
-    told = [
+    answers = [
         f"{row['low_share']} ({row['queues']} queues): high {row['high_slowdown']:.2f}, p99"
         f" {row['high_p99_slowdown']:.2f}, low keeps {row['low_beside']:.2f}"
         for row in found
@@ -172,9 +172,9 @@ def answer(rows: Sequence[Row]) -> str:
     binds = [row for row in found if row["low_share"] < 1.0]
     if binds:
         where = "captured on" if all(row["elsewhere"] > 1.5 for row in binds) else "launched on"
-        told.append(f"where a node runs is decided by the stream it was {where}")
+        answers.append(f"where a node runs is decided by the stream it was {where}")
     missing = sorted({row["note"] for row in rows if row["note"]})
-    return "; ".join([*told, *(f"not measured: {why}" for why in missing)])
+    return "; ".join([*answers, *(f"not measured: {why}" for why in missing)])
 
 
 EXPERIMENT = Experiment(

@@ -1,7 +1,7 @@
-"""What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/launches.py), beside
-the same driver calls made with the binding alone, and each driver call through the wrapper beside the bare binding. On
-the stand-in, where streams can be held, also a piece that is queued behind another of its stream, as all are but the
-first of a step.
+"""What one piece costs the host: the device's own launch and its query for the end (gpumux/device/cuda/launches.py),
+beside the same driver calls made with the binding alone, and each driver call through the wrapper beside the bare
+binding. On the stand-in, where streams can be held, also a piece that is queued behind another of its stream, as all
+are but the first of a step.
 
 Needs a libcuda: a card's, or the stand-in of tests/stub, where the driver's own part is nearly nothing and what is left
 is Python. Processor time of the thread, in turns, so that what else the machine does counts for little; the ratio is
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpumux.device.cuda.driver import CudaDriver, bindings
-from gpumux.device.cuda.launches import Flights
+from gpumux.device.cuda.launches import LaunchTracker
 from gpumux.errors import GpumuxError
 from microbench import common
 from microbench.cuda.driver import Driver
@@ -55,17 +55,24 @@ def main(argv: list[str] | None = None) -> int:
         )
     calls = {name: compared(ways, args.repeats) for name, ways in _calls(driver, stream).items()}
     driver.destroy_stream(stream)
-    rows = [[name, *(f"{1e6 * each.median:.2f}" for each in list(of.values())[:2]), f"{of['ratio'].median:.2f}",
-             f"{of['ratio'].low:.2f} to {of['ratio'].high:.2f}"] for name, of in {**table, **calls}.items()]  # fmt: skip
+    rows = [
+        [
+            name,
+            *(f"{1e6 * each.median:.2f}" for each in list(of.values())[:2]),
+            f"{of['ratio'].median:.2f}",
+            f"{of['ratio'].low:.2f} to {of['ratio'].high:.2f}",
+        ]
+        for name, of in {**table, **calls}.items()
+    ]
     print(f"{facts.name}, driver {facts.driver_version}; {common.describe(common.machine())}")
     print(common.table(["host time", "bare us", "gpumux us", "ratio", "lowest to highest"], rows))
-    told = {"card": facts.name, "driver": facts.driver_version, "piece_s": table, "calls_s": calls}
-    common.report("cuda.host_time", args.out, told)
+    result = {"card": facts.name, "driver": facts.driver_version, "piece_s": table, "calls_s": calls}
+    common.report("cuda.host_time", args.out, result)
     return 0
 
 
 def compared(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, common.Figure]:
-    """Seconds of the two ways, in turns, and the second over the first."""
+    """Seconds of the two ways, measured alternately, and the second over the first."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()
@@ -89,7 +96,7 @@ def _empty_graph() -> Any:
 
 
 def _bare(driver: CudaDriver, executable: Any, stream: int) -> Callable[[], float]:
-    """Event, graph, event, number; then what says that it is over, and when."""
+    """Event, graph, event, number; then the queries for its end and times."""
     api = bindings()
     memory = driver.pin(64)
     number = memory.view().cast("I")
@@ -106,21 +113,21 @@ def _bare(driver: CudaDriver, executable: Any, stream: int) -> Callable[[], floa
         while int(api.cuEventQuery(end)[0]):
             pass
         api.cuEventElapsedTime(start, end)
-        api.cuEventElapsedTime(start, end)  # both ends are told by an anchor
+        api.cuEventElapsedTime(start, end)  # both times are relative to an anchor
 
     return _timed(piece, PIECES)
 
 
 def _device(driver: CudaDriver, executable: Any, stream: int, priority: int) -> Callable[[], float]:
-    flights: Flights[int] = Flights(driver, time.monotonic, priority)
+    tracker: LaunchTracker[int] = LaunchTracker(driver, time.monotonic, priority)
     number = int(executable)
 
     def work() -> None:
         driver.launch(number, stream)
 
     def piece(value: int) -> None:
-        flights.launch(value, stream, 0.0, work)
-        while not flights.landed():
+        tracker.launch(value, stream, 0.0, work)
+        while not tracker.completed():
             pass
 
     return _timed(piece, PIECES)
@@ -129,7 +136,7 @@ def _device(driver: CudaDriver, executable: Any, stream: int, priority: int) -> 
 def _queued(
     driver: CudaDriver, executable: Any, stream: int, priority: int, hold: Callable[[int], Any]
 ) -> Callable[[], float]:
-    flights: Flights[int] = Flights(driver, time.monotonic, priority)
+    tracker: LaunchTracker[int] = LaunchTracker(driver, time.monotonic, priority)
     number = int(executable)
 
     def work() -> None:
@@ -140,11 +147,11 @@ def _queued(
         for _ in range(PIECES // QUEUED):
             hold(1)
             for value in range(QUEUED):
-                flights.launch(value, stream, 0.0, work, waits=False)
+                tracker.launch(value, stream, 0.0, work, waits=False)
             hold(0)
             left = QUEUED
             while left:
-                left -= len(flights.landed())
+                left -= len(tracker.completed())
         return (time.thread_time() - began) / (PIECES // QUEUED * QUEUED)
 
     return turn

@@ -95,12 +95,12 @@ def be_client(doing: str) -> None:
 def answer(rows: Sequence[Row]) -> str:
     alone = rows[0]
     many = [row for row in rows if row["contexts"] == max(CONTEXTS)]
-    told = [
+    answers = [
         f"{row['contexts']} contexts, {row['doing']}: {row['piece_us'] / alone['piece_us']:.3f} of a piece's time"
         f" alone, p99 {row['piece_p99_us'] / alone['piece_p99_us']:.2f}, {row['mib_each']:.0f} MiB each"
         for row in many
     ]
-    return "; ".join(told)
+    return "; ".join(answers)
 
 
 EXPERIMENT = Experiment(

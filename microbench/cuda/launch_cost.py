@@ -43,7 +43,7 @@ def _row(way: str, nodes: int, launches: int, binding: float, host: list[float],
 
 
 def _binding(gpu: Gpu, calls: int = 100) -> float:
-    """What Python and the binding cost for a call that does nothing."""
+    """Seconds of Python and the binding for a call that does nothing."""
     version = gpu.api.cuDriverGetVersion
     began = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Which operators does torch choose by device? Asked of a CUDA build of torch, without a GPU.
+"""Which operators does torch choose by device? Found out from a CUDA build of torch, without a GPU.
 
     python -m microbench.cuda.operators --out FILE.json          # the calls below: seconds
     python -m microbench.cuda.operators --all --out FILE.json    # and torch's own database of calls: minutes
@@ -41,7 +41,7 @@ _QUIET = {"aten.detach.default", "aten.empty.memory_format"}
 
 
 class Operators(TorchDispatchMode):
-    """Notes what reaches the backends; `typed`: with the types of its tensors."""
+    """Records the operators that reach the backends; `typed`: with the types of its tensors."""
 
     def __init__(self, typed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,7 +238,7 @@ CALLS: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 def asked(call: Callable[[torch.dtype], Any], dtype: torch.dtype, device: str, operators: Operators) -> str:
-    """The operators, or behind an exclamation mark why they could not be told."""
+    """The operators, or behind an exclamation mark why they could not be found out."""
     try:
         return " ".join(chosen(lambda: call(dtype), device, operators))
     except Exception as error:  # noqa: BLE001  a shape rule may raise anything
@@ -246,7 +246,7 @@ def asked(call: Callable[[torch.dtype], Any], dtype: torch.dtype, device: str, o
 
 
 def suspected() -> dict[str, Any]:
-    """By call and type: what runs on the CPU and on a GPU."""
+    """The operators that run on the CPU and on a GPU, by call and type."""
     found: dict[str, Any] = {}
     for name, call in CALLS.items():
         for dtype in DTYPES:
@@ -259,7 +259,7 @@ def suspected() -> dict[str, Any]:
 
 def database() -> dict[str, Any]:
     """Torch's own database of calls, in float32 and bfloat16: which are the same on both, which differ, and of which
-    nothing could be told on either."""
+    nothing could be found out on either."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     found: dict[str, Any] = {"same": [], "differ": {}, "untold": []}
@@ -267,11 +267,11 @@ def database() -> dict[str, Any]:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"{op.formatted_name}, {str(dtype).removeprefix('torch.')}"
             pairs = list(_sampled(op, dtype)) if op.supports_dtype(dtype, "cpu") else []
-            told = [(a, b) for a, b in pairs if not a.startswith("!") or not b.startswith("!")]
-            differ = [(a, b) for a, b in told if a != b]
+            known = [(a, b) for a, b in pairs if not a.startswith("!") or not b.startswith("!")]
+            differ = [(a, b) for a, b in known if a != b]
             if differ:
                 found["differ"][name] = {"cpu": differ[0][0], "cuda": differ[0][1]}
-            elif told:
+            elif known:
                 found["same"].append(name)
             elif pairs:
                 found["untold"].append(name)
@@ -299,7 +299,7 @@ def _sampled(op: Any, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
 
 
 def without_kernel() -> list[str]:
-    """Operators a Program may call that no GPU can carry out."""
+    """Operators that a Program may call and no GPU has a kernel for."""
     missing = []
     for target in sorted(ALLOWED):
         packet, overload = target.removeprefix("aten.").split(".")
@@ -327,8 +327,8 @@ def main() -> int:
     differ = [name for name, each in found["calls"].items() if "cpu" in each]
     print(f"{len(found['calls']) - len(differ)} calls are the same on both, {len(differ)} differ: {', '.join(differ)}")
     if args.all:
-        found["database"] = told = database()
-        print(f"of torch's database {len(told['same'])} are the same, {len(told['differ'])} differ")
+        found["database"] = rows = database()
+        print(f"of torch's database {len(rows['same'])} are the same, {len(rows['differ'])} differ")
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -33,8 +33,8 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
                 delays.append(_high(gpu, high, piece, counter) - alone)
                 gpu.sync(low)
             gpu.call("cuGraphExecDestroy", other.exec)
-            told: Row = {"low_us": 1e6 * seconds, "waves": waves, "block_us": 1e6 * seconds / waves}
-            rows.append({**told, **spread(delays, "delay_us"), "max_over_block": max(delays) / (seconds / waves)})
+            row: Row = {"low_us": 1e6 * seconds, "waves": waves, "block_us": 1e6 * seconds / waves}
+            rows.append({**row, **spread(delays, "delay_us"), "max_over_block": max(delays) / (seconds / waves)})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What GPU there is, asked in a process of its own so that who asks holds no context and survives a driver that
+"""What GPU there is, found out in a process of its own, so that the caller holds no context and survives a driver that
 crashes."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROBE_S = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """`card` is empty where there is no GPU that torch can use; `why` says why not."""
+    """The first GPU. `card` is empty if torch can use none; `why`: the reason."""
 
     card: str = ""
     torch: str = ""
@@ -49,7 +49,7 @@ def find(*, by_driver: bool = False) -> Found:
 
 
 def look() -> Found:
-    """What this process sees."""
+    """The first GPU that this process sees."""
     import torch
 
     if torch.version.cuda is None:
@@ -65,7 +65,7 @@ def look() -> Found:
 
 
 def look_by_driver() -> Found:
-    """What this process sees without torch."""
+    """The first GPU that this process sees without torch."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

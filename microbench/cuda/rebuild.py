@@ -30,7 +30,7 @@ class Rebuilt:
 
 
 def rebuild(gpu: Gpu, graph: Any) -> Rebuilt:
-    """Ask for every node's parameters and make an equal node of them, then the edges with their data."""
+    """Read the parameters of every node and make an equal node, then the edges with their data."""
     count = int(gpu.call("cuGraphGetNodes", graph, 0)[1])
     nodes = gpu.call("cuGraphGetNodes", graph, count)[0]
     made = Rebuilt(gpu.call("cuGraphCreate", 0))
@@ -48,10 +48,10 @@ def rebuild(gpu: Gpu, graph: Any) -> Rebuilt:
         except (DriverError, LookupError) as error:
             made.failed[kind] += 1
             made.why[kind] = str(error)
-    told = gpu.call("cuGraphGetEdges", graph, 0)
-    if len(told) != 4:
+    values = gpu.call("cuGraphGetEdges", graph, 0)
+    if len(values) != 4:
         raise RuntimeError("this cuda-bindings tells edges without their data: install version 13 or newer")
-    edges = int(told[3])
+    edges = int(values[3])
     if edges and not made.failed:
         begin, end, data, _ = gpu.call("cuGraphGetEdges", graph, edges)
         pairs = [[twins[int(node)] for node in side] for side in (begin, end)]
@@ -104,7 +104,7 @@ def _empty(gpu: Gpu, made: Rebuilt, node: Any) -> Any:
 
 
 def measure(gpu: Gpu, repeats: int) -> list[Row]:
-    import torch  # not needed by those who list the experiments
+    import torch  # not needed to list the experiments
 
     torch.backends.cudnn.deterministic = True
     return [_measure(gpu, repeats, name, maker) for name, maker in (("dense", _dense), ("convolution", _convolution))]
@@ -185,8 +185,8 @@ def answer(rows: Sequence[Row]) -> str:
     equal = [row["model"] for row in rows if row["equal"] == "yes"]
     if len(equal) == len(rows):
         return "yes: every node could be made again from its parameters, and the results are equal bit for bit"
-    told = "; ".join(f"{row['model']}: {row['failed'] or row['equal']}" for row in rows if row["equal"] != "yes")
-    return f"not for all ({told})"
+    reasons = "; ".join(f"{row['model']}: {row['failed'] or row['equal']}" for row in rows if row["equal"] != "yes")
+    return f"not for all ({reasons})"
 
 
 EXPERIMENT = Experiment(

@@ -123,7 +123,7 @@ def _child(role: str, hint: int, send: Sequence[int]) -> tuple[str, list[int]]:
 
 
 def be_client(role: str, hint: int, descriptor: int) -> None:
-    """Map, say what was found, and wait to be killed."""
+    """Map, report the result, and wait to be killed."""
     with socket.socket(fileno=descriptor) as server:
         _, received, _, _ = socket.recv_fds(server, 16, 4)
         try:

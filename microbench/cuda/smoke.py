@@ -1,7 +1,7 @@
-"""What the CUDA device takes for granted, asked of one GPU in less than a minute: a line each, PASS or FAIL, with its
+"""What the CUDA device assumes, checked on one GPU in less than a minute: a line each, PASS or FAIL, with its
 microseconds and what the driver or torch said.
 
-Each assumption is asked by itself, so that one that fails hides no other. Those that need torch are skipped, by name,
+Each assumption is checked by itself, so that one that fails hides no other. Those that need torch are skipped, by name,
 where torch can't use the GPU. What has been found is in the --out file after each line, also where one of them hangs,
 which ends the program.
 
@@ -32,7 +32,7 @@ WORDS = 300  # characters of an error that are shown
 
 
 class Report:
-    """What has been found, on the screen and in the file."""
+    """The findings, on the screen and in the file."""
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ask_all(
     asked: Sequence[tuple[str, Callable[[Card], str]]], card: Card, report: Report, limit_s: float, one_s: float = ONE_S
 ) -> None:
-    """Ask one after the other, each by itself."""
+    """Check one assumption after the other, each by itself."""
     watch = Watch(report, one_s)
     end = time.monotonic() + limit_s
     without = ""  # why torch can't be asked

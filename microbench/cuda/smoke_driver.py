@@ -1,4 +1,4 @@
-"""What smoke.py asks of the driver alone, and what it is asked with. Needs cuda-bindings, and the run-time compiler
+"""The assumptions of smoke.py about the driver alone. Needs cuda-bindings, and the run-time compiler
 where kernels are needed."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, Facts, Pinned
+from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, GpuProperties, Pinned
 from gpumux.errors import GpumuxError
 from microbench.cuda.driver import Driver, Gpu, NoDevice
 
@@ -22,7 +22,7 @@ CYCLES = 20
 
 
 class Wrong(AssertionError):
-    """What was found is not what was assumed."""
+    """An assumption does not hold."""
 
 
 def hold(condition: bool, otherwise: str) -> None:
@@ -39,10 +39,10 @@ class Card:
         self.plain.start()
         self.gpu = CudaDriver()
         try:
-            self.told: Facts = self.gpu.open(0)
+            self.properties: GpuProperties = self.gpu.open(0)
         except GpumuxError as error:
             raise NoDevice(f"{error.message}; {error.remedy}") from error
-        self.least, self.greatest = self.told.priorities
+        self.least, self.greatest = self.properties.priorities
         self.torch: Any = None
         self._share: tuple[int, int] | None = None
 
@@ -53,11 +53,16 @@ class Card:
         import cuda.bindings
 
         return {
-            "name": self.told.name, "driver": self.told.driver_version, "capability": list(self.told.capability),
-            "multiprocessors": self.told.multiprocessors, "memory_bytes": self.told.memory_bytes,
-            "priorities": list(self.told.priorities), "bindings": cuda.bindings.__version__, "python": platform.python_version(),
+            "name": self.properties.name,
+            "driver": self.properties.driver_version,
+            "capability": list(self.properties.capability),
+            "multiprocessors": self.properties.multiprocessors,
+            "memory_bytes": self.properties.memory_bytes,
+            "priorities": list(self.properties.priorities),
+            "bindings": cuda.bindings.__version__,
+            "python": platform.python_version(),
             "torch": str(self.torch.__version__) if self.torch else "",
-        }  # fmt: skip
+        }
 
     def describe(self) -> str:
         facts = self.facts
@@ -72,13 +77,13 @@ class Card:
 
     def green(self) -> int:
         """A green context of about half of the multiprocessors, made once."""
-        hold(self.told.driver_version >= GREEN_SINCE, "green contexts need a driver of CUDA 12.4")
+        hold(self.properties.driver_version >= GREEN_SINCE, "green contexts need a driver of CUDA 12.4")
         if self._share is None:
-            self._share = self.gpu.partition(self.told.multiprocessors // 2)
+            self._share = self.gpu.partition(self.properties.multiprocessors // 2)
         return self._share[0]
 
     def until(self, reached: Callable[[], bool]) -> float:
-        """Look until it is so; the seconds it took."""
+        """Query until it holds. Returns the seconds that took."""
         began = time.perf_counter()
         while not reached():
             if time.perf_counter() - began > REACHED_S:
@@ -127,7 +132,7 @@ def second_thread(card: Card) -> str:
             stream = card.gpu.stream(card.least)
             card.until(lambda: card.gpu.idle(stream))
             card.gpu.destroy_stream(stream)
-        except Exception as error:  # noqa: BLE001  told below
+        except Exception as error:  # noqa: BLE001  reported below
             found.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=work)
@@ -142,9 +147,9 @@ def priorities(card: Card) -> str:
     hold(card.least - card.greatest >= 2, f"{card.least} to {card.greatest}: nothing in between")
     for priority in (card.least, card.greatest):
         stream = card.gpu.stream(priority)
-        told = int(card.plain.call("cuStreamGetPriority", stream))
+        reported = int(card.plain.call("cuStreamGetPriority", stream))
         card.gpu.destroy_stream(stream)
-        hold(told == priority, f"a stream of {priority} says {told}")
+        hold(reported == priority, f"a stream of {priority} says {reported}")
     return f"{card.least} to {card.greatest}"
 
 
@@ -247,7 +252,7 @@ def kernels(card: Card) -> str:
 
 
 def not_yet(card: Card) -> str:
-    """A kernel that runs is not over."""
+    """A running kernel is not reported as done."""
     gpu, stream, event = card.kernels, card.gpu.stream(card.least), card.gpu.event(timed=False)
     gpu.full(stream, 20e-3)
     card.gpu.record(event, stream)
@@ -325,7 +330,7 @@ def relaunch(card: Card) -> str:
 
 
 def marks(card: Card) -> str:
-    """Events that a graph records, which have times after it ran."""
+    """Events that a graph records have times after it ran."""
     gpu = card.kernels
     first, last = card.gpu.event(timed=True), card.gpu.event(timed=True)
 
@@ -352,7 +357,7 @@ def marks(card: Card) -> str:
 
 
 def capture_beside(card: Card) -> str:
-    """One thread captures (thread-local), another launches, asks and makes an event."""
+    """One thread captures (thread-local), another launches, queries and makes an event."""
     gpu, stream, said = card.kernels, card.gpu.stream(card.greatest), []
     graph = gpu.graph(lambda each: gpu.full(each, 50e-6), card.greatest)
 
@@ -372,7 +377,7 @@ def capture_beside(card: Card) -> str:
             card.until(lambda: card.gpu.reached(event))
             card.gpu.destroy_event(event)
             said.append("")
-        except Exception as error:  # noqa: BLE001  told below
+        except Exception as error:  # noqa: BLE001  reported below
             said.append(f"{type(error).__name__}: {error}")
 
     captured = gpu.graph(body, card.least)
@@ -426,7 +431,7 @@ def green_event(card: Card) -> str:
         card.gpu.destroy_stream(each)
     card.gpu.destroy_event(event)
     assert card._share is not None
-    return f"{card._share[1]} of {card.told.multiprocessors} multiprocessors"
+    return f"{card._share[1]} of {card.properties.multiprocessors} multiprocessors"
 
 
 def green_launch(card: Card) -> str:
@@ -435,7 +440,7 @@ def green_launch(card: Card) -> str:
     took = gpu.timed(stream, lambda: gpu.full(stream, 1e-3))
     card.gpu.destroy_stream(stream)
     assert card._share is not None
-    wanted = card.told.multiprocessors / card._share[1]
+    wanted = card.properties.multiprocessors / card._share[1]
     hold(
         took > 0.8e-3 * round(wanted),
         f"work of 1 ms on the whole takes {1e3 * took:.2f} ms on a share: it is not confined",

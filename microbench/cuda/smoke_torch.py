@@ -1,5 +1,5 @@
-"""What smoke.py asks of torch on the GPU: captures and replays as the device makes them
-(gpumux/device/cuda/compute.py). Torch is imported when the first of them is asked."""
+"""The assumptions of smoke.py about torch on the GPU: captures and replays as the device makes them
+(gpumux/device/cuda/compute.py). Torch is imported when the first of them is checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAYS = ("products", "flash", "efficient", "cuDNN")  # as torch numbers its ways 
 
 
 def begin(card: Card) -> str:
-    """Import torch; why it can't be asked, or nothing."""
+    """Import torch. Returns why it can't be checked, or nothing."""
     try:
         import torch
     except ImportError as error:
@@ -49,7 +49,7 @@ def _capture(card: Card, stream: int, pool: Any, body: Callable[[], Any], **opti
 
 
 def _replay(card: Card, stream: int, *graphs: Any) -> None:
-    """One after the other, and wait."""
+    """Replay graphs one after the other, and wait."""
     with _on(card, stream):
         for graph in graphs:
             graph.replay()
@@ -57,7 +57,7 @@ def _replay(card: Card, stream: int, *graphs: Any) -> None:
 
 
 def _near(card: Card, found: Any, wanted: Any, tolerance: float = 1e-3) -> str:
-    """How far they are apart, by the largest element."""
+    """The largest difference of two elements."""
     torch = card.torch
     off = float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9))
     hold(bool(torch.isfinite(found).all()) and off <= tolerance, f"{off:.1e} off")
@@ -65,7 +65,7 @@ def _near(card: Card, found: Any, wanted: Any, tolerance: float = 1e-3) -> str:
 
 
 class _Streams:
-    """One to capture on, one to run on."""
+    """A stream to capture on, and one to run on."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -376,7 +376,7 @@ def beside_a_capture(card: Card) -> str:
                 for _ in range(20):
                     _replay(card, high, graph)
                 said.append("")
-            except Exception as error:  # noqa: BLE001  told below
+            except Exception as error:  # noqa: BLE001  reported below
                 said.append(f"{type(error).__name__}: {error}")
 
         def body() -> Any:

@@ -20,14 +20,14 @@ from typing import Any
 from gpumux.cli.main import main
 from gpumux.daemon import loop
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.events import Command
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.scheduler import Scheduler
 
 PART = 0.1  # of the time, for checks
 
 
-class CheckedCore:
+class CheckedScheduler:
     """A core that checks its invariants after an event, whenever the checks so far took less than PART of the time. It
     has one, and is none, since a compiled class can't be derived from."""
 
@@ -36,31 +36,31 @@ class CheckedCore:
     _spent_s = 0.0
     _began = time.perf_counter()
 
-    def __init__(self, config: CoreConfig) -> None:
-        self._core = Core(config)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._core = Scheduler(config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
     def handle(self, event: ev.Event, now: float) -> list[Command]:
         commands = self._core.handle(event, now)
-        CheckedCore.events += 1
+        CheckedScheduler.events += 1
         began = time.perf_counter()
-        if CheckedCore._spent_s <= PART * (began - CheckedCore._began):
+        if CheckedScheduler._spent_s <= PART * (began - CheckedScheduler._began):
             self._core.check_invariants()
-            CheckedCore.checks += 1
-            CheckedCore._spent_s += time.perf_counter() - began
+            CheckedScheduler.checks += 1
+            CheckedScheduler._spent_s += time.perf_counter() - began
         return commands
 
 
 def run() -> int:
     files = int(os.environ["SOAK_FILES"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    setattr(loop, "Core", CheckedCore)  # noqa: B010 - a name the module does not export
+    setattr(loop, "Scheduler", CheckedScheduler)  # noqa: B010 - a name the module does not export
     try:
         return main(sys.argv[1:])
     finally:
-        found = {"events": CheckedCore.events, "checks": CheckedCore.checks}
+        found = {"events": CheckedScheduler.events, "checks": CheckedScheduler.checks}
         Path(os.environ["SOAK_CHECKS"]).write_text(json.dumps(found))
 
 

@@ -136,7 +136,7 @@ class Life:
         load = m.LoadProgram(0, self._job, 0, state, list(range(len(state))))
         self._loaded, _ = session.call(load, [codec.encode(work.program)], WAIT_S)
         self._layout = slot_layout(work.program)
-        self._data = session.segment(self._loaded.segment, self._loaded.slots * self._loaded.slot_bytes, WAIT_S)
+        self._data = session.segment(self._loaded.segment, self._loaded.slots * self._loaded.slot_bytes)
         self._free = list(range(min(self._loaded.slots, seat.inflight)))
 
     def _hear(self, message: Any, frames: list[bytes]) -> None:
@@ -209,7 +209,7 @@ class Life:
         self._wait(lambda: number in self._moved)
         if self._moved.pop(number).code:
             raise Gone
-        view = self._session.segment(opened.segment, opened.nbytes, WAIT_S)
+        view = self._session.segment(opened.segment, opened.nbytes)
         expected = self._work.state.tobytes()
         same = bytes(view[: len(expected)]) == expected
         view.release()

@@ -83,7 +83,7 @@ class Running:
             if at - said >= SAY_S:
                 said = at
                 self.stage.say(tell(at))
-            self.control.rest(0.05)
+            self.control.wait(0.05)
         for late in waiting:  # it is all to happen, also where the machine was busy with something else
             self._happens(late)
         self._ebb()
@@ -107,7 +107,7 @@ class Running:
             gone = [str(client.args) for client in self.clients.values() if client.poll() is not None]
             if gone or time.monotonic() > until:
                 raise RuntimeError(f"clients that never came; gone: {gone}\n{self._said()}")
-            self.control.rest(0.05)
+            self.control.wait(0.05)
 
     def _start_vandals(self) -> None:
         for uid in {0, self.stage.stranger}:
@@ -126,7 +126,7 @@ class Running:
             assert vandal.stdout is not None
             while not select.select([vandal.stdout], [], [], 0)[0]:
                 self.stage.alive()
-                self.control.rest(0.05)
+                self.control.wait(0.05)
             vandal.stdout.readline()  # it has begun; how long that took is no part of the plan either
 
     # ---- what happens
@@ -200,7 +200,7 @@ class Running:
             if time.monotonic() > until:
                 late = [str(process.args) for process in processes if process.poll() is None]
                 raise RuntimeError(f"still there {LEAVE_S:g} s after they were told to leave: {late}")
-            self.control.rest(0.1)
+            self.control.wait(0.1)
         # One that was started again a moment ago may not listen to SIGTERM yet, and ends by it.
         bad = {str(p.args): p.returncode for p in processes if p.returncode not in (0, -signal.SIGTERM)}
         if bad:
@@ -234,4 +234,4 @@ def at_rest(control: Control, alive: Callable[[], None], within_s: float) -> dic
             raise RuntimeError(
                 f"{status['sessions']} sessions and {len(status['jobs'])} jobs stay: {status['jobs'][:3]}"
             )
-        control.rest(0.1)
+        control.wait(0.1)

@@ -42,7 +42,7 @@ class Vandal:
         self._held: list[socket.socket] = []
         self._ways: list[Callable[[], None]] = [
             self.raw_bytes, self.half_a_greeting, self.silence, self.no_messages, self.lies, self.changed_messages,
-            self.side_channel, self.far_too_large,
+            self.channel, self.far_too_large,
         ]  # fmt: skip
         if stranger:
             self._ways.append(self.flood)
@@ -103,8 +103,8 @@ class Vandal:
             for connection in made:
                 connection.close()
 
-    def side_channel(self) -> None:
-        with self._connect(f"{self.path}.side", socket.SOCK_SEQPACKET) as connection:
+    def channel(self) -> None:
+        with self._connect(f"{self.path}.chan", socket.SOCK_SEQPACKET) as connection:
             connection.send(self.draw.randbytes(self.draw.choice([1, 32, 64])))
 
     # ---- messages
@@ -126,18 +126,20 @@ class Vandal:
 
     def far_too_large(self) -> None:
         with zmq.Context() as context, self._dealer(context) as sock:
-            sock.send_multipart([*encode(m.Hello(1, "0.1.0", "client", 1, "2", False)), bytes(self.largest + 1)])
+            sock.send_multipart(
+                [*encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)), bytes(self.largest + 1)]
+            )
 
     def lies(self) -> None:
         """A session, and requests about others' jobs, with odd numbers."""
         with zmq.Context() as context, self._dealer(context) as sock:
-            sock.send_multipart(encode(m.Hello(1, "0.1.0", "client", 1, "2", False)))
+            sock.send_multipart(encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)))
             for _ in range(self.draw.randrange(1, 60)):
                 sock.send_multipart(self._request(), zmq.NOBLOCK)
 
     def changed_messages(self) -> None:
         with zmq.Context() as context, self._dealer(context) as sock:
-            sock.send_multipart(encode(m.Hello(1, "0.1.0", "client", 1, "2", False)))
+            sock.send_multipart(encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)))
             for _ in range(self.draw.randrange(1, 60)):
                 first, *rest = self._request()
                 data = bytearray(first)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpumux.cli.completion import SHELLS, script
-from gpumux.cli.main import EX_USAGE, JOB_VERBS, main
+from gpumux.cli.main import EX_USAGE, JOB_VERBS, build_parser, main
 from tests.deploy.packages import libraries, need
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -29,7 +29,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def bash(tmp_path_factory):
     """Completes words in a bash whose `gpumux` prints the jobs given."""
     home = tmp_path_factory.mktemp("completion")
-    (home / "script").write_text(script("bash"))
+    (home / "script").write_text(script("bash", build_parser()))
     fake = home / "gpumux"
     fake.write_text(f"#!{sys.executable}\nprint(open({str(home / 'jobs')!r}).read())\n")
     fake.chmod(0o755)
@@ -77,7 +77,7 @@ def test_jobs_come_from_the_daemon(bash):
 
 
 def test_a_name_that_is_a_command_is_not_run(bash):
-    """Shells expand the words they complete with, and an operator sees everybody's names."""
+    """Shells expand the words they complete with, and an operator sees all users' names."""
     trap = bash.home / "trapped"
     names = (f"$(touch {trap})", f"`touch {trap}`", f"x;touch {trap}", "${HOME}", 'a" b')
     jobs = tuple({"short": f"j{n}", "name": name} for n, name in enumerate(names))
@@ -86,7 +86,7 @@ def test_a_name_that_is_a_command_is_not_run(bash):
 
 
 def test_an_interactive_bash_uses_it(bash):
-    """`complete -p` knows the function, as a shell would that is asked for words."""
+    """The function as a shell finds it, by `complete -p`."""
     done = subprocess.run(
         ["bash", "--norc", "-c", f'eval "$(cat {bash.home}/script)"; complete -p gpumux'],
         capture_output=True, text=True, timeout=120,
@@ -111,17 +111,17 @@ FISH = ("fish", "fish", "fish-common", "libpcre2-32-0")
 def test_other_shells_find_no_mistake_in_their_script(packages, tmp_path):
     tool = need(*packages)
     path = tmp_path / "script"
-    path.write_text(script(packages[0]) + "\n")
+    path.write_text(script(packages[0], build_parser()) + "\n")
     environ = {**os.environ, **libraries(tool), "HOME": str(tmp_path)}
     done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=120, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_fish_completes(tmp_path):
-    """Asked as the shell asks itself."""
+    """Asks in the way that the shell itself does."""
     tool = need(*FISH)
     path = tmp_path / "script"
-    path.write_text(script("fish") + "\n")
+    path.write_text(script("fish", build_parser()) + "\n")
     environ = {**os.environ, **libraries(tool), "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
 
     def complete(line: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A conversation with a daemon that hears less than was said."""
+"""A session with a daemon that misses some messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 60.0  # seconds; a bound for a broken test
 
 
 def test_a_hello_that_is_lost_is_said_again(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    """As one is whose connection was cut before the daemon had read it."""
+    """A connection that was cut before the daemon had read it."""
     monkeypatch.setattr(control, "AGAIN_S", 0.05)
     said: list[str] = []
 
@@ -30,7 +30,9 @@ def test_a_hello_that_is_lost_is_said_again(runtime_dir: Path, monkeypatch: pyte
             message, _ = decode(parts)
             said.append(type(message).__name__)
             if isinstance(message, m.Hello) and len(said) == 3:
-                fake.send_multipart([identity, *encode(m.Welcome(1, "x", "s", "", b"", LONG, LONG, 1, {}))])
+                fake.send_multipart(
+                    [identity, *encode(m.Welcome(m.PROTOCOL_VERSION, "x", "s", "", b"", LONG, LONG, 1, {}))]
+                )
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as fake:
         fake.setsockopt(zmq.LINGER, 0)
@@ -47,7 +49,7 @@ def test_a_hello_that_is_lost_is_said_again(runtime_dir: Path, monkeypatch: pyte
 
 def test_a_command_of_a_user_whose_flood_was_cut_off_gets_in(runtime_dir: Path):
     """Its first hello is taken for more of the flood, and costs its connection."""
-    limits = Limits(burst_strangers=5.0, strangers_per_s=0.5)
+    limits = Limits(burst_sessionless=5.0, sessionless_per_s=0.5)
     with serving(runtime_dir, lambda router, arrival: None, limits=limits) as (endpoint, _), zmq.Context() as context:
         flooder = RawClient(context, endpoint)
         monitor = flooder.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

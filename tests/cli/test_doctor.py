@@ -1,4 +1,4 @@
-"""`gpumux doctor`: each check on a machine made up for it, and the whole on this one."""
+"""`gpumux doctor`: each check on an invented machine, and all of them on this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from gpumux.cli import doctor
-from gpumux.cli import doctor as checks
 from gpumux.cli.doctor import FAIL, OK, WARN
 from gpumux.cli.main import main
 from gpumux.config import Config
@@ -29,16 +28,16 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1  Thu\nGCC versio
 
 
 def test_no_driver_is_a_warning(tmp_path):
-    found = checks.gpu(tmp_path)
+    found = doctor.gpu(tmp_path)
     assert (found.level, found.detail) == (WARN, "no NVIDIA driver")
 
 
 def test_a_driver_without_devices_fails(tmp_path):
-    assert checks.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER)).level == FAIL
+    assert doctor.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER)).level == FAIL
 
 
 def test_a_driver_with_devices_is_well(tmp_path):
-    found = checks.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER, dev__nvidia0="", dev__nvidiactl=""))
+    found = doctor.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER, dev__nvidia0="", dev__nvidiactl=""))
     assert (found.level, found.detail) == (OK, "1 GPU(s), driver 580.1")
 
 
@@ -60,7 +59,7 @@ GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)
     ],
 )
 def test_the_doctor_says_which_device_serve_takes_and_what_it_lacks(settings, lacks, level, says):
-    found = checks.device(Config(**settings), replace(GPU, **lacks))
+    found = doctor.device(Config(**settings), replace(GPU, **lacks))
     assert (found.level, says in found.detail) == (level, True), found
     assert bool(found.remedy) == (level != OK)
 
@@ -71,11 +70,11 @@ def test_the_doctor_says_which_device_serve_takes_and_what_it_lacks(settings, la
 def test_the_version_of_torch(monkeypatch, version, level):
     def find(name):
         if version is None:
-            raise checks.importlib.metadata.PackageNotFoundError(name)
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(checks.importlib.metadata, "version", find)
-    assert checks.torch().level == level
+    monkeypatch.setattr(doctor.importlib.metadata, "version", find)
+    assert doctor.torch().level == level
 
 
 def test_a_cpu_quota_below_the_cores_is_a_warning(tmp_path):
@@ -83,7 +82,7 @@ def test_a_cpu_quota_below_the_cores_is_a_warning(tmp_path):
     box = root / "sys/fs/cgroup/box"
     box.mkdir(parents=True)
     (box / "cpu.max").write_text("50000 100000\n")
-    (cpu,) = checks.cgroup(root)
+    (cpu,) = doctor.cgroup(root)
     assert (cpu.level, cpu.detail) == (WARN, "0.5 cores")
 
 
@@ -95,7 +94,7 @@ def test_page_cache_in_a_memory_limit_is_told_and_counts_as_free(tmp_path, used,
     (box / "memory.max").write_text(str(8 << 30))
     (box / "memory.current").write_text(str(used))
     (box / "memory.stat").write_text(f"inactive_file {cache}\n")
-    found = checks.memory(root)
+    found = doctor.memory(root)
     assert found.level == level
     assert ("7.0 GiB free of 8.0 GiB" if level == OK else "1.0 MiB free of 8.0 GiB") in found.detail
     assert "page cache" in found.detail
@@ -103,24 +102,24 @@ def test_page_cache_in_a_memory_limit_is_told_and_counts_as_free(tmp_path, used,
 
 def test_no_limits_are_said_to_be_none(tmp_path):
     root = machine(tmp_path, proc__self__cgroup="0::/\n")
-    assert [f.level for f in [*checks.cgroup(root), checks.memory(root)]] == [OK, OK]
+    assert [f.level for f in [*doctor.cgroup(root), doctor.memory(root)]] == [OK, OK]
 
 
 def test_a_path_too_long_for_a_socket_fails(tmp_path):
-    found = list(checks.runtime_dir(tmp_path / ("x" * 120)))
+    found = list(doctor.runtime_dir(tmp_path / ("x" * 120)))
     assert (found[0].name, found[0].level) == ("socket path", FAIL)
 
 
 def test_a_directory_anyone_may_write_to_fails(tmp_path):
     path = tmp_path / "r"
     path.mkdir()
-    assert list(checks.runtime_dir(path))[-1].level == OK
+    assert list(doctor.runtime_dir(path))[-1].level == OK
     os.chmod(path, 0o777)
-    assert list(checks.runtime_dir(path))[-1].level == FAIL
+    assert list(doctor.runtime_dir(path))[-1].level == FAIL
 
 
 def test_memfd_and_shared_memory_work_here():
-    levels = {f.name: f.level for f in checks.shared_memory()}
+    levels = {f.name: f.level for f in doctor.shared_memory()}
     assert levels["memfd"] == OK
 
 
@@ -186,14 +185,14 @@ def test_what_jobs_are_charged_and_hold_is_said():
 
 
 def test_the_state_directory(tmp_path):
-    """Free room is the machine's, so only what is wrong by itself is looked at."""
-    assert checks.state_dir("").level == OK
+    """Free room depends on the machine, so only errors of the directory itself are checked."""
+    assert doctor.state_dir("").level == OK
     home = tmp_path / "state"
     home.mkdir(mode=0o700)
-    assert str(home) in checks.state_dir(str(home)).detail
-    assert str(home / "new") in checks.state_dir(str(home / "new")).detail
+    assert str(home) in doctor.state_dir(str(home)).detail
+    assert str(home / "new") in doctor.state_dir(str(home / "new")).detail
     home.chmod(0o755)
-    found = checks.state_dir(str(home))
+    found = doctor.state_dir(str(home))
     assert (found.level, found.remedy) == (WARN, f"chmod 700 {home}")
     (home / "file").touch()
-    assert checks.state_dir(str(home / "file")).level == FAIL
+    assert doctor.state_dir(str(home / "file")).level == FAIL

@@ -1,4 +1,4 @@
-"""The command line without a daemon: help, usage, exit codes, what is never imported."""
+"""The command line without a daemon: help, usage, exit codes, and modules that are never imported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 
 from gpumux import __version__
 from gpumux.cli import doctor, jobs, text
-from gpumux.cli import jobs as status
-from gpumux.cli import main as wrong
-from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, main
+from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, log_format, main
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
 from gpumux.wire.endpoint import EndpointLock
@@ -126,16 +124,16 @@ def test_a_daemon_that_is_to_log_json_says_what_is_wrong_as_a_line_of_its_log(
 def test_the_form_of_a_log_is_guessed_from_a_command_line_that_is_wrong(tmp_path):
     (tmp_path / "broken.toml").write_text("log_format = json")
     asked = {"GPUMUX_LOG_FORMAT": "json"}
-    assert wrong.log_format(["serve"], asked) == "json"
-    assert wrong.log_format(["serve", "--log-format", "text"], asked) == "text"
-    assert wrong.log_format(["status"], asked) == "text"
+    assert log_format(["serve"], asked) == "json"
+    assert log_format(["serve", "--log-format", "text"], asked) == "text"
+    assert log_format(["status"], asked) == "text"
     for argv in (["serve", "--log-format"], ["serve", "--config", str(tmp_path / "broken.toml")], ["serve"]):
-        assert wrong.log_format(argv, {}) == "text"
+        assert log_format(argv, {}) == "text"
 
 
 @pytest.mark.parametrize("named", [("--device", "cuda"), ("--gpu", "0"), ("--gpu", "0", "--device", "auto")])
 def test_a_gpu_that_is_named_and_cant_be_had_is_78_and_never_the_cpu(named, runtime_dir):
-    """On a machine without a GPU; the environment hides those of one that has some."""
+    """A machine without a GPU; the environment hides those of a machine with some."""
     flags = [*named, "--endpoint", f"ipc://{runtime_dir}/g.sock", "--metrics-port", "off"]
     done = subprocess.run(
         [sys.executable, "-m", "gpumux.cli.main", "serve", *flags], capture_output=True, text=True, timeout=120,
@@ -152,7 +150,7 @@ def test_no_daemon_is_a_typed_error_that_says_how_to_start_one(runtime_dir, caps
 
 
 def test_a_daemon_that_was_killed_is_known_to_be_gone_at_once(runtime_dir, capsys, monkeypatch):
-    """No clock: whoever would wait for an answer fails the test."""
+    """Replaces the clock: waiting for an answer fails the test."""
     monkeypatch.setattr("gpumux.cli.control.Control._receive", lambda *args: pytest.fail("it waited"))
     path = runtime_dir / "g.sock"
     with socket.socket(socket.AF_UNIX) as killed:
@@ -192,7 +190,7 @@ def test_a_timeout_is_a_number_of_seconds(seconds, capsys):
         assert "seconds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("twice", [["g.sock", "g.sock"], ["g.sock", "g.sock.side"]])
+@pytest.mark.parametrize("twice", [["g.sock", "g.sock"], ["g.sock", "g.sock.chan"]])
 def test_an_endpoint_that_is_taken_by_the_daemon_itself_is_a_wrong_configuration(runtime_dir, twice):
     flags = [flag for name in twice for flag in ("--endpoint", f"ipc://{runtime_dir}/{name}")]
     done = subprocess.run(
@@ -303,17 +301,17 @@ def test_status_in_words():
         "jobs": [],
         "guard": None,
     }  # fmt: skip
-    out = status.describe(body)
+    out = jobs.describe(body)
     assert "guard" not in out
     held = {"ban": 61.0, "gap": 0.001}
     guard = {"bans": 2, "bans_total": 5, "probes_total": 1, "harvested_s": 90.0, "held_s": held}
-    told = status.describe({**body, "guard": guard})
+    told = jobs.describe({**body, "guard": guard})
     assert "2 bans in force, 5 ever; low work ran for 1m30s beside high jobs, held: ban 1m01s\n" in told
     assert "metrics  off" in out
     assert "no jobs" in out
     assert "policy paced\n" in out  # a daemon from before it could be compiled
     daemon = {**body["daemon"], "core": "compiled"}
-    assert "policy paced, core compiled\n" in status.describe({**body, "daemon": daemon})
+    assert "policy paced, core compiled\n" in jobs.describe({**body, "daemon": daemon})
     assert "512.0 MiB free of 1.0 GiB" in out
 
 

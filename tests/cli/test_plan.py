@@ -1,4 +1,4 @@
-"""`gpumux plan` from the outside: tables, JSON, pictures, and what it says to bad input."""
+"""`gpumux plan` from the outside: tables, JSON, pictures, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
 from gpumux.plan import layers, plot
-from gpumux.plan import plot as curves
-from gpumux.plan.question import Question
+from gpumux.plan.query import PlanQuery
 
 PNG = b"\x89PNG"
 CNN = ["clients.models.cnn:cnn", "--input", "1,8,8"]
@@ -105,16 +104,16 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_figures_and_the_curve_are_of_what_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No option gets lost on the way, and each picture has a file of its own."""
-    asked: dict[str, Question] = {}
+    """No option is lost, and each picture has a file of its own."""
+    asked: dict[str, PlanQuery] = {}
     for name in ("over_sizes", "over_networks", "over_limits", "operating_points", "layer_speedups"):
-        real = getattr(curves, name)
+        real = getattr(plot, name)
 
-        def spy(question: Question, *rest: Any, name: str = name, real: Any = real) -> Any:
-            asked[name] = question
-            return real(question, *rest)
+        def spy(query: PlanQuery, *rest: Any, name: str = name, real: Any = real) -> Any:
+            asked[name] = query
+            return real(query, *rest)
 
-        monkeypatch.setattr(curves, name, spy)
+        monkeypatch.setattr(plot, name, spy)
     saved: dict[str, str] = {}
     monkeypatch.setattr(plot, "save", lambda figure, path: saved.setdefault(path.name, figure.axes[0].get_title()))
     options = [
@@ -132,10 +131,10 @@ def test_figures_and_the_curve_are_of_what_was_asked(
     figures = ["--figures", str(tmp_path), "--critical-batch", "64", "--plot", str(tmp_path / "plan.png")]
     assert main(["plan", "burst", "alexnet", *SMALL, *options, *figures, "--curve"]) == 0
     assert set(asked) == {"over_sizes", "over_networks", "over_limits", "operating_points", "layer_speedups"}
-    for question in asked.values():
-        assert (question.batch, question.gpus, question.counts) == (8, 4, (1, 4))
-        assert (question.overlap, question.algorithm, question.limit) == (0.5, "deeppool", 3.0)
-        assert question.network.name == "25g"
+    for query in asked.values():
+        assert (query.batch, query.gpus, query.counts) == (8, 4, (1, 4))
+        assert (query.overlap, query.algorithm, query.limit) == (0.5, "deeppool", 3.0)
+        assert query.network.name == "25g"
     titles = {"plan.png": "alexnet, deeppool", "scaling.png": "ways to scale", "networks.png": "4 GPUs over one",
               "layers.png": "computation alone", "trade_off.png": "amplification limits"}  # fmt: skip
     assert set(saved) == set(titles)

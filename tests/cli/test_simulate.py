@@ -1,4 +1,4 @@
-"""`gpumux simulate` from the outside: what it prints, draws, refuses and admits."""
+"""`gpumux simulate` from the outside: its output, pictures, errors and notes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def measured(tmp_path: Path) -> str:
-    """A profile somebody recorded on a CPU, its file's name full of colons."""
+    """A profile recorded on a CPU, with a file name full of colons."""
     path = tmp_path / "a:b.json"
     ops = tuple(OpProfile("aten.mm.default", ((64, 64),) * 3, 80e-6, 49152, source="measured") for _ in range(6))
     save(StepProfile("mine", "some cpu", ops, {"torch": "2"}, "2026-01-02T03:04:05Z", 8), path)

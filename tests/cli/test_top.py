@@ -1,4 +1,4 @@
-"""`gpumux top` without a daemon: what it makes of two answers, what it draws, and how it ends."""
+"""`gpumux top` without a daemon: rates from two answers, the screen, and the ways it ends."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def body(**changes):
         "memory": {"total_bytes": 1 << 30, "free_bytes": 1 << 29, "shared_bytes": 0},
         "sessions": 3,
         "jobs": [job("j2", "low"), job("j1", "high"), job("j3", "low")],
-        "guard": {"bans": 1, "bans_total": 4, "probes_total": 1, "harvested_s": 5.0, "held_s": {"budget": 1.0, "gap": 0.0}},
+        "guard": {"bans": 1, "bans_total": 4, "probes_total": 1, "harvested_s": 5.0,
+                  "held_s": {"budget": 1.0, "gap": 0.0}},
     }  # fmt: skip
     return base | changes
 
 
 def later(before, seconds=2.0, **per_job):
-    """The same daemon, `seconds` later; `per_job`: what each short id's counters grew by."""
+    """The same daemon, `seconds` later; `per_job`: the growth of each short id's counters."""
     after = copy.deepcopy(before)
     after["daemon"]["uptime_s"] += seconds
     for entry in after["jobs"]:
@@ -109,7 +110,7 @@ def test_it_fits_the_window():
 
 
 class FakeControl:
-    """Answers in turn; when they are used up, somebody presses Ctrl-C."""
+    """Gives answers in turn; when they are used up, it raises KeyboardInterrupt."""
 
     def __init__(self, answers, end=KeyboardInterrupt):
         self.answers, self.end = list(answers), end
@@ -126,7 +127,7 @@ class FakeControl:
     def status(self):
         return self.answers.pop(0)
 
-    def rest(self, seconds, watch=None):
+    def wait(self, seconds, watch=None):
         if not self.answers:
             raise self.end
         return False
@@ -162,7 +163,7 @@ def test_without_a_terminal_tables_follow_one_another_until_ctrl_c(monkeypatch, 
 
 
 def all_of(master):
-    """What was written to a terminal that everybody has closed: it comes in chunks of the kernel's choice."""
+    """All that was written to a terminal whose other end is closed: it comes in chunks of the kernel's choice."""
     chunks = []
     while True:
         try:
@@ -173,7 +174,7 @@ def all_of(master):
 
 @pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt, 0), (DaemonGone("it left"), EX_FAILED)])
 def test_a_terminal_gets_its_screen_and_its_keys_back(end, code, monkeypatch, capsys):
-    """However it ends."""
+    """The screen is restored on every way out."""
     master, slave = pty.openpty()
     before = top.termios.tcgetattr(slave)
     with os.fdopen(slave, "w", buffering=1) as terminal, os.fdopen(os.dup(slave)) as keyboard:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.cli import trace as command
 from gpumux.cli.control import Recorded
 from gpumux.cli.main import EX_FAILED, EX_USAGE, main
 from gpumux.cli.trace import trace
@@ -100,7 +99,7 @@ class FakeControl:
 @pytest.mark.parametrize("cut", ["", "0.5 of 5 s: it was ended early"])
 def test_the_file_is_written_whole_and_a_cut_is_said_and_kept(cut, tmp_path, monkeypatch, capsys):
     records = [HIGH, OPERATORS, piece(), WasHeld("j10", "j10", "gap", 0.0, 0.1)]
-    monkeypatch.setattr(command, "Control", FakeControl(Recorded(records, 0.5, cut)))
+    monkeypatch.setattr("gpumux.cli.trace.Control", FakeControl(Recorded(records, 0.5, cut)))
     path = tmp_path / "t.json"
     path.write_text("old")
     assert main(["trace", "-o", str(path)]) == 0
@@ -116,7 +115,7 @@ def test_the_file_is_written_whole_and_a_cut_is_said_and_kept(cut, tmp_path, mon
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_recorded(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "Control", lambda *args: pytest.fail("it recorded"))
+    monkeypatch.setattr("gpumux.cli.trace.Control", lambda *args: pytest.fail("it recorded"))
     for target in (tmp_path, tmp_path / "none" / "t.json"):
         assert main(["trace", "-o", str(target)]) == EX_FAILED
         assert "can't write" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a file of Chrome trace events must keep to."""
+"""Support: the rules that a file of Chrome trace events must follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLACK_US = 2e-3  # of rounding
 
 
 def check(content: dict) -> dict[str, list[dict]]:
-    """Raises AssertionError unless a viewer would show all of it; the events of each named track, by group and name."""
+    """The events of each named track, by group and name. Raises AssertionError unless a viewer would show all."""
     events = content["traceEvents"]
     end = content["otherData"]["seconds"] * 1e6
     for event in events:

@@ -1,5 +1,5 @@
-"""A model with all that makes it hard to say whose layer an operator is: branches, a skip connection, a rectifier that
-is used twice, what the model computes itself."""
+"""A model in which the layer of an operator is hard to find: branches, a skip connection, a rectifier that is used
+twice, operators of the model itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One daemon for all tests of this folder: each job is its own, and a start costs seconds."""
+"""One daemon for all tests of this folder, because a start takes seconds. Each test opens jobs of its own."""
 
 from __future__ import annotations
 

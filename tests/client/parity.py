@@ -89,7 +89,7 @@ def assert_same(a: Any, b: Any, what: str) -> None:
 
 
 def plain(make: Callable[[], Work]) -> tuple[list[Any], list[Any]]:
-    """(results, final states) of the reference run, where the random generator stands behind it included."""
+    """(results, final states) of the reference run, with the state of the random generator after it."""
     torch.manual_seed(0)
     work = make()
     torch.manual_seed(SEED)
@@ -111,7 +111,7 @@ def _detached(fn: Callable[..., Any]) -> Callable[..., Any]:
 def through(
     make: Callable[[], Work], endpoint: str, stats: dict[str, Any] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """The same through the daemon. What the job says of itself goes to `stats`."""
+    """The same through the daemon. `stats` gets the job's stats()."""
     torch.manual_seed(0)
     work = make()
     (step, example), *others = work.functions

@@ -1,6 +1,6 @@
-"""Autocast of a step that is traced on the CPU for a GPU, beside torch's own: its kernels for a GPU are part of every
-build, and take fake tensors; what a CUDA build makes of whole calls, forward and backward, is recorded
-(microbench/cuda/casts.py)."""
+"""Autocast of a step that is traced on the CPU for a GPU, compared with torch's own. Torch's autocast kernels for a GPU
+are part of every build and take fake tensors. The operators of whole calls, forward and backward, were recorded with a
+CUDA build (microbench/cuda/casts.py)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def traced(told: bool = True, home: torch.device | None = None) -> Iterator[None]:
-    with autocast_of_a_gpu(True, home), as_on_a_gpu(RngTape(), True, told):
+def traced(replace: bool = True, home: torch.device | None = None) -> Iterator[None]:
+    with autocast_of_a_gpu(True, home), as_on_a_gpu(RngTape(), True, replace):
         yield
 
 
-# ---- each operator, beside torch's kernel for it
+# ---- each operator, compared with torch's kernel for it
 
 
 class Reached(Exception):
@@ -56,7 +56,7 @@ def overload(name: str) -> Any:
 
 @contextmanager
 def stopped(names: list[str], key: str) -> Iterator[None]:
-    """Inside, these operators go no further than autograd, and say what they were called with."""
+    """Inside, these operators stop at autograd and record their arguments."""
     library = torch.library.Library("aten", "IMPL")
 
     def stop(name: str) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def test_an_operator_is_called_with_what_torchs_own_kernel_calls_it_with(rule: s
         asked += [(name, [low], {"dtype": torch.float64}) for name in names if ".int" not in name]
     with stopped(everything, "AutogradCUDA"), under(low), FakeTensorMode():
         want = [reached(name, dtypes, "cuda", **more) for name, dtypes, more in asked]
-    with stopped(everything, "AutogradCPU"), traced(told=False), under(low):
+    with stopped(everything, "AutogradCPU"), traced(replace=False), under(low):
         got = [reached(name, dtypes, "cpu", **more) for name, dtypes, more in asked]
     for (name, dtypes, _), a, b in zip(asked, want, got, strict=True):
         assert a == b, f"{name} of {dtypes}"
@@ -146,7 +146,7 @@ def test_an_operator_is_called_with_what_torchs_own_kernel_calls_it_with(rule: s
 
 
 def test_all_that_torch_casts_on_a_gpu_is_known() -> None:
-    """And nothing is listed that it does not, but for names that came or went with its versions and builds."""
+    """No other operator is listed, except names that only some versions and builds of torch have."""
     rules = casts.rules()
     assert [name for name, rule in rules.items() if rule is casts.unknown] == []
     listed = {name for names, _ in casts.RULES for name in names}
@@ -159,7 +159,7 @@ def test_a_rule_that_is_not_known_is_refused_where_it_is_met() -> None:
         casts.unknown((torch.ops.aten.mm.default, (), {}))
 
 
-# ---- whole calls, beside a CUDA build of torch
+# ---- whole calls, compared with a CUDA build of torch
 
 
 class Traced(Operators):
@@ -232,7 +232,7 @@ OFF = (False, False, torch.float16, torch.bfloat16, True)
 
 
 def test_both_names_mean_the_jobs_autocast() -> None:
-    """Tensors of a traced step say that they lie on the CPU: whoever asks for the device of one means the GPU."""
+    """The device of a traced tensor is the CPU, and code that reads it means the GPU."""
     x, w = torch.ones(2, 4), torch.ones(4, 4)
     with warnings.catch_warnings(), traced():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""A job or session that nobody closes: it goes without a wait, and the daemon hears of it."""
+"""Jobs and sessions that are dropped without close(): they end without a wait, and the daemon learns of it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def train(model: nn.Module, endpoint: str, **options: Any) -> None:
 
     job = client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint, **options)
     float(job.step(X, Y))
-    model.state_dict()  # or the model would hold on to the job that has its newest state
+    model.state_dict()  # else the stale model would keep the job alive
 
 
 def forget(model: nn.Module, endpoint: str, name: str) -> set[threading.Thread]:
-    """Drops an open job; its threads."""
+    """Drops an open job. Returns its threads."""
     before = keepers()
     train(model, endpoint, name=name)
     ours = keepers() - before

@@ -1,4 +1,4 @@
-"""Corners where a capture could go wrong quietly: results, constants, layouts, threads, interrupts."""
+"""Cases in which a capture could be wrong silently: results, constants, layouts, threads, interrupts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models that live on a GPU, without one: tensors of the CPU are taken for tensors of another device, so that a trace
-may meet none of them. tests/gpu has the real thing."""
+"""Models on a GPU, tested without one: CPU tensors count as tensors of another device, which a trace must not use.
+tests/gpu tests with a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_bit_equal_and_state_comes_home(apart: None, name: str, endpoint: str) -> None:
-    """Two jobs one after the other, so that the second begins with optimizer state that lies elsewhere."""
+    """Two jobs one after the other, so that the second begins with optimizer state on the other device."""
 
     def make() -> Work:
         model = net()
@@ -106,7 +106,7 @@ def test_a_trace_meets_none_of_the_local_memory_and_leaves_it_as_it_was(
         job.sync()
     assert stats["exactness"] == "equivalent"
     assert "local model lies" in stats["because"][0]
-    assert {id(s["momentum_buffer"]) for s in optimizer.state.values()} == momenta  # written where it lay
+    assert {id(s["momentum_buffer"]) for s in optimizer.state.values()} == momenta  # written in place
 
 
 def test_twins_stand_in_for_views_of_one_memory_and_leave_when_a_trace_fails() -> None:
@@ -114,7 +114,7 @@ def test_twins_stand_in_for_views_of_one_memory_and_leave_when_a_trace_fails() -
     a, b = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
     a.grad = torch.ones(4)
     twins = Twins()
-    with pytest.raises(ZeroDivisionError), twins.standing_in([a, b]):  # noqa: PT012  what holds inside is the test
+    with pytest.raises(ZeroDivisionError), twins.in_place_of([a, b]):  # noqa: PT012  what holds inside is the test
         assert a.untyped_storage()._cdata == b.untyped_storage()._cdata
         assert twins.real(a.untyped_storage()._cdata) == flat.untyped_storage()._cdata
         assert (b.storage_offset(), tuple(b.shape)) == (4, (6,))
@@ -139,7 +139,7 @@ def test_gpu_names_mean_the_jobs_device_wherever_torch_takes_one() -> None:
         for other in (lambda: torch.zeros(3, device="cuda:1"), lambda: x.cuda(1), lambda: x.to("cuda:2")):
             with pytest.raises(CaptureError, match="lies on GPU 0"):
                 other()
-    with DeviceNames(None, here):  # nothing is known of where the plain run would be
+    with DeviceNames(None, here):  # the device of the plain run is unknown
         assert torch.zeros(3, device="cuda:3").device == here
 
 
@@ -150,7 +150,7 @@ def test_a_step_may_name_the_gpu_only_where_one_is_concerned(endpoint: str) -> N
 
 
 def test_a_model_spread_over_devices_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:  # what the table asks of a tensor's device
+    class Fake:  # what the table reads of a tensor's device
         type, index = "cuda", 1
 
         def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a job says of how near its results are to the plain run's."""
+"""Job.stats() about the equality of a job's results with the plain run's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A future of a step that returns one number compares, and is true or false, as that number."""
+"""Futures of steps that return one number compare, and are true or false, like that number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = [0.1, 0, 1, True, 2.5, float("nan"), torch.tensor(0.1), torch.tensor([3
 
 
 def future_of(value: Any) -> StepFuture:
-    """One that is answered when it is waited for, and only then."""
+    """A future that is answered only when it is waited for."""
 
     def wait(predicate: Callable[[], bool], timeout: float | None, step: int) -> bool:
         if timeout != 0.0:
@@ -113,7 +113,7 @@ def test_a_step_that_failed_raises_what_it_failed_with(asked: str) -> None:
 
 
 def test_what_no_number_is_compared_with_is_another_thing() -> None:
-    """Without waiting: code that looks for None or a mark of its own means the object."""
+    """Without waiting, because code that looks for None or a sentinel means the object."""
     future = future_of(torch.zeros(3))
     for other in (None, "text", object(), (1.0,)):
         assert not future == other  # noqa: SIM201

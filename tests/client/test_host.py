@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.capture.symbols import OPS, Evaluator, Expr, Guard, Scope
+from gpumux.capture.symbols import OPS, Evaluator, Expr, ScalarGuard, Scope
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e6, max_value=1e6)
 
@@ -76,7 +76,7 @@ def test_a_plain_number_is_a_guard_on_its_value() -> None:
 @pytest.mark.parametrize(("value", "others"), [(0.0, [-0.0, 1.0]), (-0.0, [0.0]), (math.nan, [0.0]), (1.0, [math.nan])])
 def test_a_guard_knows_the_sign_of_zero_and_what_is_no_number(value: float, others: list[float]) -> None:
     x = scope().var("a", value)
-    guarded = Evaluator([], [Guard(x, value, "here:2")])
+    guarded = Evaluator([], [ScalarGuard(x, value, "here:2")])
     assert guarded.run({"a": value}) == []
     assert [guarded.run({"a": other}) for other in others] == [None] * len(others)
 
@@ -98,7 +98,7 @@ def test_integers_stay_integers_and_a_type_change_breaks_a_guard() -> None:
     got = run.run({"n": 7})
     assert got == [8]
     assert isinstance(got[0], int)
-    guarded = Evaluator([], [Guard(s.lift(n), 3, "here:2")])
+    guarded = Evaluator([], [ScalarGuard(s.lift(n), 3, "here:2")])
     assert guarded.run({"n": 3}) == []
     assert guarded.run({"n": 3.0}) is None
 

@@ -1,4 +1,4 @@
-"""Whose layer an operator is, from the capture to a plan that is made of what a job's steps took."""
+"""The layers of operators, from the capture to a plan made from the times of a job's steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from gpumux import client
 from gpumux.capture.source import Layers
+from gpumux.capture.step import Choice
 from gpumux.cli.main import main
+from gpumux.client.job import Job
 from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import layers
 from gpumux.plan import measure as roofline
 from gpumux.plan import measure as steps
-from gpumux.plan.models import Loaded, find
+from gpumux.plan.models import LoadedModel, find
 from gpumux.plan.trace import TracedModel, module_path, trace
 from gpumux.program.ir import ROOT, Label, Program, labels
 from gpumux.program.profile import OpProfile, StepProfile, load
@@ -47,14 +49,20 @@ def captured(endpoint: str, model: nn.Module, *models: nn.Module, **options: Any
     return [(op.target.split(".")[1], label) for op, label in zip(program.ops, labels(program), strict=True)]
 
 
+def chosen(job: Job, batch: Any) -> Program:
+    """The choice for the next step on this batch."""
+    choice = job._functions[0][0].choose(batch, {}, job._state)
+    assert isinstance(choice, Choice)
+    return choice.made.lowered.program
+
+
 def captured_program(endpoint: str, model: nn.Module, *models: nn.Module, **options: Any) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(4, 3, 8, 8), torch.randint(0, CLASSES, (4,))
     with client.submit(
         training_step(model, optimizer), example=batch, model=[model, *models], optimizer=optimizer, endpoint=endpoint, **options
     ) as job:  # fmt: skip
-        found: Program = job._functions[0][0].choose(batch, {}, job._state).made.lowered.program
-        return found
+        return chosen(job, batch)
 
 
 def test_operators_are_of_the_innermost_module_in_both_passes(endpoint: str) -> None:
@@ -111,7 +119,7 @@ def test_a_step_without_modules_has_no_layers(endpoint: str) -> None:
 
     batch = (torch.ones(2, 3),)
     with client.submit(step, example=batch, optimizer=optimizer, endpoint=endpoint) as job:
-        program = job._functions[0][0].choose(batch, {}, job._state).made.lowered.program
+        program = chosen(job, batch)
     assert (program.layers, program.spans) == ((), ())
 
 
@@ -137,7 +145,7 @@ def recorded(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[st
 def record(endpoint: str, directory: Path, samples: int, microbatches: int = 1) -> str:
     """The file that `gpumux jobs profile` writes of a job that trains `branching`."""
     model = branching()
-    model.norm.train(microbatches == 1)  # a batch's statistics are no microbatch's
+    model.norm.train(microbatches == 1)  # a microbatch has other statistics than the batch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(samples, 3, 8, 8), torch.randint(0, CLASSES, (samples,))
     name, out = f"branching-{samples}", str(directory / f"{samples}-{microbatches}.json")
@@ -186,7 +194,7 @@ def test_plan_with_what_a_jobs_steps_took(
     timings = {layer.name: layer.times[0] for layer in profile.layers}
     assert timings["stem"].samples == 4
     assert all(timing.forward > 0 and timing.backward > 0 for timing in timings.values())
-    for name in ("left", "right", "head"):  # modules of one operator or two, and nobody else's
+    for name in ("left", "right", "head"):  # modules with operators of their own
         for passes, backward in ((timings[name].forward, False), (timings[name].backward, True)):
             own = [op.seconds for op in taken[0].ops if op.layer == name and op.backward == backward]
             assert passes == pytest.approx(sum(own)), (name, backward)
@@ -218,7 +226,7 @@ def test_a_model_with_other_activations_is_another_model(recorded: list[str], ac
     model = branching()
     for block in model.blocks:  # type: ignore[union-attr]
         block.relu = deepcopy(activation)
-    other = trace(Loaded("other", model, (torch.randn(1, 3, 8, 8),)))
+    other = trace(LoadedModel("other", model, (torch.randn(1, 3, 8, 8),)))
     with pytest.raises(ConfigError, match=r"has relu in 'blocks.0.relu', and other has (gelu|none|tanh)") as caught:
         steps.steps_profile(other, [load(Path(recorded[0]))])
     assert "model that the job trains" in caught.value.remedy
@@ -259,7 +267,7 @@ def test_shares_follow_the_model_where_layers_differ() -> None:
             return found
 
     with torch.device("meta"):
-        traced = trace(Loaded("uneven", Uneven(), (torch.randn(1, 4),)))
+        traced = trace(LoadedModel("uneven", Uneven(), (torch.randn(1, 4),)))
     ops = [
         OpProfile("aten.addmm.default", ((4, wide),), 1.0, 1, layer=name, backward=back)
         for name, wide in (("wide", 4000000), ("narrow", 4)) for back in (False, True)

@@ -139,7 +139,7 @@ class Small(nn.Module):
 
 
 def tokens(steps: int = 3) -> list[tuple[torch.Tensor, ...]]:
-    """Sequences with other numbers of padded places each, so that parts count other numbers of labels."""
+    """Sequences with different numbers of padded positions, so that parts have different numbers of labels."""
     made = []
     for x, _ in data_of((8, 6), classes=20, integer=True, count=steps):
         labels = x.clone()
@@ -189,7 +189,7 @@ def test_a_mean_over_a_mask_given_with_the_batch(endpoint: str) -> None:
 
         def step(x: torch.Tensor, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             opt.zero_grad()
-            x = x - x.mean(0)  # of the batch alone: worked out beforehand
+            x = x - x.mean(0)  # of the batch alone, computed before the parts
             error = ((model(x) - z) ** 2 * mask).sum() / mask.sum().clamp(min=1)
             loss = error + 0.1 * F.mse_loss(model(x), z) + 1e-3 * sum(p.square().sum() for p in model.parameters())
             loss.backward()

@@ -1,5 +1,5 @@
-"""What a step for a GPU is traced as, beside what a CUDA build of torch chooses (microbench/cuda/operators.py): every
-call is the GPU's, or stands here as another, with why."""
+"""The operators that a step for a GPU is traced as, compared with those that a CUDA build of torch chooses
+(microbench/cuda/operators.py): every call is the GPU's, or is listed here with the reason."""
 
 from __future__ import annotations
 
@@ -23,38 +23,34 @@ RECORDED: dict[str, Any] = json.loads(
     (Path(gpumux.__file__).parents[1] / "microbench/results/operators-by-device.json").read_text()
 )
 
-# Other operators than a GPU's on purpose.
-LEFT_TO_THE_DAEMON = {  # device/cuda/kernels.py chooses, by the card
+# Operators that differ from a GPU's on purpose.
+LEFT_TO_THE_DAEMON = {  # device/cuda/kernels.py chooses for the GPU
     "batch norm, training", "batch norm, not training", "instance norm", "attention", "attention, causal",
     "attention with a mask", "attention with dropout", "multi-head attention", "encoder layer",
 }  # fmt: skip
 GROUPS = "attention in groups"  # torch's choice among kernels for it was recorded without a card: products
 DIFFER = {"renorm": "the CPU adds up in double precision"}
-UNTOLD = {
-    "lstm",
-    "lstm both ways",
-    "gru",
-    "rnn",
-}  # in float32, float16 and float64: whoever asks for cuDNN's needs a driver
-# What differs between versions of torch, and changes no number: windows onto memory, and how it is asked for.
+# Not recorded in float32, float16 and float64, because cuDNN's operators need a driver.
+NOT_RECORDED = {"lstm", "lstm both ways", "gru", "rnn"}
+# Operators that differ between versions of torch and change no number: views of memory, and allocations.
 WINDOWS = {
     "view", "_unsafe_view", "t", "transpose.int", "expand", "unsqueeze", "squeeze.dim", "select.int", "permute", "unbind.int",
     "slice.Tensor", "clone",
 }  # fmt: skip
 
 
-class Told(Operators):
-    """Below, operators are what they were told as."""
+class RecordedOperators(Operators):
+    """Records operators after their replacement."""
 
     def inside(self) -> Any:
         return ongpu.as_they_are()
 
 
-def told(name: str, dtype: torch.dtype, tape: RngTape | None = None) -> str:
+def replaced(name: str, dtype: torch.dtype, tape: RngTape | None = None) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ongpu.as_on_a_gpu(tape or RngTape(), True):
-            return asked(CALLS[name], dtype, "cpu", Told())
+            return asked(CALLS[name], dtype, "cpu", RecordedOperators())
 
 
 def plain(operators: str) -> list[str]:
@@ -70,11 +66,11 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "dtype"), cases())
 def test_a_call_is_told_as_a_gpu_runs_it(name: str, dtype: str) -> None:
-    want, got = RECORDED["calls"][f"{name}, {dtype}"], told(name, getattr(torch, dtype))
+    want, got = RECORDED["calls"][f"{name}, {dtype}"], replaced(name, getattr(torch, dtype))
     cuda, cpu = plain(want["cuda"]), plain(want.get("cpu", want["cuda"]))
     if want["cuda"].startswith("!"):
-        assert name in UNTOLD or cuda == cpu, f"nobody knows what a GPU runs: {cuda}"
-        if name in UNTOLD:
+        assert name in NOT_RECORDED or cuda == cpu, f"nobody knows what a GPU runs: {cuda}"
+        if name in NOT_RECORDED:
             assert {"_cudnn_rnn", "_cudnn_rnn_backward"} <= {*got.split()}
         return
     if name == GROUPS:
@@ -96,7 +92,7 @@ def test_the_lists_of_what_differs_hold_nothing_else() -> None:
     assert set(CALLS) == {call.rsplit(", ", 1)[0] for call in RECORDED["calls"]}
 
 
-# Calls of torch's own database that differ, by what makes them.
+# Calls of torch's own database that differ, by the reason.
 EXPLAINED = {
     "rms_norm": "rms norm", "dropout": "dropout", "multi_head_attention": "dropout", "scaled_dot_product": "attention",
     "batch_norm": "batch norm", "instance_norm": "batch norm", "grid_sample": "grid sample", "renorm": "renorm",
@@ -125,17 +121,20 @@ def test_nothing_is_changed_where_no_gpu_is_to_run_the_step() -> None:
     assert "bernoulli_.float" in asked(CALLS["dropout"], torch.float32, "cpu", Operators())
 
 
-def test_dropout_that_torch_calls_itself_is_told_too() -> None:
+def test_dropout_that_torch_calls_itself_is_replaced_too() -> None:
     """Between recurrent layers, and in attention that no kernel fuses."""
     with ongpu.as_on_a_gpu(RngTape(), True):
         layered = asked(
-            lambda d: nn.GRU(16, 12, 3, dropout=0.2, dtype=d)(torch.empty(3, 5, 16)), torch.float32, "cpu", Told()
+            lambda d: nn.GRU(16, 12, 3, dropout=0.2, dtype=d)(torch.empty(3, 5, 16)),
+            torch.float32,
+            "cpu",
+            RecordedOperators(),
         )
         inside = asked(
             lambda d: F.scaled_dot_product_attention(*[torch.empty(2, 3, 8, 5)] * 3, dropout_p=0.2),
             torch.float32,
             "cpu",
-            Told(),
+            RecordedOperators(),
         )
     assert (layered.split().count("native_dropout"), layered.split().count("_cudnn_rnn")) == (2, 3)
     assert "native_dropout" in inside
@@ -143,16 +142,16 @@ def test_dropout_that_torch_calls_itself_is_told_too() -> None:
 
 
 def test_attention_that_is_recomputed_keeps_its_mask_apart() -> None:
-    """Whoever notes a position of the generator may draw again from there, which a fused kernel can't."""
+    """After a position of the generator was saved, draws may be repeated from it, which a fused kernel can't do."""
     tape = RngTape()
     tape.save()
-    got = told("attention with dropout", torch.float32, tape)
+    got = replaced("attention with dropout", torch.float32, tape)
     assert "native_dropout" in got
     assert "_scaled_dot_product_efficient_attention" not in got
 
 
 def test_every_allowed_operator_without_a_kernel_on_the_gpu_is_told_otherwise_or_refused() -> None:
-    from gpumux.device.cuda import operators as retarget
+    from gpumux.device.cuda import operators
     from gpumux.program.ir import Op
 
     def kernels(target: str) -> bool:
@@ -163,7 +162,7 @@ def test_every_allowed_operator_without_a_kernel_on_the_gpu_is_told_otherwise_or
     refused = []
     for target in RECORDED["without_kernel"]:
         try:
-            retarget.call(0, Op(target, (), (), (), None), kernels)
+            operators.call(0, Op(target, (), (), (), None), kernels)
         except ProgramError:
             refused.append(target)
     assert {target.split(".")[1] for target in refused} == {
@@ -180,11 +179,11 @@ def test_a_setting_that_chooses_is_looked_at_at_every_call(setting: str) -> None
     )
     name = {"cudnn": "lstm", "mem_efficient_sdp": "attention with dropout"}[setting]
     operator = {"cudnn": "_cudnn_rnn", "mem_efficient_sdp": "_scaled_dot_product_efficient_attention"}[setting]
-    assert operator in told(name, torch.float32)
+    assert operator in replaced(name, torch.float32)
     set_to(False)
     try:
         assert watch.read() != now
-        assert operator not in told(name, torch.float32)
+        assert operator not in replaced(name, torch.float32)
     finally:
         set_to(True)
     assert watch.read() == now

@@ -1,4 +1,4 @@
-"""The comparison that other tests lean on can fail."""
+"""The comparison that other tests use can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that waits for a job it has paused itself is told so, and goes on when the job is resumed."""
+"""A thread that waits for a paused job gets a warning, and goes on when the job is resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = torch.randn(4, 6)
 
 @contextmanager
 def told(react: Callable[[], None]) -> Iterator[list[str]]:
-    """What is logged meanwhile; `react()` runs at each line."""
+    """The lines logged inside the block; `react()` runs at each line."""
     lines: list[str] = []
 
     class Ear(logging.Handler):

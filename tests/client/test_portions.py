@@ -1,5 +1,4 @@
-"""State goes to the daemon and comes back in portions: shared memory of a bounded size, whatever the size of the
-state."""
+"""State is copied to and from the daemon in portions, through shared memory of a bounded size."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemon has
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], bool, int]]:
-    """Transfers as they were asked for: sizes of their buffers, whether they push, how many were under way before."""
+    """The transfers in order: sizes of their buffers, whether they push, how many were under way before."""
     found: list[tuple[list[int], bool, int]] = []
     ask, wait = Remote._transfer, Remote._wait_transfer
     under_way = 0
@@ -84,5 +83,5 @@ def test_state_is_copied_in_portions_and_all_of_it(
         assert len(sizes) > 3
         assert max(map(sum, sizes)) == 4096  # of one parameter, which is larger than a portion
         assert all(sum(some) <= portion or len([n for n in some if n]) == 1 for some in sizes)
-    # While one is written another is on its way, and no third.
+    # While one portion is written, exactly one other is under way.
     assert max(before for _, _, before in moved) == 1

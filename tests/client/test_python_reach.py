@@ -1,4 +1,4 @@
-"""Python that a step reaches in other ways than by names in a file of the user's: nothing is baked in.
+"""Python code that a step reaches in other ways than by names in the user's files: nothing of it becomes constant.
 
 Each case trains a few steps, changes one thing, and trains on; plain and through the daemon must agree
 bit for bit, or the change must raise an error that names it.
@@ -27,7 +27,7 @@ from gpumux import client, errors
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.walk import Origin, of_path
 from tests.client.parity import Work, check
-from tests.client.test_python_state import DATA, held, net, work
+from tests.client.python_changes import DATA, held, net, work
 
 # ---- A user's code, wherever it lies ----------------------------------------------------------------
 
@@ -202,7 +202,7 @@ def optimizer_hook() -> Work:
     )  # fmt: skip
 
 
-# ---- What Python calls by itself ---------------------------------------------------------------------
+# ---- Methods that Python calls by itself ---------------------------------------------------------------------
 
 
 class Schedule:
@@ -578,11 +578,11 @@ def test_a_profiler_of_the_users_goes_on_after_a_capture(endpoint: str) -> None:
     assert calls
 
 
-# ---- What others put in the way of imports ------------------------------------------------------------
+# ---- Import hooks ------------------------------------------------------------
 
 
 class Hostile:
-    """As some libraries' placeholders: whatever is asked of it raises what no caller expects."""
+    """A placeholder like those of some libraries: every access raises an unexpected error."""
 
     __slots__ = ()
 
@@ -591,7 +591,7 @@ class Hostile:
 
 
 class Finder:
-    """As observability tools put into sys.meta_path: it runs with whatever is imported meanwhile."""
+    """An import finder, as observability tools put into sys.meta_path: it runs at every import."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

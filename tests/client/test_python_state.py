@@ -1,4 +1,4 @@
-"""Whatever Python could change between two steps is followed or refused, wherever the code finds it.
+"""Values that Python could change between two steps are followed or refused, in every place where code finds them.
 
 Each case trains a few steps, changes one thing, and trains on; plain and through the daemon must agree
 bit for bit.
@@ -21,38 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.client.parity import Work, batches, check
-
-DATA = batches((6, 8), classes=4)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def work(
-    model: nn.Module,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    change: Callable[[], None],
-    optimizer: Any = None,
-) -> Work:
-    """Three steps, the change, three more."""
-    opt = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        opt.zero_grad()
-        value = loss(x, y)
-        value.backward()
-        opt.step()
-        return value
-
-    def loop(run: Any) -> list[Any]:
-        out = [run(*DATA[i]) for i in range(3)]
-        change()
-        return out + [run(*DATA[i]) for i in range(3)]
-
-    return Work([model], [opt], [(step, DATA[0])], loop)
-
+from tests.client.parity import Work, check
+from tests.client.python_changes import held, net, work
 
 SCALE = 1.0
 ACTIVATION: Callable[[torch.Tensor], torch.Tensor] = F.relu
@@ -101,16 +71,6 @@ def in_module(change: Callable[[Net], None]) -> Callable[[], Work]:
     return make
 
 
-def held(start: Callable[[], Any], use: Callable[[Any], float], change: Callable[[Any], None]) -> Callable[[], Work]:
-    """An object in a closure, of which the step uses one number."""
-
-    def make() -> Work:
-        model, thing = net(), start()
-        return work(model, lambda x, y: F.cross_entropy(model(x), y) * use(thing), lambda: change(thing))
-
-    return make
-
-
 def rebound() -> Work:
     model, config = net(), Config(1.0)
 
@@ -144,7 +104,7 @@ def callable_object() -> Work:
     loss = Loss()
 
     def change() -> None:
-        loss.calls_outside += 1  # nobody's business
+        loss.calls_outside += 1  # the step does not read it
         loss.scale = 3.0
 
     return work(model, loss, change)

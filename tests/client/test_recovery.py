@@ -40,7 +40,7 @@ def serving(directory: Path) -> Iterator[Phoenix]:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Phoenix]:
-    """For those that don't kill it."""
+    """A daemon for the tests that don't kill it."""
     with serving(tmp_path_factory.mktemp("d")) as made:
         yield made
 
@@ -57,9 +57,8 @@ def turns(run: Run, count: int) -> None:
 
 
 def until_saved(run: Run, number: int = 1) -> None:
-    """Turns until a snapshot was confirmed; not as many as can be, as who writes it is the last to get the
-    processor."""
-    log = run.job._recovery.told.log
+    """Turns until a snapshot was confirmed, with pauses, because the writer of snapshots has the lowest priority."""
+    log = run.job._recovery.recorder.log
     while not any(point.saved and n >= number for n, point in log._points.items()):
         run.turn()
         threading.Event().wait(0.01)
@@ -73,7 +72,7 @@ def as_undisturbed(run: Run, make: Any) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Without what a client says only because something takes long, which depends on the machine."""
+    """The logged lines without those that depend on how long something takes."""
     lines = [record.getMessage() for record in caplog.records if record.name == "gpumux.client"]
     return [
         line
@@ -127,7 +126,7 @@ def kill_executors(daemon: Phoenix) -> None:
 
 
 def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """And Ctrl-C while the job comes back: half of it is there, and none of that is used."""
+    """And Ctrl-C during the recovery: the half that was done is not used."""
     rerun = Recovery._run_again
 
     def interrupted(*given: Any) -> None:
@@ -156,7 +155,7 @@ def snapshots(daemon: Phoenix, run: Run) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several daemons start, and machines are busy
 def test_what_else_may_happen_when_a_daemon_goes(victim: Phoenix, caplog: pytest.LogCaptureFixture):
-    """As little as possible of it: a start takes seconds."""
+    """In one test, because a start of a daemon takes seconds."""
     restarted_in_order(victim)
     caplog.clear()
     one_death_of_three_jobs(victim, caplog)
@@ -178,7 +177,7 @@ def one_death_of_three_jobs(victim: Phoenix, caplog: pytest.LogCaptureFixture) -
     turns(damaged, 3)
     lost = submit(accumulate_adamw(SEED), victim.endpoint)
     turns(lost, 2)
-    lost.job._recovery.told.log.give_up()  # as when no snapshot succeeds
+    lost.job._recovery.recorder.log.give_up()  # as when no snapshot succeeds
     trial = dropout_adam(SEED)
     paused = submit(trial, victim.endpoint)
     paused.job.pause()
@@ -196,8 +195,7 @@ def one_death_of_three_jobs(victim: Phoenix, caplog: pytest.LogCaptureFixture) -
 
 
 def waiting_and_polling(run: Run, futures: list[Any]) -> None:
-    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back
-    paused."""
+    """Unanswered futures get their values, `done()` does not wait, and a paused job is paused after recovery."""
     with run.job:
         assert not futures[1].done()
         with pytest.raises(TimeoutError):
@@ -208,7 +206,7 @@ def waiting_and_polling(run: Run, futures: list[Any]) -> None:
 
 
 def a_damaged_snapshot(run: Run, older: Path, newest: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is noticed, the user is told, and the one before is used."""
+    """The damage is found and logged, and the snapshot before is used."""
     with run.job:
         turns(run, 5)
         as_undisturbed(run, conv_sgd)
@@ -227,7 +225,7 @@ def nothing_saved_and_too_much_to_run_again(run: Run) -> None:
 
 
 def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFixture):
-    """Training goes on, with a warning; what can't be had back any more is said to be so."""
+    """Training goes on with a warning, and a later loss of the daemon raises an error that says why."""
     trial = dropout_adam(SEED)
     blocked = Path(daemon.directory) / "state" / "snapshots" / str(os.getuid())
     aside = blocked.with_name("aside")
@@ -298,9 +296,9 @@ def test_l2_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix
         groups = [group for optimizer in again.trial.optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]  # as they were at the snapshot
         for _ in range(done):
-            again.trial.between(0)  # the program's own schedule is the program's to put forward
+            again.trial.between(0)  # the program advances its own schedule
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate  # and had lowered them by then: not once more
+            group["lr"] = rate  # the restored rates are lowered already
         again.turns = done
         turns(again, 5)
         again.finish()
@@ -311,7 +309,7 @@ def test_l2_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix
 
 
 def test_draws_from_the_clients_generator_come_back_as_they_were(victim: Phoenix):
-    """Steps that run again draw what they drew, whatever the script drew meanwhile."""
+    """Steps that run again draw the same numbers, also if the script drew others meanwhile."""
     seen = []
     torch.manual_seed(SEED)
     run = submit(dropout_adam(SEED), victim.endpoint, rng="client")
@@ -339,7 +337,7 @@ def test_draws_from_the_clients_generator_come_back_as_they_were(victim: Phoenix
 
 def _until_saved(run: Run, seen: list[torch.Tensor]) -> None:
     """Turns until one more snapshot is confirmed, with a draw of the script's after each."""
-    log = run.job._recovery.told.log
+    log = run.job._recovery.recorder.log
     before = max(log._points, default=0)
     while not any(point.saved and n > before for n, point in log._points.items()):
         run.turn()
@@ -393,7 +391,7 @@ def test_it_is_off_when_asked(daemon: Phoenix):
         trial.functions["step"], example=trial.turn(0)[0][1], model=trial.models, optimizer=trial.optimizers,
         endpoint=daemon.endpoint, replay_bytes=0,
     )  # fmt: skip
-    assert job._recovery.told is None
+    assert job._recovery.recorder is None
     logging.getLogger("gpumux.client").info("nothing is kept")
     with pytest.raises(SnapshotFailed):
         job.close(keep=True)

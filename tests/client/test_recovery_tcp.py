@@ -1,4 +1,4 @@
-"""Jobs that come by tcp, with CURVE: their daemon is killed, and they end as undisturbed."""
+"""Jobs over tcp, with CURVE: after their daemon was killed they end with the results of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Held for as long as the test, also while no daemon listens: no other test or connection is given it meanwhile.
-    Who asks for it by number gets it, as libzmq's listeners set SO_REUSEADDR, too, and this socket does not listen."""
+    """A port that is held for the length of the test, also while no daemon listens, so that no other test or connection
+    gets it. A listener that binds it by number does get it: libzmq sets SO_REUSEADDR as well, and this socket does not
+    listen."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -48,14 +49,14 @@ def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
         daemon.wait_until_ready()
         run = submit(dropout_adam(SEED), address)
         with run.job:
-            log = run.job._recovery.told.log
+            log = run.job._recovery.recorder.log
             run.job._recovery.snapshots._due = float("inf")  # three turns may take longer than until the first one
             for _ in range(3):
                 run.turn()
             daemon.kill()  # nothing was saved yet
             while not any(point.saved and number >= 1 for number, point in log._points.items()):
                 run.turn()
-                threading.Event().wait(0.01)  # who writes it is the last to get the processor
+                threading.Event().wait(0.01)  # the writer of snapshots has the lowest priority
             run.turn()
             daemon.kill()
             for _ in range(6):

@@ -1,4 +1,4 @@
-"""The replay log: from each point it offers, exactly what followed can be had."""
+"""The replay log: it gives exactly the entries after each point that it offers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpumux.client.replay import BEGINNING, Entry, ReplayLog
+from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 
 BIG = 1 << 40
 
 
 def steps(log: ReplayLog, *numbers: int, nbytes: int = 10) -> None:
     for number in numbers:
-        log.add(Entry(number, nbytes, f"step {number}"))
+        log.add(ReplayEntry(number, nbytes, f"step {number}"))
 
 
 def after(log: ReplayLog, point: int) -> list[int]:
     return [entry.step for entry in log.since(point)]
 
 
-def test_before_the_first_snapshot_everything_is_told_again():
+def test_before_the_first_snapshot_the_log_has_everything():
     log = ReplayLog(BIG, 1000)
-    log.add(Entry(-1, 0, "load"))
+    log.add(ReplayEntry(-1, 0, "load"))
     steps(log, 0, 1)
     assert log.candidates(None) == [BEGINNING]
     assert [entry.what for entry in log.since(BEGINNING)] == ["load", "step 0", "step 1"]
@@ -41,7 +41,7 @@ def test_the_log_reaches_back_to_the_snapshot_before_the_newest():
     assert len(log) == 3
 
 
-def test_a_snapshot_nobody_confirmed_may_be_used_unless_answers_before_it_are_missing():
+def test_an_unconfirmed_snapshot_may_be_used_unless_answers_before_it_are_missing():
     log = ReplayLog(BIG, 1000)
     steps(log, 0, 1)
     log.mark(1)
@@ -114,13 +114,13 @@ def test_early_snapshots_are_wanted_by_bytes_and_by_count():
     assert log.wants_point
 
 
-def test_what_is_let_go_is_said_once():
+def test_dropped_entries_are_reported_once():
     gone: list[int] = []
     log = ReplayLog(BIG, 1000, lambda entry: gone.append(entry.step))
     steps(log, 0)
-    last = Entry(1, 10, "x")
+    last = ReplayEntry(1, 10, "x")
     log.add(last)
-    log.take_back(last)
+    log.remove_newest(last)
     assert gone == [1]
     for number in (1, 2):
         log.mark(number)
@@ -136,7 +136,7 @@ def test_coming_back_from_an_older_point_forgets_the_damaged_one():
         log.mark(number)
         log.saved(number)
     steps(log, 3)
-    log.came_back(1, [2])
+    log.recovered(1, [2])
     assert log.candidates(None) == [1]
     assert after(log, 1) == [2, 3]
     log.mark(3)
@@ -145,13 +145,13 @@ def test_coming_back_from_an_older_point_forgets_the_damaged_one():
 
 
 class History(RuleBasedStateMachine):
-    """Any history: what the log would tell again is what really followed."""
+    """Any history: the entries that the log gives are those that followed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log = ReplayLog(300, 12)
-        self.told: list[Entry] = []
-        self.at: dict[int, int] = {BEGINNING: 0}  # point -> how many entries were told before it
+        self.told: list[ReplayEntry] = []
+        self.at: dict[int, int] = {BEGINNING: 0}  # point -> number of entries before it
         self.number = 0
         self.pending: int | None = None
         self.step = 0
@@ -160,17 +160,17 @@ class History(RuleBasedStateMachine):
     def add(self, nbytes: int, is_step: bool) -> None:
         if self.log.full:
             self.log.give_up()
-        entry = Entry(self.step if is_step else -1, nbytes, len(self.told))
+        entry = ReplayEntry(self.step if is_step else -1, nbytes, len(self.told))
         self.step += is_step
         self.log.add(entry)
         self.told.append(entry)
 
     @rule()
-    def add_and_take_back(self) -> None:
+    def add_and_remove(self) -> None:
         if not self.log.full:
-            entry = Entry(-1, 5, "never told")
+            entry = ReplayEntry(-1, 5, "never told")
             self.log.add(entry)
-            self.log.take_back(entry)
+            self.log.remove_newest(entry)
 
     @precondition(lambda self: self.pending is None)
     @rule()
@@ -191,7 +191,7 @@ class History(RuleBasedStateMachine):
     def daemon_dies(self, data: st.DataObject) -> None:
         candidates = self.log.candidates(None)
         at = data.draw(st.integers(0, len(candidates) - 1))
-        self.log.came_back(candidates[at], candidates[:at])
+        self.log.recovered(candidates[at], candidates[:at])
         self.pending = None
 
     @invariant()

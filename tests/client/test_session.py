@@ -164,7 +164,7 @@ def test_a_step_too_long_for_a_packet(session: Session):
     assert done == [0, 1]
 
 
-def test_lane_and_zeromq_keep_their_order(runtime_dir: Path):
+def test_channel_and_zeromq_keep_their_order(runtime_dir: Path):
     """A request goes behind the steps posted before it, and JobEnded behind the answers before it."""
     came: list[str] = []
 
@@ -190,7 +190,7 @@ def test_lane_and_zeromq_keep_their_order(runtime_dir: Path):
     assert heard == ["StepDone", "StepDone", "JobEnded"] * 200
 
 
-def test_threads_that_send_into_a_full_lane(runtime_dir: Path):
+def test_threads_that_send_into_a_full_channel(runtime_dir: Path):
     """The daemon stops reading for a while; every step arrives once, in its thread's order."""
     with serving(runtime_dir, answer) as (endpoint, frozen), Session.connect(endpoint, LONG) as session:
         done: dict[str, list[int]] = {}
@@ -238,8 +238,8 @@ def test_a_segment_is_mapped(session: Session):
     view.release()
     session.release_segment(7)
     session.release_segment(7)
-    with pytest.raises(DaemonGone, match="did not arrive"):
-        session.segment(8, 4096, timeout=0.0)
+    with pytest.raises(ProtocolError, match="announced and not passed"):
+        session.segment(8, 4096)
 
 
 def test_a_control_session_takes_no_segments(endpoint: str):
@@ -552,9 +552,9 @@ def test_a_forked_child_is_told_so(session: Session):
             session.call(m.GetStatus(0))
         except GpumuxError as error:
             os.write(writer, str(error).encode())
-        lane = session._connection.lane
-        assert lane is not None
-        os.write(writer, f" lane {lane.fileno()}".encode())
+        channel = session._connection.channel
+        assert channel is not None
+        os.write(writer, f" channel {channel.fileno()}".encode())
         session.close()
         os._exit(0)
     os.waitpid(child, 0)
@@ -562,7 +562,7 @@ def test_a_forked_child_is_told_so(session: Session):
     said = os.read(reader, 1000).decode()
     os.close(reader)
     assert f"belongs to process {os.getpid()}" in said
-    assert "lane -1" in said, "the daemon would not see the parent's end"
+    assert "channel -1" in said, "the daemon would not see the parent's end"
     assert session.call(m.GetStatus(0)), "the parent's session is none the worse"
 
 

@@ -50,7 +50,7 @@ def submit(trained: Trained, endpoint: str, **options: Any) -> client.Job:
 
 
 def written(job: client.Job) -> tuple[list[float], list[float], list[int]]:
-    """Losses of an epoch, and of each step the copies of its batch that were made on its way, and those step() made."""
+    """The losses of an epoch. For each step, the copies of its batch made in all, and those made by step()."""
     futures, ways, ours = [], [], []
     seen = Writes()
     loader = iter(DataLoader(Samples(), batch_size=ROWS, collate_fn=job.collate))

@@ -1,4 +1,4 @@
-"""When a job is saved: the client's side on a clock of its own, against a daemon that is a list."""
+"""When a client takes snapshots, on a virtual clock, with a list in place of the daemon."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumux.client import snapshots
-from gpumux.client.replay import BEGINNING, Entry, ReplayLog
+from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import Asked
 from gpumux.client.snapshots import Snapshots
 from gpumux.errors import DaemonGone, SnapshotFailed
@@ -21,7 +21,7 @@ JOB = "ab" * 16
 
 
 class FakeDaemon:
-    """A session whose other end does what `prepared` and `written` say, when somebody waits or `answer` is called."""
+    """A session whose daemon does what `prepared` and `written` say, at a wait or when `answer` is called."""
 
     def __init__(self) -> None:
         self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
@@ -76,13 +76,15 @@ class Job:
         monkeypatch.setattr(snapshots.time, "monotonic", lambda: self.now)
         self.daemon = FakeDaemon()
         self.log = ReplayLog(max_bytes, 1 << 30)
-        self.snapshots = Snapshots(JOB, "sweep", self.log, interval_s, 0, self.daemon.news, lambda: (b"notes", 7))
+        self.snapshots = Snapshots(
+            JOB, "sweep", self.log, interval_s=interval_s, last=0, news=self.daemon.news, notes=lambda: (b"notes", 7)
+        )
         self.step = 0
 
     def steps(self, count: int, answering: bool = True) -> None:
         for _ in range(count):
             self.snapshots.tick(self.daemon)
-            self.log.add(Entry(self.step, 10, None))
+            self.log.add(ReplayEntry(self.step, 10, None))
             self.step += 1
             self.now += 0.1
             if answering:
@@ -179,8 +181,8 @@ def test_when_it_can_be_saved_nowhere_it_goes_on(monkeypatch: pytest.MonkeyPatch
 def test_a_log_that_fills_behind_the_only_snapshot_waits_for_one_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """After it was given up, nothing older than the snapshot can go: what came while that was written fills it
-    alone."""
+    """After the log was given up it has nothing older than the snapshot to drop, and the steps made while that was
+    written fill it alone."""
     job = Job(monkeypatch, max_bytes=400)
     job.log.give_up()
     job.steps(1)
@@ -230,8 +232,8 @@ def test_a_daemon_that_goes_meanwhile_may_have_written_it(job: Job):
     with pytest.raises(DaemonGone):
         job.steps(1)
     assert job.log.candidates(None) == [1, BEGINNING]
-    job.log.came_back(BEGINNING, [1])
-    job.snapshots.started_over()
+    job.log.recovered(BEGINNING, [1])
+    job.snapshots.restart()
     job.daemon.dead = None
     job.steps(15)
     assert job.log.candidates(None) == [2, BEGINNING]

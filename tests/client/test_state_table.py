@@ -1,4 +1,4 @@
-"""Which bytes are one buffer, and what a fingerprint sees."""
+"""The buffers of a StateTable, and the changes that a fingerprint finds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A thread that waits for a low step tells the daemon which high jobs get no step meanwhile; those that other threads
-step are not among them."""
+"""A thread that waits for a low step tells the daemon which high jobs get no step meanwhile, except those that other
+threads step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.randn(64, 16)
 
 
 class Wire:
-    """A session that answers when it has been waited for so many times, and remembers what it was told."""
+    """A session that answers after a number of waits, and records the messages that it got."""
 
     holds_low_work = True
 
@@ -153,7 +153,7 @@ def test_nothing_is_said_where_no_high_job_gets_its_steps_from_the_thread(which:
 
 
 def test_a_job_that_threads_step_in_turn_is_no_threads(high: Turns, low: Waits) -> None:
-    """Of a pool, say: another one could give it a step while this one waits."""
+    """For example of a pool: another thread could step the job while this one waits."""
     for _ in range(2 * SURE):
         elsewhere(lambda: high.stepped(1))
         high.stepped(2)
@@ -298,7 +298,7 @@ def guarded() -> Iterator[str]:
 
 @pytest.fixture
 def jobs(guarded: str) -> Iterator[list[client.Job]]:
-    """A small high job and three low ones a step of which is longer than the other's."""
+    """A small high job, and three low jobs with longer steps."""
     sizes = {"high": 16, "low0": 512, "low1": 512, "low2": 512}
     found = [submit(guarded, name, name.rstrip("012"), width) for name, width in sizes.items()]
     yield found
@@ -348,7 +348,7 @@ def test_a_high_job_of_another_thread_is_protected_from_low_steps_that_are_waite
 
 
 def released(job: client.Job) -> bool:
-    """Whether what made room for one of its newest launches was that its client waits for it."""
+    """Whether one of its newest launches was admitted because its client waits for it."""
     return any("launched" in line and "ClientWaits" in line for line in story(job))
 
 

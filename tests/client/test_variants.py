@@ -1,4 +1,4 @@
-"""What Python changes between calls: a lifted input, another variant, or an error. Never baked in."""
+"""Changes that Python makes between calls give a lifted input, another variant, or an error, never a constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny workloads and the demos' models as jobs, and how near two runs of one come to each other."""
+"""The tiny workloads and the demos' models as jobs, and the comparison of two runs of one."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _demo(
 
 @dataclass
 class Nearness:
-    """Of two runs. `equal`: in every bit; `off`: the largest difference, in parts of its tensor's largest element;
-    `where`."""
+    """The comparison of two runs. `equal`: in every bit; `off`: the largest difference, relative to the largest element
+    of its tensor; `where`: its tensor."""
 
     equal: bool = True
     off: float = 0.0
@@ -125,8 +125,8 @@ GROWTH = 100  # of a difference, in a few steps
 
 
 def nearness(want: tuple[list[Any], list[Any]], got: tuple[list[Any], list[Any]]) -> Nearness:
-    """Of results and of the models' and optimizers' tensors, wherever they lie. Raises AssertionError where they differ
-    in anything but floating-point values."""
+    """Compare results and the models' and optimizers' tensors, on any devices. Raises AssertionError if they differ in
+    anything but floating-point values."""
     found = Nearness()
     a, b = _values(want), _values(got)
     assert a.keys() == b.keys()
@@ -165,11 +165,12 @@ def near_the_reference(
     name: str, endpoint: str, *, dtype: torch.dtype, home: str = "cpu", device: str = "cpu", steps: int = 5,
     dropout: float = 0.0,
 ) -> Nearness:  # fmt: skip
-    """How near a job's run comes to its reference run on `device`, with the model on `home` before it is submitted.
-    With `dropout` the masks have to be the reference run's, too, which takes a GPU's own operators for both. Raises
-    AssertionError where the job claims bit-equality and is not, and where its first results are further off than the
-    tolerance it states, or in float64 all of it further than GROWTH times that: one step starts from what the last one
-    left, and what is narrower goes its own way soon, whatever computes it."""
+    """Compare a job's run with its reference run on `device`, with the model on `home` before it is submitted. With
+    `dropout` the masks must be the reference run's as well, which takes a GPU's own operators for both.
+
+    Raises AssertionError if the job claims bit-equality and is not bit-equal. Raises it if the first results are
+    further off than the stated tolerance, or in float64 if any are further off than GROWTH times that. Differences grow
+    from step to step; in narrower types they soon grow beyond any bound on every device."""
 
     def make(where: str, reference: bool) -> Callable[[], Work]:
         return lambda: work(name, steps, device=where, dtype=dtype, reference=reference, dropout=dropout)

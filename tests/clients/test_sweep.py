@@ -12,7 +12,7 @@ import torch
 
 from clients import digits_sweep
 from gpumux.cli.main import main
-from gpumux.tune.tune import read_space, tune
+from gpumux.tune.run import read_space, tune
 
 SPACE = Path(digits_sweep.__file__).with_suffix(".toml")
 

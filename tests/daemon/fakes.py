@@ -19,7 +19,6 @@ from gpumux.program.ir import slot_layout
 from gpumux.types import GENERATOR_BYTES, DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire import router as wire
-from gpumux.wire.codec import decode_step
 from gpumux.wire.shared_memory import Segment
 
 INFO = DeviceInfo("fake", "a fake", 1 << 30, 1, 0, "none", {"low": 0.002, "high": 0.002})
@@ -203,22 +202,22 @@ class FakeDevice:
 
 
 class AnsweringDevice(FakeDevice):
-    """A device that answers steps itself, where it has the lane and is not told to `decline`. `answered` are those;
+    """A device that answers steps itself, where it has the channel and is not told to `decline`. `answered` are those;
     `quick` keeps LaunchDone back until somebody catches up."""
 
     def __init__(self):
         super().__init__()
-        self.lanes: dict[JobId, tuple[int, dev.AnswerForm]] = {}
+        self.channels: dict[JobId, tuple[int, dev.AnswerForm]] = {}
         self.answered: list = []
         self.late: list = []
         self.quick = self.decline = False
 
-    def answer_on(self, job, lane, form):
-        assert job not in self.lanes, "one lane a job"
-        self.lanes[job] = lane, form
+    def answer_on(self, job, channel, form):
+        assert job not in self.channels, "one channel a job"
+        self.channels[job] = channel, form
 
     def catch_up(self, job):
-        assert job in self.lanes
+        assert job in self.channels
         self.events += self.late
         self.late = []
         return self.poll()
@@ -227,7 +226,7 @@ class AnsweringDevice(FakeDevice):
         launch = self.work[0]
         if not isinstance(launch, dev.Launch) or launch.submitted is None or self.decline:
             return super().finish(now)
-        assert launch.job in self.lanes
+        assert launch.job in self.channels
         self.work.popleft()
         self._run(launch)
         self.answered.append(launch.step)
@@ -235,107 +234,11 @@ class AnsweringDevice(FakeDevice):
         return (self.late if self.quick else self.events).append(done)
 
 
-class LendingDevice(AnsweringDevice):
-    """A device that takes steps from a lane that it is lent. `take` and `end` are what it does by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.terms: dict[JobId, list[dev.LoanTerms]] = {}  # of the lanes it reads
-        self.recalled: list[JobId] = []
-        self.taken: dev.StepRan | None = None
-        self.ended: list[dev.StepRan] = []
-        self.adopted: list[dev.Launch] = []
-        self.over = False
-
-    def lend(self, job, head, last, terms, first):
-        assert not self.terms, "one lane at a time"
-        assert first.startswith(head)
-        self.first = decode_step(first)
-        assert self.first.step > last
-        assert job in self.lanes
-        assert not self.work, "lent beside other work"
-        self.terms[job] = list(terms)
-
-    def _ours(self, job):
-        assert job not in self.terms or job in self.recalled, "asked for something while it reads the lane"
-
-    def launch(self, launch):
-        self._ours(launch.job)
-        super().launch(launch)
-
-    def profile(self, job, program):
-        self._ours(job)
-        super().profile(job, program)
-
-    def load_program(self, job, *how):
-        self._ours(job)
-        super().load_program(job, *how)
-
-    def transfer(self, job, *how):
-        self._ours(job)
-        super().transfer(job, *how)
-
-    def take(self, job, step, now, program=0, slot=0):
-        assert job in self.terms
-        assert job not in self.recalled, "a step starts after a recall"
-        assert program in [term.program for term in self.terms[job]]
-        self.taken = dev.StepRan(step, program, slot, now, now + 0.001, 0.0, False)
-
-    def end(self, now, answered=True):
-        self.ended.append(self.taken._replace(ended=now, answered=answered))
-        self.taken = None
-
-    def run(self, job, step, now, **more):
-        self.take(job, step, now, **more)
-        self.end(now + 0.002)
-
-    def ran(self, job):
-        ended, self.ended = self.ended, []
-        return ended
-
-    def recall(self, job):
-        if self.over:
-            return None  # the lane is on its way
-        assert job in self.terms, "recalled what is not lent"
-        assert job not in self.recalled, "recalled twice"
-        self.recalled.append(job)
-        return self.taken
-
-    def adopt(self, launch):
-        assert self.taken is not None
-        assert launch.step == self.taken.step
-        self.adopted.append(launch)
-
-    def forget(self, job):
-        """Like give_back, and a recall may come before anybody polls."""
-        self.give_back(job)
-        self.over = True
-
-    def give_back(self, job, packet=b""):
-        """LaneReturned, and before it LaunchDone of what was adopted."""
-        del self.terms[job]
-        if job in self.recalled:
-            self.recalled.remove(job)
-        ran = tuple(self.ran(job))
-        done = []
-        if self.adopted and ran:
-            *ran, last = ran
-            launch = self.adopted.pop()
-            done.append(dev.LaunchDone(launch.launch, last.started, last.ended, last.answered))
-        self.events += [dev.LaneReturned(job, packet, tuple(ran)), *done]
-
-    def unload(self, job):
-        self.lanes.pop(job, None)
-        self.terms.pop(job, None)
-        self.events = [event for event in self.events if getattr(event, "job", None) != job]
-        super().unload(job)
-
-
 class FakeSockets:
     """Nothing to wait on."""
 
     def __init__(self):
-        self.lane_epoll = select.epoll()
+        self.epoll = select.epoll()
         self.touched = False
 
     def descriptors(self):
@@ -352,47 +255,24 @@ class FakeRouter:
     def __init__(self):
         self.counters: Counter[str] = Counter()
         self.arrivals: list[wire.Arrival] = []
-        self.on_lane: list[wire.Arrival] = []
+        self.on_channel: list[wire.Arrival] = []
         self.sent: list[tuple[SessionId, msg.Message, list[bytes]]] = []
         self.segments: dict[tuple[SessionId, int], int] = {}
         self.open: dict[SessionId, Peer] = {}
         self.read = 0
-        self.lent: list[SessionId] = []
-        self.returned: list[tuple[SessionId, bytes]] = []
-        self.counted = 0  # steps that a borrower took
         self.sockets = FakeSockets()
 
     def use_limits(self, limits):
         self.limits = limits
 
     has_news = False
-    lane: int | None = None  # of every session
-    lendable = True
+    channel: int | None = None  # of every session
 
-    def recall(self, session):
-        raise AssertionError("nobody listens")
+    def channel_of(self, session):
+        return self.channel if session in self.open else None
 
-    def lend(self, session):
-        if not self.lendable or session not in self.open:
-            return False
-        assert session not in self.lent, "lent twice"
-        self.lent.append(session)
-        return True
-
-    def took(self, session, steps, nbytes, now):
-        self.counted += steps
-        return True
-
-    def take_back(self, session, packet, now):
-        assert session in self.lent, "what was not lent is back"
-        self.lent.remove(session)
-        self.returned.append((session, packet))
-
-    def answering_lane(self, session):
-        return self.lane if session in self.open else None
-
-    def receive_lanes(self, ready, now):
-        arrivals, self.on_lane = self.on_lane, []
+    def receive_channels(self, ready, now):
+        arrivals, self.on_channel = self.on_channel, []
         return arrivals
 
     def receive(self, now):
@@ -418,7 +298,7 @@ class FakeRouter:
         return session in self.open
 
 
-class FakeLink:
+class FakeWriter:
     """Of a writer that does nothing until told: `answer(...)` answers what was asked first."""
 
     def __init__(self):
@@ -461,38 +341,38 @@ class Daemon:
         config: Config | None = None,
         shared_limit: int = 1 << 30,
         device: FakeDevice | None = None,
-        link: FakeLink | None = None,
+        writer: FakeWriter | None = None,
     ):
         self.now = 100.0
         self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
         identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
-        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, lambda: self.now, link)
+        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, lambda: self.now, writer)
         self.refs = 0
 
     def close(self):
         self.device.close()
         self.loop.close()
-        self.router.sockets.lane_epoll.close()
+        self.router.sockets.epoll.close()
 
     def turn(self):
         """Turns until nothing is left to do but what the fake device holds back."""
         while True:
-            self.loop.turn(lanes=[(0, 1)] if self.router.on_lane else ())
-            self.loop.core.check_invariants()
+            self.loop.turn(channels=[(0, 1)] if self.router.on_channel else ())
+            self.loop.scheduler.check_invariants()
             if not (
                 self.device.events
                 or self.router.arrivals
-                or self.router.on_lane
-                or self.loop.desk.events
-                or self.loop.desk.turns
+                or self.router.on_channel
+                or self.loop.context.events
+                or self.loop.context.questions.waiting.items
             ):
                 return
 
     def connect(self, name: str, uid: int = 1000, inline: bool = False) -> str:
         peer = Peer(uid, uid, 1)
         self.router.open[name] = peer
-        hello = msg.Hello(1, "0", "client", 1, "", inline)
+        hello = msg.Hello(msg.PROTOCOL_VERSION, "0", "client", 1, "", inline)
         self.router.arrivals.append(wire.Opened(SessionId(name), peer, hello, inline))
         self.turn()
         return name
@@ -504,9 +384,8 @@ class Daemon:
 
     def say(self, session: str, message: msg.Message, *frames: bytes):
         """One message, and everything that comes of it at once: [(message, frames)] to that session."""
-        by_lane = self.router.lane is not None and type(message) is msg.Step
-        assert not (by_lane and session in self.router.lent), "the daemon does not read a lane it lent"
-        arrivals = self.router.on_lane if by_lane else self.router.arrivals
+        by_channel = self.router.channel is not None and type(message) is msg.Step
+        arrivals = self.router.on_channel if by_channel else self.router.arrivals
         arrivals.append(wire.Incoming(SessionId(session), self.router.open[session], message, list(frames)))
         return self.hear(session)
 

@@ -111,7 +111,7 @@ class LiveJob:
         self.loaded, _ = session.call(
             msg.LoadProgram(0, self.id, 0, list(new_buffers), list(binding)), [codec.encode(program)], SOON_S
         )  # its check is nice to everything else that runs
-        self.data = session.segment(self.loaded.segment, self.loaded.slots * self.loaded.slot_bytes, SOON_S)
+        self.data = session.segment(self.loaded.segment, self.loaded.slots * self.loaded.slot_bytes)
 
     def _hear(self, message, frames):
         if isinstance(message, (msg.StepDone, msg.StepFailed)):
@@ -145,7 +145,7 @@ class LiveJob:
         """Fill state buffers with `data`."""
         self.moves += 1
         opened, _ = self.session.call(msg.OpenTransfer(0, self.id, self.moves, buffers, True))
-        view = self.session.segment(opened.segment, opened.nbytes, SOON_S)
+        view = self.session.segment(opened.segment, opened.nbytes)
         view[: len(data)] = data
         view.release()
         self.session.post(msg.FillTransfer(0, self.id, self.moves, 0))
@@ -155,7 +155,7 @@ class LiveJob:
         """The bytes of state buffers."""
         self.moves += 1
         opened, _ = self.session.call(msg.OpenTransfer(0, self.id, self.moves, buffers, False))
-        view = self.session.segment(opened.segment, opened.nbytes, SOON_S)
+        view = self.session.segment(opened.segment, opened.nbytes)
         assert self.session.wait(lambda: self.moves in self.transfers, SOON_S)
         data = bytes(view)
         view.release()

@@ -13,14 +13,14 @@ from tests.program import samples
 from .fakes import AnsweringDevice, Daemon
 from .test_loop import JOB, only, step
 
-LANE = 77
+CHANNEL = 77
 
 
 @pytest.fixture
 def running():
-    """A session `s` with JOB of two steps at most in flight, a loaded program 0, and a lane."""
+    """A session `s` with JOB of two steps at most in flight, a loaded program 0, and a channel."""
     daemon = Daemon(device=AnsweringDevice())
-    daemon.router.lane = LANE
+    daemon.router.channel = CHANNEL
     daemon.connect("s")
     daemon.open_job("s", JOB, inflight=2)
     daemon.load("s", JOB, samples.add_one())
@@ -35,14 +35,14 @@ def counted(daemon) -> str:
 
 def test_what_the_device_answered_is_counted_and_not_answered_again(running):
     assert running.say("s", step(1)) == []
-    assert running.device.lanes == {JOB: (LANE, step_done_form(JOB))}
+    assert running.device.channels == {JOB: (CHANNEL, step_done_form(JOB))}
     running.device.finish(running.now + 0.5)
     assert running.hear("s") == []
     assert counted(running).endswith(" 1.0")
-    running.say("s", step(2))  # and the lane is given once
+    running.say("s", step(2))  # and the channel is given once
     running.device.finish(running.now)
     assert running.device.answered == [1, 2]
-    assert "501.000 ms in all" in "\n".join(running.loop.core.story(JOB))  # what the client was told, too
+    assert "501.000 ms in all" in "\n".join(running.loop.scheduler.story(JOB))  # what the client was told, too
 
 
 def test_what_the_device_leaves_to_us_is_answered_here(running):
@@ -100,12 +100,12 @@ def test_one_step_too_many_is_refused_still(running):
     assert failed.step == 3
 
 
-def test_without_a_lane_everything_is_answered_here(running):
-    running.router.lane = None
+def test_without_a_channel_everything_is_answered_here(running):
+    running.router.channel = None
     running.say("s", step(1))
     running.device.finish(running.now)
     assert only(running.hear("s")).step == 1
-    assert running.device.lanes == {}
+    assert running.device.channels == {}
 
 
 def test_a_job_whose_end_we_learn_by_catching_up_is_refused_in_words(running):

@@ -35,7 +35,7 @@ def checking(daemon):
 
 
 def loading(daemon):
-    """The core has charged the Program and the device loads it."""
+    """The scheduler has charged the Program and the device loads it."""
     checking(daemon)
     daemon.device.finish()
     assert daemon.hear("s") == []
@@ -56,7 +56,7 @@ def gone(daemon):
 def drained(daemon):
     daemon.loop.stop("the test says so")
     daemon.turn()
-    assert daemon.loop.core.drained
+    assert daemon.loop.scheduler.drained
 
 
 def lost(daemon):
@@ -73,10 +73,10 @@ def closed(daemon):
 def test_an_end_in_the_middle_of_something_leaves_nothing(daemon, doing, end):
     doing(daemon)
     end(daemon)
-    assert daemon.loop.desk.books.jobs == {}
+    assert daemon.loop.context.records.jobs == {}
     assert daemon.device.jobs == {}
     assert daemon.loop.segments.used_bytes == 0
-    assert daemon.loop.core.snapshot()["memory"]["used"] == 0
+    assert daemon.loop.scheduler.snapshot()["memory"]["used"] == 0
     refs = [m.ref for _, m, _ in daemon.router.sent if isinstance(m, msg.Refusal | msg.TransferSegment)]
     assert sorted(refs) == sorted(set(refs))
     if doing is pulling and end is not gone:
@@ -98,17 +98,17 @@ def test_an_end_in_the_middle_of_something_leaves_nothing(daemon, doing, end):
 )
 def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, queued):
     daemon.load("s", JOB, PROGRAM, 1)
-    daemon.loop.desk.feed(ev.CloseRequested(JobId(JOB), False, "x"))
-    daemon.loop.desk.feed(ev.JobReleased(JobId(JOB)))
-    daemon.loop.desk.feed(queued)
+    daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
+    daemon.loop.context.feed(ev.JobReleased(JobId(JOB)))
+    daemon.loop.context.feed(queued)
     daemon.turn()
-    assert daemon.loop.desk.books.jobs == {}
+    assert daemon.loop.context.records.jobs == {}
 
 
 def test_a_step_that_the_core_never_heard_of_is_answered_when_its_job_is_forgotten(daemon):
     daemon.load("s", JOB, PROGRAM, 1)
-    daemon.loop.desk.feed(ev.CloseRequested(JobId(JOB), False, "x"))
-    daemon.loop.desk.feed(ev.JobReleased(JobId(JOB)))
+    daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
+    daemon.loop.context.feed(ev.JobReleased(JobId(JOB)))
     answers = [message for message, _ in daemon.say("s", msg.Step(JOB, 1, 1, 0, [], 0))]
     assert [type(a) for a in answers if not isinstance(a, msg.JobEnded)] == [msg.StepFailed]
 
@@ -116,6 +116,6 @@ def test_a_step_that_the_core_never_heard_of_is_answered_when_its_job_is_forgott
 @pytest.mark.parametrize("asked", [msg.LoadProgram(90, JOB, 5, [], []), msg.OpenTransfer(90, JOB, 5, [], False)])
 def test_a_closing_job_takes_nothing_new_and_says_so(daemon, asked):
     daemon.load("s", JOB, PROGRAM, 1)
-    daemon.loop.desk.books.jobs[JobId(JOB)].unloading = True  # the device has not let go of it yet
+    daemon.loop.context.records.jobs[JobId(JOB)].unloading = True  # the device has not let go of it yet
     ((refusal, _),) = daemon.say("s", asked, *([PROGRAM] if isinstance(asked, msg.LoadProgram) else []))
     assert (refusal.ref, refusal.code) == (90, "job_closed")

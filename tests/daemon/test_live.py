@@ -124,7 +124,7 @@ def test_priority_and_weight_are_changed_from_the_command_line(daemon, session, 
         )
         return code, capsys.readouterr()
 
-    for number in range(1, 60):  # long enough for its lane to be lent
+    for number in range(1, 60):
         assert read_floats(job.run(scalars=[1.0])[0], 1) == (float(number),)
     code, said = change("weight", "2.5")
     assert (code, "has weight 2.5 from now on" in said.out) == (0, True)
@@ -296,7 +296,7 @@ def seen_from_elsewhere(daemon):
 
 def attack(rng, count, other_job):
     """`count` messages of one connection: an honest hello first, in half of them, then nonsense."""
-    hello = codec.encode(msg.Hello(1, "0.1.0", "client", 1, "2", False))
+    hello = codec.encode(msg.Hello(msg.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", True))
     if rng.random() < 0.5:
         yield hello
     mine = f"{rng.getrandbits(128):032x}"

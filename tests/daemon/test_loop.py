@@ -135,7 +135,7 @@ def test_a_program_with_more_scalars_than_a_step_can_carry_is_refused(daemon):
 def test_a_step_said_twice_is_answered_once(running):
     running.say("s", step(1))
     assert running.say("s", step(1, slot=1)) == []
-    assert running.loop.desk.unexpected == 1
+    assert running.loop.context.unexpected == 1
     running.device.finish()
     assert [m.step for m, _ in running.hear("s")] == [1]
 
@@ -173,7 +173,7 @@ def test_a_program_that_fails_its_check_or_its_load_leaves_the_job_as_it_was(run
     before = running.loop.segments.used_bytes
     assert only(running.load("s", JOB, UNLOADABLE, 1, new_buffers=[8])).code == "program"
     assert running.loop.segments.used_bytes == before
-    assert running.loop.desk.books.jobs[JOB].buffers == []
+    assert running.loop.context.records.jobs[JOB].buffers == []
     assert isinstance(only(running.load("s", JOB, samples.add_one(), 1)), msg.ProgramLoaded)
 
 
@@ -205,7 +205,7 @@ def test_loads_of_one_job_go_one_after_the_other(daemon):
         (msg.ProgramLoaded, 13),
     ]
     assert daemon.device.jobs[JOB].buffers == [8, 32]
-    assert daemon.loop.desk.books.jobs[JOB].buffers == [8, 32]
+    assert daemon.loop.context.records.jobs[JOB].buffers == [8, 32]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_who_may_pause_resume_and_close(running, uid, allowed):
         assert answer.ref == message.ref
         assert isinstance(answer, msg.Done) == allowed
         assert allowed or answer.code == "not_owner"
-    assert (JOB not in running.loop.desk.books.jobs) == allowed
+    assert (JOB not in running.loop.context.records.jobs) == allowed
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_who_may_ask_for_an_explanation(running, uid, allowed):
     answer = only(running.say("t", msg.ExplainJob(31, JOB)))
     if allowed:
         assert answer.body["job"] == JOB
-        assert answer.body["sentences"] == running.loop.core.explain(JOB)
-        assert answer.body["story"] == running.loop.core.story(JOB)[-60:]
+        assert answer.body["sentences"] == running.loop.scheduler.explain(JOB)
+        assert answer.body["story"] == running.loop.scheduler.story(JOB)[-60:]
     else:
         assert (answer.ref, answer.code) == (31, "not_owner")
 
@@ -275,7 +275,7 @@ def test_what_is_not_measured_is_refused_and_so_is_what_a_job_takes_with_it(runn
     assert [(m.ref, m.code) for m, _ in running.hear("t")] == []
     refused = [m for to, m, _ in running.router.sent if to == "t" and isinstance(m, msg.Refusal)]
     assert [(m.ref, m.code) for m in refused] == [(2, "job_closed")]
-    assert running.loop.desk.books.jobs == {}
+    assert running.loop.context.records.jobs == {}
 
 
 def test_only_its_own_session_may_feed_a_job(running):
@@ -318,10 +318,10 @@ def test_a_client_that_vanishes_leaves_nothing_and_harms_nobody(running):
     running.say("s", step(1))
     mine = running.loop.segments.used_bytes // 2
     running.disconnect("s")
-    assert set(running.loop.desk.books.jobs) == {OTHER}
+    assert set(running.loop.context.records.jobs) == {OTHER}
     assert set(running.device.jobs) == {OTHER}
     assert running.loop.segments.used_bytes == mine
-    assert running.loop.core.snapshot()["memory"]["slots"] == mine
+    assert running.loop.scheduler.snapshot()["memory"]["slots"] == mine
     running.device.finish()
     assert isinstance(only(running.hear("t")), msg.StepDone)
 
@@ -356,7 +356,7 @@ def test_state_is_pushed_and_pulled_in_order_with_the_steps(running):
     running.hear("s")
     running.device.finish()
     assert only(running.hear("s")) == msg.TransferDone(JOB, 2, "", "", "", 0)
-    assert running.loop.desk.books.jobs[JOB].transfers == {}
+    assert running.loop.context.records.jobs[JOB].transfers == {}
     text = exposition(running)
     assert 'gpumux_transfer_bytes_total{direction="push"} 192.0' in text
     assert 'gpumux_transfers_total{direction="pull"} 1.0' in text
@@ -503,7 +503,7 @@ def test_leaving_is_said_first_and_to_everyone(running):
     said = [(session, type(m)) for session, m, _ in running.router.sent[running.router.read :]]
     assert said[:2] == [("s", msg.Leaving), ("t", msg.Leaving)]
     assert ("s", msg.StepFailed) in said
-    assert running.loop.core.drained
+    assert running.loop.scheduler.drained
     running.loop.run()  # returns at once
 
 
@@ -511,7 +511,7 @@ def test_a_device_that_does_not_let_go_holds_the_daemon_up_no_longer_than_drain_
     unload, running.device.unload = running.device.unload, lambda job: None
     running.loop.stop("enough")
     running.turn()
-    assert not running.loop.core.drained
+    assert not running.loop.scheduler.drained
     running.now += Config().drain_s
     running.loop.run()
     running.device.unload = unload
@@ -567,7 +567,7 @@ def test_a_step_that_came_while_the_loop_was_busy_is_known_to_have_waited(runnin
     def handle(event, now):
         if isinstance(event, ev.StepSubmitted):
             heard.append(event.waited)
-        return running.loop.core.handle(event, now)
+        return running.loop.scheduler.handle(event, now)
 
     def slow(*args):
         running.now += 100e-6

@@ -100,9 +100,9 @@ def test_any_conversation_is_answered_and_leaves_nothing(script):
         for name in SESSIONS:
             daemon.disconnect(name)
         daemon.turn()
-        assert daemon.loop.desk.books.jobs == {}
+        assert daemon.loop.context.records.jobs == {}
         assert daemon.device.jobs == {}
-        assert daemon.loop.core.snapshot()["memory"]["used"] == 0
+        assert daemon.loop.scheduler.snapshot()["memory"]["used"] == 0
         assert daemon.loop.segments.used_bytes == 0
     finally:
         daemon.close()

@@ -97,16 +97,16 @@ def test_two_requests_at_once_end_with_what_the_file_says_last(daemon):
         daemon.loop.call_soon(reloading.begin)
     daemon.turn()
     reading.set()
-    while files or daemon.loop.core.config.max_jobs != 6:
+    while files or daemon.loop.scheduler.config.max_jobs != 6:
         daemon.turn()
 
 
 def test_a_mistake_changes_nothing_and_is_said(daemon, caplog):
-    before = daemon.loop.desk.config
+    before = daemon.loop.context.config
     assert in_force(daemon)
     reload(daemon, ConfigError("that is wrong", "mend it"))
-    assert daemon.loop.desk.config is before
-    assert daemon.loop.core.config.max_jobs_per_uid == 1
+    assert daemon.loop.context.config is before
+    assert daemon.loop.scheduler.config.max_jobs_per_uid == 1
     assert "was not reloaded, the old one stays in force: that is wrong" in caplog.text
     assert not in_force(daemon)
     reload(daemon, before)

@@ -84,7 +84,7 @@ def test_a_trace_of_two_jobs(daemon, tmp_path, capsys):
         low.run(BATCH)
         said = len(daemon.lines)
         process = recorder(daemon, path)
-        until_logged(daemon, "records what runs", lambda: low.run(BATCH), said)  # some of these on a lent lane
+        until_logged(daemon, "records what runs", lambda: low.run(BATCH), said)
         for _ in range(40):
             low.run(BATCH)
         high = LiveJob(mine, HIGH, priority=1, name="important")
@@ -201,6 +201,6 @@ def test_who_only_watches_is_not_taken_for_gone():
     )  # a busy machine may let nobody run for a second or two
     with serving(path, "--config", str(config), *QUICK) as daemon, Control(daemon.endpoint, SOON_S) as control:
         assert control.record(6.0).seconds >= 6.0
-        assert not control.rest(6.0)
+        assert not control.wait(6.0)
         assert control.status()["sessions"] == 1
     shutil.rmtree(path)

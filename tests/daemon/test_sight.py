@@ -97,7 +97,7 @@ def test_the_story_of_ones_own_job_names_neighbours_by_short_id():
             daemon.say("they", msg.Step(THEIRS, number, 0, number - 1, [], 0))
         daemon.say("me", msg.Step(MINE, 2, 0, 1, [], 0))
         ((answer, _),) = daemon.say("me", msg.ExplainJob(4, MINE))
-        raw = "\n".join(daemon.loop.core.story(MINE) + daemon.loop.core.explain(MINE))
+        raw = "\n".join(daemon.loop.scheduler.story(MINE) + daemon.loop.scheduler.explain(MINE))
         told = "\n".join(answer.body["story"] + answer.body["sentences"])
         assert THEIRS in raw, "the neighbour is part of the story"
         assert "j2" in told

@@ -13,14 +13,13 @@ from gpumux.config import Config
 from gpumux.daemon import tracing
 from gpumux.daemon.tracing import Recording
 from gpumux.scheduler.events import Tick
-from gpumux.scheduler.report import Banned, Held
+from gpumux.scheduler.report import BannedRange, HeldJob
 from gpumux.types import Priority
 from gpumux.wire import messages as msg
 from gpumux.wire import messages as rec
 from tests.program import samples
 
-from .fakes import Daemon, LendingDevice
-from .test_loans import lend
+from .fakes import Daemon
 from .test_loop import JOB, OTHER, only, step
 
 
@@ -77,7 +76,7 @@ def kind(found, wanted):
 
 def is_off(daemon):
     loop = daemon.loop
-    return loop._handle == loop.core.handle and loop._tracing.due == inf and loop._tracing._recording is None
+    return loop._handle == loop.scheduler.handle and loop._tracing.due == inf and loop._tracing._recording is None
 
 
 def test_a_step_is_there_with_its_piece_by_operator_and_its_times(running):
@@ -221,30 +220,6 @@ def test_pauses_ends_and_what_was_dropped(running):
     assert (piece.how, piece.ended) == ("dropped", pytest.approx(0.5))
 
 
-def test_steps_that_ran_on_a_lent_lane_are_there_at_their_own_times():
-    daemon = Daemon(Config(policy="guarded"), device=LendingDevice())
-    daemon.router.lane = 77
-    daemon.connect("s")
-    daemon.open_job("s", JOB, priority=1)
-    daemon.load("s", JOB, samples.add_one())
-    daemon.connect("w")
-    number = lend(daemon)
-    daemon.device.run(JOB, number, daemon.now + 0.01)  # 2 ms, nobody is told
-    daemon.now += 1.0
-    begin(daemon)
-    for turn in range(3):
-        daemon.device.run(JOB, number + 1 + turn, daemon.now + 0.1 * turn)
-    assert daemon.device.terms, "the lane is still out"
-    _, found = rest(daemon)
-    pieces = kind(found, rec.PieceRan)
-    assert [(p.step - number, p.launched, p.started, p.ended) for p in pieces] == [
-        (n, pytest.approx(0.1 * (n - 1)), pytest.approx(0.1 * (n - 1) + 0.001), pytest.approx(0.1 * (n - 1) + 0.002))
-        for n in (1, 2, 3)
-    ]
-    assert [s.step - number for s in kind(found, rec.StepRan)] == [1, 2, 3]
-    daemon.close()
-
-
 def test_held_low_work_is_a_span_with_its_reason_and_for_whom():
     """A high program's first steps are for calibration."""
     daemon = Daemon(Config(policy="guarded"))
@@ -257,10 +232,10 @@ def test_held_low_work_is_a_span_with_its_reason_and_for_whom():
     begin(daemon)
     daemon.now += 0.25
     daemon.say("t", step(1, job=OTHER))
-    assert [held.reason for held in daemon.loop.core.held()] == ["calibration"]
+    assert [held.reason for held in daemon.loop.scheduler.held()] == ["calibration"]
     daemon.now += 0.5
     daemon.say("t", msg.PauseJob(daemon.ref(), OTHER))  # now it waits for another reason
-    assert daemon.loop.core.held() == []
+    assert daemon.loop.scheduler.held() == []
     daemon.now += 0.5
     daemon.say("t", msg.ResumeJob(daemon.ref(), OTHER))
     _, found = rest(daemon)
@@ -271,7 +246,7 @@ def test_held_low_work_is_a_span_with_its_reason_and_for_whom():
     daemon.close()
 
 
-# ---- spans of holds and bans, from whatever the core says
+# ---- spans of holds and bans, from whatever the scheduler says
 
 
 class FakeJob:
@@ -285,7 +260,7 @@ class FakeBooks:
         self.jobs = {name: FakeJob(name) for name in ("a", "b", "h", "i")}
 
 
-class FakeCore:
+class FakeScheduler:
     """Says what it is told to."""
 
     def __init__(self):
@@ -312,13 +287,13 @@ changes = st.lists(
 
 @given(changes)
 def test_spans_of_holds_and_bans_cover_exactly_the_time_they_lasted(history):
-    core = FakeCore()
-    recording = Recording(core, FakeBooks(), 0.0, lambda job: True)
+    scheduler = FakeScheduler()
+    recording = Recording(scheduler, FakeBooks(), 0.0, lambda job: True)
     since, seconds, banned_s = {}, dict.fromkeys("ab", 0), [0, 0, 0]
     for now, (held, bans) in enumerate(history):
         since = {job: since.get(job, now) for job in held}
-        core.now_held = [Held(job, high, reason, float(since[job])) for job, (high, reason) in held.items()]
-        core.now_banned = [Banned("h", "a", n, n + 1, 1.0, 0.0, 2.0, "tail") for n in bans]
+        scheduler.now_held = [HeldJob(job, high, reason, float(since[job])) for job, (high, reason) in held.items()]
+        scheduler.now_banned = [BannedRange("h", "a", n, n + 1, 1.0, 0.0, 2.0, "tail") for n in bans]
         recording.saw(Tick(), [], float(now))
         for job in held:
             seconds[job] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.daemon.context import MOST_WAITING
+from gpumux.daemon.context import MAX_WAITING
 from gpumux.errors import AdmissionRefused
 from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
@@ -57,11 +57,11 @@ def test_one_a_turn_users_in_turn_and_a_step_does_not_wait_for_the_rest(daemon):
 
 def test_too_many_at_once_are_refused(daemon):
     answered(daemon)
-    ask(daemon, "s", *range(1, MOST_WAITING + 11))
+    ask(daemon, "s", *range(1, MAX_WAITING + 11))
     daemon.turn()
     found = answered(daemon)
     assert sum(kind == "Refusal" for _, _, kind in found) == 10
-    assert sum(kind == "Report" for _, _, kind in found) == MOST_WAITING
+    assert sum(kind == "Report" for _, _, kind in found) == MAX_WAITING
 
 
 def test_a_question_whose_job_is_gone_when_its_turn_comes_is_refused(daemon):
@@ -76,7 +76,7 @@ def test_who_leaves_is_answered_no_more(daemon):
     ask(daemon, "s", 1, 2, 3)
     daemon.loop.turn()
     daemon.disconnect("s")
-    assert not daemon.loop.desk.turns
+    assert not daemon.loop.context.questions.waiting.items
     assert only(daemon.say("t", msg.GetStatus(5))).ref == 5
 
 

@@ -1,4 +1,4 @@
-"""What a client says of the step it waits for, on its way to the core, and what it is told of who holds it."""
+"""What a client says of the step it waits for, on its way to the scheduler, and what it is told of who holds it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def daemon() -> Iterator[Daemon]:
 
 def connect(daemon: Daemon, name: str, peer: Peer) -> None:
     daemon.router.open[name] = peer
-    daemon.router.arrivals.append(Opened(SessionId(name), peer, msg.Hello(1, "0", "client", 1, "", False), False))
+    daemon.router.arrivals.append(
+        Opened(SessionId(name), peer, msg.Hello(msg.PROTOCOL_VERSION, "0", "client", 1, "", False), False)
+    )
     daemon.turn()
 
 

@@ -10,6 +10,7 @@ import itertools
 import mmap
 import os
 import select
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -38,6 +39,14 @@ from gpumux.types import JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, 
 GIVE_UP_S = 60.0  # a test that waits this long has failed
 E = TypeVar("E", bound=DeviceEvent)
 _numbers = itertools.count(1)
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"{len(values)}f", *values)
+
+
+def numbers(data: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"{len(data) // 4}f", data)
 
 
 def wait_polled(device: Device) -> None:

@@ -34,17 +34,9 @@ from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
 from gpumux.program.profile import loads, op_shapes
 from gpumux.types import GENERATOR_BYTES, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
-from tests.device.harness import Case, Driver, SharedMemory
+from tests.device.harness import Case, Driver, SharedMemory, floats, numbers
 from tests.leaks import snapshot
 from tests.program import samples
-
-
-def floats(*values: float) -> bytes:
-    return struct.pack(f"{len(values)}f", *values)
-
-
-def numbers(data: bytes) -> tuple[float, ...]:
-    return struct.unpack(f"{len(data) // 4}f", data)
 
 
 def descriptors(case: Case) -> dict[str, int]:
@@ -491,7 +483,7 @@ FORM = AnswerForm(b"head" + bytes(32) + b"tail", 4, 12, 20, 28)
 
 
 @pytest.fixture
-def lane(driver: Driver) -> Iterator[tuple[socket.socket, socket.socket]]:
+def channel(driver: Driver) -> Iterator[tuple[socket.socket, socket.socket]]:
     """The end the device answers on, and the client's. Only for devices that answer."""
     if not isinstance(driver.device, Answering):
         pytest.skip("this device leaves all answers to its caller")
@@ -506,8 +498,8 @@ def answering(driver: Driver) -> Answering:
     return driver.device
 
 
-def test_an_answer_is_the_filled_form_and_agrees_with_what_is_reported(driver: Driver, lane) -> None:
-    ours, theirs = lane
+def test_an_answer_is_the_filled_form_and_agrees_with_what_is_reported(driver: Driver, channel) -> None:
+    ours, theirs = channel
     job = driver.open()
     program = job.load(samples.add_one())
     answering(driver).answer_on(job.job, ours.fileno(), FORM)
@@ -525,21 +517,21 @@ def test_an_answer_is_the_filled_form_and_agrees_with_what_is_reported(driver: D
         assert total_s == done[-1].ended - submitted
 
 
-def test_only_a_launch_that_says_so_is_answered(driver: Driver, lane) -> None:
-    ours, theirs = lane
+def test_only_a_launch_that_says_so_is_answered(driver: Driver, channel) -> None:
+    ours, theirs = channel
     job, other = driver.open(), driver.open()
     programs = job.load(samples.add_one()), other.load(samples.add_one())
     answering(driver).answer_on(job.job, ours.fileno(), FORM)
     assert not job.step(programs[0])[-1].answered
-    (launch,) = other.launch(programs[1], submitted=monotonic())  # of a job without a lane
+    (launch,) = other.launch(programs[1], submitted=monotonic())  # of a job without a channel
     assert not driver.done(launch).answered
     theirs.setblocking(False)
     with pytest.raises(BlockingIOError):
         theirs.recv(100)
 
 
-def test_a_full_lane_is_left_to_the_caller_for_good(driver: Driver, lane) -> None:
-    ours, theirs = lane
+def test_a_full_channel_is_left_to_the_caller_for_good(driver: Driver, channel) -> None:
+    ours, theirs = channel
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it the least there is
     job = driver.open()
     program = job.load(samples.add_one())
@@ -552,8 +544,8 @@ def test_a_full_lane_is_left_to_the_caller_for_good(driver: Driver, lane) -> Non
     assert not driver.done(job.launch(program, submitted=monotonic())[-1]).answered  # room, but out of order
 
 
-def test_a_client_that_is_gone_does_not_hurt_the_job(driver: Driver, lane) -> None:
-    ours, theirs = lane
+def test_a_client_that_is_gone_does_not_hurt_the_job(driver: Driver, channel) -> None:
+    ours, theirs = channel
     job = driver.open()
     program = job.load(samples.add_one())
     answering(driver).answer_on(job.job, ours.fileno(), FORM)
@@ -562,8 +554,8 @@ def test_a_client_that_is_gone_does_not_hurt_the_job(driver: Driver, lane) -> No
     assert not driver.done(job.launch(program)[-1]).answered
 
 
-def test_catching_up_knows_every_step_that_was_answered(driver: Driver, lane) -> None:
-    ours, theirs = lane
+def test_catching_up_knows_every_step_that_was_answered(driver: Driver, channel) -> None:
+    ours, theirs = channel
     job = driver.open()
     program = job.load(samples.add_one())
     answering(driver).answer_on(job.job, ours.fileno(), FORM)

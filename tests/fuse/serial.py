@@ -1,4 +1,4 @@
-"""Trains each model alone and all of them as an array, and compares."""
+"""Support: trains each model alone and all of them as an array, and compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Config:
-    """What a factory of these tests is called with. `extra`: for factories of a test's own."""
+    """The argument of these tests' factories. `extra`: for factories of single tests."""
 
     seed: int
     lr: float = 0.05
@@ -36,8 +36,8 @@ def sgd(parameters: Any, config: Config) -> torch.optim.Optimizer:
 
 
 def constant(parameters: Any, config: Config) -> torch.optim.Optimizer:
-    """SGD whose first step is as all others are: it has no momentum, and there are gradients to zero. Half of what
-    another one makes gpumux capture and fuse, where the optimizer is not what is looked at."""
+    """SGD whose first step is like all others: without momentum, and with gradients to zero. Other optimizers need
+    twice the capturing and fusing, which tests that don't look at optimizers avoid."""
     held = list(parameters)
     for p in held:
         if p.requires_grad:
@@ -88,7 +88,7 @@ def array_of(factory: Callable[[Any], Any], given: Sequence[Any], example: Any, 
     return fuse.Array(factory, given, example, **{"choose": "fused", **options})
 
 
-def apart(a: Any, b: Any) -> float:
+def relative_difference(a: Any, b: Any) -> float:
     """The largest difference of two tensors, relative to the largest value of `b`."""
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     assert a.shape == b.shape
@@ -124,13 +124,13 @@ def check(
             step, model, optimizer = factory(config)
             for i in range(count):
                 alone = step(*batch(i, b))
-                assert apart(losses[i][b], alone.detach()) <= tolerance, f"loss of model {b} at step {i}"
+                assert relative_difference(losses[i][b], alone.detach()) <= tolerance, f"loss of model {b} at step {i}"
                 for key, elements in noise.items():
                     assert model.get_parameter(key).grad[elements].abs().max() < ROUNDING, f"{key} has a true gradient"
             found = array.state_dict(b)
             for key, value in model.state_dict().items():
                 mine, its = without(found["model"][key], noise.get(key)), without(value, noise.get(key))
-                assert apart(mine, its) <= tolerance, f"{key} of model {b}"
+                assert relative_difference(mine, its) <= tolerance, f"{key} of model {b}"
             names = {id(p): key for key, p in model.named_parameters()}
             order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
             left = {index: noise[key] for index, key in enumerate(order) if key in noise}
@@ -156,7 +156,7 @@ def _same_optimizer(found: Any, expected: Any, tolerance: float, left: Mapping[i
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 mine, its = without(found["state"][key][name], left.get(key)), without(value, left.get(key))
-                assert apart(mine, its) <= tolerance, f"{name} of parameter {key}"
+                assert relative_difference(mine, its) <= tolerance, f"{name} of parameter {key}"
 
 
 def ways(array: fuse.Array) -> dict[str, set[str]]:

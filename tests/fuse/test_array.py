@@ -1,4 +1,4 @@
-"""What an array can do beside stepping: schedules, random streams, joining, leaving, saving."""
+"""Features of an array beside stepping: schedules, random streams, joining, leaving, saving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpumux.errors import ConfigError, LocalWrite, NotFusible
-from tests.fuse.serial import Config, apart, array_of, batches, check, configs, training, ways
+from tests.fuse.serial import Config, array_of, batches, check, configs, relative_difference, training, ways
 from tests.threads import one_thread
 
 nn = torch.nn
@@ -56,10 +56,10 @@ def test_every_model_keeps_its_own_schedule():
         for b, config in enumerate(configs()):
             step, model, _, scheduler = scheduled(config)
             for i, batch in enumerate(DATA[:10]):
-                assert apart(losses[i][b], step(*batch).detach()) < 1e-9
+                assert relative_difference(losses[i][b], step(*batch).detach()) < 1e-9
                 scheduler.step()
             for key, value in model.state_dict().items():
-                assert apart(array.state_dict(b)["model"][key], value) < 1e-9
+                assert relative_difference(array.state_dict(b)["model"][key], value) < 1e-9
 
 
 def test_dropout_draws_what_each_model_would_draw_alone():
@@ -107,13 +107,13 @@ def test_models_that_join_and_leave_change_nothing_for_the_others(optimizer: Any
             assert moving.runs == ((3, 1) if i == 10 else (len(moving),))
         for then, now in ((0, 0), (2, 1)):
             for key, value in still.state_dict(then)["model"].items():
-                assert apart(moving.state_dict(now)["model"][key], value) < 1e-9
+                assert relative_difference(moving.state_dict(now)["model"][key], value) < 1e-9
         for config, data, state in ((Config(9, 0.03), DATA[10:20], joined), (configs()[1], DATA[:20], left)):
             step, model, _ = factory(config)
             for batch in data:
                 step(*batch)
             for key, value in model.state_dict().items():
-                assert apart(state["model"][key], value) < 1e-9
+                assert relative_difference(state["model"][key], value) < 1e-9
         still.close()
         moving.close()
 
@@ -136,7 +136,7 @@ def test_the_last_model_stays():
 
 
 def test_a_model_that_breaks_breaks_no_other():
-    """Each clips its own gradients: one with an overflow leaves the norms of the others alone."""
+    """Each model clips its own gradients: an overflow in one leaves the norms of the others unchanged."""
 
     def clipped(config: Config) -> Any:
         torch.manual_seed(config.seed)
@@ -184,7 +184,7 @@ def test_a_checkpoint_brings_back_all_or_one(tmp_path: Path):
     with one_thread(), array_of(factory, configs(), DATA[0]) as fresh:
         fresh.restore(tmp_path / "one.pt", 1)
         again = [fresh.step(*batch) for batch in DATA[3:6]]
-        assert all(apart(a[1], e[1]) < 1e-12 for a, e in zip(again, expected, strict=True))
+        assert all(relative_difference(a[1], e[1]) < 1e-12 for a, e in zip(again, expected, strict=True))
         with pytest.raises(ConfigError, match="holds 1 models, and 3"):
             fresh.restore(tmp_path / "one.pt")
         (tmp_path / "none.pt").write_bytes(b"something else")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from gpumux import fuse
 from gpumux.errors import ConfigError, NotFusible
-from gpumux.fuse import proof as trial
-from gpumux.fuse import rules
+from gpumux.fuse import proof, rules
 from gpumux.fuse.variants import END, Timed, cheapest
 from gpumux.program.ir import Program, ProgramBuilder
 from tests.fuse.serial import array_of, batches, check, configs, steady, ways
@@ -58,11 +57,11 @@ def mlp() -> nn.Module:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
-    monkeypatch.setattr("gpumux.fuse.variants.Times", lambda path: trial.Times(None, measure))
+    monkeypatch.setattr("gpumux.fuse.variants.Times", lambda path: proof.Times(None, measure))
 
 
 def by_operator(**dear: float) -> Any:
-    """A clock by which every operator takes a second, but for some."""
+    """A timer that takes a second for every operator, except for some."""
 
     def measure(program: Program) -> float:
         return sum(dear.get(op.target.split(".")[1], 1.0) for op in program.ops)
@@ -91,7 +90,7 @@ def test_a_join_that_costs_more_than_it_saves_is_not_made(monkeypatch: pytest.Mo
 
 
 def test_models_one_after_another_where_fusion_does_not_pay(monkeypatch: pytest.MonkeyPatch):
-    """The parts may look cheap and the whole not be."""
+    """The parts may look cheap although the whole is not."""
 
     def measure(program: Program) -> float:
         if program.results:
@@ -105,7 +104,7 @@ def test_models_one_after_another_where_fusion_does_not_pay(monkeypatch: pytest.
 
 
 def test_the_clock_is_real(tmp_path: Path):
-    """Only that it measures, and remembers in its file."""
+    """Only checks that it measures and remembers times in its file."""
     file = tmp_path / "deep" / "times.json"
     array = check(steady(mlp), batches(6, 5, count=2), choose="measured", times_file=file)
     assert all(r.fused_s is None or 0 < r.fused_s < 60 for r in array.plan().rows)
@@ -118,16 +117,16 @@ def test_the_clock_is_real(tmp_path: Path):
     x = build.state("float64", (4,))
     build.call("aten.neg.default", x, dtype="float64", size=(4,))
     program = build.build()
-    first = trial.Times(file, lambda p: 3.0)
+    first = proof.Times(file, lambda p: 3.0)
     assert first(program) == 3.0
     first.save()
-    assert trial.Times(file, none)(program) == 3.0
+    assert proof.Times(file, none)(program) == 3.0
 
 
 def test_a_broken_file_is_said_and_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     file = tmp_path / "times.json"
     file.write_text("[1, 2")
-    assert trial.Times(file, lambda p: 2.0)(ProgramBuilder().build()) == 2.0
+    assert proof.Times(file, lambda p: 2.0)(ProgramBuilder().build()) == 2.0
     assert "can't be read" in caplog.text
 
 
@@ -136,10 +135,10 @@ def test_repeating_a_program_does_it_again():
     x = build.state("float64", (4,))
     y = build.call("aten.neg.default", x, dtype="float64", size=(4,))
     build.add_op("aten.add_.Tensor", x, y, outs=(x.view,))
-    again = trial.repeated(build.build(), 3)
+    again = proof.repeated(build.build(), 3)
     assert [op.target for op in again.ops] == ["aten.neg.default", "aten.add_.Tensor"] * 3
     assert sum(s.kind == "temp" for s in again.storages) == 3
-    assert 0 < trial.seconds(again) < 60
+    assert 0 < proof.seconds(again) < 60
 
 
 def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatch):
@@ -154,8 +153,8 @@ def normed() -> nn.Module:
 
 
 def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch):
-    """The gradient of a bias before a batch norm is truly zero: in each order of summation something else is left of
-    it."""
+    """The gradient of a bias before a batch norm is truly zero: each order of summation leaves another rounding
+    error."""
     with_times(monkeypatch, by_operator())
     array = check(
         steady(normed), batches(6, 5), choose="measured", noise=dict.fromkeys(["0.bias", "1.bias"], slice(None))
@@ -165,7 +164,7 @@ def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("target", ["native_batch_norm_backward", "addmm", "mm"])
 def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytest.MonkeyPatch):
-    """Less than what rounding makes of float32: Programs are compared in float64."""
+    """An error below float32's rounding is found: Programs are compared in float64."""
     with_times(monkeypatch, by_operator())
     right = rules.RULES[f"aten.{target}.default"]
 

@@ -1,4 +1,4 @@
-"""Where a view of one model lies in the storage of all of them."""
+"""The place of a view of one model in the storage of all models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an array is given, and when: whatever makes no sense is refused with a remedy."""
+"""Arguments of arrays: invalid ones are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_type_error_that_is_not_the_configurations_stays_what_it_is():
 
 @pytest.mark.parametrize("seed", [2**64, -1, True, 1.5, "1", None])
 def test_seeds_that_are_none_are_refused(seed: Any):
-    """torch takes some of them, each for another number than it looks."""
+    """torch accepts some of them, each as another number than it looks."""
     with pytest.raises(ConfigError, match=r"seeds\[1\] is .* — use a whole number from 0 to"):
         array_of(steady(mlp), configs(), DATA[0], seeds=[1, seed, 2])
     if seed is not None:

@@ -1,4 +1,4 @@
-"""What HFTA's library gets wrong, each with a test: here every model is as if alone."""
+"""Errors of HFTA's library, each with a test: here every model trains as if alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.fuse.serial import (
     STEPS,
     TOLERANCE,
     Config,
-    apart,
     array_of,
     batches,
     check,
     configs,
     one_thread,
+    relative_difference,
     training,
 )
 
@@ -54,11 +54,11 @@ def test_each_model_has_its_own_schedule():
             kept.clear()
             step, model, _ = factory(config)
             for i, batch in enumerate(LABELLED):
-                assert apart(losses[i][b], step(*batch).detach()) <= TOLERANCE
+                assert relative_difference(losses[i][b], step(*batch).detach()) <= TOLERANCE
                 kept[0][1].step()
             assert schedules[b].get_last_lr() == kept[0][1].get_last_lr()
             for key, value in model.state_dict().items():
-                assert apart(array.state_dict(b)["model"][key], value) <= TOLERANCE
+                assert relative_difference(array.state_dict(b)["model"][key], value) <= TOLERANCE
     rates = {schedule.get_last_lr()[0] for schedule in schedules}
     assert len(rates) == MODELS
 

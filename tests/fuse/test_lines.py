@@ -1,4 +1,4 @@
-"""State of one model alone lies in the line of all models."""
+"""State of one model alone is a part of the line of all models."""
 
 from __future__ import annotations
 

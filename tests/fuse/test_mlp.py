@@ -24,7 +24,9 @@ OPTIMIZERS = {
     "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.5 + 0.1 * c.seed, weight_decay=0.01 * c.lr),
     "nesterov": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),
     "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
-    "adam, all different": lambda p, c: torch.optim.Adam(p, lr=c.lr, betas=(0.9 - c.lr, 0.99 - c.lr), eps=1e-8 * (c.seed + 1)),
+    "adam, all different": lambda p, c: torch.optim.Adam(
+        p, lr=c.lr, betas=(0.9 - c.lr, 0.99 - c.lr), eps=1e-8 * (c.seed + 1)
+    ),
     "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.lr, amsgrad=True),
     "foreach adam": lambda p, c: torch.optim.Adam(p, lr=c.lr, foreach=True, weight_decay=0.1),
     "foreach adam, alike": lambda p, c: torch.optim.Adam(p, lr=0.01, foreach=True),

@@ -18,7 +18,7 @@ def adam(parameters: Any, config: Config) -> torch.optim.Optimizer:
 
 
 class Blocks(nn.Module):
-    """Two layers with a block between them that is another in each of the first three models."""
+    """Two layers with a block between them that differs in each of the first three models."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_other_results_are_refused():
 
 
 def test_a_model_may_join_amid_the_others_optimizer():
-    """Its first step is another Program than theirs: what is alike still runs together."""
+    """The first step of a joined model is another Program: common operators still run together."""
     data = batches(6, 5, classes=4, count=6)
     with array_of(factory, configs(), data[0], partial=True) as array:
         for batch in data[:3]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from gpumux import client, fuse
+from gpumux.client.recovery import open_job
 from gpumux.errors import AdmissionRefused, ConfigError, JobClosed, NotFusible, UnknownJob
 from microbench.daemon import running_daemon
 from tests.client.parity import assert_same
-from tests.fuse.serial import Config, apart, batches, configs, training
+from tests.fuse.serial import Config, batches, configs, relative_difference, training
 from tests.threads import one_thread
 
 nn = torch.nn
@@ -55,12 +56,12 @@ def test_a_job_of_several_models_trains_each_as_if_alone(endpoint: str, per_mode
             step, model, optimizer = factory(config)
             for i in range(len(DATA)):
                 alone = step(*DATA[(i + b) % len(DATA) if per_model else i])
-                assert apart(losses[i][b], alone.detach()) < 1e-9
+                assert relative_difference(losses[i][b], alone.detach()) < 1e-9
             found = array.state_dict(b)
             for key, value in model.state_dict().items():
-                assert apart(found["model"][key], value) < 1e-9
+                assert relative_difference(found["model"][key], value) < 1e-9
             for key, state in optimizer.state_dict()["state"].items():
-                assert apart(found["optimizer"]["state"][key]["exp_avg"], state["exp_avg"]) < 1e-9
+                assert relative_difference(found["optimizer"]["state"][key]["exp_avg"], state["exp_avg"]) < 1e-9
                 assert found["optimizer"]["state"][key]["step"] == state["step"]
 
 
@@ -135,12 +136,12 @@ def test_a_choice_that_is_none_is_refused_before_anything_is_captured(endpoint: 
 
 def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
     for key, value in expected.items():
-        assert apart(found[key], value) <= tolerance, key
+        assert relative_difference(found[key], value) <= tolerance, key
 
 
 def test_models_join_and_leave_a_job_and_change_nothing_for_the_others(endpoint: str):
-    """Another job of the same name goes on with their state, bit for bit. The one that joins takes its optimizer's
-    first step beside the others' eleventh."""
+    """Another job of the same name continues with the models' state, bit for bit. The joining model takes its
+    optimizer's first step beside the others' eleventh."""
     data = batches(6, 5, count=24)
     factory, given = training(dropping, adam), configs()
     with one_thread(), fuse.submit_array(factory, given, DATA[0], endpoint=endpoint, choose="fused") as array:
@@ -189,8 +190,6 @@ def test_a_model_that_can_not_join_leaves_the_job_as_it_was(endpoint: str):
 
 
 def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, monkeypatch: pytest.MonkeyPatch):
-    from gpumux.fuse import job as submit
-
     factory = training(dropping, adam)
     with (
         one_thread(),
@@ -199,14 +198,14 @@ def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, mon
     ):
         for job in (array, other):
             job.step(*DATA[0])
-        real, refusals = submit.open_job, [AdmissionRefused("it is full", "close a job")]
+        real, refusals = open_job, [AdmissionRefused("it is full", "close a job")]
 
         def refused(*args: Any) -> None:
             if refusals:
                 raise refusals.pop()
             real(*args)
 
-        monkeypatch.setattr(submit, "open_job", refused)
+        monkeypatch.setattr("gpumux.fuse.job.open_job", refused)
         with pytest.raises(AdmissionRefused, match="full"):
             array.add(Config(9))
         assert len(array) == 3
@@ -221,8 +220,8 @@ def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, mon
 
 
 def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
-    """Each optimizer's first step is a Program of its own, and so is the first after a model has left: what one model
-    alone has lies in all of them where it belongs."""
+    """Each optimizer's first step is a Program of its own, and so is the first one after a model has left: state of one
+    model alone has the same place in all of them."""
 
     def module(config: Config) -> nn.Module:
         blocks = [nn.Tanh(), nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)), nn.Dropout(0.3)]
@@ -249,8 +248,8 @@ def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
 
 
 def test_an_array_that_was_kept_goes_on_in_another_program(endpoint: str):
-    """State, random streams, step counters and learning rates of each model; one has just joined and has taken no
-    step."""
+    """State, random streams, step counters and learning rates of each model are resumed; one has just joined and has
+    taken no step."""
     factory, more = training(dropping, listed), Config(9, 0.03)
     made: list[Any] = []
 
@@ -293,7 +292,7 @@ def test_an_array_that_was_kept_goes_on_in_another_program(endpoint: str):
                     slower(optimizer)
                 alone = step(*DATA[i])
                 if i >= 3:
-                    assert apart(losses[i - 3][b], alone.detach()) < 1e-9
+                    assert relative_difference(losses[i - 3][b], alone.detach()) < 1e-9
             same(found[b]["model"], model.state_dict())
             assert found[b]["optimizer"]["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
 

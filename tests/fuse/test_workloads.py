@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clients.models.workloads import RECIPES, workload
-from tests.fuse.serial import STEPS, TOLERANCE, apart, array_of
+from tests.fuse.serial import STEPS, TOLERANCE, array_of, relative_difference
 from tests.threads import one_thread
 
 MODELS = 2
@@ -72,7 +72,9 @@ def test_an_array_trains_each_model_as_if_alone(name: str):
         for b, config in enumerate(configs):
             alone = Alone(*made.factory(config))
             for i in range(STEPS):
-                assert apart(losses[i][b], alone.step(made.batch(i))) <= TOLERANCE, f"loss of model {b}, step {i}"
+                assert relative_difference(losses[i][b], alone.step(made.batch(i))) <= TOLERANCE, (
+                    f"loss of model {b}, step {i}"
+                )
             found = array.state_dict(b)
             several = len(alone.models) > 1
             for position, model in enumerate(alone.models):
@@ -96,7 +98,7 @@ def same_model(found: dict[str, Any], model: torch.nn.Module, noise: dict[str, T
     for key, value in expected.items():
         mine, its = left(found[key], noise.get(key)), left(value, noise.get(key))
         limit = RUNNING_MEAN if noise and key.endswith("running_mean") else TOLERANCE
-        assert apart(mine, its) <= limit, f"{key} {whose}"
+        assert relative_difference(mine, its) <= limit, f"{key} {whose}"
 
 
 def same_optimizer(
@@ -110,4 +112,4 @@ def same_optimizer(
             mine, its = found["state"][index][of], value
             if isinstance(value, Tensor):
                 mine, its = left(mine, without), left(its, without)
-            assert apart(mine, its) <= TOLERANCE, f"{of} of {names[index]} {whose}"
+            assert relative_difference(mine, its) <= TOLERANCE, f"{of} of {names[index]} {whose}"

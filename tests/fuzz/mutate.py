@@ -20,7 +20,7 @@ INTERESTING: tuple[Any, ...] = (
     0.0, -0.0, 1.5, float("nan"), float("inf"), 5e-324, "", "a" * 31, "a" * 32, "0" * 32, "\x1b[31m", "\ud7ff", "x" * 300, b"",
     b"\x00" * 64, [], [[]], {}, {"a": {}},
 )  # fmt: skip
-PREFIX = {"message": 1, "lane": 0, "trace": 0}  # bytes before the msgpack
+PREFIX = {"message": 1, "channel": 0, "trace": 0}  # bytes before the msgpack
 
 
 def mutate(target: str, data: bytes, most: int, seed: int, plain: Callable[[bytes, int], bytes]) -> bytes:

@@ -13,7 +13,7 @@ from tests.program import samples
 JOB = "0123456789abcdef" * 2
 
 MESSAGES: tuple[tuple[m.Message, int], ...] = (
-    (m.Hello(1, "0.1.0", "client", 7, "2.13", False), 0),
+    (m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 7, "2.13", False), 0),
     (m.Welcome(1, "0.1.0", "s", "/run/x", b"n" * 32, 2.0, 10.0, 1 << 28, {"a": [1, 2.0, None], "b": {"c": "d"}}), 0),
     (m.Refusal(1, "refused", "no", "ask"), 0),
     (m.OpenJob(1, JOB, "name", 1, 1.0, 1.1, None, 2, 2**64 - 1), 0),
@@ -65,7 +65,7 @@ def seeds() -> dict[str, list[bytes]]:
     encoded = [programs.encode(make()) for make in samples.ALL.values()]
     return {
         "message": [bytes([frames]) + packet for packet, (_, frames) in zip(packets, MESSAGES, strict=True)],
-        "lane": packets,
+        "channel": packets,
         "program": encoded,
         "edge": encoded,
         "trace": [bytes(r.pack(RECORDS)), *[bytes(r.pack([record])) for record in RECORDS]],

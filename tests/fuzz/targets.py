@@ -11,15 +11,13 @@ from collections.abc import Callable
 from gpumux.errors import ProgramError, ProtocolError
 from gpumux.program import codec as programs
 from gpumux.program.codec import outline
-from gpumux.program.ir import Limits as ProgramLimits
-from gpumux.program.ir import slot_layout
+from gpumux.program.ir import ProgramLimits, slot_layout
 from gpumux.program.validate import validate
 from gpumux.wire import messages as records
+from gpumux.wire.channel import PACKET, decode_packet
 from gpumux.wire.codec import decode, decode_step, decode_step_done, encode
-from gpumux.wire.lane import PACKET
 from gpumux.wire.limits import Limits
 from gpumux.wire.messages import FROM_CLIENT
-from gpumux.wire.sessions import decode_lane
 
 MOST = Limits().max_control_bytes
 SMALL = ProgramLimits(body_bytes=1 << 20)
@@ -39,15 +37,15 @@ def message(data: bytes) -> bool:
     return type(found) in FROM_CLIENT
 
 
-def lane(data: bytes) -> bool:
-    """A packet on a step lane: the quick decoder takes what the whole one takes, and nothing else."""
+def channel(data: bytes) -> bool:
+    """A packet on a local channel: the quick decoder takes what the whole one takes, and nothing else."""
     if len(data) > PACKET:
         return False
     quick, whole = _outcome(lambda: decode_step(data, MOST)), _outcome(lambda: decode((data,), MOST)[0])
     assert repr(quick) == repr(whole), "the quick decoder of steps disagrees with the whole one"
     done = _outcome(lambda: decode_step_done(data, MOST))
     assert repr(done) == repr(whole), "the quick decoder of answers disagrees with the whole one"
-    return not isinstance(_outcome(lambda: decode_lane(data, MOST)), ProtocolError)
+    return not isinstance(_outcome(lambda: decode_packet(data, MOST)), ProtocolError)
 
 
 def _outcome(call: Callable[[], object]) -> object:
@@ -95,7 +93,7 @@ def trace(data: bytes) -> bool:
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
     "message": message,
-    "lane": lane,
+    "channel": channel,
     "program": program,
     "edge": edge,
     "trace": trace,

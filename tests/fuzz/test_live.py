@@ -1,5 +1,5 @@
-"""A real daemon under clients that lie: every message in valid sessions, changed; its step lane, lent or not; its side
-channel; bytes that are no ZeroMQ. Meanwhile an honest client's steps are right, and afterwards nothing is left
+"""A real daemon under clients that lie: every message in valid sessions, changed; its local channel;
+bytes that are no ZeroMQ. Meanwhile an honest client's steps are right, and afterwards nothing is left
 behind."""
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from gpumux.types import GENERATOR_BYTES
 from gpumux.wire import messages as keeping
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.shared_memory import HEADER
 from tests.daemon.live import SOON_S, LiveJob, read_floats, serving
 from tests.program import samples
 
 PROGRAM = programs.encode(samples.counter())
 OTHERS = "f" * 32
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # for a longer run: other lies each time
-ALONE = 40  # steps: more than it takes to have a lane lent
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**63 - 1])
 GENERATORS = [[b""], [b"short"], [bytes(GENERATOR_BYTES)], [b"\xff" * GENERATOR_BYTES]]
@@ -46,24 +44,23 @@ FLOATS = st.sampled_from([0.0, 1.0, -1.0, 1e-300, 1e300])
 
 
 class Liar:
-    """A session with its side channel, lane and a loaded program: all that an honest client has."""
+    """A session with its channel and a loaded program: all that an honest client has."""
 
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self.endpoint = endpoint
         self.sock = context.socket(zmq.DEALER)
         self.sock.setsockopt(zmq.LINGER, 0)
         self.sock.connect(endpoint)
-        self.say(msg.Hello(1, "0.1.0", "client", 1, "2", False))
+        self.say(msg.Hello(msg.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False))
         self.welcome = self.hear(msg.Welcome)
-        self.side = self.connect(self.welcome.side_channel)
-        self.side.send(self.welcome.nonce)
-        _, (fd,), _, _ = socket.recv_fds(self.side, HEADER.size, 1)
-        self.lane = socket.socket(fileno=fd)
-        self.lane.settimeout(SOON_S)
+        self.channel = self.connect(self.welcome.channel)
+        self.channel.send(encode(msg.OpenChannel(msg.PROTOCOL_VERSION, self.welcome.nonce))[0])
+        assert isinstance(decode((self.channel.recv(1 << 16),))[0], msg.ChannelOpened)
         self.job = uuid.uuid4().hex
         self.say(msg.OpenJob(1, self.job, "liar", 1, 1.0, 1.1, None, 2, 0))
         self.say(msg.LoadProgram(2, self.job, 0, [4], [0]), PROGRAM)
         self.hear(msg.ProgramLoaded)
+        assert isinstance(decode((self.channel.recv(1 << 16),))[0], msg.SegmentPassed)
         self.number = 0
 
     def connect(self, path: str, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
@@ -93,12 +90,12 @@ class Liar:
 
     def work(self, steps: int) -> None:
         for _ in range(steps):
-            self.lane.send(self.honest_step())
-            answer, _ = decode((self.lane.recv(1 << 16),))
+            self.channel.send(self.honest_step())
+            answer, _ = decode((self.channel.recv(1 << 16),))
             assert isinstance(answer, msg.StepDone), answer
 
     def close(self) -> None:
-        for end in (self.lane, self.side, self.sock):
+        for end in (self.channel, self.sock):
             end.close()
 
 
@@ -140,17 +137,18 @@ EDITS = st.lists(
 ACTIONS = st.one_of(
     st.tuples(st.just("request"), requests(st.sampled_from([MINE, MINE, OTHERS])), EDITS),
     st.tuples(st.just("frames"), st.lists(st.binary(max_size=40), max_size=4), st.none()),
-    st.tuples(st.just("lane"), st.binary(max_size=60), EDITS),
-    st.tuples(st.just("lane step"), st.sampled_from([0, 1, 2, 8, 200]), EDITS),
-    st.tuples(st.just("lane message"), requests(st.just(MINE)), EDITS),
-    st.tuples(st.just("lane long"), st.integers(1, 12), st.booleans()),
-    st.tuples(st.just("lane descriptors"), st.integers(1, 8), st.none()),
-    st.tuples(st.just("side"), st.binary(min_size=1, max_size=64), st.none()),
+    st.tuples(st.just("channel"), st.binary(max_size=60), EDITS),
+    st.tuples(st.just("channel step"), st.sampled_from([0, 1, 2, 8, 200]), EDITS),
+    st.tuples(st.just("channel message"), requests(st.just(MINE)), EDITS),
+    st.tuples(st.just("channel long"), st.integers(1, 12), st.booleans()),
+    st.tuples(st.just("channel descriptors"), st.integers(1, 8), st.none()),
     st.tuples(
-        st.just("side stranger"), st.sampled_from(["nothing", "garbage", "nonce again", "descriptors"]), st.none()
+        st.just("channel stranger"),
+        st.sampled_from(["nothing", "garbage", "another protocol", "nonce again", "descriptors"]),
+        st.none(),
     ),
-    st.tuples(st.just("raw"), st.binary(max_size=100), st.sampled_from(["gpumux.sock", "gpumux.sock.side"])),
-    st.tuples(st.just("hang up"), st.sampled_from(["lane", "side", "read", "write"]), st.none()),
+    st.tuples(st.just("raw"), st.binary(max_size=100), st.sampled_from(["gpumux.sock", "gpumux.sock.chan"])),
+    st.tuples(st.just("hang up"), st.sampled_from(["close", "read", "write"]), st.none()),
 )
 
 
@@ -179,42 +177,42 @@ def act(liar: Liar, action: str, what, how) -> None:
             liar.sock.send_multipart([edited(parts[0], how), *parts[1:]], zmq.NOBLOCK)
         elif action == "frames":
             liar.sock.send_multipart(what or [b""], zmq.NOBLOCK)
-        elif action == "lane":
-            liar.lane.send(edited(what, how) or b"\x00", socket.MSG_DONTWAIT)
-        elif action == "lane step":
+        elif action == "channel":
+            liar.channel.send(edited(what, how) or b"\x00", socket.MSG_DONTWAIT)
+        elif action == "channel step":
             for _ in range(what + 1):
-                liar.lane.send(edited(liar.honest_step(), how) or b"\xc1", socket.MSG_DONTWAIT)
-        elif action == "lane message":
+                liar.channel.send(edited(liar.honest_step(), how) or b"\xc1", socket.MSG_DONTWAIT)
+        elif action == "channel message":
             packet = bytes(encode(*what)[0]).replace(MINE.encode(), own)
-            liar.lane.send(edited(packet, how) or b"\xc1", socket.MSG_DONTWAIT)
-        elif action == "lane long":
+            liar.channel.send(edited(packet, how) or b"\xc1", socket.MSG_DONTWAIT)
+        elif action == "channel long":
             for _ in range(what):
-                liar.lane.send(b"\xc1" + bytes(32_767), socket.MSG_DONTWAIT)
+                liar.channel.send(b"\xc1" + bytes(32_767), socket.MSG_DONTWAIT)
             if how:
-                liar.lane.send(b"\x00", socket.MSG_DONTWAIT)
-        elif action == "lane descriptors":
+                liar.channel.send(b"\x00", socket.MSG_DONTWAIT)
+        elif action == "channel descriptors":
             with open(os.devnull, "rb") as null:
-                socket.send_fds(liar.lane, [liar.honest_step()], [null.fileno()] * what, socket.MSG_DONTWAIT)
-        elif action == "side":
-            liar.side.send(what)
-        elif action == "side stranger":
-            with liar.connect(liar.welcome.side_channel) as stranger:
+                socket.send_fds(liar.channel, [liar.honest_step()], [null.fileno()] * what, socket.MSG_DONTWAIT)
+        elif action == "channel stranger":
+            with liar.connect(liar.welcome.channel) as stranger:
                 if what == "descriptors":
                     with open(os.devnull, "rb") as null:
                         socket.send_fds(stranger, [b"x" * 32], [null.fileno()])
+                elif what == "garbage":
+                    stranger.send(b"g" * 32)
                 elif what != "nothing":
-                    stranger.send(liar.welcome.nonce if what == "nonce again" else b"g" * 32)
+                    protocol = msg.PROTOCOL_VERSION + (what == "another protocol")
+                    stranger.send(encode(msg.OpenChannel(protocol, liar.welcome.nonce))[0])
         elif action == "raw":
             path = str(Path(liar.endpoint.removeprefix("ipc://")).with_name(how))
-            kind = socket.SOCK_SEQPACKET if how.endswith(".side") else socket.SOCK_STREAM
+            kind = socket.SOCK_SEQPACKET if how.endswith(".chan") else socket.SOCK_STREAM
             with liar.connect(path, kind) as stranger:
                 stranger.send(what)
         elif action == "hang up":
-            end = liar.side if what == "side" else liar.lane
-            if what in ("lane", "side"):
-                end.close()
+            if what == "close":
+                liar.channel.close()
             else:
-                end.shutdown(socket.SHUT_RD if what == "read" else socket.SHUT_WR)
+                liar.channel.shutdown(socket.SHUT_RD if what == "read" else socket.SHUT_WR)
 
 
 @pytest.fixture(scope="module")
@@ -281,12 +279,12 @@ def test_whatever_a_client_does_it_costs_only_itself(daemon, witness):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(lent=st.booleans(), actions=st.lists(ACTIONS, min_size=1, max_size=12))
-    def lies(lent, actions):
+    @given(actions=st.lists(ACTIONS, min_size=1, max_size=12))
+    def lies(actions):
         with zmq.Context() as context:
             liar = Liar(context, daemon.endpoint)
             try:
-                liar.work(ALONE if lent else 1)
+                liar.work(1)
                 for action in actions:
                     act(liar, *action)
             finally:

@@ -9,14 +9,14 @@ from time import monotonic, sleep
 
 import pytest
 
-from gpumux.device.cuda.driver import GREEN_SINCE, STICKY, CudaDriver, Facts, bindings
+from gpumux.device.cuda.driver import GREEN_SINCE, STICKY, CudaDriver, GpuProperties, bindings
 from gpumux.errors import ConfigError
 from tests.device.cuda.driver_rules import *  # noqa: F403  its tests run here on the card below
 from tests.device.cuda.driver_rules import Card
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[tuple[CudaDriver, Facts]]:
+def opened() -> Iterator[tuple[CudaDriver, GpuProperties]]:
     driver = CudaDriver()
     facts = driver.open(0)
     yield driver, facts
@@ -24,7 +24,7 @@ def opened() -> Iterator[tuple[CudaDriver, Facts]]:
 
 
 @pytest.fixture
-def card(opened: tuple[CudaDriver, Facts]) -> Card:
+def card(opened: tuple[CudaDriver, GpuProperties]) -> Card:
     driver, facts = opened
     return Card(driver, lambda: settle(driver), facts.priorities)
 
@@ -34,7 +34,7 @@ def settle(driver: CudaDriver) -> None:
     driver._call("cuCtxSynchronize")
 
 
-def test_the_facts_are_of_a_gpu(opened: tuple[CudaDriver, Facts]) -> None:
+def test_the_facts_are_of_a_gpu(opened: tuple[CudaDriver, GpuProperties]) -> None:
     _, facts = opened
     assert facts.name
     assert facts.memory_bytes > 1 << 30
@@ -54,7 +54,7 @@ def test_every_error_that_only_a_new_process_helps_against_is_known_for_one() ->
     assert told - STICKY.keys() == set()
 
 
-def test_work_may_be_confined_to_a_share(opened: tuple[CudaDriver, Facts]) -> None:
+def test_work_may_be_confined_to_a_share(opened: tuple[CudaDriver, GpuProperties]) -> None:
     driver, facts = opened
     if facts.driver_version < GREEN_SINCE:
         pytest.skip("green contexts need a driver of CUDA 12.4")
@@ -78,7 +78,7 @@ def test_a_context_that_a_kernel_ended_is_noticed_though_nothing_more_is_launche
 from time import monotonic, sleep
 import torch
 from gpumux.device.cuda.driver import CudaDriver
-from gpumux.device.cuda.launches import Flights
+from gpumux.device.cuda.launches import LaunchTracker
 from gpumux.errors import DeviceLost
 driver = CudaDriver()
 facts = driver.open(0)
@@ -86,18 +86,18 @@ torch.cuda.set_device(0)
 table, index = torch.zeros(4, device="cuda"), torch.tensor([1 << 20], device="cuda")
 table[index[:0]]
 torch.cuda.synchronize()
-flights = Flights(driver, monotonic, facts.priorities[1])
+tracker = LaunchTracker(driver, monotonic, facts.priorities[1])
 stream = driver.stream(facts.priorities[0])
 
 def work():
     with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         torch.index_select(table, 0, index)
 
-flights.launch("one", stream, 1e-3, work)
+tracker.launch("one", stream, 1e-3, work)
 end = monotonic() + 60
 try:
     while monotonic() < end:
-        assert flights.landed() == []
+        assert tracker.completed() == []
         sleep(1e-3)
 except DeviceLost as lost:
     print("noticed:", lost)

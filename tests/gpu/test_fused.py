@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux.device.cuda import kernels as fused
+from gpumux.device.cuda import kernels
 
-NAMES = {fused.MATH: "mathematical", fused.FLASH: "flash", fused.EFFICIENT: "efficient"}
+NAMES = {kernels.MATH: "mathematical", kernels.FLASH: "flash", kernels.EFFICIENT: "efficient"}
 
 
 def captured(body: Callable[[], Any]) -> Any:
@@ -35,16 +35,16 @@ def test_attention(
     draw = torch.Generator("cuda").manual_seed(1)
     lengths = (rows, columns, columns, rows)
     q, k, v, grad = (torch.randn(2, 12, long, 64, device="cuda", generator=draw).to(dtype) for long in lengths)
-    way = fused.choice(q, k, v, causal, None, None)
+    way = kernels.attention_backend(q, k, v, causal, None, None)
     record_property("torch chooses", NAMES[way])
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
 
     def run(chosen: int) -> Any:
-        out, sums = fused.attention(q, k, v, 0.0, causal, way=chosen)
-        return out, sums, *fused.attention_backward(grad, q, k, v, out, sums, 0.0, causal, way=chosen)
+        out, sums = kernels.attention(q, k, v, 0.0, causal, backend=chosen)
+        return out, sums, *kernels.attention_backward(grad, q, k, v, out, sums, 0.0, causal, backend=chosen)
 
-    want = run(fused.MATH)
-    for got in (captured(lambda: run(way)), captured(lambda: run(fused.EFFICIENT))):
+    want = run(kernels.MATH)
+    for got in (captured(lambda: run(way)), captured(lambda: run(kernels.EFFICIENT))):
         for a, b in zip(want, got, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
@@ -56,7 +56,7 @@ def test_batch_norm(shape: tuple[int, ...], record_property: Callable[[str, obje
     x, grad = (torch.randn(shape, device="cuda", generator=draw) for _ in range(2))
     weight, bias = (torch.rand(shape[1], device="cuda", generator=draw) for _ in range(2))
     start = torch.zeros(shape[1], device="cuda"), torch.ones(shape[1], device="cuda")
-    record_property("cuDNN", fused.cudnn_takes(x, weight, bias, *start, 1e-5))
+    record_property("cuDNN", kernels.cudnn_takes(x, weight, bias, *start, 1e-5))
     aten = torch.ops.aten
 
     def run(forward: Any, backward: Any) -> Any:
@@ -66,7 +66,7 @@ def test_batch_norm(shape: tuple[int, ...], record_property: Callable[[str, obje
         return out, batch_mean, inverse, mean, var, *grads
 
     want = run(aten.native_batch_norm.default, aten.native_batch_norm_backward.default)
-    got = captured(lambda: run(fused.batch_norm, fused.batch_norm_backward))
+    got = captured(lambda: run(kernels.batch_norm, kernels.batch_norm_backward))
     for a, b in zip(want, got, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3)

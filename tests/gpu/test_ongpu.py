@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.patches import RngTape
-from gpumux.device.cuda import kernels as fused
+from gpumux.device.cuda import kernels
 from microbench.cuda.casts import CAST, under
 from microbench.cuda.operators import CALLS, types_of, walk
 from tests.client.test_casts import ours
 from tests.client.test_casts import plain as without_windows
-from tests.client.test_ongpu import DIFFER, LEFT_TO_THE_DAEMON, UNTOLD, plain, told
+from tests.client.test_ongpu import DIFFER, LEFT_TO_THE_DAEMON, NOT_RECORDED, plain, replaced
 from tests.gpu.test_fused import captured
 
 
@@ -63,11 +63,11 @@ def test_a_call_is_told_as_this_card_runs_it(
     if name in LEFT_TO_THE_DAEMON or name in DIFFER:
         record_property(name, want)
         return
-    assert plain(told(name, dtype)) == plain(want)
+    assert plain(replaced(name, dtype)) == plain(want)
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted((CALLS | CAST).keys() - DIFFER.keys() - LEFT_TO_THE_DAEMON - UNTOLD))
+@pytest.mark.parametrize("name", sorted((CALLS | CAST).keys() - DIFFER.keys() - LEFT_TO_THE_DAEMON - NOT_RECORDED))
 def test_a_call_is_cast_as_this_card_casts_it(
     name: str, low: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
@@ -96,9 +96,11 @@ def attend(dropout: float, masked: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     want = (out, *torch.autograd.grad(out, leaves, grad))
 
     def body() -> Any:
-        made, sums, seed, offset = fused.chosen(q, k, v, bias, True, dropout)
+        made, sums, seed, offset = kernels.masked_attention(q, k, v, bias, True, dropout)
         wanted = [True, True, True, False]
-        return made, *fused.chosen_backward(grad, q, k, v, bias, made, sums, seed, offset, dropout, wanted)[:3]
+        return made, *kernels.masked_attention_backward(grad, q, k, v, bias, made, sums, seed, offset, dropout, wanted)[
+            :3
+        ]
 
     torch.manual_seed(5)
     eager = body()

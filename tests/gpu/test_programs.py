@@ -20,8 +20,7 @@ from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import loads
 from gpumux.types import Priority
 from microbench.daemon import running_daemon
-from tests.device.harness import Driver
-from tests.device.test_contract import floats
+from tests.device.harness import Driver, floats
 from tests.program import samples
 
 

@@ -11,11 +11,10 @@ import pytest
 from gpumux.device.base import Launch, Recut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver
-from gpumux.device.cuda.streams import WANTED
+from gpumux.device.cuda.streams import DEFAULT_SHARES
 from gpumux.types import LaunchId, StepId
-from tests.device.cuda.test_shares import crossing, ready, step
-from tests.device.harness import Case, Driver, wait_polled
-from tests.device.test_contract import floats
+from tests.device.cuda.running import crossing, ready, step
+from tests.device.harness import Case, Driver, floats, wait_polled
 from tests.gpu.test_programs import products
 
 
@@ -27,7 +26,7 @@ def confining() -> Iterator[CudaDevice]:
         driver.close()
         pytest.skip("green contexts need a driver of CUDA 12.4")
     driver.close()
-    device = CudaDevice(shares=WANTED)
+    device = CudaDevice(shares=DEFAULT_SHARES)
     info = device.open()
     assert len(info.shares) > 1
     yield device

@@ -1,4 +1,4 @@
-"""The metric contract: docs/metrics.md, the frozen list below and the live registry say the same."""
+"""The metric contract: docs/metrics.md, the frozen list below and the live registry agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpumux.wire.messages import REGISTRY
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 
-# Frozen: changing a line breaks somebody's dashboard. Add; don't rename.
+# Frozen: changing a line breaks users' dashboards. Add; don't rename.
 FROZEN = {
     "gpumux_build_info": ("gauge", ("version",)),
     "gpumux_config_last_reload_successful": ("gauge", ()),

@@ -1,4 +1,4 @@
-"""The status page: its data, its headers, and the page itself in a browser where there is one."""
+"""The status page: its data, its headers, and the page itself in a browser if there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 def moving():
-    """Figures that go on with every look: a second, ten steps and half a second of the device later."""
+    """Figures that advance with every call: a second, ten steps and half a second of the device later."""
     for n in count():
         low = replace(JOB, name=HOSTILE, held="tail" if n % 2 else "", steps_done=n, device_busy_s=0.25 * n)
         high = replace(HIGH, steps_done=10 * n, device_busy_s=0.5 * n, promise=replace(HIGH.promise, kept=n < 1))

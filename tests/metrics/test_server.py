@@ -1,4 +1,4 @@
-"""/metrics over HTTP, and the hand-over of snapshots between two threads."""
+"""/metrics over HTTP, and the passing of snapshots between two threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.registry import Collector
 
 from gpumux.errors import ConfigError, EndpointBusy
-from gpumux.metrics import gauges as collector
+from gpumux.metrics import gauges
 from gpumux.metrics import server as metrics_server
 from gpumux.metrics.gauges import SnapshotBox
 from gpumux.metrics.series import Metrics
@@ -64,7 +64,7 @@ def test_the_next_connection_takes_the_place_of_the_oldest(server, monkeypatch):
 
 
 def test_one_page_is_rendered_at_a_time():
-    """Two renderings would meet at the barrier; one alone waits there in vain."""
+    """Two renderings would meet at the barrier; a single one times out there."""
     barrier, met = threading.Barrier(2), []
 
     class Meeting(Collector):
@@ -117,7 +117,7 @@ def test_a_scrape_wakes_the_loop_and_gets_its_snapshot():
 
 
 def test_scrapes_close_together_share_a_snapshot(monkeypatch):
-    monkeypatch.setattr(collector, "FRESH_S", 1e9)
+    monkeypatch.setattr(gauges, "FRESH_S", 1e9)
     woken = []
     box = SnapshotBox(lambda: woken.append(1) or box.publish(figures()))
     assert box.fetch() is box.fetch()
@@ -125,8 +125,8 @@ def test_scrapes_close_together_share_a_snapshot(monkeypatch):
 
 
 def test_a_stuck_loop_leaves_the_last_snapshot(monkeypatch):
-    monkeypatch.setattr(collector, "FRESH_S", 0.0)
-    monkeypatch.setattr(collector, "STALE_S", 0.0)
+    monkeypatch.setattr(gauges, "FRESH_S", 0.0)
+    monkeypatch.setattr(gauges, "STALE_S", 0.0)
     box = SnapshotBox(lambda: None)
     assert box.fetch() is None
     box.publish(figures())
@@ -135,7 +135,7 @@ def test_a_stuck_loop_leaves_the_last_snapshot(monkeypatch):
 
 
 def test_a_scrape_that_waits_is_let_go_when_the_loop_ends(monkeypatch):
-    monkeypatch.setattr(collector, "STALE_S", 1e6)
+    monkeypatch.setattr(gauges, "STALE_S", 1e6)
     asked = threading.Event()
     box = SnapshotBox(asked.set)
     got = []

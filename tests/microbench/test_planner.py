@@ -13,7 +13,7 @@ from gpumux.plan import deeppool, optimal
 from gpumux.plan.costs import ProfiledCosts, powers_of_two, preset
 from gpumux.plan.graph import reduce
 from gpumux.plan.plan import evaluate
-from gpumux.plan.question import Question
+from gpumux.plan.query import PlanQuery
 from microbench import a100, planner
 
 WHERE = "DEEPPOOL_PROFILES"
@@ -90,5 +90,5 @@ def test_plans_on_the_measured_times(name: str, directory: Path) -> None:
             )
             assert not ours.over_limit()
             assert theirs.over_limit() or ours.seconds <= theirs.seconds * (1 + 1e-12)
-        question = Question(graph, batch, gpus, powers_of_two(gpus), preset("nvswitch"))
-        assert ours.seconds <= question.data_parallel(gpus).seconds * (1 + 1e-12)
+        query = PlanQuery(graph, batch, gpus, powers_of_two(gpus), preset("nvswitch"))
+        assert ours.seconds <= query.data_parallel(gpus).seconds * (1 + 1e-12)

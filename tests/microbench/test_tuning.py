@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from gpumux.tune.checkpoints import MemoryCheckpoints
-from gpumux.tune.sweep import Entry
-from gpumux.tune.tune import Found
+from gpumux.tune.run import SweepResult
+from gpumux.tune.sweep import TrialRecord
 from microbench import tuning
 
 
-def found(scores: list[float], wall_s: float = 2.0) -> Found:
-    entries = tuple(Entry(n, {"lr": 0.1}, "complete", {5: score}, 0.5) for n, score in enumerate(scores))
+def found(scores: list[float], wall_s: float = 2.0) -> SweepResult:
+    entries = tuple(TrialRecord(n, {"lr": 0.1}, "complete", {5: score}, 0.5) for n, score in enumerate(scores))
     best = max(entries, key=lambda e: e.score)
-    return Found("t", "random", "serial", "maximize", entries, best, wall_s, {}, MemoryCheckpoints())
+    return SweepResult("t", "random", "serial", "maximize", entries, best, wall_s, {}, MemoryCheckpoints())
 
 
 def test_agreement_is_worked_out():

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import Costs, GivenCosts
-from gpumux.plan.graph import Block, Chain, Graph, blocks
+from gpumux.plan.graph import Block, Chain, LayerGraph, blocks
 from gpumux.plan.layers import LayerProfile, Timing
 from gpumux.plan.plan import Placement
 
@@ -21,15 +21,15 @@ def layer(name: str, *inputs: str, seconds: float = 1.0, **rest: object) -> Laye
     return LayerProfile(name, "Linear", inputs, **fields)  # type: ignore[arg-type]
 
 
-def chain_graph(length: int) -> Graph:
-    return Graph("chain", "none", tuple(layer(f"l{i}") for i in range(length)), tuple(range(length)))
+def chain_graph(length: int) -> LayerGraph:
+    return LayerGraph("chain", "none", tuple(layer(f"l{i}") for i in range(length)), tuple(range(length)))
 
 
-def random_chain(random: Random, most: int) -> Graph:
+def random_chain(random: Random, most: int) -> LayerGraph:
     return chain_graph(random.randint(1, most))
 
 
-def random_graph(random: Random, most: int) -> Graph:
+def random_graph(random: Random, most: int) -> LayerGraph:
     """A few layers and blocks, some of them nested; `most` layers at the most."""
     left, numbers = [most - 2], [0]  # the first branching and joining layers are there in any case
 
@@ -69,7 +69,7 @@ def random_graph(random: Random, most: int) -> Graph:
         return tuple(found)
 
     made = numbered(tuple(chain))
-    return Graph("random", "none", tuple(layer(f"l{i}") for i in range(count)), made)
+    return LayerGraph("random", "none", tuple(layer(f"l{i}") for i in range(count)), made)
 
 
 def random_costs(random: Random, layers: int, counts: tuple[int, ...], *, scale: int = 20) -> GivenCosts:
@@ -92,9 +92,9 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Amounts:
-    """What a graph's layers cost, as arrays by layer and the index of a count. `sizes`: of sets of GPUs."""
+    """Costs of a graph's layers, as arrays by layer and the index of a count. sizes: sizes of sets of GPUs."""
 
-    def __init__(self, graph: Graph, costs: Costs) -> None:
+    def __init__(self, graph: LayerGraph, costs: Costs) -> None:
         layers, counts = range(len(graph.layers)), costs.counts
         self.graph, self.counts, self.sizes = graph, np.array(counts), np.array((0, *counts, 10**6))
         self.own = np.array([[costs.comp(i, g) + costs.sync(i, g) for g in counts] for i in layers])
@@ -105,14 +105,14 @@ class Amounts:
         )
 
     def keep(self, walk: Walk, limit: float, gpus: int) -> npt.NDArray[np.bool_]:
-        """Which placements fit, and keep the amplification limit."""
+        """Masks of the placements that fit, and that keep the amplification limit."""
         good: npt.NDArray[np.bool_] = walk.wide <= gpus
         return good & (walk.spent * walk.gpus <= limit * self.single[:, None]).all(0) if limit < inf else good
 
 
 class Walk:
-    """Any number of placements of a graph at once, from the definitions in docs/planning.md, written down once more.
-    `chosen` [layers, placements]: indices of counts. Branches in `away` are away in all of them."""
+    """Any number of placements of a graph at once, computed from the definitions in docs/planning.md, independently of
+    the package. `chosen` [layers, placements]: indices of counts. Branches in `away` are away in all placements."""
 
     def __init__(self, amounts: Amounts, chosen: Numbers, away: Collection[tuple[int, int]]) -> None:
         self.amounts, self.chosen, self.away = amounts, chosen, away
@@ -122,7 +122,7 @@ class Walk:
         self.total, self.wide, _ = self.chain(amounts.graph.chain, None, False)
 
     def chain(self, chain: Chain, fork: int | None, away: bool) -> tuple[Seconds, Numbers, int | None]:
-        """(seconds without the way into what follows, most GPUs, last layer)"""
+        """(seconds without the transfer into the next layer, most GPUs, last layer)"""
         total, wide = np.zeros(self.chosen.shape[1]), np.zeros(self.chosen.shape[1], dtype=np.int64)
         last, joining = fork, False
         for place, each in enumerate(chain):

@@ -1,4 +1,4 @@
-"""The guidelines' own numbers, both lemmas, the integer program, and what a trace says of a loop."""
+"""The guidelines' own numbers, both lemmas, the integer program, and the overhead in a trace of a loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import guidelines as batch
-from gpumux.plan import guidelines as cnn
-from gpumux.plan import guidelines as lemmas
-from gpumux.plan import guidelines as overhead
-from gpumux.plan import models
+from gpumux.plan import guidelines, models
 from gpumux.plan.trace import trace
 
-ALEXNET = cnn.read(trace(models.find("alexnet")))
+ALEXNET = guidelines.read(trace(models.find("alexnet")))
 
 
 def test_table_2_of_the_guidelines():
@@ -80,7 +76,7 @@ class Uneven(nn.Module):
 
 
 def test_convolutions_are_taken_as_they_are():
-    net = cnn.read(trace(models.Loaded("uneven", Uneven(), (torch.zeros(1, 3, 16, 16),))))
+    net = guidelines.read(trace(models.LoadedModel("uneven", Uneven(), (torch.zeros(1, 3, 16, 16),))))
     assert [c.name for c in net.convolutions] == [
         "wide", "row", "gaps", "again", "again:2", "again:3", "uneven", "groups"
     ]  # fmt: skip
@@ -93,9 +89,9 @@ def test_convolutions_are_taken_as_they_are():
     square = replace(wide, kernel=(7, 7))
     big = 4096  # where computation counts, seven times the products are seven times as long
     assert square.seconds("gemm", big, A100) > 3 * wide.seconds("gemm", big, A100)
-    (choice,) = batch.suggest(net, [4], 12e9, A100)
+    (choice,) = guidelines.suggest(net, [4], 12e9, A100)
     assert choice.algorithms.keys() == {c.name for c in net.convolutions}
-    every = batch.options(net, 4, A100)
+    every = guidelines.options(net, 4, A100)
     assert choice.seconds == pytest.approx(
         sum(o.seconds for name in every for o in every[name] if o.algorithm == choice.algorithms[name])
     )
@@ -111,17 +107,17 @@ def test_convolutions_that_can_not_be_told_are_refused():
             return F.conv2d(self.first(x), self.weight)
 
     with pytest.raises(ConfigError, match="calls conv2d as a function"):
-        cnn.read(trace(models.Loaded("functional", Functional(), (torch.zeros(1, 3, 16, 16),))))
+        guidelines.read(trace(models.LoadedModel("functional", Functional(), (torch.zeros(1, 3, 16, 16),))))
     inside = nn.Sequential(nn.Conv2d(3, 4, 3), WholePool(), nn.Flatten())
     with pytest.raises(ConfigError, match="is taken as one layer, and has convolutions inside"):
-        cnn.read(trace(models.Loaded("hidden", inside, (torch.zeros(1, 3, 16, 16),)), whole=["WholePool"]))
+        guidelines.read(trace(models.LoadedModel("hidden", inside, (torch.zeros(1, 3, 16, 16),)), whole=["WholePool"]))
 
 
 @pytest.mark.parametrize("other", [(nn.ConvTranspose2d(3, 3, 3),), (nn.Flatten(2), nn.Conv1d(3, 3, 3))])
 def test_other_convolutions_are_refused(other: tuple[nn.Module, ...]):
     net = nn.Sequential(nn.Conv2d(3, 3, 3), *other)
     with pytest.raises(ConfigError, match=r"for torch\.nn\.Conv2d alone"):
-        cnn.read(trace(models.Loaded("other", net, (torch.zeros(1, 3, 16, 16),))))
+        guidelines.read(trace(models.LoadedModel("other", net, (torch.zeros(1, 3, 16, 16),))))
 
 
 class WholePool(nn.Module):
@@ -134,35 +130,35 @@ class WholePool(nn.Module):
 
 
 def test_lemma_3_1_and_its_examples():
-    assert lemmas.tolerable_overhead(4, 0.8) == pytest.approx(0.0909, abs=1e-4)  # "must not exceed 9 %"
-    assert lemmas.gpus_for(3, 0.1) == 4
-    assert lemmas.gpus_for(11, 0.1) is None
-    assert lemmas.most_speedup(0.1) == pytest.approx(11)
-    assert lemmas.tolerable_overhead(1, 0.5) == inf
-    assert lemmas.efficiency(1, 0.3) == 1
+    assert guidelines.tolerable_overhead(4, 0.8) == pytest.approx(0.0909, abs=1e-4)  # "must not exceed 9 %"
+    assert guidelines.gpus_for(3, 0.1) == 4
+    assert guidelines.gpus_for(11, 0.1) is None
+    assert guidelines.most_speedup(0.1) == pytest.approx(11)
+    assert guidelines.tolerable_overhead(1, 0.5) == inf
+    assert guidelines.efficiency(1, 0.3) == 1
     for wrong in ((0, 0.1), (1, -0.1), (1, inf)):
         with pytest.raises(ConfigError):
-            lemmas.efficiency(*wrong)
+            guidelines.efficiency(*wrong)
 
 
 @given(st.integers(2, 2000), st.floats(0, 10))
 def test_lemma_3_1_is_one_lemma_both_ways(gpus: int, ratio: float):
-    alpha = lemmas.efficiency(gpus, ratio)
+    alpha = guidelines.efficiency(gpus, ratio)
     assert 1 / gpus <= alpha <= 1 + 1e-12
     if alpha * gpus > 1.001:
-        assert lemmas.tolerable_overhead(gpus, min(1.0, alpha)) == pytest.approx(ratio, rel=1e-5, abs=1e-9)
-    needed = lemmas.gpus_for(max(1.0, lemmas.speedup(gpus, ratio) * (1 - 1e-7)), ratio)
+        assert guidelines.tolerable_overhead(gpus, min(1.0, alpha)) == pytest.approx(ratio, rel=1e-5, abs=1e-9)
+    needed = guidelines.gpus_for(max(1.0, guidelines.speedup(gpus, ratio) * (1 - 1e-7)), ratio)
     assert needed is not None
     assert needed <= gpus
-    assert lemmas.speedup(needed, ratio) >= lemmas.speedup(gpus, ratio) * (1 - 1e-6)
+    assert guidelines.speedup(needed, ratio) >= guidelines.speedup(gpus, ratio) * (1 - 1e-6)
 
 
 def test_lemma_3_2_and_alexnets_updates():
     """180 MB a push do not go through 1 Gb/s: 1.44 s, where 10 Gb/s takes 0.144 s."""
-    one, ten = lemmas.exchanges(180e6, 8, 1e9 / 8, 0.5), lemmas.exchanges(180e6, 8, 10e9 / 8, 0.5)
-    assert lemmas.servers(180e6, 8, 1e9 / 8, 0.5) == 47
-    assert lemmas.servers(180e6, 8, 10e9 / 8, 0.5) == 5
-    assert lemmas.servers(1.0, 1, 2.0, 1.0) == 1
+    one, ten = guidelines.exchanges(180e6, 8, 1e9 / 8, 0.5), guidelines.exchanges(180e6, 8, 10e9 / 8, 0.5)
+    assert guidelines.servers(180e6, 8, 1e9 / 8, 0.5) == 47
+    assert guidelines.servers(180e6, 8, 10e9 / 8, 0.5) == 5
+    assert guidelines.servers(1.0, 1, 2.0, 1.0) == 1
     assert [each.hidden for each in one] == [False] * 3
     assert [each.hidden for each in ten] == [True] * 3
     assert one[0].nbytes == 2 * 7 / 8 * 180e6
@@ -170,7 +166,7 @@ def test_lemma_3_2_and_alexnets_updates():
     assert one[2].nbytes == 1.5 * one[1].nbytes
     assert one[0].bandwidth * 0.5 == one[0].nbytes
     with pytest.raises(ConfigError, match="bandwidth"):
-        lemmas.servers(1.0, 1, 0.0, 1.0)
+        guidelines.servers(1.0, 1, 0.0, 1.0)
 
 
 @given(
@@ -182,10 +178,10 @@ def test_lemma_3_2_and_alexnets_updates():
 @settings(max_examples=60)
 def test_the_integer_program_is_solved_exactly(layers: list[list[tuple[int, int]]], bound: int):
     options = {
-        f"l{i}": [batch.Option(str(j), float(t), float(m)) for j, (t, m) in enumerate(each)]
+        f"l{i}": [guidelines.Option(str(j), float(t), float(m)) for j, (t, m) in enumerate(each)]
         for i, each in enumerate(layers)
     }
-    found = batch.choose(options, float(bound))
+    found = guidelines.choose(options, float(bound))
     fitting = [chosen for chosen in product(*options.values()) if sum(o.nbytes for o in chosen) <= bound]
     if not fitting:
         assert found is None
@@ -196,7 +192,7 @@ def test_the_integer_program_is_solved_exactly(layers: list[list[tuple[int, int]
 
 
 def test_less_memory_means_slower_algorithms_or_smaller_batches():
-    plenty, tight = (batch.suggest(ALEXNET, (16, 32, 64, 128), memory, A100) for memory in (12e9, 1e9))
+    plenty, tight = (guidelines.suggest(ALEXNET, (16, 32, 64, 128), memory, A100) for memory in (12e9, 1e9))
     assert plenty[0].batch == 128
     assert tight[0].batch == 16
     for choices, memory in ((plenty, 12e9), (tight, 1e9)):
@@ -206,18 +202,18 @@ def test_less_memory_means_slower_algorithms_or_smaller_batches():
     same = {choice.batch: choice for choice in plenty}
     assert all(choice.seconds >= same[choice.batch].seconds for choice in tight)
     assert "fft" not in {
-        a for choice in batch.suggest(ALEXNET, (64,), 12e9, A100, ("gemm",)) for a in choice.algorithms.values()
+        a for choice in guidelines.suggest(ALEXNET, (64,), 12e9, A100, ("gemm",)) for a in choice.algorithms.values()
     }
     with pytest.raises(ConfigError, match="fits into"):
-        batch.suggest(ALEXNET, (64,), 1e8, A100)
+        guidelines.suggest(ALEXNET, (64,), 1e8, A100)
 
 
 def test_groups_strides_and_shapes_limit_the_algorithms():
     layer = ALEXNET.convolutions[0]
-    assert [layer.can(each) for each in cnn.ALGORITHMS] == [True, True, False]
-    assert [ALEXNET.convolutions[2].can(each) for each in cnn.ALGORITHMS] == [True, True, True]
+    assert [layer.can(each) for each in guidelines.ALGORITHMS] == [True, True, False]
+    assert [ALEXNET.convolutions[2].can(each) for each in guidelines.ALGORITHMS] == [True, True, True]
     with pytest.raises(ConfigError, match="no 2d convolutions"):
-        cnn.read(trace(models.find("transformer")))
+        guidelines.read(trace(models.find("transformer")))
 
 
 def event(name: str, category: str, start: float, seconds: float) -> dict[str, object]:
@@ -225,7 +221,7 @@ def event(name: str, category: str, start: float, seconds: float) -> dict[str, o
 
 
 def test_overhead_on_a_gpu_is_when_no_kernel_computes():
-    found = overhead.measure({"traceEvents": [
+    found = guidelines.measure({"traceEvents": [
         event("aten::mm", "cpu_op", 0, 1), event("gemm", "kernel", 1, 2), event("relu", "kernel", 2, 2),
         event("ncclDevKernel_AllReduce", "kernel", 4, 2), event("memcpy", "gpu_memcpy", 6, 1),
         event("enumerate(DataLoader)#x", "cpu_op", 7, 1), event("gemm", "kernel", 8, 2),
@@ -235,9 +231,11 @@ def test_overhead_on_a_gpu_is_when_no_kernel_computes():
 
 
 def test_overhead_on_the_cpu_leaves_out_loading_and_collectives():
-    found = overhead.measure([
-        event("enumerate(DataLoader)#x", "cpu_op", 0, 2), event("aten::stack", "cpu_op", 1, 0.5), event("aten::mm", "cpu_op", 2, 4),
-        event("aten::add", "cpu_op", 3, 1), event("c10d::allreduce_", "cpu_op", 6, 1), event("aten::add", "cpu_op", 7, 1),
+    found = guidelines.measure([
+        event("enumerate(DataLoader)#x", "cpu_op", 0, 2), event("aten::stack", "cpu_op", 1, 0.5),
+        event("aten::mm", "cpu_op", 2, 4),
+        event("aten::add", "cpu_op", 3, 1), event("c10d::allreduce_", "cpu_op", 6, 1),
+        event("aten::add", "cpu_op", 7, 1),
     ])  # fmt: skip
     assert (found.total, found.compute, found.loading, found.device) == (8, 5, 2, "cpu")
 
@@ -250,13 +248,13 @@ def test_a_real_loops_trace(tmp_path):
             model(x).sum().backward()
     path = tmp_path / "loop.json"
     profiler.export_chrome_trace(str(path))
-    found = overhead.load(path)
+    found = guidelines.load(path)
     assert 0 < found.compute < found.total
     assert found.loading > 0
     assert found.ratio > 0
     packed = tmp_path / "loop.json.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert overhead.load(packed) == found
+    assert guidelines.load(packed) == found
 
 
 def test_what_is_no_trace_is_refused(tmp_path):
@@ -264,6 +262,6 @@ def test_what_is_no_trace_is_refused(tmp_path):
         path = tmp_path / "x.json"
         path.write_text(body)
         with pytest.raises(ConfigError, match=says):
-            overhead.load(path)
+            guidelines.load(path)
     with pytest.raises(ConfigError, match="can't read"):
-        overhead.load(tmp_path / "absent.json")
+        guidelines.load(tmp_path / "absent.json")

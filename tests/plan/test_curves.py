@@ -1,4 +1,4 @@
-"""Figures and curves answer the question that was asked, whatever its options; and what their pictures show."""
+"""Figures and curves use all options of the query, and their pictures show them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 
 from gpumux.errors import ConfigError
 from gpumux.plan import plot
-from gpumux.plan import plot as curves
 from gpumux.plan.baselines import SampleEfficiency, scaled
 from gpumux.plan.costs import Network
 from gpumux.plan.graph import reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
-from gpumux.plan.plan import Plan
-from gpumux.plan.question import Question
+from gpumux.plan.plan import BurstPlan
+from gpumux.plan.query import PlanQuery
 from tests.plan.graphs import layer
 
 EFFICIENCY = SampleEfficiency(64.0)
@@ -30,11 +29,13 @@ def timed(name: str, *inputs: str, smallest: int = 1, rate: float = 2.0, paramet
     return layer(name, *inputs, times=times, output_bytes=3, parameter_bytes=parameters)
 
 
-def question(smallest: int = 1, counts: tuple[int, ...] = (1, 2, 4)) -> Question:
+def query(smallest: int = 1, counts: tuple[int, ...] = (1, 2, 4)) -> PlanQuery:
     """Two branches, small enough for both searches, with syncs and transfers that matter."""
-    layers = (timed("a", smallest=smallest), timed("b", "a", smallest=smallest), timed("c", "a", smallest=smallest, rate=0.5),
-              timed("d", "b", "c", smallest=smallest, parameters=400), timed("e", "d", smallest=smallest, rate=0.01))  # fmt: skip
-    return Question(reduce(ModelProfile("m", "d", layers)), 16, 4, counts, Network("n", 40.0, 0.01), 2.0)
+    layers = (timed("a", smallest=smallest), timed("b", "a", smallest=smallest),
+              timed("c", "a", smallest=smallest, rate=0.5),
+              timed("d", "b", "c", smallest=smallest, parameters=400),
+              timed("e", "d", smallest=smallest, rate=0.01))  # fmt: skip
+    return PlanQuery(reduce(ModelProfile("m", "d", layers)), 16, 4, counts, Network("n", 40.0, 0.01), 2.0)
 
 
 OPTIONS = (
@@ -48,39 +49,40 @@ OPTIONS = (
 
 @pytest.mark.parametrize("changed", OPTIONS, ids=lambda each: next(iter(each)))
 def test_every_option_reaches_every_curve(changed: dict[str, object]) -> None:
-    asked = replace(question(), **changed)  # type: ignore[arg-type]
-    assert {each.gpus for each in curves.over_sizes(asked, EFFICIENCY)} == set(asked.counts)
+    asked = replace(query(), **changed)  # type: ignore[arg-type]
+    assert {each.gpus for each in plot.over_sizes(asked, EFFICIENCY)} == set(asked.counts)
     ways = {each.strategy: each for each in scaled(asked, 4, EFFICIENCY)}
     assert ways["burst"].iteration_s == asked.plan().seconds
     assert ways["strong"].iteration_s == asked.data_parallel(4).seconds
     assert ways["weak"].iteration_s == replace(asked, batch=64).data_parallel(4).seconds
-    for limit, plan in curves.over_limits(asked):
+    for limit, plan in plot.over_limits(asked):
         assert plan == replace(asked, limit=limit).plan()
         assert plan.algorithm == asked.algorithm
-    last = [each for bandwidth, each in curves.over_networks(asked, EFFICIENCY, (asked.network.bandwidth,))]
+    last = [each for bandwidth, each in plot.over_networks(asked, EFFICIENCY, (asked.network.bandwidth,))]
     assert last == scaled(asked, asked.counts[-1], EFFICIENCY)
-    points = {each.name: each for each in curves.operating_points(asked, [asked.plan()])}
+    points = {each.name: each for each in plot.operating_points(asked, [asked.plan()])}
     assert {f"partition {count}" for count in asked.counts} < set(points)
     assert points["partition 4"].speedup == asked.data_parallel(4).speedup
-    assert len(curves.layer_speedups(asked)[0]) == len(asked.counts)
+    assert len(plot.layer_speedups(asked)[0]) == len(asked.counts)
 
 
 def test_the_options_make_a_difference_there() -> None:
-    """So that the test above can fail."""
-    plain = question()
+    """Checks that the test above can fail."""
+    plain = query()
     for changed in OPTIONS:
-        asked, beside = replace(plain, **changed), replace(plain, limit=changed.get("limit", 2.0))  # type: ignore[arg-type]
+        asked = replace(plain, **changed)
+        beside = replace(plain, limit=changed.get("limit", 2.0))  # type: ignore[arg-type]
         if set(changed) != {"limit"}:
             assert asked.plan().seconds != beside.plan().seconds or asked.counts != beside.counts
     assert plain.plan().seconds != replace(plain, limit=1.0).plan().seconds
 
 
 def test_limits_that_no_plan_keeps_are_said_and_skipped() -> None:
-    asked = replace(question(), counts=(2, 4), limit=1.0)
+    asked = replace(query(), counts=(2, 4), limit=1.0)
     assert asked.answer() is None
     with pytest.raises(ConfigError, match="no plan over 2, 4 GPUs"):
         asked.plan()
-    found = dict(curves.over_limits(asked))
+    found = dict(plot.over_limits(asked))
     assert found[1.0] is None
     assert found[inf] is not None
     assert {each.strategy for each in scaled(asked, 4, EFFICIENCY)} == {"weak", "strong", "batch-optimal"}
@@ -89,15 +91,15 @@ def test_limits_that_no_plan_keeps_are_said_and_skipped() -> None:
 def test_background_jobs_run_what_was_timed() -> None:
     """A profile of batches from 16 on says nothing of a GPU's part of 16."""
     with pytest.raises(ConfigError, match="16 on 4 GPUs is 4 samples each"):
-        question(smallest=16)
-    asked = question(smallest=16, counts=(1,))
-    assert curves.background_batch(asked) == 16
-    assert curves.background_batch(question()) == 4
-    points = curves.operating_points(asked, [asked.plan()])
+        query(smallest=16)
+    asked = query(smallest=16, counts=(1,))
+    assert plot.background_batch(asked) == 16
+    assert plot.background_batch(query()) == 4
+    points = plot.operating_points(asked, [asked.plan()])
     plan = asked.plan()
     shared = plan.idle / plan.seconds * 16 / asked.data_parallel(1).seconds
     assert points[0].throughput == pytest.approx(16 / plan.seconds + shared)
-    assert [each.strategy for each in curves.over_sizes(asked, EFFICIENCY)] == [
+    assert [each.strategy for each in plot.over_sizes(asked, EFFICIENCY)] == [
         "weak", "strong", "batch-optimal", "burst"
     ]  # fmt: skip
 
@@ -114,7 +116,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Figure]:
 
 
 def test_a_timeline_has_a_bar_for_all_that_takes_time(drawn: Callable[[], Figure]) -> None:
-    plan: Plan = replace(question(), limit=inf).plan()
+    plan: BurstPlan = replace(query(), limit=inf).plan()
     plot.timeline(plan, Path("x.png"))
     (axes,) = drawn().axes
     bars = {
@@ -146,8 +148,8 @@ def lines(figure: Figure, at: int = 0) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_scaling_and_networks_show_each_strategy(drawn: Callable[[], Figure]) -> None:
-    asked = question()
-    found = curves.over_sizes(asked, EFFICIENCY)
+    asked = query()
+    found = plot.over_sizes(asked, EFFICIENCY)
     plot.scaling(found, "it", Path("x.png"))
     shown = lines(drawn())
     for strategy in plot.STRATEGIES:
@@ -155,22 +157,22 @@ def test_scaling_and_networks_show_each_strategy(drawn: Callable[[], Figure]) ->
         assert len(shown[strategy]) == 3
     (samples,) = lines(drawn(), 1).values()
     assert samples == [(each.gpus, each.samples_a_gpu) for each in found if each.strategy == "batch-optimal"]
-    speeds = curves.over_networks(asked, EFFICIENCY)
+    speeds = plot.over_networks(asked, EFFICIENCY)
     plot.networks(speeds, "it", Path("x.png"))
     shown = lines(drawn())
     for strategy in plot.STRATEGIES:
         assert shown[strategy] == [(rate * 8e-9, each.speedup) for rate, each in speeds if each.strategy == strategy]
-        assert len(shown[strategy]) == len(curves.BANDWIDTHS)
+        assert len(shown[strategy]) == len(plot.BANDWIDTHS)
 
 
 def test_layers_and_the_trade_off_show_what_was_found(drawn: Callable[[], Figure]) -> None:
-    asked = question()
-    speedups = curves.layer_speedups(asked)
+    asked = query()
+    speedups = plot.layer_speedups(asked)
     plot.layers(asked.graph, speedups, asked.counts, Path("x.png"))
     (axes,) = drawn().axes
     assert [bar.get_height() for bar in axes.patches] == [each[-1] for each in speedups]  # type: ignore[attr-defined]
     assert [each.get_text() for each in axes.get_xticklabels()] == ["a", "b", "c", "d", "e"]
-    points = curves.operating_points(asked, [each for _, each in curves.over_limits(asked) if each is not None])
+    points = plot.operating_points(asked, [each for _, each in plot.over_limits(asked) if each is not None])
     plot.trade_off(points, "it", Path("x.png"))
     shown = lines(drawn())
     for kind, label in (("limit", "burst, idle time shared"), ("partition", "partition")):

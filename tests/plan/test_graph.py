@@ -1,4 +1,4 @@
-"""From layers to a chain of layers and blocks, and what is no such thing."""
+"""From layers to a chain of layers and blocks, and graphs of another form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpumux.errors import ConfigError
 from gpumux.plan.costs import Network, ProfiledCosts, away_share, divisors, moved_share, powers_of_two, preset
 from gpumux.plan.graph import MAX_BRANCHES, Block, members, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing, dumps, load, loads, save
-from gpumux.plan.question import Question
+from gpumux.plan.query import PlanQuery
 from tests.plan.graphs import layer
 
 
@@ -23,7 +23,8 @@ def graph(*layers: LayerProfile):
 
 def test_chains_skips_and_nested_blocks():
     found = graph(
-        layer("a"), layer("b", "a"), layer("c", "b"), layer("d", "b"), layer("e", "c", "d"), layer("f", "a", "e"), layer("g", "f")
+        layer("a"), layer("b", "a"), layer("c", "b"), layer("d", "b"), layer("e", "c", "d"), layer("f", "a", "e"),
+        layer("g", "f")
     )  # fmt: skip
     assert found.chain == (0, Block(0, ((1, Block(1, ((2,), (3,))), 4), ())), 5, 6)
     assert found.blocks == 2
@@ -63,10 +64,11 @@ def test_branches_that_meet_before_the_others_get_a_fork_of_their_own():
 
 
 def test_a_fork_of_their_own_moves_no_samples():
-    """The layer that takes no time is where its input is, and the plan as good as if it were not there."""
-    attention = [timed("x", 1), timed("q", 4, "x"), timed("k", 4, "x"), timed("v", 8, "x"), timed("scores", 1, "q", "k"),
+    """The inserted layer takes no time and has no place of its own, so the plan is as good as without it."""
+    attention = [timed("x", 1), timed("q", 4, "x"), timed("k", 4, "x"), timed("v", 8, "x"),
+                 timed("scores", 1, "q", "k"),
                  timed("values", 1, "scores", "v")]  # fmt: skip
-    found = Question(graph(*attention), 4, 4, (1, 2, 4), Network("n", 1e6, 0.01), 2.0).plan()
+    found = PlanQuery(graph(*attention), 4, 4, (1, 2, 4), Network("n", 1e6, 0.01), 2.0).plan()
     places = {each.name: found.placement.gpus[i] for i, each in enumerate(found.graph.layers)}
     assert places["x.parting"] == places["x"]
     assert not found.over_limit()
@@ -81,7 +83,8 @@ def timed(name: str, seconds: float, *inputs: str) -> LayerProfile:
 
 def test_what_is_merged_is_called_as_the_module_around_it():
     found = graph(
-        layer("a"), layer("net.inner.b", "a"), layer("net.inner.c", "a"), layer("net.inner.d", "net.inner.b", "net.inner.c"),
+        layer("a"), layer("net.inner.b", "a"), layer("net.inner.c", "a"),
+        layer("net.inner.d", "net.inner.b", "net.inner.c"),
         layer("e", "net.inner.b", "net.inner.d"),
     )  # fmt: skip
     assert [each.name for each in found.layers] == ["a", "net.inner", "e"]
@@ -183,7 +186,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_what_would():
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 @pytest.mark.parametrize("batches", [((1, 4), (1, 2)), ((1, 2), (1, 4)), ((1, 2), (1, 2)), ((1,), (1, 2, 4))])
 def test_layers_timed_at_different_batches_cost_the_same_as_alone(batches: Sequence[Sequence[int]], overlap: float):
-    """Of two layers, one timed at fewer batches than the other, at others, or neither at those that are asked for."""
+    """Of two layers, one timed at fewer batches than the other, at others, or neither at the requested ones."""
     times = [tuple(Timing(n, 1.0 + n / 4, 2.0 + n / 2) for n in each) for each in batches]
     a, b = layer("a", times=times[0], parameter_bytes=0), layer("b", "a", times=times[1])
     costs = ProfiledCosts(graph(a, b), 8, (2, 4, 8), Network("n", 8.0, 0.5), overlap)
@@ -197,7 +200,7 @@ def test_layers_timed_at_different_batches_cost_the_same_as_alone(batches: Seque
 @given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=3), max_size=12))
 @settings(max_examples=300)
 def test_every_graph_becomes_a_chain_of_all_its_layers(inputs: list[list[int]]):
-    """Whatever the connections, nothing is lost or counted twice."""
+    """For any connections, nothing is lost or counted twice."""
     layers = [layer("l0")]
     for i, each in enumerate(inputs, start=1):
         layers.append(layer(f"l{i}", *sorted({f"l{n % i}" for n in each}), parameter_bytes=i))
@@ -205,6 +208,6 @@ def test_every_graph_becomes_a_chain_of_all_its_layers(inputs: list[list[int]]):
     assert sorted(members(found.chain)) == list(range(len(found.layers)))
     assert sum(each.parameter_bytes for each in found.layers) == sum(each.parameter_bytes for each in layers)
     assert sum(each.at(1).seconds for each in found.layers) == pytest.approx(3.0 * len(layers))
-    ours, theirs = (Question(found, 4, 4, (1, 2, 4), preset("25g"), 4.0, algorithm=each).plan()
+    ours, theirs = (PlanQuery(found, 4, 4, (1, 2, 4), preset("25g"), 4.0, algorithm=each).plan()
                     for each in ("optimal", "deeppool"))  # fmt: skip
     assert theirs.over_limit() or ours.seconds <= theirs.seconds * (1 + 1e-12)

@@ -1,4 +1,4 @@
-"""The searches against one that tries every plan, and against each other."""
+"""The searches against an exhaustive one, and against each other."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
 from gpumux.plan import branches, deeppool, optimal
-from gpumux.plan import branches as sharing
 from gpumux.plan.costs import Costs, GivenCosts, Network, ProfiledCosts, powers_of_two
-from gpumux.plan.graph import Graph
+from gpumux.plan.graph import LayerGraph
 from gpumux.plan.layers import LayerProfile, Timing
-from gpumux.plan.plan import Plan, evaluate
+from gpumux.plan.plan import BurstPlan, evaluate
 from tests.plan.graphs import Amounts, brute_force, chain_graph, layer, random_chain, random_costs, random_graph, times
 
 LIMITS = (1.0, 1.25, 1.5, 2.0, 3.0, 8.0, inf)
 COUNTS = ((1, 2), (1, 2, 4), (1, 2, 3), (2, 4), (1, 4))
 
 
-def planned(search, graph: Graph, costs: Costs, limit: float, gpus: int) -> Plan:
+def planned(search, graph: LayerGraph, costs: Costs, limit: float, gpus: int) -> BurstPlan:
     return evaluate(graph, costs, search.search(graph, costs, limit, gpus), gpus=gpus, batch=1, limit=limit)
 
 
-def check_against_everything(graph: Graph, costs: Costs, limit: float, gpus: int) -> tuple[Plan, Plan] | None:
+def check_against_everything(
+    graph: LayerGraph, costs: Costs, limit: float, gpus: int
+) -> tuple[BurstPlan, BurstPlan] | None:
     """The optimum is what trying everything finds, to the last bit, and the published search is never better, but by
     going over the limit; then no worse than the optimum under the limit it really kept. None: no plan keeps it."""
     amounts = Amounts(graph, costs)
@@ -51,7 +52,7 @@ def check_against_everything(graph: Graph, costs: Costs, limit: float, gpus: int
     return ours, theirs
 
 
-def check_rows(plan: Plan) -> None:
+def check_rows(plan: BurstPlan) -> None:
     """No GPU does two things at once, none exists beyond the cluster, and nothing happens after the end."""
     for place, row in enumerate(plan.rows):
         assert row.first >= 0
@@ -82,8 +83,8 @@ def test_the_optimum_is_what_trying_everything_finds():
 
 
 def test_what_is_worked_out_a_bit_at_a_time_is_the_same(monkeypatch: pytest.MonkeyPatch):
-    """Arrays are parted where they would be large; here all are."""
-    for module in (branches, sharing):
+    """Arrays are split if they would be large; here all are."""
+    for module in (branches, branches):
         monkeypatch.setattr(module, "CHUNK", 1)
     for seed in range(120):
         random = Random(seed)
@@ -114,7 +115,7 @@ def test_costs_of_the_network_model_are_searched_exactly_too(random: Random, lim
         for i in range(random.randint(1, 5))
         for base, rate in [(float(random.randint(0, 9)), float(random.choice((0, 1, 5, 30))))]
     )  # fmt: skip
-    graph = Graph("random", "none", layers, tuple(range(len(layers))))
+    graph = LayerGraph("random", "none", layers, tuple(range(len(layers))))
     costs = ProfiledCosts(graph, 4, (1, 2, 4), Network("n", 2.0, float(random.choice((0, 1)))), overlap)
     tables = costs.tables()
     for i in range(len(layers)):
@@ -140,10 +141,11 @@ def test_long_chains_are_no_worse_than_published(random: Random, length: int):
             assert ours.seconds == theirs.seconds  # without a limit both are shortest paths
 
 
-def strict_example() -> tuple[Graph, GivenCosts]:
-    """The example of docs/planning.md. Under a limit of 4, layer 1 is reached soonest on 2 GPUs from 1, but exceeds the
-    limit that way (7 s on 2 GPUs, 3 s alone); from 2 it keeps it, 3 s later. Algorithm 1 knows the first way alone."""
-    graph = Graph("example", "none", tuple(layer(f"l{i}") for i in range(3)), (0, 1, 2))
+def strict_example() -> tuple[LayerGraph, GivenCosts]:
+    """The example of docs/planning.md. Under a limit of 4, layer 1 is reached soonest on 2 GPUs from 1, but that path
+    exceeds the limit (7 s on 2 GPUs, 3 s alone); from 2 GPUs it keeps the limit, 3 s later. Algorithm 1 keeps only the
+    first path."""
+    graph = LayerGraph("example", "none", tuple(layer(f"l{i}") for i in range(3)), (0, 1, 2))
     single = np.array([10.0, 3.0, 40.0])
     compute = np.array([[10.0, 9.0], [3.0, 2.0], [40.0, 20.0]])
     gradients = np.array([[0.0, 9.0], [0.0, 0.0], [0.0, 0.0]])
@@ -182,12 +184,12 @@ def test_a_limit_below_one_is_refused():
 
 
 def test_a_long_chain_takes_memory_linear_in_layers():
-    """The edges of a chunk of layers are all that is held beside the tables and one row a layer."""
+    """Only the edges of a chunk of layers are held beside the tables and one row a layer."""
     import tracemalloc
 
     def peak(length: int) -> int:
         layers = tuple(layer(f"l{i}", seconds=float(i % 7 + 1)) for i in range(length))
-        graph = Graph("long", "none", layers, tuple(range(length)))
+        graph = LayerGraph("long", "none", layers, tuple(range(length)))
         costs = ProfiledCosts(graph, 1024, powers_of_two(1024), Network("n", 1e3, 0.1))
         optimal.search(graph, costs, 2.0, 1024)  # what is kept with the graph is made now
         tracemalloc.start()

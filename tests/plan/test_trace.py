@@ -13,14 +13,13 @@ from clients.models.transformer import transformer
 from gpumux.device.sim.cost import A100
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan import measure, models
-from gpumux.plan import measure as roofline
 from gpumux.plan.graph import Block, reduce
-from gpumux.plan.models import Loaded
+from gpumux.plan.models import LoadedModel
 from gpumux.plan.trace import trace
 
 
-def loaded(module: nn.Module, *shape: int) -> Loaded:
-    return Loaded("it", module, (torch.randn(1, *shape),))
+def loaded(module: nn.Module, *shape: int) -> LoadedModel:
+    return LoadedModel("it", module, (torch.randn(1, *shape),))
 
 
 def test_layers_have_the_users_names_and_take_what_belongs_to_them():
@@ -38,7 +37,7 @@ def test_layers_have_the_users_names_and_take_what_belongs_to_them():
 
 def test_attention_and_skip_connections_become_blocks():
     traced = trace(loaded(transformer("tiny"), 1, 8, 8))
-    graph = reduce(roofline.roofline_profile(traced, A100))
+    graph = reduce(measure.roofline_profile(traced, A100))
     assert graph.notes == ()
     assert graph.blocks == 2  # around the attention and around the feed-forward
     skip = next(each for each in graph.chain if isinstance(each, Block))
@@ -63,7 +62,7 @@ class Attention(nn.Module):
 
 def test_attention_written_as_products_is_a_block_in_a_block():
     traced = trace(loaded(nn.Sequential(nn.Linear(8, 8), Attention()), 6, 8))
-    graph = reduce(roofline.roofline_profile(traced, A100))
+    graph = reduce(measure.roofline_profile(traced, A100))
     assert graph.notes == ()
     names = ["0", "0.parting", "1.query", "1.key", "1.value", "1.matmul", "1.matmul:2", "1.out"]
     assert [each.name for each in graph.layers] == names
@@ -72,11 +71,12 @@ def test_attention_written_as_products_is_a_block_in_a_block():
 
 @pytest.mark.parametrize(
     ("name", "layers", "blocks", "millions"),
-    [("vgg16", 21, 0, 138.4), ("inception_v3", 124, 15, 23.8), ("wide_resnet101_2", 140, 33, 126.9), ("transformer", 68, 18, 34.9)],
+    [("vgg16", 21, 0, 138.4), ("inception_v3", 124, 15, 23.8), ("wide_resnet101_2", 140, 33, 126.9),
+     ("transformer", 68, 18, 34.9)],
 )  # fmt: skip
 def test_the_papers_models_are_what_they_should_be(name: str, layers: int, blocks: int, millions: float):
     traced = trace(models.find(name))
-    graph = reduce(roofline.roofline_profile(traced, A100, (1, 2)))
+    graph = reduce(measure.roofline_profile(traced, A100, (1, 2)))
     assert (len(traced.layers), graph.blocks, graph.notes) == (layers, blocks, ())
     assert sum(each.parameter_bytes for each in traced.layers) / 4e6 == pytest.approx(millions, abs=0.05)
 
@@ -100,12 +100,12 @@ class Shared(nn.Module):
 
 
 def test_shared_modules_parameters_and_several_inputs():
-    traced = trace(Loaded("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))))
+    traced = trace(LoadedModel("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))))
     assert [each.name for each in traced.layers] == ["dense", "dense:2", "mul", "mul:2"]
     assert [each.parameter_bytes for each in traced.layers] == [80, 0, 0, 16]
     assert traced.layers[2].inputs == ["dense", "dense:2"]
     profile = measure.profile(
-        Loaded("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))), device="cpu", batches=(1, 2), repeats=1
+        LoadedModel("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))), device="cpu", batches=(1, 2), repeats=1
     )
     assert profile.sources() == {"measured": 4}
 
@@ -144,7 +144,7 @@ def test_measured_layers_are_all_there_and_leave_the_model_alone(make):
 
 
 def test_measuring_runs_what_the_model_runs():
-    """Layer by layer, the result is the model's own."""
+    """Layer by layer, the result equals the model's own."""
     torch.manual_seed(0)
     model = transformer("tiny").eval()
     it = loaded(model, 1, 8, 8)
@@ -173,13 +173,13 @@ def test_a_layer_over_the_whole_batch_is_named():
         def forward(self, x: Tensor) -> Tensor:
             return self.l(x.view(1, -1))
 
-    traced = trace(Loaded("flat", Flat(), (torch.randn(2, 8),)))
+    traced = trace(LoadedModel("flat", Flat(), (torch.randn(2, 8),)))
     with pytest.raises(CaptureError, match="layer 'l' makes less than one row for each sample of a batch of 2"):
-        roofline.roofline_profile(traced, A100)
+        measure.roofline_profile(traced, A100)
 
 
 def test_modelled_times_grow_with_the_batch_and_are_marked():
-    found = roofline.roofline_profile(trace(models.find("alexnet")), A100)
+    found = measure.roofline_profile(trace(models.find("alexnet")), A100)
     assert found.sources() == {"model": 11}
     assert found.device == "a100"
     for each in found.layers:
@@ -264,7 +264,7 @@ def test_a_model_that_does_not_run_says_where_and_what_to_do(
     module: nn.Module, examples: int, says: str, remedy: str, capfd: pytest.CaptureFixture[str]
 ):
     with pytest.raises(CaptureError, match=re.escape(says)) as caught:
-        trace(Loaded("it", module, [torch.zeros(1, 4)] * examples))
+        trace(LoadedModel("it", module, [torch.zeros(1, 4)] * examples))
     assert remedy in caught.value.remedy
     assert capfd.readouterr().err == ""  # torch's own log of it
 
@@ -285,7 +285,7 @@ def test_models_that_compute_nothing_or_take_any_number_of_inputs_are_refused():
     with pytest.raises(CaptureError, match="computes nothing"):
         trace(loaded(nn.Flatten(), 4))
     with pytest.raises(CaptureError, match=r"takes \*args"):
-        trace(Loaded("it", Starred(), (torch.zeros(1, 4), torch.zeros(1, 4))))
+        trace(LoadedModel("it", Starred(), (torch.zeros(1, 4), torch.zeros(1, 4))))
 
 
 def test_a_batch_a_layer_does_not_take_is_said():
@@ -298,7 +298,7 @@ def test_a_batch_a_layer_does_not_take_is_said():
 
 
 def modelled_seconds(module: nn.Module, *shape: int, whole: tuple[str, ...] = ()) -> float:
-    return roofline.roofline_profile(trace(loaded(nn.Sequential(module), *shape), whole=whole), A100, (1,)).seconds(1)
+    return measure.roofline_profile(trace(loaded(nn.Sequential(module), *shape), whole=whole), A100, (1,)).seconds(1)
 
 
 class Wrapped(nn.Module):
@@ -318,7 +318,7 @@ def test_modules_that_are_one_layer_move_their_parameters():
 
 
 def test_recurrent_layers_and_attention_are_work():
-    """torch counts nothing of the one, nor of the other where it is one operator (as in eval)."""
+    """torch counts nothing of recurrent layers, nor of attention if it is one operator (as in eval)."""
     module = nn.LSTM(64, 32, num_layers=2, bidirectional=True, batch_first=True)
     (found,) = trace(loaded(nn.Sequential(module), 10, 64)).layers
     weights = 2 * (4 * 32 * (64 + 32) + 4 * 32 * (64 + 32))

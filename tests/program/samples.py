@@ -24,7 +24,7 @@ from gpumux.program.ir import (
 
 
 class _Draft:
-    """Storages and views in the making: one contiguous view a storage unless asked otherwise."""
+    """Collects storages and views: one contiguous view a storage unless asked otherwise."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
@@ -61,7 +61,7 @@ class _Draft:
 
 
 def empty() -> Program:
-    """Nothing at all: no operators, inputs, state or results."""
+    """An empty Program: no operators, inputs, state or results."""
     return Program((), (), (), (), ())
 
 

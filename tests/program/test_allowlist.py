@@ -47,7 +47,8 @@ def test_nothing_is_listed_that_reaches_outside_a_program():
         required = [a for a in schema.arguments if not a.has_default_value()]
         assert not {str(a.real_type) for a in required} & forbidden_types, target
     words = ("set_", "resize", "from_file", "from_blob", "record_stream", "quant", "sparse", "mkldnn_reorder", "_print",
-             "pin_memory", "_assert", "item", "_local_scalar", "nested", "to_mkldnn", "data_ptr", "_test", "tbl_")  # fmt: skip
+             "pin_memory", "_assert", "item", "_local_scalar", "nested", "to_mkldnn", "data_ptr", "_test",
+             "tbl_")  # fmt: skip
     for target in ALLOWED:
         name = target.split(".")[1]
         assert not any(name.startswith(word) or f"_{word}" in name for word in words if word != "set_"), target

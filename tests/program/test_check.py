@@ -1,4 +1,4 @@
-"""The whole check: good Programs pass, hostile ones reach nothing but allowed operators on their own buffers."""
+"""The whole check: good Programs pass, hostile ones reach only allowed operators on their own buffers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gpumux.program.check import check
 from gpumux.program.codec import content_hash, encode
 from gpumux.program.ir import (
     Complex,
-    Limits,
     Numerics,
     Op,
     Program,
     ProgramBuilder,
+    ProgramLimits,
     Storage,
     Tag,
     TensorRef,
@@ -253,7 +253,7 @@ def program_of(storages: list[Storage], views: list[View], ops: list[Op], **rest
 
 
 def test_a_temporary_larger_than_what_torch_allocates_is_refused():
-    """Else a later view of it would read past the real allocation."""
+    """Otherwise a later view of the output would read past the real allocation."""
     program = program_of(
         [Storage("input", 16, 0), Storage("temp", 4096)],
         [View(0, "float32", (4,), (1,)), View(1, "float32", (4,), (1,)), View(1, "float32", (1000,), (1,), 24)],
@@ -424,7 +424,7 @@ def test_a_refused_program_does_not_fill_the_log(caplog):
 
 
 def test_limits_reach_the_decoder():
-    refused(samples.sgd_linear(), "malformed|limit", limits=Limits(ops=3))
+    refused(samples.sgd_linear(), "malformed|limit", limits=ProgramLimits(ops=3))
 
 
 def test_operators_whose_size_depends_on_data_are_refused():

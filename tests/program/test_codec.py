@@ -1,4 +1,4 @@
-"""The encoding: exact, canonical, frozen, and closed to anything else."""
+"""The encoding: exact, canonical, frozen, and closed to all other bytes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gpumux.program.ir import (
     Complex,
     Gate,
     Label,
-    Limits,
     Numerics,
     Op,
     Program,
+    ProgramLimits,
     ScalarRef,
     Span,
     Storage,
@@ -51,7 +51,7 @@ def framed(body: object, consts: bytes = b"", version: int = 1) -> bytes:
 
 
 def exact(value: object) -> object:
-    """Something that tells 1 from 1.0 from True, and compares NaN and -0.0 by their bits."""
+    """A form that distinguishes 1 from 1.0 from True, and compares NaN and -0.0 by their bits."""
     if isinstance(value, float):
         return struct.pack(">d", value)
     if isinstance(value, tuple):
@@ -147,7 +147,7 @@ LAYERS = replace(samples.add_one(), layers=("features.0",), spans=(Span(0, 1, 0,
 
 
 def test_layers_make_another_version_and_nothing_else():
-    """So that a Program without them is what it always was, whoever reads it."""
+    """A Program without them keeps the encoding of earlier versions, for every reader."""
     plain, data = encode(samples.add_one()), encode(LAYERS)
     assert (plain[5], data[5]) == (1, 2)
     assert body_of(data) == [*body_of(plain), ["features.0"], [[0, 1, 0, 1]]]
@@ -306,15 +306,15 @@ def test_numbers_must_be_in_shortest_form():
 @pytest.mark.parametrize(
     ("limits", "program"),
     [
-        (Limits(ops=2), samples.sgd_linear()),
-        (Limits(views=2), samples.sgd_linear()),
-        (Limits(storages=2), samples.sgd_linear()),
-        (Limits(tensors=1), samples.sgd_linear()),
-        (Limits(names=2), samples.sgd_linear()),
-        (Limits(string=5), samples.sgd_linear()),
-        (Limits(dims=1), samples.sgd_linear()),
-        (Limits(body_bytes=100), samples.sgd_linear()),
-        (Limits(const_bytes=2), Program((Storage("const", 3, 0),), (), (), (), (), consts=(b"abc",))),
+        (ProgramLimits(ops=2), samples.sgd_linear()),
+        (ProgramLimits(views=2), samples.sgd_linear()),
+        (ProgramLimits(storages=2), samples.sgd_linear()),
+        (ProgramLimits(tensors=1), samples.sgd_linear()),
+        (ProgramLimits(names=2), samples.sgd_linear()),
+        (ProgramLimits(string=5), samples.sgd_linear()),
+        (ProgramLimits(dims=1), samples.sgd_linear()),
+        (ProgramLimits(body_bytes=100), samples.sgd_linear()),
+        (ProgramLimits(const_bytes=2), Program((Storage("const", 3, 0),), (), (), (), (), consts=(b"abc",))),
     ],
 )
 def test_limits_hold(limits, program):

@@ -1,4 +1,4 @@
-"""Fake execution says what the CPU kernels really return, where torch alone would not."""
+"""Fake execution gives what the CPU kernels really return, also if torch alone does not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def others():
 
 
 def of_unlike_strides():
-    """A gradient as it comes out of a fused convolution, and what the activation was given."""
+    """A gradient in the layout of a fused convolution's, and the input of the activation."""
     plain, turned = ones(3, 4, 5, 2), ones(4, 3, 5, 2).transpose(0, 1)
     numbers = {
         aten.hardswish_backward.default: (),
@@ -67,7 +67,7 @@ def of_unlike_strides():
 
 
 def mixed():
-    """Operands that lie in memory in different orders."""
+    """Operands that have different orders in memory."""
     a, b = torch.rand(3, 5, 4), torch.rand(5, 3, 4).transpose(0, 1)
     names = {
         "hardsigmoid_backward": (), "hardswish_backward": (),

@@ -1,4 +1,4 @@
-"""Profiles survive a file, say what is wrong with one, and take shapes and bytes from Programs."""
+"""Profiles survive a file, faults are named, and shapes and bytes come from Programs."""
 
 from __future__ import annotations
 

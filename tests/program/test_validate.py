@@ -1,4 +1,4 @@
-"""Structure: what a hostile Program tries, one rule at a time."""
+"""Structure: faults of hostile Programs, one rule at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpumux.errors import ProgramError
 from gpumux.program.ir import (
     STREAM_BYTES,
     Gate,
-    Limits,
     Numerics,
     Op,
     Program,
     ProgramBuilder,
+    ProgramLimits,
     ScalarRef,
     Span,
     Storage,
@@ -232,7 +232,13 @@ def test_a_slot_is_drawn_from_one_stream():
 
 def test_counts_are_limited():
     step = samples.sgd_linear()
-    for limits in (Limits(ops=3), Limits(views=3), Limits(storages=3), Limits(tensors=1), Limits(dims=1)):
+    for limits in (
+        ProgramLimits(ops=3),
+        ProgramLimits(views=3),
+        ProgramLimits(storages=3),
+        ProgramLimits(tensors=1),
+        ProgramLimits(dims=1),
+    ):
         with pytest.raises(ProgramError, match=r"limit|at most"):
             validate(step, limits)
 

@@ -8,8 +8,8 @@ from gpumux.access import Access, Rule
 from gpumux.errors import ConfigError, GpumuxError, from_code
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import Fault, Footprint, JobSpec, Priority
 from tests.scheduler.world import GIB, World
 
@@ -152,7 +152,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
 )
 def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Core(CoreConfig(**wrong))
+        Scheduler(SchedulerConfig(**wrong))
 
 
 LOW_ONLY = Rule("students", users=frozenset({7}), max_priority=Priority.LOW, max_jobs=1, max_bytes=1000, max_weight=2.0)

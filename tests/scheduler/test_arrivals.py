@@ -10,17 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumux.scheduler.guard.answers import Answer
-from gpumux.scheduler.guard.timing import between, foreseen
+from gpumux.scheduler.guard.timing import expected_arrival, hold_for_arrival
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
 from microbench.common import percentile
 
-from .test_asking import LOW, SPAN, guard_of, known_by_now, track
+from .test_arrival_trust import FULL, MOST
+from .test_decisions import LOW, SPAN, decided, guard_of, known_by_now, track
 from .test_guard_scenarios import high, low
 from .test_guard_scenarios import world as simulated
-from .test_surprise import FULL, MOST
-from .test_unasked import pausing
+from .test_low_work_alone import pausing
 from .world import World
 
 LONG = low((FULL._replace(name="long", block_s=300e-6),) * 10, "long")
@@ -88,19 +87,22 @@ def test_who_could_run_once_what_is_out_has_ended_is_asked_then() -> None:
     """What it costs behind other low work is no reason to hold it after that has ended."""
     now = 1.0
     one = track("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)
-    while one.surprise.trusts(LOW.low):
-        one.surprise.step(2 * MOST, [LOW.low], 2 * MOST, MOST, MOST / 2, 0.0)
-    one.gaps.trust(one.surprise.trusted)
-    one.account.limit = 0.46e-3
+    while one.trust.trusts(LOW.program):
+        one.trust.step_ended(2 * MOST, [LOW.program], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
+    one.arrivals.set_predictable(one.trust.trusted)
+    one.budget.limit = 0.46e-3
     guard = guard_of(one)
-    scene, seconds = guard.scene, 0.3e-3
+    scene, seconds = guard.view, 0.3e-3
+    scene.now = now
     scene.free_at, scene.low_out = now, False
-    one.behind = 5
-    assert between(one, LOW, SPAN, Answer(1.0, seconds), scene, now + seconds, foreseen(one, LOW), now) is None, (
-        "a step can bear it"
-    )
+    one.passed = 5
+    assert (
+        hold_for_arrival(one, LOW, SPAN, decided(seconds), scene, now + seconds, expected_arrival(one, LOW)) is None
+    ), "a step can bear it"
     scene.free_at, scene.low_out, scene.pending = now + seconds, True, 0.15e-3
-    hold = between(one, LOW, SPAN, Answer(1.0, seconds), scene, scene.free_at + seconds, foreseen(one, LOW), now)
+    hold = hold_for_arrival(
+        one, LOW, SPAN, decided(seconds), scene, scene.free_at + seconds, expected_arrival(one, LOW)
+    )
     assert hold is not None, "but not both"
     assert hold.until == inf, "until what is out has ended"
 
@@ -122,9 +124,9 @@ def test_a_program_that_may_rely_on_gaps_is_not_told_that_steps_may_come_at_any_
     world = World("guarded")
     pausing(world, 13, {"low": (2e-3,)})
     known_by_now(world)
-    surprise = world.core._state.guard.tracks["high"].surprise
+    surprise = world.core._state.guard.high_jobs["high"].trust
     for _ in range(2):
-        surprise.step(2 * MOST, ["another"], 2 * MOST, MOST, MOST / 2, 0.0)
+        surprise.step_ended(2 * MOST, ["another"], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
     assert not surprise.trusted
     world.elapse(8.1e-3)
     world.step("low", 0)

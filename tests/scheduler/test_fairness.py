@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.scheduler.fair_queue import MAX_LAG_S, SPARE, FairQueue
+from gpumux.scheduler.fair_queue import MAX_LAG_S, MAX_STALE_ENTRIES, FairQueue
 from gpumux.scheduler.jobs import Job
 from gpumux.types import JobId, JobSpec, Peer, Priority, SessionId
 from tests.scheduler.world import World
@@ -29,8 +29,12 @@ class Shares:
         self.pieces: Counter[str] = Counter()
         self.next: Counter[str] = Counter()
 
-    def add(self, job: str, took: float, guess: float | None = None, pieces: int = 2, weight: float = 1.0) -> None:
-        self.world.job(job, "low", (took if guess is None else guess,) * pieces, weight=weight, max_inflight=INFLIGHT)
+    def add(
+        self, job: str, took: float, fill_unknown: float | None = None, pieces: int = 2, weight: float = 1.0
+    ) -> None:
+        self.world.job(
+            job, "low", (took if fill_unknown is None else fill_unknown,) * pieces, weight=weight, max_inflight=INFLIGHT
+        )
         self.took[job] = took
 
     def submit(self, job: str) -> None:
@@ -78,8 +82,8 @@ def test_weights_divide_device_time() -> None:
 
 def test_measured_time_counts_not_the_guess() -> None:
     shares = Shares()
-    shares.add("modest", 2e-4, guess=8e-4)
-    shares.add("boastful", 2e-4, guess=1e-6)
+    shares.add("modest", 2e-4, fill_unknown=8e-4)
+    shares.add("boastful", 2e-4, fill_unknown=1e-6)
     shares.start("modest", "boastful")
     shares.run(2000)
     assert shares.served["modest"] / shares.served["boastful"] == pytest.approx(1.0, rel=0.03)
@@ -100,7 +104,7 @@ def test_a_returning_job_neither_starves_nor_monopolises() -> None:
 
 def test_a_new_job_does_not_wait_for_a_bad_first_guess() -> None:
     shares = Shares()
-    shares.add("guessed", 1e-4, guess=1.0)
+    shares.add("guessed", 1e-4, fill_unknown=1.0)
     shares.add("new", 1e-4)
     shares.start("guessed")
     shares.run(20)
@@ -113,7 +117,7 @@ def test_a_new_job_does_not_wait_for_a_bad_first_guess() -> None:
 
 def test_a_job_held_back_by_its_guesses_catches_up_a_little_and_no_more() -> None:
     shares = Shares()
-    shares.add("guessed", 1e-4, guess=1.0)
+    shares.add("guessed", 1e-4, fill_unknown=1.0)
     shares.add("other", 1e-4)
     shares.start("guessed", "other")
     ran = shares.run(2000)
@@ -154,9 +158,9 @@ def test_nobody_waits_beyond_the_bound(jobs: list[tuple[float, float, float, int
     its own than start-time fair queueing allows: a piece each, and what may be out unmeasured."""
     shares = Shares()
     cost: dict[str, float] = {}
-    for index, (took, guess, weight, pieces) in enumerate(jobs):
-        shares.add(f"j{index}", took, took * guess, pieces, weight)
-        cost[f"j{index}"] = took * max(1.0, guess) / weight
+    for index, (took, fill_unknown, weight, pieces) in enumerate(jobs):
+        shares.add(f"j{index}", took, took * fill_unknown, pieces, weight)
+        cost[f"j{index}"] = took * max(1.0, fill_unknown) / weight
     names = list(cost)
     early, joining = names[: len(names) - min(late, len(names) - 1)], names[len(names) - min(late, len(names) - 1) :]
     shares.start(*early)
@@ -183,12 +187,12 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
         world.job(name)
         world.pause(name)
         world.steps(name, 1)
-    queue = world.core._state.board.ready[0]
+    queue = world.core._state.windows.ready[0]
     job = world.core._state.jobs["a"]
     for _ in range(1000):
-        queue.enter(job)
-        queue.leave(job)
-    assert len(queue._heap) <= SPARE
+        queue.add(job)
+        queue.remove(job)
+    assert len(queue._heap) <= MAX_STALE_ENTRIES
     queue.check([])
 
 
@@ -201,14 +205,14 @@ def test_a_job_that_is_forgotten_is_referred_to_by_nobody() -> None:
     queue = FairQueue()
     jobs = low_jobs(4)
     for job in jobs:
-        queue.enter(job)
-    first = queue.first()
-    second, third = queue.following()
+        queue.add(job)
+    first = queue.peek()
+    second, third = queue.next_two()
     for job in (second, third):
-        queue.forget(job)
+        queue.purge(job)
         assert not any(job is held for held in (*vars(queue).values(), *(entry[2] for entry in queue._heap)))
-    assert first is queue.first()
-    assert len(queue.following()) == 1
+    assert first is queue.peek()
+    assert len(queue.next_two()) == 1
 
 
 MOVES = st.tuples(st.sampled_from(["enter", "leave", "charge", "settle"]), st.integers(0, 7), st.floats(0.0, 0.01))
@@ -220,24 +224,24 @@ def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tupl
     jobs = low_jobs(8)
     for move, number, seconds in moves:
         job = jobs[number]
-        if move == "enter" and not job.entry:
-            queue.enter(job)
+        if move == "enter" and not job.ready_entry:
+            queue.add(job)
         elif move == "leave":
-            queue.leave(job)
+            queue.remove(job)
         elif move == "charge":
             queue.charge(job, seconds)
         elif move == "settle":
             queue.settle(job, 0.0, seconds)
-        ready = [job for job in jobs if job.entry]
+        ready = [job for job in jobs if job.ready_entry]
         queue.check(ready)
-        first = queue.first()
+        first = queue.peek()
         if first is None:
             assert not ready
             continue
         others = [job for job in ready if job is not first]
-        assert queue.following() == queue.following()
-        found = queue.following()
+        assert queue.next_two() == queue.next_two()
+        found = queue.next_two()
         assert len(found) == min(2, len(others)) == len({id(job) for job in found})
         assert all(job in others for job in found)
         assert [queue.key(job) for job in found] == sorted(queue.key(job) for job in others)[:2]
-        assert queue.first() is first
+        assert queue.peek() is first

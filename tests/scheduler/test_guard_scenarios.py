@@ -16,7 +16,7 @@ import pytest
 from gpumux.device.sim.cost import A100, GpuSpec, Kernel
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import cutting
-from gpumux.scheduler.guard.high_job import Track
+from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, cut_workload
 from gpumux.types import Footprint, JobId, Priority, ProgramId
@@ -293,7 +293,7 @@ def test_pieces_that_fit_into_the_gaps_run_there() -> None:
 def test_a_piece_as_long_as_the_pause_begins_with_it(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the time the host has heard that the step is over, the pause is too short for it."""
     if not timed:
-        monkeypatch.setattr(Track, "pause", lambda _: 0.0)
+        monkeypatch.setattr(HighJob, "pause", lambda _: 0.0)
     full = Kernel("full", 108, 50e-6, 1, 0)
     long = Kernel("long", 108, 490e-6, 1, 0)  # nowhere beside the step: it may lose 40 us
     simulation = world(high((full,) * 10, think_s=0.4e-3), low((long,) + (full._replace(block_s=30e-6),) * 3))
@@ -434,7 +434,7 @@ def test_bans_of_a_cut_that_is_no_longer_run_are_not_told_as_if_they_were_in_for
     for steps, bounds in ((120, (0, 5, 10, 18)), (180, cut), (240, (0, 5, 10, 18)), (300, cut)):
         simulation.recut("high", bounds)
         simulation.run(steps=steps)
-        model = next(iter(simulation.core._state.guard.tracks.values())).model  # type: ignore[attr-defined]
+        model = next(iter(simulation.core._state.guard.high_jobs.values())).costs  # type: ignore[attr-defined]
         assert {id(ban) for ban in model.bans()} == {id(ban) for ban in simulation.core._state.guard.bans.active}  # type: ignore[attr-defined]
         ends.append({tuple(ban["operators"])[1] for ban in bans(simulation)})  # type: ignore[arg-type]
     assert explained(simulation, "high").count("Banned") == len(bans(simulation))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumux.scheduler.state import CoreState
+from gpumux.scheduler.state import SchedulerState
 from gpumux.scheduler.windows import Limit
 from gpumux.types import Footprint
 from tests.scheduler.world import World
@@ -23,73 +23,73 @@ def healthy() -> World:
     return world
 
 
-def launch(state: CoreState, priority: int) -> object:
-    return next(iter(state.board.windows[priority].launches.values()))
+def launch(state: SchedulerState, priority: int) -> object:
+    return next(iter(state.windows.by_class[priority].launches.values()))
 
 
-def rob_the_room(state: CoreState) -> None:
+def rob_the_room(state: SchedulerState) -> None:
     launch(state, 1).limit = Limit(0, 1.0)
 
 
-def overfill_the_window(state: CoreState) -> None:
-    last = list(state.board.windows[1].launches.values())[-1]
+def overfill_the_window(state: SchedulerState) -> None:
+    last = list(state.windows.by_class[1].launches.values())[-1]
     last.limit = Limit(9, last.predicted)
 
 
-def lose_a_launch(state: CoreState) -> None:
-    state.board.windows[1].launches.popitem()
+def lose_a_launch(state: SchedulerState) -> None:
+    state.windows.by_class[1].launches.popitem()
 
 
-def reorder_launches(state: CoreState) -> None:
-    window = state.board.windows[1]
+def reorder_launches(state: SchedulerState) -> None:
+    window = state.windows.by_class[1]
     window.launches = dict(reversed(window.launches.items()))
 
 
-def set_seconds(state: CoreState) -> None:
-    state.board.windows[0].seconds += 1.0
+def set_seconds(state: SchedulerState) -> None:
+    state.windows.by_class[0].seconds += 1.0
 
 
-def miscount_active(state: CoreState) -> None:
-    state.board.active_jobs[1] += 1
+def miscount_active(state: SchedulerState) -> None:
+    state.windows.active_jobs[1] += 1
 
 
-def forget_ready(state: CoreState) -> None:
-    state.board.ready[0].leave(state.jobs["b"])
+def forget_ready(state: SchedulerState) -> None:
+    state.windows.ready[0].remove(state.jobs["b"])
 
 
-def bad_key(state: CoreState) -> None:
+def bad_key(state: SchedulerState) -> None:
     state.jobs["b"].served -= 5.0
 
 
-def owe_too_much(state: CoreState) -> None:
+def owe_too_much(state: SchedulerState) -> None:
     state.jobs["a"].pending += 1.0
 
 
-def reorder_steps(state: CoreState) -> None:
+def reorder_steps(state: SchedulerState) -> None:
     state.jobs["a"].queue.reverse()
 
 
-def lose_a_step(state: CoreState) -> None:
+def lose_a_step(state: SchedulerState) -> None:
     state.jobs["a"].queue.pop()
 
 
-def lose_memory(state: CoreState) -> None:
+def lose_memory(state: SchedulerState) -> None:
     state.ledger.used -= 1
 
 
-def charge_wrongly(state: CoreState) -> None:
+def charge_wrongly(state: SchedulerState) -> None:
     state.jobs["a"].programs[0].footprint = Footprint(9, 9, 9)
 
 
-def lose_a_session(state: CoreState) -> None:
+def lose_a_session(state: SchedulerState) -> None:
     state.sessions.clear()
 
 
-def miscount_uid(state: CoreState) -> None:
+def miscount_uid(state: SchedulerState) -> None:
     state.ledger.jobs_by_uid[1000] = 1
 
 
-def leave_room_unused(state: CoreState) -> None:
+def leave_room_unused(state: SchedulerState) -> None:
     state.policy._high = Limit(3, 1.0)
 
 
@@ -104,7 +104,7 @@ def leave_room_unused(state: CoreState) -> None:
         (leave_room_unused, "room was left unused"),
     ],
 )  # fmt: skip
-def test_damage_is_found(damage: Callable[[CoreState], None], says: str) -> None:
+def test_damage_is_found(damage: Callable[[SchedulerState], None], says: str) -> None:
     world = healthy()
     world.core.check_invariants()
     damage(world.core._state)

@@ -154,7 +154,7 @@ def test_a_forgotten_job_is_out_of_the_ready_heap_too() -> None:
     for name in ("holds", "first", "gone"):
         world.job(name, "low", (1e-4,) * 4)
         world.steps(name, 1)
-    queue = world.core._state.board.ready[0]
+    queue = world.core._state.windows.ready[0]
     assert {entry[2].id for entry in queue._heap} >= {"first", "gone"}
     world.close("gone")
     world.release("gone")
@@ -166,7 +166,7 @@ def test_one_jobs_end_does_not_touch_another() -> None:
     world.steps("b", 1)
     end(world, "died")
     assert [p.job for p in world.run()] == ["b"]
-    assert len(world.answers["b", 1]) == 1
+    assert len(world.decisions["b", 1]) == 1
 
 
 def test_a_jobs_end_is_its_owners_to_hear_after_the_session_is_gone() -> None:

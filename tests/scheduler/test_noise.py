@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from gpumux.device.sim.cost import Kernel
-from gpumux.scheduler.guard.baseline import MOST_DOUBTS, WANTED, Noise
-from gpumux.scheduler.guard.budget import MOST_OWED, TAIL_MOST, TOKENS, Account
-from gpumux.scheduler.guard.costs import FLOOR_S, START, HighModel
-from gpumux.scheduler.guard.high_job import KNOWN_STEPS, Track
-from gpumux.scheduler.jobs import PairKey, Program, Step
+from gpumux.scheduler.guard.baseline import ENOUGH_SAMPLES, MOST_CONFIRMATIONS, StepNoise
+from gpumux.scheduler.guard.budget import ALLOWED_VIOLATIONS, MOST_DEBT, TAIL_MOST, SlowdownBudget
+from gpumux.scheduler.guard.costs import NOISE_FLOOR_S, START, HighCosts
+from gpumux.scheduler.guard.high_job import KNOWN_STEPS, HighJob
+from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey
 from gpumux.simulate.run import Simulation
 from gpumux.types import Footprint, JobId, ProgramId, StepId
 from tests.scheduler.test_guard_scenarios import SMALL, high, low, pace, world
@@ -21,121 +21,128 @@ from tests.scheduler.test_guard_scenarios import SMALL, high, low, pace, world
 SOLO_S = 1e-3
 
 
-def account() -> Account:
-    made = Account(1.10)
-    made.begin(SOLO_S)
-    made.learn_no_more()
+def budget() -> SlowdownBudget:
+    made = SlowdownBudget(1.10)
+    made.begin_step(SOLO_S)
+    made.end_learning()
     return made
 
 
-def live(of: Account, random: Random, *, often: float, beside: float, steps: int = 4000, shift: float = 0.0) -> None:
+def live(
+    of: SlowdownBudget, random: Random, *, often: float, beside: float, steps: int = 4000, shift: float = 0.0
+) -> None:
     """Steps of which one in four is alone; `often`, `beside`: how many of these, and of the others, lose half of a step
     by noise; `shift`: what the others lose besides, always."""
     for _ in range(steps):
         if random.random() < 0.25:
             late = 0.5 * SOLO_S if random.random() < often else 0.0
-            of.alone(late)
-            of.end(late, shared=False, foreseen=True, unseen=0.0)
+            of.solo_step_ended(late)
+            of.end_step(late, shared=False, explored=False, unseen=0.0)
         else:
             late = (0.5 * SOLO_S if random.random() < beside else 0.0) + shift
-            of.end(late, shared=True, foreseen=True, unseen=0.0)
+            of.end_step(late, shared=True, explored=False, unseen=0.0)
 
 
 @pytest.mark.parametrize("often", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("shift", [0.0, 0.08 * SOLO_S])
 def test_what_happens_as_often_alone_costs_low_work_nothing(often: float, shift: float) -> None:
-    noisy = account()
+    noisy = budget()
     live(noisy, Random(1), often=often, beside=often, shift=shift)
-    assert noisy.tokens > -0.1 * MOST_OWED
+    assert noisy.violations_left > -0.1 * MOST_DEBT
     assert noisy.tail > 0.5 * TAIL_MOST
 
 
 def test_where_nothing_happens_alone_every_such_step_is_charged() -> None:
-    calm = account()
+    calm = budget()
     live(calm, Random(1), often=0.0, beside=0.1)
-    assert calm.tokens < 0.99 * -MOST_OWED
-    assert calm.noise.toll == 0.0
-    assert calm.doubts == 1
+    assert calm.violations_left < 0.99 * -MOST_DEBT
+    assert calm.noise.violations == 0.0
+    assert calm.confirmations == 1
 
 
 def test_what_happens_more_often_than_alone_is_charged() -> None:
-    noisy = account()
+    noisy = budget()
     live(noisy, Random(1), often=0.05, beside=0.15)
-    assert noisy.tokens < -20.0
+    assert noisy.violations_left < -20.0
 
 
 def test_a_loss_that_low_work_brings_to_many_steps_is_charged_in_noise_as_well() -> None:
-    noisy = account()
+    noisy = budget()
     live(noisy, Random(1), often=0.1, beside=0.1, shift=0.3 * SOLO_S)
-    assert noisy.tokens < 0.99 * -MOST_OWED
+    assert noisy.violations_left < 0.99 * -MOST_DEBT
 
 
 def test_what_was_charged_before_the_noise_was_known_is_given_back() -> None:
-    late = account()
+    late = budget()
     for _ in range(100):
-        late.end(0.5 * SOLO_S, shared=True, foreseen=True, unseen=0.0)
+        late.end_step(0.5 * SOLO_S, shared=True, explored=False, unseen=0.0)
         for _ in range(9):
-            late.end(0.0, shared=True, foreseen=True, unseen=0.0)
-    owed = late.tokens
+            late.end_step(0.0, shared=True, explored=False, unseen=0.0)
+    owed = late.violations_left
     for index in range(100):
-        late.alone(0.5 * SOLO_S if index % 10 == 0 else 0.0)
-    assert late.tokens > owed + 5.0
-    assert late.tokens <= TOKENS
+        late.solo_step_ended(0.5 * SOLO_S if index % 10 == 0 else 0.0)
+    assert late.violations_left > owed + 5.0
+    assert late.violations_left <= ALLOWED_VIOLATIONS
 
 
 def test_work_that_changed_is_no_noise() -> None:
-    noise = Noise()
-    for toll in (0.0, 0.0, 0.0, 1.0):
-        noise.add(toll)
+    noise = StepNoise()
+    for violations in (0.0, 0.0, 0.0, 1.0):
+        noise.add(violations)
     noise.changed()
     noise.add(0.0)
     noise.add(0.0)
-    assert noise.over == noise.toll == 0.0
+    assert noise.over == noise.violations == 0.0
 
 
 def test_the_likelier_noise_is_the_more_launches_it_takes_to_believe_in_a_cost() -> None:
-    def doubts(every: int) -> int:
-        noise = Noise()
+    def confirmations(every: int) -> int:
+        noise = StepNoise()
         for index in range(400):
             noise.add(1.0 if every and index % every == 0 else 0.0)
-        return noise.doubts()
+        return noise.confirmations()
 
-    assert [doubts(every) for every in (0, 50, 20, 4)] == [1, 2, 2, 4]
-    assert doubts(1) == MOST_DOUBTS
+    assert [confirmations(every) for every in (0, 50, 20, 4)] == [1, 2, 2, 4]
+    assert confirmations(1) == MOST_CONFIRMATIONS
 
 
 def test_one_dear_launch_in_noise_is_not_believed_and_several_in_a_row_are() -> None:
-    pair = HighModel("key", (0, 1, 2), (1e-3, 1e-3)).pair(PairKey("low", 1.0))
+    pair = HighCosts("key", (0, 1, 2), (1e-3, 1e-3)).beside(LowKey("low", 1.0))
     spot, much, dear = (0, START, "0-7"), 1e-4, 5e-4
-    assert [pair.believes(spot, peak, 3, much) for peak in (dear, dear, 0.0, dear, dear, dear, dear)] == [
+    assert [pair.confirms(spot, peak, 3, much) for peak in (dear, dear, 0.0, dear, dear, dear, dear)] == [
         False, False, True, False, False, True, False,
     ]  # fmt: skip
-    assert dear > much > FLOOR_S
+    assert dear > much > NOISE_FLOOR_S
 
 
-def known(doubts: int) -> Track:
+def known(confirmations: int) -> HighJob:
     """A job whose steps, alone, show that so many late ones in a row are somebody else's."""
-    track = Track(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
-    track.adopt(HighModel("key", (0, 1), (SOLO_S,)))
-    for baseline in track.model.steps:
-        for _ in range(WANTED):
+    track = HighJob(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
+    track.adopt(HighCosts("key", (0, 1), (SOLO_S,)))
+    for baseline in track.costs.steps:
+        for _ in range(ENOUGH_SAMPLES):
             baseline.add(SOLO_S)
-    track.steps, track.watched_until, track.calibrating, track.account.doubts = 2 * KNOWN_STEPS, 0, 0, doubts
-    track.account.begin(SOLO_S)
+    track.steps, track.watched_until, track.calibrating, track.budget.confirmations = (
+        2 * KNOWN_STEPS,
+        0,
+        0,
+        confirmations,
+    )
+    track.budget.begin_step(SOLO_S)
     return track
 
 
-def end(track: Track, late: float) -> bool:
+def end(track: HighJob, late: float) -> bool:
     """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is
     its turn."""
     track.began, track.shared = 0.0, True
-    track.end_step(Step(StepId(0), Program(ProgramId(0), Footprint(0, 0, 0)), 0.0, 0), SOLO_S + late)
+    track.end_step(JobStep(StepId(0), JobProgram(ProgramId(0), Footprint(0, 0, 0)), 0.0, 0), SOLO_S + late)
     return track.watched_until > track.steps
 
 
 def test_late_steps_are_looked_into_unless_steps_alone_are_as_late() -> None:
-    assert end(known(doubts=1), SOLO_S), "without noise the first one tells that something is not known"
-    noisy = known(doubts=3)
+    assert end(known(confirmations=1), SOLO_S), "without noise the first one tells that something is not known"
+    noisy = known(confirmations=3)
     assert [end(noisy, late) for late in (SOLO_S, SOLO_S, 0.0, SOLO_S, SOLO_S, SOLO_S)] == [False] * 5 + [True]
 
 

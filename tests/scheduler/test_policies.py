@@ -10,8 +10,8 @@ from gpumux.errors import ConfigError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler import policy as policies
-from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.scheduler import Core
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.scheduler import Scheduler
 from tests.scheduler.world import INFO, World
 
 FOUR = (1e-4,) * 4
@@ -123,7 +123,7 @@ def test_paced_bounds_predicted_time_and_always_lets_one_out(piece: float, out: 
 
 def test_windows_can_be_set() -> None:
     world = World("fifo", high_launches=1)
-    core = Core(CoreConfig(policy="paced", high_launches=3, high_window_s=1e-3, low_idle_launches=1))
+    core = Scheduler(SchedulerConfig(policy="paced", high_launches=3, high_window_s=1e-3, low_idle_launches=1))
     core.handle(ev.DeviceOpened(INFO), 0.0)
     windows = core.snapshot()["windows"]
     assert (windows["high"]["limit_launches"], windows["high"]["limit_seconds"]) == (3, 1e-3)
@@ -164,10 +164,10 @@ def test_every_policy_is_short_and_in_the_registry() -> None:
 
 def test_an_unknown_policy_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"fairest.*fifo, guarded, paced, streams"):
-        Core(CoreConfig(policy="fairest"))
+        Scheduler(SchedulerConfig(policy="fairest"))
 
 
 def test_nothing_is_launched_before_the_device_is_open() -> None:
-    core = Core(CoreConfig())
+    core = Scheduler(SchedulerConfig())
     assert core.snapshot()["device"] is None
     assert core.handle(ev.Tick(), 0.0) == []

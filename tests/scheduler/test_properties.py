@@ -118,26 +118,6 @@ class Life(RuleBasedStateMachine):
             for _ in range(room + (more if job == greedy else 0)):
                 self.world.step(job, self.fresh())
 
-    @rule(n=PICK, seconds=SECONDS, times=st.integers(1, 3))
-    @precondition(any_job)
-    def run_unasked(self, n: int, seconds: float, times: int) -> None:
-        """A device that was told beforehand what would be launched runs it: the core launches just that
-        when it hears of it, and the same is true of the next step."""
-        job = self.pick(n)
-        cuts = self.world.core.standing(job)
-        for _ in range(times if cuts else 0):
-            program, cut = sorted(cuts.items())[n % len(cuts)]
-            before, step = set(self.world.launches), self.fresh()
-            self.world.step(job, step, program)
-            (launch,) = set(self.world.launches) - before
-            made = self.world.launches[launch]
-            assert (made.job, made.step, made.program, made.cut, made.piece) == (job, step, program, cut, 0)
-            assert made.submitted == self.world.now
-            self.world.done(launch, seconds)
-            (answer,) = self.world.answers[job, step]
-            assert isinstance(answer, cmd.FinishStep)
-            assert self.world.core.standing(job) == cuts
-
     @rule(n=PICK)
     @precondition(any_job)
     def submit_again(self, n: int) -> None:

@@ -124,8 +124,8 @@ def test_a_step_said_twice_is_answered_once() -> None:
     assert world.give(ev.StepSubmitted("a", 1, 0)) == []
     world.run()
     assert world.give(ev.StepSubmitted("a", 1, 0)) == []
-    assert world.answers["a", 1] == [cmd.FinishStep("a", 1, world.answers["a", 1][0].times)]
-    assert isinstance(world.answers["a", 1][0].times, StepTimes)
+    assert world.decisions["a", 1] == [cmd.FinishStep("a", 1, world.decisions["a", 1][0].times)]
+    assert isinstance(world.decisions["a", 1][0].times, StepTimes)
 
 
 def test_a_transfer_waits_for_earlier_steps_and_later_steps_wait_for_it() -> None:

@@ -12,8 +12,8 @@ from math import inf
 
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.scheduler import SHORTEST_WAKE_S, Core
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.scheduler import SHORTEST_WAKE_S, Scheduler
 from gpumux.types import DeviceInfo, Fault, Footprint, JobSpec, Peer, Priority
 
 GIB = 1 << 30
@@ -58,14 +58,14 @@ class View:
 
 class World:
     def __init__(self, policy: str = "paced", info: DeviceInfo | None = INFO, **config: object) -> None:
-        self.core = Core(CoreConfig(policy=policy, **config))
+        self.core = Scheduler(SchedulerConfig(policy=policy, **config))
         self.policy = policy
         self.now = 0.0
         self.jobs: dict[str, View] = {}
         self.sessions: set[str] = set()
         self.launches: dict[int, cmd.LaunchPiece] = {}
         self.predicted: dict[int, float] = {}
-        self.answers: dict[tuple[str, int], list[cmd.Command]] = {}
+        self.decisions: dict[tuple[str, int], list[cmd.Command]] = {}
         self.submitted: list[tuple[str, int]] = []
         self.forgotten: list[str] = []
         self.wake_at = inf  # a Tick was asked for
@@ -92,9 +92,9 @@ class World:
         guard = policy.guard if policy is not None else None
         if guard is None:
             return
-        until = [answer.hold.until for answer in guard.answers if answer.hold is not None]
-        if guard.resting:
-            until.append(guard.rest.until)
+        until = [answer.hold.until for answer in guard.decisions.made if answer.hold is not None]
+        if guard.decisions.unchanged:
+            until.append(guard.decisions.all_held.until)
         if min(until, default=inf) < inf:
             assert self.wake_at <= max(min(until), self.now + SHORTEST_WAKE_S), (self.wake_at, until, self.now)
 
@@ -159,9 +159,9 @@ class World:
 
     def step(self, job: str, step: int, program: int = 0) -> list[cmd.Command]:
         """Submit a step with a new number."""
-        assert (job, step) not in self.answers, "the test submits a step twice"
+        assert (job, step) not in self.decisions, "the test submits a step twice"
         self.submitted.append((job, step))
-        self.answers[job, step] = []
+        self.decisions[job, step] = []
         if job in self.jobs:
             self.jobs[job].items.append(Item(step, program))
         return self.give(ev.StepSubmitted(job, step, program))
@@ -338,7 +338,7 @@ class World:
         self._answered(c)
 
     def _answered(self, c: cmd.FinishStep | cmd.FailStep) -> None:
-        before = self.answers[c.job, c.step]
+        before = self.decisions[c.job, c.step]
         assert not before, f"{c} after {before}"
         before.append(c)
         view = self.jobs.get(c.job)
@@ -388,12 +388,12 @@ class World:
             if not view.unloading:
                 self.close(job)
             self.release(job)
-        unanswered = [key for key, answers in self.answers.items() if len(answers) != 1]
+        unanswered = [key for key, answers in self.decisions.items() if len(answers) != 1]
         assert not unanswered, f"{unanswered} not answered exactly once"
         assert_empty(self.core)
 
 
-def assert_empty(core: Core) -> None:
+def assert_empty(core: Scheduler) -> None:
     """Nothing of any job is left, in what the core shows and in what it keeps."""
     seen, state = core.snapshot(), core._state
     assert seen["jobs"] == []
@@ -401,7 +401,7 @@ def assert_empty(core: Core) -> None:
     assert all(w["launches"] == w["seconds"] == w["active_jobs"] == 0 for w in seen["windows"].values())
     assert state.jobs == {}
     assert state.ledger.charges == state.ledger.jobs_by_uid == {}
-    assert state.touched == []
+    assert state.changed_jobs == []
     assert all(not session.jobs for session in state.sessions.values())
-    assert all(not window.launches for window in state.board.windows)
-    assert all(not queue._heap for queue in state.board.ready)
+    assert all(not window.launches for window in state.windows.by_class)
+    assert all(not queue._heap for queue in state.windows.ready)

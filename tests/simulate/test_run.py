@@ -1,4 +1,4 @@
-"""The harness: alone is alone, the same seed is the same run, and what it counts adds up."""
+"""The simulation: a job alone is not slowed, the same seed is the same run, and its counts add up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpumux.scheduler import events as ev
 from gpumux.simulate.result import percentile
 from gpumux.simulate.run import Simulation, simulate, solo
 from gpumux.types import Priority
-from tests.simulate.test_workload import step
+from tests.simulate.jobs import step
 
 HIGH, LOW = Priority.HIGH, Priority.LOW
 POLICIES = ["fifo", "streams", "paced"]
@@ -157,7 +157,7 @@ def test_timeline_rows_are_launches_in_the_order_they_ended() -> None:
 
 
 def test_work_is_conserved() -> None:
-    """What a job is said to have done is what its answered steps add up to, and the one under way."""
+    """A job's counted work is that of its answered steps and of the one under way."""
     result = simulate(PAIR, A100, "streams", seconds=0.1)
     for job in result.jobs:
         whole = len(job.step_seconds) * job.step_work_s

@@ -1,4 +1,4 @@
-"""Kernels made of profiles take what the profile says, and steps are cut as a device cuts them."""
+"""Kernels made of profiles take the profile's times, and steps are cut as a device cuts them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim.cost import A100, H200, MIN_BLOCK_S, Kernel, guesses_blocks, kernel_of, solo_seconds
+from gpumux.device.sim.cost import A100, H200, MIN_BLOCK_S, guesses_blocks, kernel_of, solo_seconds
 from gpumux.device.sim.device import recut
 from gpumux.errors import ConfigError
 from gpumux.program.profile import OpProfile, StepProfile, dumps, load
-from gpumux.simulate import workload as analytic
-from gpumux.simulate import workload as shipped
+from gpumux.simulate import workload
 from gpumux.simulate.workload import Workload, cut_workload, from_profile
 from gpumux.types import Priority
+from tests.simulate.jobs import step
 
 
 def op(seconds: float = 1e-5, target: str = "aten.relu.default", **rest: Any) -> OpProfile:
     given = {"shapes": ((1024,), (1024,)), "nbytes": 8192, **rest}
     return OpProfile(target, seconds=seconds, **given)
-
-
-def kernel(seconds: float = 1e-4, blocks: int = 108) -> Kernel:
-    return Kernel("k", blocks, seconds, 1, 0)
-
-
-def step(name: str, seconds: list[float], priority: Priority = Priority.HIGH, **rest: Any) -> Workload:
-    return Workload(name, priority, tuple(kernel(s) for s in seconds), **rest)
 
 
 @settings(deadline=None, max_examples=150)
@@ -104,9 +96,9 @@ def test_workloads_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None
 # ---- shipped profiles
 
 
-@pytest.mark.parametrize("profile", analytic.shipped(), ids=lambda profile: profile.name)
+@pytest.mark.parametrize("profile", workload.shipped(), ids=lambda profile: profile.name)
 def test_shipped_profiles_are_what_the_model_says_and_say_that_they_are_modelled(profile: StepProfile) -> None:
-    path = shipped.directory() / f"{profile.name}.json"
+    path = workload.directory() / f"{profile.name}.json"
     assert path.read_text() == dumps(profile), "run python -m gpumux.simulate.workload"
     assert set(load(path).sources()) == {"model"}
     assert "nothing here was measured" in profile.note
@@ -116,16 +108,16 @@ def test_shipped_profiles_are_what_the_model_says_and_say_that_they_are_modelled
 
 
 def test_shipped_profiles_are_found_by_name_and_files_by_path() -> None:
-    assert set(shipped.names()) == {profile.name for profile in analytic.shipped()}
-    assert shipped.find("vgg16-b4").batch == 4
-    assert shipped.find(str(shipped.directory() / "vgg16-b4.json")) == shipped.find("vgg16-b4")
+    assert set(workload.names()) == {profile.name for profile in workload.shipped()}
+    assert workload.find("vgg16-b4").batch == 4
+    assert workload.find(str(workload.directory() / "vgg16-b4.json")) == workload.find("vgg16-b4")
     with pytest.raises(ConfigError, match="vgg17") as caught:
-        shipped.find("vgg17")
+        workload.find("vgg17")
     assert "vgg16-b4" in caught.value.remedy
 
 
 def test_all_reduce_suffers_and_only_the_parallel_profiles_have_it() -> None:
-    for name in shipped.names():
-        reduces = [op for op in shipped.find(name).ops if op.target == "nccl.all_reduce"]
+    for name in workload.names():
+        reduces = [op for op in workload.find(name).ops if op.target == "nccl.all_reduce"]
         assert bool(reduces) == name.endswith(("ddp", "burst"))
         assert all(op.sensitivity == 2.2 for op in reduces)

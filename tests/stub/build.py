@@ -25,7 +25,7 @@ INSIDE = "GPUMUX_TESTS_ON_A_STUB"  # set where the stand-in is the process' libc
 
 
 class Unavailable(Exception):
-    """Something that is not this project's is missing. Says what."""
+    """Something outside this project is missing. The message says what."""
 
 
 def libraries(directory: Path) -> Path:
@@ -72,11 +72,15 @@ def release(version: str) -> Path:
 
 
 def environment(directory: Path, bindings: Path | None) -> dict[str, str]:
-    """For a process whose libcuda is the stand-in in `directory`. Without `bindings`, what is installed counts."""
+    """The environment of a process whose libcuda is the stand-in in `directory`. `bindings` None: those installed."""
     paths = [str(ROOT), *([str(bindings)] if bindings else [])]
     return {
-        **os.environ, "LD_LIBRARY_PATH": str(directory), "PYTHONPATH": os.pathsep.join(paths), INSIDE: "1", "CUDA_VISIBLE_DEVICES": "0",
-    }  # fmt: skip
+        **os.environ,
+        "LD_LIBRARY_PATH": str(directory),
+        "PYTHONPATH": os.pathsep.join(paths),
+        INSIDE: "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
 
 
 def main(versions: Sequence[str] = RELEASES) -> int:

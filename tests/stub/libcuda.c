@@ -2,7 +2,8 @@
  *
  * Device memory is host memory. Kernels compute nothing and take time: a stream has a clock, which its kernels move on, and an event is
  * over when the process' clock has come to that of its stream. Calls that wait move the process' clock on instead. What is stored and
- * copied is so at once and in order, or, between stub_hold(1) and stub_hold(0), when it is let go.
+ * copied is so at once and in order, or, between stub_hold(1) and stub_hold(0), when it is let go: then streams keep their own order and wait
+ * for each other's events, and the most important one goes first.
  *
  * It keeps the rules that the documentation states and that a fake of the wrapper can't see, and writes down each call against them
  * (stub_violations): a call needs a current context; streams and events go with contexts of one device; a green context is current
@@ -69,10 +70,10 @@ static int live[16];
 
 typedef struct Context { Kind kind; int green, sms, retained; long thread; /* where a green one is current */ } Context;
 typedef struct Event { Kind kind; Context *context; int timed, recorded, captured, pending; double at; } Event;
-typedef struct Op { enum { SPIN, RECORD, COPY, STORE, FILL, LAUNCH } what; void *stream, *target, *source; size_t nbytes; uint32_t value; double seconds;
+typedef struct Op { enum { SPIN, RECORD, WAIT, COPY, STORE, FILL, LAUNCH } what; void *stream, *target, *source; size_t nbytes; uint32_t value; double seconds;
                     struct Op *next; } Op;
 typedef struct Graph { Kind kind; Op *ops; int nodes; } Graph;
-typedef struct Stream { Kind kind; Context *context; int priority, sms, pending, mode, invalid; long thread; double clock; Graph *capture; } Stream;
+typedef struct Stream { Kind kind; Context *context; int priority, sms, pending, seen, mode, invalid; long thread; double clock; Graph *capture; } Stream;
 typedef struct Kernel { Kind kind; int moves; } Kernel;
 typedef struct Resource { Kind kind; int sms; } Resource;
 typedef struct Physical { Kind kind; int fd; size_t nbytes; } Physical;
@@ -82,7 +83,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Context primary = {CONTEXT, 0, SMS, 0, 0};
 static __thread Context *stack[16];
 static __thread int depth;
-static int initialized, held, broken, devices = 1;
+static int initialized, held, broken, devices = 1, busy_streams; /* those that hold something back */
 static Op *waiting, **waiting_end = &waiting;
 static Range *ranges;
 static Stream *capturing[64]; /* those under way */
@@ -198,6 +199,7 @@ static void done(Op *op) {
         }
         break;
     case RECORD: event->at = begin; break;
+    case WAIT: if (event->at > stream->clock) stream->clock = event->at; break;
     case COPY: memmove(op->target, op->source, op->nbytes); stream->clock = begin + op->nbytes / 50e9; break;
     case STORE: __atomic_store_n((uint32_t *)op->target, op->value, __ATOMIC_RELEASE); break;
     case FILL: for (size_t i = 0; i < op->nbytes; i++) ((uint32_t *)op->target)[i] = op->value; break;
@@ -205,11 +207,28 @@ static void done(Op *op) {
     }
     if (stream->clock > latest) latest = stream->clock;
 }
+/* What is done next: the oldest op of the most important stream, but for streams whose oldest waits for a record that is still to come. */
+static Op **next_op(void) {
+    static int round;
+    Op **best = NULL;
+    if (busy_streams == 1) return &waiting;
+    round++;
+    for (Op **each = &waiting; *each; each = &(*each)->next) {
+        Stream *stream = (*each)->stream;
+        if (stream->seen == round) continue;
+        stream->seen = round;
+        Op *before = waiting;
+        if ((*each)->what == WAIT) while (before != *each && !(before->what == RECORD && before->target == (*each)->target)) before = before->next;
+        else before = *each;
+        if (before == *each && (!best || stream->priority < ((Stream *)(*best)->stream)->priority)) best = each;
+    }
+    return best;
+}
 static void let_go(void) {
     while (waiting) {
-        Op *op = waiting;
-        waiting = op->next;
-        ((Stream *)op->stream)->pending--;
+        Op **at = next_op(), *op = *at;
+        *at = op->next;
+        if (!--((Stream *)op->stream)->pending) busy_streams--;
         if (op->what == RECORD) ((Event *)op->target)->pending--;
         done(op);
         free(op);
@@ -229,7 +248,7 @@ static int submit(Stream *stream, Op op) {
     } else if (held) {
         *waiting_end = memcpy(malloc(sizeof op), &op, sizeof op);
         waiting_end = &(*waiting_end)->next;
-        stream->pending++;
+        if (!stream->pending++) busy_streams++;
         if (op.what == RECORD) ((Event *)op.target)->pending++;
     } else
         done(&op);
@@ -348,8 +367,7 @@ int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
     WANTED(flags == 0 || flags == 1)
     if (root(event->context) != root(stream->context)) return violated(INVALID_HANDLE, __func__, "the event is of another device's context");
     if (!stream->capture && event->captured) return violated(CAPTURE_UNSUPPORTED, __func__, "the event was recorded in a capture");
-    if (event->at > stream->clock) stream->clock = event->at;
-    return SUCCESS;
+    return stream->capture ? SUCCESS : submit(stream, (Op){.what = WAIT, .target = event});
 }
 int cuStreamWriteValue32(Stream *stream, ptr address, uint32_t value, unsigned flags) {
     CURRENT

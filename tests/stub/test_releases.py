@@ -56,20 +56,20 @@ def test_the_experiments_run_to_their_ends(libraries: Path):
 
 def holds(out: Path, version: str) -> None:
     """What `smoke` wrote: all that needs no torch was asked, and holds."""
-    told = json.loads(out.read_text())
-    assert told["counts"]["FAIL"] == 0, told["found"]
-    assert told["counts"]["PASS"] >= 19
-    assert told["device"]["bindings"] == version
-    assert all("torch" in row["said"] for row in told["found"] if row["verdict"] == "SKIP")
+    result = json.loads(out.read_text())
+    assert result["counts"]["FAIL"] == 0, result["found"]
+    assert result["counts"]["PASS"] >= 19
+    assert result["device"]["bindings"] == version
+    assert all("torch" in row["said"] for row in result["found"] if row["verdict"] == "SKIP")
 
 
 def test_what_is_taken_for_granted_holds_on_the_stand_in(libraries: Path, tmp_path: Path):
     out = tmp_path / "smoke.json"
     done = run(["-m", "microbench.cuda.smoke", "--out", str(out)], build.environment(libraries, bindings(TORCHS)))
     holds(out, TORCHS)
-    told = json.loads(out.read_text())
-    assert done.returncode == (3 if told["counts"]["SKIP"] else 0)
-    assert len(done.stdout.splitlines()) == len(told["found"]) + 2  # a line each, between the card and the sum
+    result = json.loads(out.read_text())
+    assert done.returncode == (3 if result["counts"]["SKIP"] else 0)
+    assert len(done.stdout.splitlines()) == len(result["found"]) + 2  # a line each, between the card and the sum
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ def test_host_time_is_measured(libraries: Path, tmp_path: Path):
     )
     done = run(["-c", script, "--repeats", "1", "--out", str(out)], build.environment(libraries, bindings(NEWEST)))
     assert done.returncode == 0, done.stderr
-    told = json.loads(out.read_text())
-    assert set(told["piece_s"]) == {"a piece", "a piece behind another"}
-    assert all(each["ratio"]["median"] > 0 for each in told["piece_s"].values())
-    assert set(told["calls_s"]) == {"record", "reached", "elapsed", "wait", "write_value"}
+    result = json.loads(out.read_text())
+    assert set(result["piece_s"]) == {"a piece", "a piece behind another"}
+    assert all(each["ratio"]["median"] > 0 for each in result["piece_s"].values())
+    assert set(result["calls_s"]) == {"record", "reached", "elapsed", "wait", "write_value"}
 
 
 def first_contact(part: str, environment: dict[str, str], out: Path, **more: str) -> subprocess.CompletedProcess[str]:

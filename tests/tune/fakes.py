@@ -9,7 +9,7 @@ from typing import Any
 from gpumux.tune.checkpoints import MemoryCheckpoints
 from gpumux.tune.space import Space
 from gpumux.tune.sweep import Listener
-from gpumux.tune.trainer import Event, Outcome, Watch, Work
+from gpumux.tune.trainer import Outcome, TrainingProgress, TrialWork, Watch
 
 SPACE = Space.read(
     {
@@ -25,7 +25,7 @@ class Killed(Exception):
     pass
 
 
-def quality(work: Work) -> float:
+def quality(work: TrialWork) -> float:
     """The better the nearer lr is to 0.1, and a little better with steps; rises with noise of the trial's seed."""
     return -abs(math.log10(work.config["lr"]) + 1) + work.steps / 1e4 + (work.seed % 997) / 1e5
 
@@ -35,7 +35,8 @@ class FakeTrainer:
 
     name = "fake"
 
-    def __init__(self, checkpoints: MemoryCheckpoints, *, group: int = 1, reverse: bool = False, die_after: int | None = None,
+    def __init__(self, checkpoints: MemoryCheckpoints, *, group: int = 1, reverse: bool = False,
+                 die_after: int | None = None,
                  bad: frozenset[int] = frozenset()) -> None:  # fmt: skip
         self.checkpoints, self.group, self.reverse, self.die_after, self.bad = (
             checkpoints,
@@ -46,7 +47,7 @@ class FakeTrainer:
         )
         self.trained: list[tuple[int, int, int]] = []  # (trial, start, steps)
 
-    def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
+    def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
         assert len({work.trial for work in works}) == len(works)
         ordered = list(reversed(works)) if self.reverse else list(works)
         for at in range(0, len(ordered), self.group):
@@ -58,7 +59,7 @@ class FakeTrainer:
                 self.trained.append((work.trial, work.start, work.steps))
                 stretch = (work.start, work.steps, work.seed, work.draws)
                 self.checkpoints.save(work.trial, work.steps, {"behind": [*behind, stretch]})
-                watch(Event((work.trial,), work.steps, work.steps))
+                watch(TrainingProgress((work.trial,), work.steps, work.steps))
                 yield Outcome(work.trial, math.nan if work.trial in self.bad else quality(work), 0.5)
 
     def notes(self) -> dict[str, Any]:

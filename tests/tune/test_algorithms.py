@@ -13,7 +13,7 @@ from gpumux.tune.algorithms import Algorithm, Rung, brackets, hyperband, random_
 
 
 def run(algorithm: Algorithm) -> list[Rung]:
-    """All rungs, the lowest numbers going on."""
+    """All rungs, if the lowest numbers continue."""
     rungs = []
     try:
         rung = next(algorithm)

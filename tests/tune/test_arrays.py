@@ -1,4 +1,4 @@
-"""What the fused scheduler makes of any rung, with arrays that only take notes."""
+"""The fused scheduler's arrays for any rung, with arrays that only record calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from gpumux.errors import NotFusible
 from gpumux.tune import fused
-from gpumux.tune.checkpoints import MemoryCheckpoints, read
-from gpumux.tune.fused import Fused
-from gpumux.tune.probe import Memory
+from gpumux.tune.checkpoints import MemoryCheckpoints, read_state
+from gpumux.tune.fused import FusedTrainer
+from gpumux.tune.probe import MemoryModel
 from gpumux.tune.task import Task, make
-from gpumux.tune.trainer import Work
+from gpumux.tune.trainer import TrialWork
 from tests.tune.fakes import SPACE
 
 QUIET = [HealthCheck.function_scoped_fixture]
 
 
 class Notes:
-    """Stands for an array: what it was made of, its steps, and whether it was ended."""
+    """Replaces an array: records its models, its steps, and whether it was closed."""
 
     made: list[Notes]
 
@@ -62,11 +62,11 @@ TASK: Task = make(
 @pytest.fixture
 def arrays(monkeypatch: pytest.MonkeyPatch) -> list[Notes]:
     Notes.made = []
-    monkeypatch.setattr(fused, "Here", Notes)
+    monkeypatch.setattr(fused, "LocalArrayRun", Notes)
     monkeypatch.setattr(fused, "capture", lambda *_: "captured")
     monkeypatch.setattr(fused, "check", lambda *_: None)
-    monkeypatch.setattr(fused, "guess", lambda _: Memory(0, 2000))
-    monkeypatch.setattr(fused, "predict", lambda _: Memory(100, 1000))
+    monkeypatch.setattr(fused, "guess", lambda _: MemoryModel(0, 2000))
+    monkeypatch.setattr(fused, "predict", lambda _: MemoryModel(100, 1000))
     return Notes.made
 
 
@@ -78,11 +78,11 @@ def arrays(monkeypatch: pytest.MonkeyPatch) -> list[Notes]:
 def test_any_rung(arrays: list[Notes], trials: list[int], seed: int, most: int | None, models: int, start: int):
     arrays.clear()
     checkpoints = MemoryCheckpoints()
-    works = [Work(t, SPACE.sample(seed, t), start, 4, t, t) for t in trials]
+    works = [TrialWork(t, SPACE.sample(seed, t), start, 4, t, t) for t in trials]
     for work in works if start else []:
         _, model, optimizer = factory(work.config)
-        checkpoints.save(work.trial, start, read(model, optimizer))
-    trainer = Fused(TASK, SPACE, checkpoints, most=most, memory=100 + 1000 * models)
+        checkpoints.save(work.trial, start, read_state(model, optimizer))
+    trainer = FusedTrainer(TASK, SPACE, checkpoints, most=most, memory=100 + 1000 * models)
     found = {o.trial: o for o in trainer.train(works, lambda _: None)}
     assert sorted(found) == sorted(trials), "every trial once"
     assert all(found[w.trial].score == w.config["lr"] for w in works), "each its own score"
@@ -99,9 +99,9 @@ def test_an_interrupted_array_is_ended(arrays: list[Notes]):
     def watch(event: Any) -> None:
         raise KeyboardInterrupt
 
-    works = [Work(t, {**SPACE.sample(0, 0), "lr": 0.1 * (t + 1)}, 0, 4, t, t) for t in range(3)]
+    works = [TrialWork(t, {**SPACE.sample(0, 0), "lr": 0.1 * (t + 1)}, 0, 4, t, t) for t in range(3)]
     with pytest.raises(KeyboardInterrupt):
-        list(Fused(TASK, SPACE, MemoryCheckpoints()).train(works, watch))
+        list(FusedTrainer(TASK, SPACE, MemoryCheckpoints()).train(works, watch))
     assert [(a.steps, a.open) for a in arrays] == [(1, False)]
 
 
@@ -109,7 +109,7 @@ def test_a_step_that_can_not_be_fused_names_what_to_do(arrays: list[Notes], monk
     def refuses(*_: object) -> None:
         raise NotFusible("aten.x can't run for all models at once", "allow it")
 
-    monkeypatch.setattr(fused, "Here", refuses)
-    works = [Work(t, {**SPACE.sample(0, 0), "lr": 0.1 * (t + 1)}, 0, 4, t, t) for t in range(2)]
+    monkeypatch.setattr(fused, "LocalArrayRun", refuses)
+    works = [TrialWork(t, {**SPACE.sample(0, 0), "lr": 0.1 * (t + 1)}, 0, 4, t, t) for t in range(2)]
     with pytest.raises(NotFusible, match=r"aten.x can't run .* scheduler serial or concurrent"):
-        list(Fused(TASK, SPACE, MemoryCheckpoints()).train(works, lambda _: None))
+        list(FusedTrainer(TASK, SPACE, MemoryCheckpoints()).train(works, lambda _: None))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gpumux.errors import AdmissionRefused, DaemonGone, TrialFailed
-from gpumux.tune import concurrent
-from gpumux.tune import tune as verb
+from gpumux.tune import concurrent, tune
 from gpumux.tune.sweep import Listener
 from gpumux.tune.task import find, make
 from microbench.daemon import RunningDaemon, running_daemon
@@ -37,9 +36,9 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 def test_equal_to_serial(daemon: RunningDaemon):
-    """Scores, dropout's masks, schedules, and the state that trials go on from."""
-    many = verb.tune(TASK, SPACE, scheduler="concurrent", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
-    alone = verb.tune(TASK, SPACE, scheduler="serial", **HYPERBAND)
+    """Scores, dropout's masks, schedules, and the state that trials continue from."""
+    many = tune(TASK, SPACE, scheduler="concurrent", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
+    alone = tune(TASK, SPACE, scheduler="serial", **HYPERBAND)
     assert [(e.config, e.state, e.scores) for e in many.entries] == [
         (e.config, e.state, e.scores) for e in alone.entries
     ]
@@ -54,10 +53,10 @@ def test_equal_to_serial(daemon: RunningDaemon):
 
 
 def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Two arrays, whose survivor trains on alone as a job of its own."""
+    """Two arrays, and a survivor that then trains alone as a job of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    many = verb.tune(TASK, ONE, scheduler="fused", endpoint=daemon.endpoint, **HYPERBAND)
-    alone = verb.tune(TASK, ONE, scheduler="serial", **HYPERBAND)
+    many = tune(TASK, ONE, scheduler="fused", endpoint=daemon.endpoint, **HYPERBAND)
+    alone = tune(TASK, ONE, scheduler="serial", **HYPERBAND)
     assert many.notes["array_sizes"] == [2, 1, 2]
     assert [e.config for e in many.entries] == [e.config for e in alone.entries]
     for ours, theirs in zip(many.entries, alone.entries, strict=True):
@@ -72,13 +71,13 @@ def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon, caplog: pytest.Log
 
     listener = Listener(lambda *_: None, stops, lambda *_: None, lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
-        verb.tune(TASK, SPACE, trials=4, steps=5, scheduler="concurrent", endpoint=daemon.endpoint, listener=listener)
+        tune(TASK, SPACE, trials=4, steps=5, scheduler="concurrent", endpoint=daemon.endpoint, listener=listener)
     assert jobs_left(daemon) == []
     assert "not synced" not in caplog.text
 
 
 def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch):
-    """It takes two jobs: the third waits until one is done; where it takes none that is said."""
+    """The daemon takes two jobs: the third waits until one is done; if it takes none, that is an error."""
     submitted = []
     submit = concurrent.submit
 
@@ -90,7 +89,7 @@ def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.
         return submitted[-1]
 
     monkeypatch.setattr(concurrent, "submit", refuses)
-    found = verb.tune(TASK, SPACE, trials=4, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+    found = tune(TASK, SPACE, trials=4, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
     assert found.notes == {"jobs_at_once": 2}
     assert {e.state for e in found.entries} == {"complete"}
 
@@ -99,12 +98,12 @@ def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.
 
     monkeypatch.setattr(concurrent, "submit", never)
     with pytest.raises(AdmissionRefused):
-        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+        tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
 
 
 def test_no_daemon(tmp_path):
     with pytest.raises(DaemonGone):
-        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=f"ipc://{tmp_path}/none.sock")
+        tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=f"ipc://{tmp_path}/none.sock")
 
 
 def test_a_score_that_raises_names_its_trial(daemon: RunningDaemon):
@@ -115,5 +114,5 @@ def test_a_score_that_raises_names_its_trial(daemon: RunningDaemon):
 
     broken = make("t", task.factory, task.batches, score, "minimize")
     with pytest.raises(TrialFailed, match=r"trial \d .*score raises ValueError: no validation data"):
-        verb.tune(broken, SPACE, trials=2, steps=2, scheduler="concurrent", endpoint=daemon.endpoint)
+        tune(broken, SPACE, trials=2, steps=2, scheduler="concurrent", endpoint=daemon.endpoint)
     assert toy.direction == "minimize"

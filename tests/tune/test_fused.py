@@ -1,4 +1,4 @@
-"""Arrays of trials: the same scores as serial training, partitions and capacity kept to, and wrong marks named."""
+"""Arrays of trials: the same scores as serial training, partitions and capacity observed, and wrong marks named."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from gpumux.errors import ConfigError, TrialFailed
 from gpumux.fuse.fuse import fuse
-from gpumux.tune import probe
-from gpumux.tune import tune as verb
-from gpumux.tune.fused import Feed, Reads
-from gpumux.tune.probe import SLACK, Measured, Meter
+from gpumux.tune import probe, tune
+from gpumux.tune.fused import BatchFeed, TrackedConfig
+from gpumux.tune.probe import SLACK, MemoryMeasurement, MemoryMeter
+from gpumux.tune.run import SweepResult
 from gpumux.tune.space import Space
 from gpumux.tune.task import Task, find
-from gpumux.tune.trainer import Work
+from gpumux.tune.trainer import TrialWork
 from tests.tune import toy
 
 TASK = find("tests.tune.toy:factory")
@@ -42,11 +42,11 @@ def _one_thread(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     torch.set_num_threads(before)
 
 
-def both(task: Task, space: Any, **options: Any) -> verb.Found:
+def both(task: Task, space: Any, **options: Any) -> SweepResult:
     """A sweep trained as arrays, compared with the same sweep trained serially."""
     arrays = {key: options.pop(key) for key in ("max_array", "memory") if key in options}
-    fused = verb.tune(task, space, scheduler="fused", **arrays, **options)
-    serial = verb.tune(task, space, scheduler="serial", **options)
+    fused = tune(task, space, scheduler="fused", **arrays, **options)
+    serial = tune(task, space, scheduler="serial", **options)
     assert [(e.config, e.state, e.steps) for e in fused.entries] == [
         (e.config, e.state, e.steps) for e in serial.entries
     ]
@@ -61,7 +61,7 @@ def both(task: Task, space: Any, **options: Any) -> verb.Found:
 
 
 def test_a_sweep_equals_serial():
-    """Dropout, schedules, two optimizers, two batch sizes, and rungs that go on from checkpoints."""
+    """Dropout, schedules, two optimizers, two batch sizes, and rungs that continue from checkpoints."""
     found = both(TASK, SPACE, algorithm="hyperband", steps=9, min_steps=3, trials=9)
     assert found.notes["arrays"] >= 2
     assert max(found.notes["array_sizes"]) > 1
@@ -76,7 +76,7 @@ def test_arrays_are_no_larger_than_allowed():
 
 def test_memory_bounds_arrays():
     """So much that three models fit; the prediction is linear in their number, and is what larger arrays come to."""
-    work = Work(0, {"lr": 0.1, "batch_size": 8, "optimizer": "adam"}, 0, 3, 1, 1)
+    work = TrialWork(0, {"lr": 0.1, "batch_size": 8, "optimizer": "adam"}, 0, 3, 1, 1)
     captured = probe.capture(TASK, work, work.config, toy.data(0, 8))
     memory = probe.predict(captured)
     five = fuse([captured.program] * 5, [captured.values] * 5).program
@@ -86,13 +86,13 @@ def test_memory_bounds_arrays():
     found = both(TASK, ONE, trials=4, steps=2, memory=memory.of(3))
     assert found.notes["array_sizes"] == [3, 1]
     with pytest.raises(ConfigError, match="not one model of the partition batch_size=8 optimizer=adam"):
-        verb.tune(TASK, ONE, trials=3, steps=2, scheduler="fused", memory=memory.fixed)
+        tune(TASK, ONE, trials=3, steps=2, scheduler="fused", memory=memory.fixed)
 
 
 def test_what_is_measured_raises_predictions_where_it_must():
-    assert Measured(predicted=10 << 20, measured=SLACK).scale == 1.0
-    assert Measured(predicted=100 << 20, measured=(250 << 20) + SLACK).scale == 2.5
-    meter = Meter()
+    assert MemoryMeasurement(predicted=10 << 20, measured=SLACK).scale == 1.0
+    assert MemoryMeasurement(predicted=100 << 20, measured=(250 << 20) + SLACK).scale == 2.5
+    meter = MemoryMeter()
     held = torch.ones(80 << 20, dtype=torch.uint8)
     found = meter.read(80 << 20)
     assert found.measured > 70 << 20
@@ -101,10 +101,10 @@ def test_what_is_measured_raises_predictions_where_it_must():
 
 @pytest.mark.parametrize("choices", [[4, 8], [8, 12]])
 def test_a_parameter_that_changes_the_step_is_named(choices: list[int]):
-    """`width` is marked fusible, with lr that is."""
+    """`width` is wrongly marked fusible, together with lr, which is."""
     space = {**ONE, "width": {"choices": choices, "fusible": True}}
     with pytest.raises(ConfigError, match="'width' is marked fusible, but changes the step"):
-        verb.tune(TASK, space, trials=6, steps=2, scheduler="fused")
+        tune(TASK, space, trials=6, steps=2, scheduler="fused")
     both(TASK, {**ONE, "width": {"choices": choices}}, trials=4, steps=2)
 
 
@@ -120,7 +120,7 @@ def test_a_factory_that_is_another_each_time_is_said_to_be():
     widths = count(4)
     task = replace(TASK, factory=lambda config: toy.factory({**config, "width": next(widths)}))
     with pytest.raises(ConfigError, match="does not make the same step of the same configuration twice"):
-        verb.tune(task, ONE, trials=2, steps=2, scheduler="fused")
+        tune(task, ONE, trials=2, steps=2, scheduler="fused")
 
 
 def test_batches_that_depend_on_a_fusible_parameter_are_one_a_model():
@@ -139,12 +139,12 @@ def test_batches_that_look_too_late_are_refused():
             yield toy.data(k if config["lr"] > 0 else -k, config["batch_size"])
 
     with pytest.raises(ConfigError, match="looks at 'lr', which is fusible, only after its first batch"):
-        verb.tune(replace(TASK, batches=batches), ONE, trials=2, steps=3, scheduler="fused")
+        tune(replace(TASK, batches=batches), ONE, trials=2, steps=3, scheduler="fused")
 
 
 @pytest.mark.parametrize("look", [dict, list, lambda c: {**c}, lambda c: c.copy(), lambda c: list(c.values())])
 def test_going_through_a_configuration_looks_at_all_of_it(look):
-    reads = Reads({"lr": 0.1, "batch_size": 8}, {"lr"})
+    reads = TrackedConfig({"lr": 0.1, "batch_size": 8}, {"lr"})
     assert reads["batch_size"] == 8
     assert reads.get("absent") is None
     assert not reads.touched
@@ -153,8 +153,8 @@ def test_going_through_a_configuration_looks_at_all_of_it(look):
 
 
 def test_one_batch_serves_all():
-    works = [Work(t, {"lr": t / 10, "batch_size": 8}, 2, 5, 0, 0) for t in (1, 2)]
-    feed = Feed(TASK, works, {"lr"})
+    works = [TrialWork(t, {"lr": t / 10, "batch_size": 8}, 2, 5, 0, 0) for t in (1, 2)]
+    feed = BatchFeed(TASK, works, {"lr"})
     assert not feed.per_model
     assert all(torch.equal(feed.next()[0], toy.data(k, 8)[0]) for k in (2, 3, 4))
 
@@ -169,7 +169,7 @@ def test_a_diverged_model_leaves_the_others_alone():
 
     space = {**ONE, "lr": {"choices": [0.01, 0.02, 0.1], "fusible": True}}
     task = replace(TASK, factory=factory)
-    fused = verb.tune(task, space, trials=6, steps=3, scheduler="fused")
+    fused = tune(task, space, trials=6, steps=3, scheduler="fused")
     assert {e.state for e in fused.entries} == {"complete", "failed"}
     assert all((e.state == "failed") == (e.config["lr"] == 0.1) for e in fused.entries)
     assert fused.best == min((e for e in fused.entries if e.state == "complete"), key=lambda e: e.score)
@@ -181,4 +181,4 @@ def test_a_step_that_can_not_run_names_the_trial():
         raise OSError("the disk is gone")
 
     with pytest.raises(TrialFailed, match=r"trial 0 .*batches raises OSError: the disk is gone"):
-        verb.tune(replace(TASK, batches=batches), ONE, trials=2, steps=3, scheduler="fused")
+        tune(replace(TASK, batches=batches), ONE, trials=2, steps=3, scheduler="fused")

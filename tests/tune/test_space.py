@@ -1,4 +1,4 @@
-"""What a space's file may say, and what is drawn from it."""
+"""The file of a space, and the configurations drawn from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
+from gpumux.tune.run import read_space
 from gpumux.tune.space import Choices, Range, Space
-from gpumux.tune.tune import read_space
 from tests.tune.fakes import SPACE
 
 

@@ -1,4 +1,4 @@
-"""The ledger in Optuna: the same sweep as in memory, resumable, and refused where it is another one."""
+"""The ledger in Optuna: the same sweep as in memory, resumable, and refused if it is of another sweep."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_killed_sweep_goes_on_from_its_storage(open_study, die_after: int):
 
 
 def test_tpe_proposes_what_it_would_have_proposed(open_study, tmp_path: Path, tables: Path):
-    """With few trials drawn at random first, so that the later ones rest on scores."""
+    """With few trials drawn at random first, so that the later ones depend on scores."""
     whole = StudyLedger(
         copied(tables, tmp_path / "o.db"), "s", SPACE, {}, maximize=True, sampler="tpe", seed=5, startup=4
     )

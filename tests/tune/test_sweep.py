@@ -1,4 +1,4 @@
-"""The loop: budgets, who goes on, resuming after any kill, and independence of who trains in which order."""
+"""The loop: budgets, survivors, resuming after any kill, and independence of the trainer's order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpumux.tune.algorithms import Algorithm, hyperband, random_search
 from gpumux.tune.checkpoints import MemoryCheckpoints
-from gpumux.tune.sweep import Entry, Ledger, MemoryLedger, best_of, sweep
+from gpumux.tune.sweep import MemoryLedger, SweepLedger, TrialRecord, best_of, sweep
 from gpumux.tune.trainer import seed_of
 from tests.tune.fakes import SPACE, FakeTrainer, Killed, quiet
 
@@ -25,7 +25,9 @@ ALGORITHMS = st.one_of(
 )  # fmt: skip
 
 
-def run(made: Made, trainer: FakeTrainer, ledger: Ledger | None = None, *, maximize: bool = True) -> list[Entry]:
+def run(
+    made: Made, trainer: FakeTrainer, ledger: SweepLedger | None = None, *, maximize: bool = True
+) -> list[TrialRecord]:
     ledger = ledger or MemoryLedger(SPACE, 5)
     sweep(made(), ledger, trainer, trainer.checkpoints, quiet(), maximize=maximize, seed=5)
     return ledger.entries()
@@ -62,7 +64,7 @@ def test_all_trials_end_and_none_is_trained_twice(made: Made, maximize: bool, ba
 
 @given(ALGORITHMS, st.integers(0, 40), st.booleans())
 def test_a_killed_sweep_goes_on(made: Made, die_after: int, lose: bool):
-    """Killed anywhere and run again, it comes to the same; what was finished is not trained again."""
+    """Killed anywhere and run again, a sweep ends the same; finished trials are not trained again."""
     whole = fake()
     expected = run(made, whole)
     ledger = MemoryLedger(SPACE, 5)

@@ -15,9 +15,9 @@ import torch
 
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
 from gpumux.errors import ConfigError
-from gpumux.tune import tune as verb
-from gpumux.tune.checkpoints import read
-from gpumux.tune.task import find
+from gpumux.tune import tune
+from gpumux.tune.checkpoints import read_state
+from gpumux.tune.task import Task, find
 from tests.tune import toy
 
 ROOT = Path(toy.__file__).parents[2]
@@ -31,7 +31,7 @@ def space(tmp_path: Path) -> str:
     return str(path)
 
 
-def tune(space: str, *flags: str) -> int:
+def run_command(space: str, *flags: str) -> int:
     return main(["tune", TASK, "--space", space, "--scheduler", "serial", *flags])
 
 
@@ -42,7 +42,7 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> dict:
 def test_a_search(space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plot, best = tmp_path / "a.png", tmp_path / "best.pt"
     before = torch.random.get_rng_state()
-    assert tune(space, "--trials", "4", "--steps", "12", "--plot", str(plot), "--save", str(best)) == 0
+    assert run_command(space, "--trials", "4", "--steps", "12", "--plot", str(plot), "--save", str(best)) == 0
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's generator is left alone"
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -64,7 +64,7 @@ def test_a_search(space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_hyperband(space: str, capsys: pytest.CaptureFixture[str]):
     flags = ["--algorithm", "hyperband", "--steps", "9", "--min-steps", "3", "--eta", "3", "--json"]
-    assert tune(space, *flags) == 0
+    assert run_command(space, *flags) == 0
     body = as_json(capsys)
     assert [t["steps"] for t in body["trials"]].count(9) == 3
     assert {t["state"] for t in body["trials"]} == {"complete", "pruned"}
@@ -75,26 +75,26 @@ def test_hyperband(space: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_to_go_on_is_to_train_on(space: str):
-    """A trial that goes on from a checkpoint is the loop that went on: dropout's masks are those of each stretch."""
-    found = verb.tune(
+    """A trial that continues from a checkpoint equals the plain loop: dropout's masks are those of each stretch."""
+    found = tune(
         TASK, space, algorithm="hyperband", steps=6, min_steps=2, eta=3, scheduler="serial", seed=3
     )  # fmt: skip
     entry = next(e for e in found.entries if sorted(e.scores) == [2, 6])
     task = find(TASK)
     with torch.random.fork_rng():
         config = entry.config
-        step, model, optimizer = task.build(entry.number, config, verb_seed(3, entry.number))
+        step, model, optimizer = task.build(entry.number, config, trial_seed(3, entry.number))
         for k in range(6):
             if k in (0, 2):
-                torch.manual_seed(verb_seed(3, entry.number, k))
+                torch.manual_seed(trial_seed(3, entry.number, k))
             optimizer.param_groups[0].update(toy.hyperparameters(config, k))
             step(*toy.data(k, config["batch_size"]))
         assert task.rate(0, model, config) == entry.score
     if found.best == entry:
-        assert str(found.state()) == str(read(model, optimizer))
+        assert str(found.state()) == str(read_state(model, optimizer))
 
 
-def verb_seed(seed: int, trial: int, start: int | None = None) -> int:
+def trial_seed(seed: int, trial: int, start: int | None = None) -> int:
     from gpumux.tune.trainer import seed_of
 
     return seed_of(seed, trial, {}, start)
@@ -116,7 +116,7 @@ def interrupted(space: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Non
     toy.scored[0] = 0
     with monkeypatch.context() as patched:
         patched.setenv("TOY_SIGNAL", f"{int(signal.SIGINT)}@5")
-        assert tune(space, *flags) == 130
+        assert run_command(space, *flags) == 130
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
@@ -132,10 +132,10 @@ def test_a_sweep_that_was_ended_goes_on(
         assert "4 scores of this run are kept in sqlite:///" in err
         assert "run the same command again" in err
     toy.scored[0] = 0
-    assert tune(space, *stored) == 0
+    assert run_command(space, *stored) == 0
     resumed = as_json(capsys)
     trained, toy.scored[0] = toy.scored[0], 0
-    assert tune(space, *BUDGET) == 0
+    assert run_command(space, *BUDGET) == 0
     fresh = as_json(capsys)
     assert trained == toy.scored[0] - 4, "what was scored was not trained again"
     for key in ("number", "config", "state", "score", "scores"):
@@ -194,7 +194,7 @@ def test_what_users_get_wrong(task: str, code: int, says: str, space: str, capsy
     ],
 )
 def test_bad_input_is_answered(flags: list[str], code: int, says: str, space: str, capsys: pytest.CaptureFixture[str]):
-    assert tune(space, *flags) == code
+    assert run_command(space, *flags) == code
     assert says in capsys.readouterr().err
 
 
@@ -207,14 +207,14 @@ def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str]):
 
 
 def test_data_that_ends_early_is_said(space: str):
-    task = verb.Task(
+    task = Task(
         "t", toy.factory, lambda config, start: [toy.data(k, 8) for k in range(start, 3)], toy.score, "minimize"
     )
     with pytest.raises(ConfigError, match="ended after 3 of 5 steps"):
-        verb.tune(task, space, trials=1, steps=5, scheduler="serial")
+        tune(task, space, trials=1, steps=5, scheduler="serial")
 
 
 def test_a_schedule_names_what_the_optimizer_has(space: str):
-    task = verb.Task("t", toy.factory, toy.batches, toy.score, "minimize", lambda config, k: {"momentums": 0.5})
+    task = Task("t", toy.factory, toy.batches, toy.score, "minimize", lambda config, k: {"momentums": 0.5})
     with pytest.raises(ConfigError, match="'momentums', which the optimizer has not"):
-        verb.tune(task, space, trials=1, steps=5, scheduler="serial")
+        tune(task, space, trials=1, steps=5, scheduler="serial")

@@ -9,7 +9,7 @@ import zmq
 
 from gpumux.wire.limits import Limits
 from gpumux.wire.router import Router
-from tests.wire.world import LaneClient, RawClient, World
+from tests.wire.world import LocalClient, RawClient, World
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def make_client() -> Iterator[Callable[..., RawClient]]:
 
 @pytest.fixture
 def join(make_client) -> Iterator[Any]:
-    made: list[LaneClient] = []
+    made: list[LocalClient] = []
 
-    def make(world: World, **options: Any) -> LaneClient:
-        made.append(LaneClient(world, make_client(world, **options)))
+    def make(world: World, **options: Any) -> LocalClient:
+        made.append(LocalClient(world, make_client(world, **options)))
         return made[-1]
 
     yield make

@@ -12,7 +12,7 @@ import pytest
 
 from gpumux.wire import listen as connections
 from gpumux.wire.limits import Limits
-from gpumux.wire.listen import Connections, Turnstile
+from gpumux.wire.listen import AcceptGate, Connections
 from gpumux.wire.sessions import Opened
 from tests.wire.world import HELLO, WAIT_MS
 
@@ -159,21 +159,21 @@ def test_nobody_is_accepted_while_descriptors_are_short(make_world, make_client,
 
 def test_there_is_no_daemon_before_connections_are_looked_at(make_world, monkeypatch):
     early, made = [], threading.Event()
-    find = Turnstile.of
+    find = AcceptGate.of
 
-    def dawdle(fd: int, timeout: float) -> Turnstile | None:
+    def dawdle(fd: int, timeout: float) -> AcceptGate | None:
         early.append(made.wait(0.2))
         return find(fd, timeout)
 
-    monkeypatch.setattr(Turnstile, "of", dawdle)
+    monkeypatch.setattr(AcceptGate, "of", dawdle)
     make_world()
     made.set()
     assert early == [False]
 
 
-def test_a_socket_that_no_epoll_set_waits_for_has_no_turnstile():
+def test_a_socket_that_no_epoll_set_waits_for_has_no_gate():
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as alone:
-        assert Turnstile.of(alone.fileno(), 0.0) is None
+        assert AcceptGate.of(alone.fileno(), 0.0) is None
 
 
 def test_bounds_fit_what_the_process_may_open(monkeypatch):

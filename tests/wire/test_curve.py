@@ -22,7 +22,7 @@ from gpumux.wire.peers import (
     secure_server,
 )
 from gpumux.wire.sessions import Incoming, Opened
-from tests.wire.world import HELLO, JOB, World
+from tests.wire.world import JOB, LOCAL_HELLO, World
 
 INLINE = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", True)
 
@@ -50,13 +50,13 @@ def as_client(keys, name: str, server: str = "daemon"):
 
 def test_a_known_key_works_inline_only(world, make_client, keys):
     alice = make_client(world, configure=as_client(keys, "alice"))
-    alice.send(HELLO)
+    alice.send(LOCAL_HELLO)
     world.until(lambda _: world.router.counters["stranger_protocol"] == 1)
     assert "inline" in alice.refusal().remedy
     alice.send(INLINE)
     opened = world.next(Opened)
     assert opened.inline
-    assert alice.receive(m.Welcome).side_channel == ""
+    assert alice.receive(m.Welcome).channel == ""
     alice.send(m.Step(JOB, 1, 1, 0, [], 1), (b"batch",))
     assert world.next(Incoming).frames == [b"batch"]
     world.router.send(opened.session, m.StepDone(JOB, 1, 0.0, 0.0, 0.0, 1), [b"result"])

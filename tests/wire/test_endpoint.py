@@ -45,7 +45,7 @@ def test_a_client_takes_one_of_a_daemons_endpoints(several: str, taken: str):
         ["ipc:///r/g.sock", "ipc:///r/g.sock"],
         ["ipc:///r/g.sock", "ipc:///r/../r//g.sock"],
         ["tcp://h:1", "tcp://h:1"],
-        ["ipc:///r/g.sock", "ipc:///r/g.sock.side"],
+        ["ipc:///r/g.sock", "ipc:///r/g.sock.chan"],
     ],
 )
 def test_a_daemon_listens_at_different_places(texts: list[str]):
@@ -56,15 +56,15 @@ def test_a_daemon_listens_at_different_places(texts: list[str]):
 
 def check_distinct(texts: list[str]) -> None:
     endpoints = [endpoint.parse(text) for text in texts]
-    endpoint.check_distinct(endpoints, endpoint.side_channel(endpoints, Path("/run")))
+    endpoint.check_distinct(endpoints, endpoint.channel_path(endpoints, Path("/run")))
 
 
-def test_the_side_channel_is_named_after_the_first_socket():
+def test_the_channels_socket_is_named_after_the_first_socket():
     def name(*texts: str) -> str:
-        return str(endpoint.side_channel([endpoint.parse(text) for text in texts], Path("/run")))
+        return str(endpoint.channel_path([endpoint.parse(text) for text in texts], Path("/run")))
 
-    assert name("tcp://h:1", "ipc:///r/a.sock", "ipc:///r/b.sock") == "/r/a.sock.side"
-    assert name("tcp://h:1") == "/run/gpumux.sock.side"
+    assert name("tcp://h:1", "ipc:///r/a.sock", "ipc:///r/b.sock") == "/r/a.sock.chan"
+    assert name("tcp://h:1") == "/run/gpumux.sock.chan"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from gpumux.daemon.config_reload import wire_limits
 from gpumux.daemon.effects import MAX_SCALARS
 from gpumux.daemon.requests import MAX_ENCODED_BYTES, MAX_UNLOADED
 from gpumux.device.workers.checks import CPU_S
-from gpumux.wire import lane
+from gpumux.wire import channel, router
 from gpumux.wire import messages as m
-from gpumux.wire import shared_memory as sidechannel
 from gpumux.wire.limits import Limits
 
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
@@ -42,18 +41,18 @@ def test_fields_types_and_senders(tag: int):
     assert ("C" in row[3]) == (cls in m.FROM_CLIENT)
 
 
-def test_the_step_lane():
+def test_the_local_channel():
     for stated in (
-        f"id {lane.LANE_ID}, size 0 is the session's step lane",
-        f"one packet of at most {lane.PACKET:,} bytes",
-        f"begin with the byte 0x{lane.MORE:02X} and carry {lane.PACKET - 1:,} bytes of it each",
-        f"It takes {_names(lane.FROM_CLIENT)} from the client, {_names(lane.FROM_DAEMON)} from the daemon",
+        f"one packet of at most {channel.PACKET:,} bytes",
+        f"begin with the byte 0x{channel.MORE:02X} and carry {channel.PACKET - 1:,} bytes of it each",
+        f"It takes {_names(channel.FROM_CLIENT)} from the client, {_names(channel.FROM_DAEMON)} from the daemon",
     ):
         assert stated in PAGE.replace("\n  ", " ").replace("\n", " ")
 
 
 def _names(classes: frozenset[type[Any]]) -> str:
-    return " and ".join(cls.__name__ for cls in m.REGISTRY.values() if cls in classes)
+    *most, last = [cls.__name__ for cls in m.REGISTRY.values() if cls in classes]
+    return f"{', '.join(most)} and {last}"
 
 
 def test_the_limits_are_what_a_daemon_uses_that_nobody_configured():
@@ -75,12 +74,13 @@ def test_the_limits_are_the_defaults():
         f"| {limits.max_message_bytes >> 20} MiB (`max_message_bytes`) |",
         f"| {limits.max_control_bytes >> 10} KiB; 16 MiB |",
         f"| {limits.messages_per_s:,.0f} a second, bursts of {limits.burst_messages:,.0f} |",
-        f"| {limits.strangers_per_s:,.0f} a second, bursts of {limits.burst_strangers:,.0f} |",
+        f"| {limits.sessionless_per_s:,.0f} a second, bursts of {limits.burst_sessionless:,.0f} |",
         f"`heartbeat_s` is {limits.heartbeat_s:g} and `lease_s` {limits.lease_s:g}",
         f"| {limits.max_sessions:,}; {limits.max_sessions_per_user} |",
         f"| {limits.send_queue:,} |",
         f"| {limits.messages_per_poll}, clients in turn |",
-        f"At most {sidechannel.MAX_PENDING} connections in all, {sidechannel.MAX_PENDING_PER_USER} of a user",
-        f"for {sidechannel.PENDING_S:g} seconds at most. At most {sidechannel.MAX_QUEUED} descriptors",
+        f"At most {channel.MAX_PENDING} connections in all, {channel.MAX_PENDING_PER_USER} of a user",
+        f"for {channel.PENDING_S:g} seconds at most.",
+        f"at most {router.MAX_DESCRIPTORS} descriptors",
     ):
         assert stated in PAGE

@@ -17,11 +17,10 @@ from gpumux.errors import ConfigError, EndpointBusy, ProtocolError
 from gpumux.wire import listen as listening
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
-from gpumux.wire.lanereader import GOODBYE
-from gpumux.wire.router import Router
+from gpumux.wire.router import GOODBYE, Router
 from gpumux.wire.sessions import Closed, Incoming, Opened
 from tests.wire.samples import payload_for
-from tests.wire.world import HELLO, JOB, WAIT_MS, World
+from tests.wire.world import HELLO, JOB, LOCAL_HELLO, WAIT_MS, World
 
 STEP = m.Step(JOB, 1, 1, 0, [], 0)
 
@@ -29,12 +28,12 @@ STEP = m.Step(JOB, 1, 1, 0, [], 0)
 def test_a_session_knows_its_peer(world, make_client):
     world.router.device = {"kind": "cpu"}
     client = make_client(world)
-    opened = world.open(client)
+    opened = world.open(client, LOCAL_HELLO)
     assert (opened.peer.uid, opened.peer.gid, opened.peer.pid) == (os.getuid(), os.getgid(), os.getpid())
     assert opened.inline is False
     assert client.welcome.session == opened.session
     assert client.welcome.device == {"kind": "cpu"}
-    world.serves(client, opened.session, 1)
+    assert client.welcome.channel.endswith("g.sock.chan")
 
 
 def test_hello_again_gets_the_same_welcome(world, make_client):
@@ -69,6 +68,18 @@ def test_another_protocol_is_refused_naming_both(world, make_client):
     assert refusal.code == "version_mismatch"
     assert "99" in refusal.message
     assert str(m.PROTOCOL_VERSION) in refusal.message
+
+
+def test_a_client_of_protocol_1_is_refused_by_name(world, make_client):
+    """As gpumux 0.1.0 says it, and in the form that it reads: tag 3, four fields."""
+    client = make_client(world)
+    client.send_raw([msgpack.packb([1, 1, "0.1.0", "client", 7, "2.13.0", False])])
+    world.until(lambda _: world.router.counters["stranger_version_mismatch"] == 1)
+    assert client.socket.poll(WAIT_MS)
+    tag, ref, code, message, remedy = msgpack.unpackb(client.socket.recv_multipart()[0])
+    assert (tag, ref, code) == (3, 0, "version_mismatch")
+    assert message == "the client speaks protocol 1, this side speaks protocol 2"
+    assert remedy == "install the same gpumux version on both sides"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,7 @@ def test_a_malformed_message_ends_its_session_only(world, make_client, frames):
 
 def test_thousands_of_mutated_messages(make_world, make_client):
     """12,000 of them, from many connections, inside sessions and outside, while another works."""
-    world = make_world(burst_strangers=1e9)
+    world = make_world(burst_sessionless=1e9)
     good = make_client(world)
     session = world.open(good).session
     chance = random.Random(20)
@@ -167,7 +178,7 @@ def test_bytes_are_limited_too(make_world, make_client):
 
 
 def test_strangers_are_metered_by_user(make_world, make_client):
-    world = make_world(burst_strangers=5.0, strangers_per_s=1.0)
+    world = make_world(burst_sessionless=5.0, sessionless_per_s=1.0)
     client = make_client(world)
     for _ in range(20):
         client.send_raw([b"noise"])
@@ -332,12 +343,12 @@ def test_one_daemon_an_endpoint(world, runtime_dir: Path):
 
 
 def test_several_daemons_share_a_directory(world, make_client, runtime_dir: Path):
-    """Each has a side channel of its own: a client's nonce would mean nothing to the other one."""
+    """Each has channels of its own: a client's nonce would mean nothing to the other one."""
     router = Router([f"ipc://{runtime_dir}/h.sock"], runtime_dir)
     other = World(router)
     try:
-        assert world.router.side.path == runtime_dir / "g.sock.side"
-        assert router.side.path == runtime_dir / "h.sock.side"
+        assert world.router.sockets.channels.path == runtime_dir / "g.sock.chan"
+        assert router.sockets.channels.path == runtime_dir / "h.sock.chan"
         for each in (world, other, world):
             assert isinstance(each.open(make_client(each)), Opened)
         assert (world.router.session_count, router.session_count) == (2, 1)

@@ -16,16 +16,15 @@ import msgpack
 import zmq
 
 from gpumux.wire import messages as m
+from gpumux.wire.channel import ClientChannel
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.lane import LANE_ID, Lane
 from gpumux.wire.router import Router
 from gpumux.wire.sessions import Arrival, Incoming, Opened
-from gpumux.wire.shared_memory import HEADER
 
 JOB = "0123456789abcdef" * 2
-MOST = 100_000  # bytes of a message on a client's end of a lane
 WAIT_MS = 60_000  # a bound for a broken test, never reached by a working one
-HELLO = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", False)
+HELLO = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", True)  # all by ZeroMQ
+LOCAL_HELLO = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", False)  # steps by a channel
 
 
 class World:
@@ -51,8 +50,8 @@ class World:
         """The next arrival of a kind; earlier ones of other kinds are passed over."""
         return next(a for a in self.until(lambda found: any(isinstance(a, kind) for a in found)) if isinstance(a, kind))
 
-    def open(self, client: RawClient) -> Opened:
-        client.send(HELLO)
+    def open(self, client: RawClient, hello: m.Hello = HELLO) -> Opened:
+        client.send(hello)
         opened = self.next(Opened)
         client.welcome = client.receive(m.Welcome)
         return opened
@@ -111,12 +110,13 @@ class RawClient:
     def refusal(self) -> m.Refusal:
         return self.receive(m.Refusal)
 
-    def side_channel(self, nonce: bytes | None = None) -> socket.socket:
+    def connect_channel(self) -> socket.socket:
+        """A connection that has asked for the session's channel."""
         assert self.welcome is not None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(WAIT_MS / 1000)
-        connection.connect(self.welcome.side_channel)
-        connection.send(self.welcome.nonce if nonce is None else nonce)
+        connection.connect(self.welcome.channel)
+        connection.send(opening(self.welcome.nonce))
         return connection
 
     def close(self) -> None:
@@ -127,29 +127,32 @@ def packet(message: Any) -> bytes:
     return bytes(encode(message)[0])
 
 
+def opening(nonce: bytes) -> bytes:
+    return packet(m.OpenChannel(m.PROTOCOL_VERSION, nonce))
+
+
 def step(number: int, scalars: list[float] | None = None) -> m.Step:
     return m.Step(JOB, number, 1, 0, scalars or [], 0)
 
 
-class LaneClient:
-    """A session with its side channel and its lane."""
+class LocalClient:
+    """A session with its channel."""
 
     def __init__(self, world: World, client: RawClient) -> None:
         self.world = world
         self.client = client
-        self.opened = world.open(client)
-        self.side = client.side_channel()
-        while not select.select([self.side], [], [], 0.01)[0]:
+        self.opened = world.open(client, LOCAL_HELLO)
+        self.sock = client.connect_channel()
+        while not select.select([self.sock], [], [], 0.01)[0]:
             assert world.router.receive(world.now) == []
-        data, (fd,), _, _ = socket.recv_fds(self.side, HEADER.size, 1)
-        assert data == HEADER.pack(LANE_ID, 0)
-        self.lane = Lane(socket.socket(fileno=fd), MOST)
+        assert self.sock.recv(100) == packet(m.ChannelOpened())
+        self.channel = ClientChannel(self.sock)
 
     def say(self, message: Any) -> None:
-        assert self.lane.send(packet(message))
+        assert self.channel.send(packet(message))
 
     def heard(self) -> Any:
-        received = self.lane.receive()
+        received = self.channel.receive()
         return None if received is None else decode((received,))[0]
 
     def arrives(self, number: int) -> None:
@@ -158,8 +161,7 @@ class LaneClient:
         assert (arrival.session, arrival.message) == (self.opened.session, step(number))
 
     def close(self) -> None:
-        self.lane.close()
-        self.side.close()
+        self.channel.close()
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """The casts that torch.autocast("cuda") makes, for steps that are traced on the CPU and run on a GPU.
 
-Torch makes them in kernels of its own (aten/src/ATen/autocast_mode.h), and for tensors that lie on a GPU only, which
-those of a traced step don't. So they are made again here, by the same lists and rules: tests/client/test_casts.py holds
-every operator against torch's own kernel. Which operators are cast at all is asked of the torch that runs.
+Torch makes them in kernels of its own (aten/src/ATen/autocast_mode.h), only for tensors on a GPU, and the tensors of a
+traced step are on the CPU. So they are made here, by the same lists and rules: tests/client/test_casts.py compares
+every operator with torch's own kernel. The installed torch tells which operators are cast.
+
+"cuda" and "cpu" both name this autocast, because a traced tensor is on the CPU and
+`torch.autocast(x.device.type, enabled=False)` has to turn off what `torch.autocast("cuda")` turned on.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from gpumux.errors import CaptureError
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # an operator, what it is called with
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # an operator and its arguments
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-_on, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype  # autocast.py puts others in their place
+_on, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype  # the originals; `_swaps` replaces them
 
-# By what is done to an operator's arguments. Both lists and names are torch's.
+# Operators by how autocast treats their arguments. The lists and their names are torch's.
 LOWER = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm
@@ -54,23 +57,24 @@ NORMS = {
 }  # fmt: skip
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 UNSAFE = ["binary_cross_entropy"]
-RECURRENT = "_cudnn_rnn"  # only a CUDA build of torch casts for it
+RECURRENT = "_cudnn_rnn"  # only a CUDA build of torch has a cast for it
 
 
 class Cast:
-    """Of one trace: weights that are cast already, and the types that were cast to."""
+    """The casts of one trace: weights that were cast already, and the types that were cast to."""
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
         self.lowered: set[torch.dtype] = set()
 
     def forget(self) -> None:
-        """When the outermost autocast ends: later casts are made, and differentiated, anew."""
+        """Forget cast weights when the outermost autocast ends, so that later casts are made and differentiated
+        anew."""
         self._weights.clear()
 
     def to(self, dtype: torch.dtype, value: Any) -> Any:
-        """A tensor, or each of a list, as `dtype` if it is to be cast. A weight is cast once for all uses, if to the
-        lower type."""
+        """A tensor, or each tensor of a list, cast to `dtype` if it is eligible. A weight is cast to the lower type
+        once for all uses."""
         if isinstance(value, (list, tuple)):
             return [self.to(dtype, each) for each in value]
         if not eligible(value) or value.dtype == dtype:
@@ -85,7 +89,7 @@ class Cast:
             return value.to(dtype)
         known = self._weights.get(id(value))
         if known is None:
-            with torch.enable_grad():  # a later use may want gradients, though this one is under no_grad
+            with torch.enable_grad():  # a later use may need gradients even if this one is under no_grad
                 known = self._weights[id(value)] = value, value.to(dtype)
         return known[1]
 
@@ -94,7 +98,7 @@ class Cast:
         return operator, tuple(self.to(dtype, a) for a in args), {k: self.to(dtype, v) for k, v in kwargs.items()}
 
 
-current = Cast()  # of the trace under way: there is one at a time
+current = Cast()  # of the present trace; there is one at a time
 
 
 def begin() -> None:
@@ -107,11 +111,11 @@ def enabled() -> bool:
 
 
 def eligible(value: Any) -> bool:
-    """All tensors of a step are taken to lie on its GPU, numbers made inside of it as well."""
+    """Whether a value is cast. All tensors of a step count as on its GPU, also those made of numbers inside it."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-# ---- what becomes of a call
+# ---- rules: each takes a call and returns the call to make
 
 
 def lower(call: Call) -> Call:
@@ -123,29 +127,29 @@ def float32(call: Call) -> Call:
 
 
 def in_float32(call: Call) -> Call:
-    """Softmax and sums take another type and say in which they work, unless they were told."""
+    """Softmax and sums take other types and compute in float32, unless the call has a dtype."""
     operator, args, kwargs = call
     place = [argument.name for argument in operator._schema.arguments].index("dtype")
-    told = args[place] if place < len(args) else kwargs.get("dtype")
-    if not eligible(args[0]) or told is not None:
+    chosen = args[place] if place < len(args) else kwargs.get("dtype")
+    if not eligible(args[0]) or chosen is not None:
         return call
     return operator, args[:place], {**kwargs, "dtype": torch.float32}
 
 
 def norm(call: Call) -> Call:
-    """As another operator, which takes the type that it works in."""
+    """The overload that takes the type it computes in."""
     operator, args, kwargs = call
     arguments = operator._schema.arguments
-    told = {argument.name: argument.default_value for argument in arguments}
-    told.update(zip(told, args, strict=False))
-    told.update(kwargs)
-    first = told["self"]
+    chosen = {argument.name: argument.default_value for argument in arguments}
+    chosen.update(zip(chosen, args, strict=False))
+    chosen.update(kwargs)
+    first = chosen["self"]
     typed = getattr(aten.norm, NORMS[f"norm.{operator._overloadname}"])
-    return typed, tuple(told.values()), {"dtype": torch.float32 if eligible(first) else first.dtype}
+    return typed, tuple(chosen.values()), {"dtype": torch.float32 if eligible(first) else first.dtype}
 
 
 def widest(call: Call) -> Call:
-    """Of the tensors that must be given: torch leaves out a bias that may be missing."""
+    """Cast to the widest type of the required tensors; torch ignores an optional bias."""
     operator, args, _ = call
     found = low = _dtype("cuda")
     for argument, value in zip(operator._schema.arguments, args, strict=False):
@@ -153,24 +157,24 @@ def widest(call: Call) -> Call:
             if eligible(each) and found != torch.float32 and str(argument.type) in ("Tensor", "List[Tensor]"):
                 found = each.dtype
                 if found not in (low, torch.float32):
-                    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # as torch has it
+                    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # torch's message
     return current.all_to(found, call)
 
 
 def unsafe(call: Call) -> Call:
     operator, args, kwargs = call
-    operator.redispatch(CUDA, *args, **kwargs)  # torch's own words: it raises RuntimeError, whatever it is called with
+    operator.redispatch(CUDA, *args, **kwargs)  # raises RuntimeError with torch's own message for any arguments
     return call
 
 
 def recurrent(call: Call) -> Call:
-    """cuDNN's layers are cast to float16, whatever autocast's type is."""
-    operator, (x, weights, each, buffer, hx, cx, *told), kwargs = call
+    """Cast cuDNN's layers to float16, also if autocast's type is another."""
+    operator, (x, weights, each, buffer, hx, cx, *options), kwargs = call
     half = torch.float16
     x, hx, cx = (current.to(half, value) for value in (x, hx, cx))
     current.lowered.add(_dtype("cuda"))
-    cast = [w.to(half) if eligible(w) else w for w in weights]  # into one piece of memory, so never those cast already
-    return operator, (x, cast, each, buffer, hx, cx, *told), kwargs
+    cast = [w.to(half) if eligible(w) else w for w in weights]  # not cached: torch casts them into one piece of memory
+    return operator, (x, cast, each, buffer, hx, cx, *options), kwargs
 
 
 def unknown(call: Call) -> Call:
@@ -187,18 +191,18 @@ RULES: Sequence[tuple[Sequence[str], Callable[[Call], Call]]] = (
 
 
 def rules() -> dict[str, Callable[[Call], Call]]:
-    """By operator ("softmax.int"), for all that this torch casts on a GPU."""
+    """The rules by operator ("softmax.int"), for all that the installed torch casts on a GPU."""
     known = {name: rule for names, rule in RULES for name in names}
     asked = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     names = {name.removeprefix("aten::") for name in asked if name.startswith("aten::")}
     return {name: known.get(name, unknown) for name in sorted(names | {RECURRENT})}
 
 
-# ---- One autocast for a step that is traced for a GPU: the GPU's, by whatever name.
+# ---- one autocast state for a step that is traced for a GPU
 #
-# A step says `torch.autocast("cuda")`, or names the device of a tensor. Traced, its tensors say that they lie on the
-# CPU, so for the length of a trace both names mean the same state, as both mean the job's device elsewhere
-# (devices.py). Torch turns `autocast("cuda")` off where it sees no GPU; here it stays on. What is cast, casts.py says.
+# A step contains `torch.autocast("cuda")`, or names the device of a tensor. Traced tensors are on the CPU, so for the
+# length of a trace both names mean the same state, the GPU's. Elsewhere both mean the job's device (devices.py). Torch
+# turns `autocast("cuda")` off if it finds no GPU; in a trace it stays on.
 
 
 _Autocast = torch.amp.autocast_mode.autocast
@@ -207,8 +211,8 @@ _missing: Callable[[], bool] = _common.amp_definitely_not_available
 
 
 def refuse_around(gpu: bool) -> None:
-    """A step that begins under autocast would find its cache of casted weights, and leave its own. Raises
-    CaptureError."""
+    """Raises CaptureError if autocast is active around the step, because its cache of cast weights would pass from one
+    step to the next."""
     on = torch.is_autocast_enabled("cpu") or (gpu and torch.is_autocast_enabled("cuda"))
     if on and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
         raise CaptureError(
@@ -219,8 +223,8 @@ def refuse_around(gpu: bool) -> None:
 
 @contextmanager
 def autocast_of_a_gpu(gpu: bool, home: torch.device | None) -> Iterator[None]:
-    """For the length of a trace, in the thread that traces. `gpu`: whether one is concerned; `home`: where the local
-    model lies."""
+    """Apply the autocast of a GPU for the length of a trace, in this thread. `gpu`: whether the model or the daemon
+    uses a GPU; `home`: the device of the local model."""
     if not gpu:
         yield
         return
@@ -238,7 +242,7 @@ def autocast_of_a_gpu(gpu: bool, home: torch.device | None) -> Iterator[None]:
 
 @contextmanager
 def _around(on_gpu: bool) -> Iterator[None]:
-    """Autocast of the CPU around the step is the job's, unless the model lies on a GPU: there it casts nothing."""
+    """Autocast of the CPU around the step applies to the job, unless the model is on a GPU, where it casts nothing."""
     cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     if not cpu:
         yield
@@ -283,7 +287,7 @@ def _swaps(on_gpu: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
             return leave(self, *raised)
 
     def get_dtype(device_type: str) -> torch.dtype:
-        """Not yet cast to: what a run without gpumux would take, where the model lies."""
+        """The type that a run without gpumux would use on the model's device."""
         return dtype("cuda" if device_type == "cpu" and (on_gpu or enabled()) else device_type)
 
     def clear() -> None:
@@ -321,19 +325,20 @@ def _as_cuda(autocast: Any) -> Iterator[None]:
 
 
 def _named(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """One of torch's functions of a device's autocast; without a device, as they once were, they mean a GPU's."""
+    """One of torch's functions of a device's autocast, with "cpu" replaced by "cuda". Without a device they mean a
+    GPU's."""
 
-    def of_the_job(*told: Any, **named: Any) -> Any:
-        if "cpu" in (named.get("device_type"), *told[:1]):
-            told, named = ("cuda", *told[1:]), {k: v for k, v in named.items() if k != "device_type"}
-        return plain(*told, **named)
+    def of_the_job(*args: Any, **named: Any) -> Any:
+        if "cpu" in (named.get("device_type"), *args[:1]):
+            args, named = ("cuda", *args[1:]), {k: v for k, v in named.items() if k != "device_type"}
+        return plain(*args, **named)
 
     return of_the_job
 
 
 def refuse_lost_scaling(method: str) -> None:
-    """A scaler that is off, in a step that casts to float16: torch turns one off where it sees no GPU. Raises
-    CaptureError."""
+    """Raises CaptureError for a GradScaler that is off in a step that casts to float16. Torch turns one off if it finds
+    no GPU."""
     if torch.float16 in current.lowered and _missing():
         raise CaptureError(
             f"{user_line()} calls {method} of a scaler that is off, as torch has it where it sees no GPU, and the step"

@@ -1,9 +1,9 @@
-"""A model that lives on a GPU, traced on the CPU: twins of its memory stand in for it.
+"""Tracing on the CPU for a model on a GPU: CPU twins of its storages, and the meaning of device names.
 
-Tracing runs the step's Python over fake tensors of the CPU (trace.py), and autograd wants parameters where gradients
-come from. So for the length of a trace the job's own tensors are CPU tensors of the same sizes, strides and identity,
-over memory that nobody touches: a storage of the GPU's has one twin, for good, and a tensor that was found by its
-storage is found by its twin's as well. Nothing is copied, and the GPU does nothing.
+Tracing runs the step's Python over fake tensors of the CPU (tracer.py), and autograd wants parameters on the device of
+their gradients. So for the length of a trace the job's own tensors are CPU tensors of the same sizes, strides and
+identity, over memory that is never read or written. A storage of the GPU has one twin for good, and tensors are found
+by their storage or by its twin. Nothing is copied, and the GPU does nothing.
 """
 
 from __future__ import annotations
@@ -21,76 +21,77 @@ from gpumux.errors import CaptureError
 
 
 def elsewhere(device: torch.device) -> bool:
-    """Whether tensors there have to be traced as something else."""
+    """Whether tensors on this device need twins to be traced."""
     return device.type == "cuda"
 
 
 def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """`like`'s window, onto another storage."""
+    """A tensor with the layout of `like` over another storage."""
     base = torch.empty(0, dtype=like.dtype, device=storage.device)
     return base.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 class Twins:
-    """By storage. Keeps both alive: their addresses are their names."""
+    """The twins of storages. Keeps both alive, because their addresses identify them."""
 
     def __init__(self) -> None:
         self._twin: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (real, twin), by the real one
         self._real: dict[int, int] = {}  # by the twin's
 
     def real(self, storage: int) -> int:
-        """The storage a twin stands for; any other is itself."""
+        """The storage that a twin belongs to; any other storage itself. Storages are given by address (`_cdata`)."""
         return self._real.get(storage, storage)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same window onto the twin of the tensor's storage. A twin is its own."""
+        """A tensor of the same layout over the twin of the tensor's storage. A twin is its own twin."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._real:
             return tensor
         found = self._twin.get(storage._cdata)
         if found is None:
-            # Not torch.empty, which fills what it gives while deterministic algorithms are asked for.
+            # Not torch.empty, which fills its memory while deterministic algorithms are on.
             found = self._twin[storage._cdata] = (storage, torch.UntypedStorage(storage.nbytes()))
             self._real[found[1]._cdata] = storage._cdata
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             return over(found[1], tensor)
 
     @contextmanager
-    def standing_in(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, each of the tensors is its twin, by whatever reference it is found. They have no gradients then."""
+    def in_place_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, each of the tensors has the memory of its twin and no gradient."""
         grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
-        homes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        originals: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for tensor in tensors:
-                home = tensor.data
+                original = tensor.data
                 if tensor.is_leaf:
-                    tensor.grad = None  # of another device than the tensor will be
-                tensor.data = self.of(home)
-                homes.append((tensor, home))
+                    tensor.grad = None  # it is on another device than the twin
+                tensor.data = self.of(original)
+                originals.append((tensor, original))
             yield
         finally:
-            for tensor, home in homes:
+            for tensor, original in originals:
                 if tensor.is_leaf:
                     tensor.grad = None
-                tensor.data = home
+                tensor.data = original
             for tensor, grad in zip(tensors, grads, strict=True):
                 if grad is not None:
                     tensor.grad = grad
 
 
-# ---- Device names inside a step mean the job's device.
+# ---- device names inside a step, which mean the job's device
 #
-# A step says `x.to("cuda")` or `torch.zeros(3, device="cuda")` because that is where it runs without gpumux. It is
-# traced on the CPU, and the Program names no device (ir.Tag). So while it is traced, such names are turned into the
-# tracing device's before torch sees them, and nothing of the step makes a context on a GPU. Tensors say that they lie
-# on the tracing device.
+# A step contains `x.to("cuda")` or `torch.zeros(3, device="cuda")` because it runs on a GPU without gpumux. It is
+# traced on the CPU, and the Program names no device (ir.Tag). So during the trace such names are replaced by the
+# tracing device before torch gets them, and the step creates no context on a GPU. The device of a traced tensor is the
+# tracing device.
 
 
 _NAME = re.compile(r"cuda(?::(\d+))?$")
 
 
 class DeviceNames(TorchFunctionMode):
-    """`home`: where the local model lies, if there is one; `here`: where steps are traced."""
+    """Replaces names of GPUs by the tracing device. `home`: the device of the local model, None without one; `here`:
+    the tracing device."""
 
     def __init__(self, home: torch.device | None, here: torch.device) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class DeviceNames(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _meant(self, named: Any) -> bool:
-        """Whether this names a GPU. Raises CaptureError when it is another one than the model's."""
+        """Whether `named` names a GPU. Raises CaptureError if it is another one than the model's."""
         index: int | None
         if isinstance(named, torch.device):
             is_gpu, index = named.type == "cuda", named.index
@@ -130,9 +131,10 @@ class DeviceNames(TorchFunctionMode):
 
 @contextmanager
 def names_of_devices(gpu: bool, home: torch.device | None, here: torch.device) -> Iterator[None]:
-    """For the length of a trace. `gpu`: whether one is concerned at all."""
+    """Replace device names for the length of a trace. `gpu`: whether the model or the daemon uses a GPU; if not, do
+    nothing."""
     if not gpu:
         yield
         return
-    with torch.device(here), DeviceNames(home, here):  # the first in case of torch.set_default_device("cuda")
+    with torch.device(here), DeviceNames(home, here):  # torch.device overrides torch.set_default_device("cuda")
         yield

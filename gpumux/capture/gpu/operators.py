@@ -1,11 +1,11 @@
-"""What torch would run on a GPU, chosen while a step is traced on the CPU.
+"""The operators that torch would run on a GPU, chosen while a step is traced on the CPU.
 
-Torch makes most choices by device below autograd, in kernels. Some it makes above, so that another device gets other
-operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch
-key of their own, above autograd and below Python, whoever calls them, cast as autocast has it there (casts.py), and
-told as torch tells them for a GPU. The key is one that torch reserves for a device it no longer has; nothing is
-registered under it but this, and nothing reaches it but a trace. What was looked for, and how, is in docs/gpu-notes.md
-("Operators by device").
+Torch makes most choices by device below autograd, in kernels. It makes some above autograd, so that another device gets
+other operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are intercepted
+at a dispatch key of their own, above autograd and below Python. There they are cast as autocast casts them on a GPU
+(autocast.py), and replaced by the operators that torch runs on a GPU. The key is one that torch reserves for a device
+it does not have; nothing else is registered under it, and only traces use it. docs/gpu-notes.md ("Operators by device")
+describes how the operators were found.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import torch
 from gpumux.capture.gpu import autocast
 from gpumux.capture.patches import RngTape
 
-# ---- Recurrent layers as torch runs them on a GPU: through cuDNN, or step by step in fused cells.
+# ---- recurrent layers as torch runs them on a GPU: through cuDNN, or step by step in fused cells
 
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _CUDNN = (torch.float16, torch.float32, torch.float64)
-RELU, TANH, LSTM, GRU = range(4)  # as cuDNN numbers them
-State = tuple[Tensor, ...]  # of one layer and direction: hidden, and the cell's where there is one
+RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers
+State = tuple[Tensor, ...]  # of one layer and direction: hidden state, and cell state of an LSTM
 
 
 def cudnn_takes(x: Tensor) -> bool:
-    """Whether torch gives it to cuDNN, as far as can be told without one."""
+    """Whether torch uses cuDNN for this input, as far as can be decided without cuDNN."""
     return torch.backends.cudnn.enabled and x.dtype in _CUDNN and x.numel() > 0
 
 
-def lstm(x: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *told: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _run(LSTM, x, tuple(hx), weights, *told)  # type: ignore[return-value]
+def lstm(x: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _run(LSTM, x, tuple(hx), weights, *options)  # type: ignore[return-value]
 
 
-def _without_cell(mode: int, x: Tensor, hx: Tensor, weights: Sequence[Tensor], *told: Any) -> tuple[Tensor, Tensor]:
-    return _run(mode, x, (hx,), weights, *told)  # type: ignore[return-value]
+def _without_cell(mode: int, x: Tensor, hx: Tensor, weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    return _run(mode, x, (hx,), weights, *options)  # type: ignore[return-value]
 
 
 gru, rnn_tanh, rnn_relu = (partial(_without_cell, mode) for mode in (GRU, TANH, RELU))
@@ -50,8 +50,8 @@ def _run(
     mode: int, x: Tensor, start: State, weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The last layer's outputs, and what each state is at the end. Between layers dropout is torch's: what cuDNN would
-    draw can't be captured, and comes of no generator."""
+    """The last layer's outputs, and the final states. Dropout between layers is torch's operator, because cuDNN's draws
+    come from no generator and can't be captured."""
     ways = 2 if bidirectional else 1
     each = len(weights) // (num_layers * ways)
     drops = train and dropout > 0 and num_layers > 1
@@ -157,42 +157,42 @@ def gru_cell(
     return made
 
 
-# ----
+# ---- switching the GPU's operators on
 
 
 NAME = "AutocastIPU"
 KEY = getattr(torch._C.DispatchKey, NAME)
-# What the operators here pass by: all of them are made of others. Whoever names the keys has to leave these out.
+# Keys to skip in a redispatch with explicit keys: all operators here are composed of others.
 _PASSED = (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect)
 _HALF = (torch.float16, torch.bfloat16)
-ALIGNED, WIDEST = 8, 128  # elements a head, for which every GPU has fused attention with a backward
+ALIGNED, WIDEST = 8, 128  # elements a head for which every GPU has fused attention with a backward
 
-# Of the trace under way: there is one at a time.
+# Of the present trace; there is one at a time.
 _tape: RngTape | None = None
-_told = True
+_replacing = True
 
 
 @contextmanager
-def as_on_a_gpu(tape: RngTape, gpu: bool, told: bool = True) -> Iterator[None]:
-    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is concerned, whose autocast is the
-    step's; `told`: whether operators are the GPU's, too."""
-    global _tape, _told
+def as_on_a_gpu(tape: RngTape, gpu: bool, replace: bool = True) -> Iterator[None]:
+    """Intercept operators for the length of a trace, in this thread. `gpu`: whether the model or the daemon uses a GPU,
+    so that its autocast applies; `replace`: also use the operators that torch runs on a GPU."""
+    global _tape, _replacing
     if not gpu:
         yield
         return
     _register()
-    before, (_tape, _told) = (_tape, _told), (tape, told)
+    before, (_tape, _replacing) = (_tape, _replacing), (tape, replace)
     _switch(True)
     try:
         yield
     finally:
         _switch(False)
-        _tape, _told = before
+        _tape, _replacing = before
 
 
 @contextmanager
 def as_they_are() -> Iterator[None]:
-    """Inside, operators are the CPU's again: for what is done with those that were told already."""
+    """Inside, operators are not intercepted; used for operators that were replaced already."""
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY)):
         yield
 
@@ -204,7 +204,7 @@ def _switch(on: bool) -> None:
 
 
 def below(operator: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The operator as it is, and what it calls in turn as on a GPU."""
+    """Call the operator itself; the operators that it calls are intercepted."""
     keys = torch._C._dispatch_keys(like) | torch._C._dispatch_tls_local_include_set()
     keys = (keys - torch._C._dispatch_tls_local_exclude_set()) & torch._C._dispatch_keyset_full_after(KEY)
     for passed in _PASSED:
@@ -235,7 +235,7 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Autograd of the CPU takes the operator apart, as the CPU has no kernel for it."""
+    """rms_norm as one operator. Autograd on the CPU would decompose it, because the CPU has no kernel for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -270,7 +270,8 @@ def grid_sampler(x: Tensor, grid: Tensor, interpolation: int, padding: int, alig
     bilinear = interpolation == padding == 0 and align_corners
     if bilinear and x.dim() == 4 and x.shape[1] <= 1024 and cudnn_takes(x) and cudnn_takes(grid):
         return aten.cudnn_grid_sampler.default(x, grid)  # type: ignore[no-any-return]
-    return below(aten.grid_sampler.default, x, x, grid, interpolation, padding, align_corners)  # type: ignore[no-any-return]
+    made: Tensor = below(aten.grid_sampler.default, x, x, grid, interpolation, padding, align_corners)
+    return made
 
 
 # ---- attention
@@ -280,8 +281,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it
-    (device/cuda/kernels.py); here is decided whether one can take it at all."""
+    """scaled_dot_product_attention. Decides whether a fused kernel can compute it. The daemon chooses the kernel for
+    its GPU (device/cuda/kernels.py)."""
     operator = aten.scaled_dot_product_attention.default
     if (
         enable_gqa
@@ -290,8 +291,8 @@ def attention(
         and q.shape[1] % k.shape[1] == 0
         and k.shape[1] == v.shape[1]
     ):
-        # As torch does before products. What it costs to repeat keys and values is little beside the scores, which are
-        # kept then.
+        # As torch does before products. Repeating keys and values costs little compared with the scores, which are kept
+        # in this case.
         k, v, enable_gqa = _repeated(k, q.shape[1]), _repeated(v, q.shape[1]), False
     if enable_gqa or (mask is not None and is_causal) or q.dim() != k.dim() or q.dim() != v.dim():
         return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
@@ -307,7 +308,7 @@ def attention(
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Each head of a group's, for all heads of the group."""
+    """Keys or values repeated for all heads of their group."""
     batch, groups, length, width = x.shape
     if groups == heads:
         return x
@@ -324,12 +325,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: floa
     if any(t.stride(-1) != 1 for t in (q, k, v)) or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return False
     if dropout_p > 0 and _tape is not None and _tape.rewinds:
-        return False  # recomputation draws the same mask again, which no fused kernel can be told
+        return False  # recomputation must draw the same mask again, which no fused kernel can do
     return mask is None or (mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad)
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """As kernels take it: numbers to add, for every batch and head, in rows that begin where they can be read fast."""
+    """The mask in the form that kernels take: numbers to add, for every batch and head, in aligned rows."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -357,7 +358,7 @@ def _as_products(
 # ---- which operators
 
 
-TOLD: dict[str, Callable[..., Any]] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "rms_norm": rms_norm,
     "softmax.int": softmax,
@@ -374,12 +375,13 @@ TOLD: dict[str, Callable[..., Any]] = {
 
 
 def _kernel(operator: Any, rule: Callable[[autocast.Call], autocast.Call] | None) -> Callable[..., Any]:
-    """What an operator is met with: autocast has it first, as on a GPU, and nothing of what it is made of."""
-    told = TOLD.get(operator.name().removeprefix("aten::"))
+    """The function that intercepts an operator. Autocast casts its arguments first, as on a GPU, and not those of the
+    operators that it is composed of."""
+    replacement = REPLACEMENTS.get(operator.name().removeprefix("aten::"))
 
     def on(*args: Any, **kwargs: Any) -> Any:
-        if told is not None and _told:
-            return told(*args, **kwargs)
+        if replacement is not None and _replacing:
+            return replacement(*args, **kwargs)
         return below(operator, args[0], *args, **kwargs) if rule is None else _as_it_is(operator, args, kwargs)
 
     if rule is None:
@@ -397,19 +399,19 @@ def _kernel(operator: Any, rule: Callable[[autocast.Call], autocast.Call] | None
 
 
 def _as_it_is(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """None of what autocast has rules for is made of an operator that is told otherwise; so nothing in it need be
-    met."""
+    """Call an operator that autocast has a rule for. None of these is composed of an operator with a replacement, so
+    nothing inside needs to be intercepted."""
     with as_they_are(), torch._C.DisableTorchFunction():
         return operator(*args, **kwargs)
 
 
 @cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Once a process; kept, as what is registered goes with the library."""
+    """Register the functions, once a process. The cache keeps the libraries, which unregister when they are dropped."""
     others, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, NAME)
     rules = autocast.rules()
-    for name in {**TOLD, **rules}:
+    for name in {**REPLACEMENTS, **rules}:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(aten, packet), overload or "default")
         ours.impl(name, _kernel(operator, rules.get(name)), NAME)

@@ -1,4 +1,11 @@
-"""What each value of a step is to the batch, and who else needs it: the ground that `classify` walks on."""
+"""Classifies the values of a step by how they depend on the batch, from the traces of the whole batch and of a part.
+
+A value is the same for all parts, or depends on the batch's size, or is per sample (a dimension k times as long), or is
+a part's *share* of a reduction over the batch, or is known only after all parts. Linear operators on shares stay in a
+part; other operators that read a share run once, on the sum. A share that is needed together with samples is refused
+(`x - x.mean(0)`), unless it is computed from the batch and buffers alone. Then it is computed on the whole batch before
+the parts, as are the counts of labels and masks that a loss is divided by.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +15,16 @@ from enum import IntEnum
 from math import prod
 from typing import Any
 
-from gpumux.capture.recorder import RawOp, Record
+from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.tracer import RawTrace
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import Arg, Out, ScalarRef, TensorRef, View
 
-# ---- The operators of a whole-batch trace and of a part's trace, side by side.
+# ---- pairs of the same operator in the two traces
 
 
-UNSCALED = -1  # the two views have one size
-OTHER = -2  # they differ, but not by the number of parts in one dimension
+UNSCALED = -1  # the two views have the same size
+OTHER = -2  # the sizes differ, but not by the number of parts in one dimension
 
 REMEDY = (
     "submit the step without microbatches, or make the loss an average over samples that do not depend on each other"
@@ -25,9 +32,9 @@ REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One operator in both traces. `refs`, `outs`: (view of the whole trace, view of the part's).
-    `same`: the calls are equal in every number and view."""
+class OperatorPair:
+    """One operator in both traces. `refs`, `outs`: its arguments and results as (view of the whole trace, view of the
+    part's). `same`: whether the calls are equal in every number and view."""
 
     full: RawOp
     part: RawOp
@@ -42,7 +49,7 @@ class Pair:
 
 
 def refs_of(value: Any) -> Iterator[int]:
-    """The views an argument, or a tuple of them, names, in order."""
+    """The views in an argument, or in a tuple of arguments, in order."""
     if isinstance(value, TensorRef):
         yield value.view
     elif isinstance(value, tuple):
@@ -62,8 +69,8 @@ def call_refs(op: RawOp) -> list[int]:
     return [*refs_of(op.args), *refs_of(tuple(a for _, a in op.kwargs))]
 
 
-def _plain(value: Any, record: Record) -> Any:
-    """An argument with its views spelled out, to compare across traces."""
+def _plain(value: Any, record: TraceRecord) -> Any:
+    """An argument with views instead of their numbers, to compare it across traces."""
     if isinstance(value, TensorRef):
         return record.views[value.view]
     if isinstance(value, tuple):
@@ -71,7 +78,7 @@ def _plain(value: Any, record: Record) -> Any:
     return (type(value), value)
 
 
-def _call(op: RawOp, record: Record) -> Any:
+def _call(op: RawOp, record: TraceRecord) -> Any:
     views = tuple(record.views[v] for v in outs_of(op.outs))
     return (op.target, _plain(op.args, record), tuple((k, _plain(v, record)) for k, v in op.kwargs), views)
 
@@ -91,10 +98,10 @@ def elements(view: View) -> int:
     return prod(view.size)
 
 
-def pair_up(full: RawTrace, part: RawTrace) -> list[Pair]:
-    """Both traces, operator by operator. Raises NotSplittable where they take different ways."""
+def pair_up(full: RawTrace, part: RawTrace) -> list[OperatorPair]:
+    """The pairs of operators of both traces. Raises NotSplittable if the traces run different operators."""
     a, b = full.record, part.record
-    pairs: list[Pair] = []
+    pairs: list[OperatorPair] = []
     for x, y in zip(a.ops, b.ops, strict=False):
         pair = _pair(x, y, a, b)
         if pair is None:
@@ -113,7 +120,7 @@ def pair_up(full: RawTrace, part: RawTrace) -> list[Pair]:
     return pairs
 
 
-def _pair(x: RawOp, y: RawOp, a: Record, b: Record) -> Pair | None:
+def _pair(x: RawOp, y: RawOp, a: TraceRecord, b: TraceRecord) -> OperatorPair | None:
     refs, others = call_refs(x), call_refs(y)
     outs, other_outs = list(outs_of(x.outs)), list(outs_of(y.outs))
     if (
@@ -125,7 +132,7 @@ def _pair(x: RawOp, y: RawOp, a: Record, b: Record) -> Pair | None:
         or x.random != y.random
     ):
         return None
-    return Pair(
+    return OperatorPair(
         x,
         y,
         tuple(zip(refs, others, strict=True)),
@@ -152,20 +159,20 @@ def _other_way(where: str, why: str) -> NotSplittable:
     )
 
 
-# ---- What splitting needs to know of single operators.
+# ---- properties of single operators
 
 
-# Operators that use a tensor argument as a pattern only: its values do not matter.
+# Operators that use a tensor argument only as a pattern and do not read its values.
 PATTERN_ONLY = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
      "new_empty_strided")
 )  # fmt: skip
 
-# Operators whose result is not defined yet: nothing to compare.
+# Operators whose result has no defined values, so that there is nothing to compare.
 UNDEFINED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
-# Operators that give shares of a sum when given shares of a sum. They may stay within a part, so that fewer
-# shares are accumulated; everything else that reads a share runs once, on the sum.
+# Operators that map shares of a sum to shares of a sum. They may stay within a part, so that fewer shares are
+# accumulated. All others that read a share run once, on the sum.
 _LINEAR = ["add", "sub", "neg", "mul", "div", "sum", "mean", "clone", "copy", "_to_copy", "view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "cat", "stack", "squeeze", "unsqueeze"]  # fmt: skip
 LINEAR = frozenset(
     form for name in _LINEAR for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")
@@ -173,7 +180,7 @@ LINEAR = frozenset(
 DIVISIONS = frozenset(("div", "div_"))
 PRODUCTS = frozenset(("mul", "mul_", "_foreach_mul", "_foreach_mul_"))
 
-# Reductions that are no sums: where all that was seen of one is zeros, that says nothing.
+# Reductions that are no sums. If all values seen of one are zeros, they prove nothing.
 NOT_SUMS = frozenset(
     [
         "amax",
@@ -205,26 +212,30 @@ BATCH_NORMS = frozenset(
      "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "batch_norm_with_update")
 )  # fmt: skip
 
-# Losses that divide by the number (or weight) of the labels not ignored: that of the whole batch must be used.
-# reduction is argument 3 and 4, total_weight return 1 and argument 6.
+# Losses that divide by the number (or weight) of the labels that are not ignored; that of the whole batch must be used.
+# `reduction` is argument 3 forward and 4 backward, `total_weight` is return 1 forward and argument 6 backward.
 NLL_FORWARD = frozenset(("nll_loss_forward", "nll_loss2d_forward"))
 NLL_BACKWARD = frozenset(("nll_loss_backward", "nll_loss2d_backward"))
 MEAN, SUM = 1, 2
 
 
-# ----
+# ---- the result of the classification
 
 
-class Kind(IntEnum):
-    SAME = 0  # depends on nothing of the batch
-    SIZE = 1  # depends on the batch's size
-    DATA = 2  # per sample, made of the batch, constants and buffers alone
+class ValueKind(IntEnum):
+    """How a value depends on the batch."""
+
+    SAME = 0  # not at all
+    SIZE = 1  # on the batch's size
+    DATA = 2  # per sample, computed from the batch, constants and buffers alone
     SAMPLE = 3  # per sample
     SHARE = 4  # a part's share of a value reduced over the batch
-    LATE = 5  # known when all parts have run
+    LATE = 5  # known only after all parts
 
 
-class Level(IntEnum):
+class RunLevel(IntEnum):
+    """When an operator runs: once before the parts, in each part, or once after the parts."""
+
     ONCE = 0
     PART = 1
     TAIL = 2
@@ -232,7 +243,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`split`: positions of the batch tensors that are cut in parts. `fixed`: job buffers without parameters.
+    """`split`: positions of the batch tensors that are cut into parts. `fixed`: job buffers without parameters.
     `gradients`: job buffers of gradients that exist before the step."""
 
     split: set[int]
@@ -241,15 +252,16 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Plan:
-    """`whole`, `late`: operators of parts that also run on the whole batch, first of all or in the tail.
-    `shares`: storages the parts add up. `losses`: forward of each mean over labels, by operator.
-    `counts`: storages of numbers of the batch alone (how many tokens count); a division by one inside a part
-    divides by the part's even share of it. `kinds` are the storages' at the end."""
+class SplitPlan:
+    """How a step is split. `levels`: by operator. `kinds`: by storage, at the end of the step. `whole`, `late`:
+    operators of parts that also run on the whole batch, before the parts or in the tail. `shares`: storages that the
+    parts add up. `losses`: storage of the total weight of each mean over labels -> its forward operator. `counts`:
+    storages of numbers computed from the batch alone (the number of valid tokens); inside a part a division by one
+    divides by an even share of it."""
 
-    levels: list[Level]
-    kinds: list[Kind]
-    outs: list[list[tuple[int, int, Kind]]]  # by operator: (whole view, part view, kind) of what it makes or changes
+    levels: list[RunLevel]
+    kinds: list[ValueKind]
+    outs: list[list[tuple[int, int, ValueKind]]]  # by operator: (whole view, part view, kind) of its results
     whole: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
     shares: set[int] = field(default_factory=set)
@@ -258,22 +270,29 @@ class Plan:
     divided: dict[int, int] = field(default_factory=dict)  # division inside a part -> storage of its count
 
 
-def training(norm: Pair) -> bool:
+def training(norm: OperatorPair) -> bool:
     return any(arg is True for arg in norm.full.args)
 
 
-def writes(pair: Pair) -> frozenset[int]:
-    """Storages made or changed. Batch norm's hidden writes happen in training mode only."""
+def writes(pair: OperatorPair) -> frozenset[int]:
+    """Storages that an operator makes or changes. Batch norm writes running statistics only in training mode."""
     if pair.name in BATCH_NORMS and not training(pair):
         return pair.full.writes - pair.full.reads
     return pair.full.writes
 
 
 class Values:
-    """Kinds by storage, as of the operator that a walk over both traces has come to."""
+    """The kinds of storages at the present operator of a walk over both traces."""
 
     def __init__(
-        self, pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, forced: set[int], border: int
+        self,
+        pairs: list[OperatorPair],
+        full: TraceRecord,
+        part: TraceRecord,
+        count: int,
+        setting: Setting,
+        forced: set[int],
+        border: int,
     ) -> None:
         self.pairs = pairs
         self.full = full
@@ -283,41 +302,45 @@ class Values:
         self.forced = forced
         self.force: set[int] = set()
         self.limit = border
-        self.border = border  # from here on shares are used summed up
-        kinds = [Kind.DATA if s.kind == "input" and s.key in setting.split else Kind.SAME for s in full.storages]
+        self.border = border  # index of the first operator that uses sums of shares
+        kinds = [
+            ValueKind.DATA if s.kind == "input" and s.key in setting.split else ValueKind.SAME for s in full.storages
+        ]
         self.kinds = kinds
-        # Made of the batch, constants and buffers alone: what is reduced of it over the batch is cheap to know ahead.
+        # Computed from the batch, constants and buffers alone; reductions of these can be computed before the parts.
         self.pure = [
             s.kind in ("input", "const") or (s.kind == "state" and s.key in setting.fixed) for s in full.storages
         ]
-        self.plan = Plan([], kinds, [])
+        self.plan = SplitPlan([], kinds, [])
         self._writers: dict[int, list[int]] = {}
         self.part_read: set[int] = set()
         self.part_wrote: set[int] = set()
-        self.tail: set[int] = set()  # storages the tail read or wrote so far
-        self.causes: dict[int, Pair] = {}  # storage written by the tail -> the operator that made it wait for all parts
+        self.tail: set[int] = set()  # storages that the tail has read or written
+        self.causes: dict[
+            int, OperatorPair
+        ] = {}  # storage written by the tail -> the first operator of its chain in the tail
 
-    # ---- what the tail and the beginning need -------------------------------------------------------
+    # ---- values that are needed whole ----------------------------------------------------------------
 
     def need(self, storage: int, before: int, where: str) -> None:
-        """The tail, or whoever keeps what the step leaves, reads `storage` in its whole form."""
+        """Make the whole value of `storage` available to the tail, or to the state after the step."""
         kind = self.kinds[storage]
-        if kind is Kind.SHARE:
+        if kind is ValueKind.SHARE:
             self.plan.shares.add(storage)
-        elif kind is Kind.SIZE:
+        elif kind is ValueKind.SIZE:
             for j in self._writers.get(storage, ()):
                 if j < before and j not in self.plan.late:
                     self.plan.late.add(j)
                     for view, _ in self.pairs[j].refs:
                         self.need(self.full.views[view].storage, j, self.pairs[j].full.where)
-        elif kind in (Kind.SAMPLE, Kind.DATA) and self.full.storages[storage].kind != "input":
+        elif kind in (ValueKind.SAMPLE, ValueKind.DATA) and self.full.storages[storage].kind != "input":
             raise NotSplittable(
                 f"{where} keeps values of single samples beyond the step's forward and backward", REMEDY
             )
 
     def chain(self, storage: int, before: int, where: str) -> None:
-        """Let `storage` be worked out from the whole batch before the parts run."""
-        if self.kinds[storage] is Kind.SAME:
+        """Have `storage` computed on the whole batch before the parts."""
+        if self.kinds[storage] is ValueKind.SAME:
             return
         for j in self._writers.get(storage, ()):
             if j >= before or j in self.plan.whole:
@@ -325,22 +348,22 @@ class Values:
             self.plan.whole.add(j)
             for view, _ in self.pairs[j].refs:
                 inner = self.full.views[view].storage
-                if self.kinds[inner] not in (Kind.SAME, Kind.SIZE, Kind.DATA):
+                if self.kinds[inner] not in (ValueKind.SAME, ValueKind.SIZE, ValueKind.DATA):
                     raise NotSplittable(f"{where} counts what the step works out itself over the whole batch", REMEDY)
                 self.chain(inner, j, where)
 
-    def note_loss(self, j: int, pair: Pair) -> None:
-        """A mean over labels: how many labels count in the whole batch must be known beforehand."""
+    def note_loss(self, j: int, pair: OperatorPair) -> None:
+        """Note a mean over labels: the number of valid labels in the whole batch is computed before the parts."""
         target = pair.full.args[1]
         assert isinstance(target, TensorRef)
-        if self.kind(target.view) not in (Kind.DATA, Kind.SAME):
+        if self.kind(target.view) not in (ValueKind.DATA, ValueKind.SAME):
             raise self.refuse(pair, "averages over labels that the step works out itself")
         self.chain(self.full.views[target.view].storage, j, pair.full.where)
         total = self.full.views[pair.outs[1][0]].storage
         self.plan.losses[total] = j
 
-    def note_division(self, j: int, pair: Pair) -> None:
-        """A sum over the part, by how many count in the batch: then a mean, like others it may be added to."""
+    def note_division(self, j: int, pair: OperatorPair) -> None:
+        """Note a division of a part's sum by a count of the whole batch, which makes it a mean like other shares."""
         if pair.name not in DIVISIONS or len(pair.refs) != 2:
             return
         (a, b), (divisor, _) = pair.refs
@@ -349,19 +372,19 @@ class Values:
         if reduced and storage in self.plan.counts and not self.full.views[divisor].size:
             self.plan.divided[j] = storage
 
-    def apply(self, j: int, pair: Pair, level: Level, outs: list[tuple[int, int, Kind]]) -> None:
-        """Operator `j` has run: what it made is of these kinds from now on."""
+    def apply(self, j: int, pair: OperatorPair, level: RunLevel, outs: list[tuple[int, int, ValueKind]]) -> None:
+        """Note the results of operator `j` and their kinds."""
         reads = {self.full.views[a].storage for a, _ in pair.refs}
         changed = self.changed(pair)
-        if level is Level.PART:
+        if level is RunLevel.PART:
             self.part_read |= reads
             self.part_wrote |= writes(pair)
             for storage in changed:
-                self.force |= {i for i in self._writers.get(storage, ()) if self.plan.levels[i] is Level.ONCE}
-        elif level is Level.TAIL:
+                self.force |= {i for i in self._writers.get(storage, ()) if self.plan.levels[i] is RunLevel.ONCE}
+        elif level is RunLevel.TAIL:
             self.tail |= reads | writes(pair)
         pure = all(self.pure[s] for s in reads) and pair.full.random is None
-        counts = level is Level.ONCE and bool(reads & self.plan.counts) and pure
+        counts = level is RunLevel.ONCE and bool(reads & self.plan.counts) and pure
         for view, _, kind in outs:
             storage = self.full.views[view].storage
             self.kinds[storage] = max(kind, self.kinds[storage]) if storage in changed else kind
@@ -373,35 +396,36 @@ class Values:
 
     # ---- helpers -------------------------------------------------------------------------------------
 
-    def kind(self, view: int) -> Kind:
+    def kind(self, view: int) -> ValueKind:
         return self.kinds[self.full.views[view].storage]
 
-    def has(self, pair: Pair, kind: Kind) -> bool:
+    def has(self, pair: OperatorPair, kind: ValueKind) -> bool:
         return any(self.kind(a) is kind for a, _ in pair.refs)
 
-    def arguments(self, pair: Pair) -> list[Kind]:
-        """Kinds of what the operator reads. Raises NotSplittable for samples read other than part by part."""
-        found: list[Kind] = []
+    def arguments(self, pair: OperatorPair) -> list[ValueKind]:
+        """The kinds of an operator's arguments. Raises NotSplittable if it does not read samples part by part."""
+        found: list[ValueKind] = []
         refs = pair.refs
-        if pair.name in NLL_BACKWARD:  # total_weight: known, or not read, see note_loss
+        if pair.name in NLL_BACKWARD:  # total_weight is known before the parts or not read, see note_loss
             total = self.full.views[refs[-1][0]].storage
             if pair.full.args[4] != MEAN or total in self.plan.losses:
                 refs = refs[:-1]
         for a, b in refs:
             kind = self.kind(a)
-            if kind in (Kind.DATA, Kind.SAMPLE):
+            if kind in (ValueKind.DATA, ValueKind.SAMPLE):
                 how = scaled(self.full.views[a], self.part.views[b], self.count)
                 if how == OTHER:
                     raise self.refuse(pair, "relates samples of the batch to each other")
                 if how == UNSCALED:
                     if elements(self.full.views[a]) and pair.name not in PATTERN_ONLY:
                         raise self.refuse(pair, "picks certain samples out of the batch")
-                    kind = Kind.SIZE
+                    kind = ValueKind.SIZE
             found.append(kind)
         return found
 
-    def outs(self, pair: Pair, unscaled: Kind, along: Kind) -> list[tuple[int, int, Kind]]:
-        """What the operator makes or changes: `unscaled` where a part's is as large as the whole's."""
+    def outs(self, pair: OperatorPair, unscaled: ValueKind, along: ValueKind) -> list[tuple[int, int, ValueKind]]:
+        """(whole view, part view, kind) of an operator's results. Their kind is `unscaled` if a part's result has the
+        size of the whole's, else `along`."""
         found = []
         changed = self.changed(pair)
         written = [(a, b) for a, b in pair.refs if self.full.views[a].storage in changed]
@@ -409,33 +433,40 @@ class Values:
             if self.full.views[a].storage not in writes(pair):
                 continue
             how = scaled(self.full.views[a], self.part.views[b], self.count)
-            if how == OTHER and along is not Kind.LATE:
+            if how == OTHER and along is not ValueKind.LATE:
                 raise self.refuse(pair, "relates samples of the batch to each other")
-            empty = how == UNSCALED and unscaled is Kind.SHARE and not elements(self.full.views[a])
-            found.append((a, b, Kind.SIZE if empty else unscaled if how == UNSCALED else along))
+            empty = how == UNSCALED and unscaled is ValueKind.SHARE and not elements(self.full.views[a])
+            found.append((a, b, ValueKind.SIZE if empty else unscaled if how == UNSCALED else along))
         return found
 
-    def changed(self, pair: Pair) -> set[int]:
-        """Storages that existed before and are written."""
+    def changed(self, pair: OperatorPair) -> set[int]:
+        """Storages that the operator changes in place."""
         return {self.full.views[a].storage for a, _ in pair.refs} & writes(pair)
 
-    def changes_state(self, pair: Pair) -> bool:
+    def changes_state(self, pair: OperatorPair) -> bool:
         return any(self.full.storages[s].kind == "state" for s in self.changed(pair))
 
-    def refuse(self, pair: Pair, why: str) -> NotSplittable:
+    def refuse(self, pair: OperatorPair, why: str) -> NotSplittable:
         return NotSplittable(f"{pair.full.where}: {pair.name} {why}", REMEDY)
 
 
-# ---- Which operators run once, which for each part, and which when all parts have run.
+# ---- deciding when each operator runs
 #
-# Values are classed by storage, walking both traces together. A refusal names the first operator that
-# would need a value reduced over the whole batch to go on with single samples.
+# Values are classified by storage in a walk over both traces. A refusal names the first operator that needs a value
+# reduced over the whole batch together with single samples.
 
 
 def classify(
-    pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, exits: list[int], results: list[int]
-) -> Plan:
-    """`exits`, `results`: views of the whole trace that outlive the step, that it returns. Raises NotSplittable."""
+    pairs: list[OperatorPair],
+    full: TraceRecord,
+    part: TraceRecord,
+    count: int,
+    setting: Setting,
+    exits: list[int],
+    results: list[int],
+) -> SplitPlan:
+    """Classify the values and operators of a step. `exits`: views of the whole trace that outlive the step; `results`:
+    views that it returns. Raises NotSplittable."""
     forced: set[int] = set()
     border = len(pairs)
     while True:
@@ -451,7 +482,7 @@ def classify(
         walk.need(full.views[view].storage, len(pairs), "the step")
     for view in results:
         storage = full.views[view].storage
-        if walk.kinds[storage] not in (Kind.SAMPLE, Kind.DATA):
+        if walk.kinds[storage] not in (ValueKind.SAMPLE, ValueKind.DATA):
             walk.need(storage, len(pairs), "the step")
     return walk.plan
 
@@ -464,44 +495,46 @@ class _Walk(Values):
             self.plan.levels.append(level)
             self.plan.outs.append(outs)
             self.apply(j, pair, level, outs)
-            born_shares = any(k is Kind.SHARE for _, _, k in outs)
-            if level is Level.PART and born_shares and not self.has(pair, Kind.SHARE):
+            born_shares = any(k is ValueKind.SHARE for _, _, k in outs)
+            if level is RunLevel.PART and born_shares and not self.has(pair, ValueKind.SHARE):
                 last_reduction = j
-            if level is Level.TAIL and self._updates(pair) and self.border == self.limit:
+            if level is RunLevel.TAIL and self._updates(pair) and self.border == self.limit:
                 self.border = min(self.limit, last_reduction + 1)
 
-    def _updates(self, pair: Pair) -> bool:
-        """Whether the backward passes are over: a change to state other than gradients that add up in it."""
+    def _updates(self, pair: OperatorPair) -> bool:
+        """Whether an operator changes state other than accumulated gradients, so that the backward passes are over."""
         changed = [self.full.storages[s] for s in self.changed(pair)]
         return any(s.kind == "state" and s.key not in self.setting.gradients for s in changed)
 
     # ---- one operator ------------------------------------------------------------------------------
 
-    def _decide(self, j: int, pair: Pair) -> tuple[Level, list[tuple[int, int, Kind]]]:
+    def _decide(self, j: int, pair: OperatorPair) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         kinds = self.arguments(pair)
         changed = self.changed(pair)
-        if Kind.LATE in kinds or changed & self.tail:
+        if ValueKind.LATE in kinds or changed & self.tail:
             return self._tail_op(j, pair, kinds)
         if pair.name in PATTERN_ONLY:
-            if set(kinds) <= {Kind.SAME} and pair.same:
-                return Level.ONCE, self.outs(pair, Kind.SAME, Kind.SAME)
-            return Level.PART, self.outs(pair, Kind.SIZE, Kind.SAMPLE)
-        samples = Kind.SAMPLE in kinds or Kind.DATA in kinds
-        if Kind.SHARE in kinds:
+            if set(kinds) <= {ValueKind.SAME} and pair.same:
+                return RunLevel.ONCE, self.outs(pair, ValueKind.SAME, ValueKind.SAME)
+            return RunLevel.PART, self.outs(pair, ValueKind.SIZE, ValueKind.SAMPLE)
+        samples = ValueKind.SAMPLE in kinds or ValueKind.DATA in kinds
+        if ValueKind.SHARE in kinds:
             return self._share_op(j, pair, kinds, samples)
         if samples:
             return self._sample_op(j, pair, kinds)
-        if Kind.SIZE in kinds or not pair.same or j in self.forced:
+        if ValueKind.SIZE in kinds or not pair.same or j in self.forced:
             return self._size_op(j, pair, kinds)
-        if changed & (self.part_read | self.part_wrote):  # it overwrites what a part has used already
+        if changed & (self.part_read | self.part_wrote):  # it overwrites a value that a part has used
             if self.changes_state(pair):
                 return self._tail_op(j, pair, kinds)
             return self._size_op(j, pair, kinds)
-        return Level.ONCE, self.outs(pair, Kind.SAME, Kind.SAME)
+        return RunLevel.ONCE, self.outs(pair, ValueKind.SAME, ValueKind.SAME)
 
-    def _tail_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
-        if Kind.SAMPLE in kinds or Kind.DATA in kinds:
-            late = [self.full.views[a].storage for a, _ in pair.refs if self.kind(a) is Kind.LATE]
+    def _tail_op(
+        self, j: int, pair: OperatorPair, kinds: list[ValueKind]
+    ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
+        if ValueKind.SAMPLE in kinds or ValueKind.DATA in kinds:
+            late = [self.full.views[a].storage for a, _ in pair.refs if self.kind(a) is ValueKind.LATE]
             if not late:
                 raise self.refuse(
                     pair, "changes a value after the whole batch has used it, together with single samples"
@@ -517,66 +550,71 @@ class _Walk(Values):
         self.causes.update(dict.fromkeys(writes(pair), known[0] if known else pair))
         for view, _ in pair.refs:
             self.need(self.full.views[view].storage, j, pair.full.where)
-        return Level.TAIL, self.outs(pair, Kind.LATE, Kind.LATE)
+        return RunLevel.TAIL, self.outs(pair, ValueKind.LATE, ValueKind.LATE)
 
     def _share_op(
-        self, j: int, pair: Pair, kinds: list[Kind], samples: bool
-    ) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        self, j: int, pair: OperatorPair, kinds: list[ValueKind], samples: bool
+    ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         if samples:
             raise self.refuse(pair, "uses a value reduced over the whole batch together with single samples")
         if j >= self.limit or not self._linear(pair, kinds) or self.changes_state(pair):
             return self._tail_op(j, pair, kinds)
-        outs = self.outs(pair, Kind.SHARE, Kind.SAMPLE)
-        if any(kind is Kind.SAMPLE for _, _, kind in outs):
+        outs = self.outs(pair, ValueKind.SHARE, ValueKind.SAMPLE)
+        if any(kind is ValueKind.SAMPLE for _, _, kind in outs):
             raise self.refuse(pair, "lays a value reduced over the whole batch out over its samples")
         self._refuse_random(pair)
         self.note_division(j, pair)
-        return Level.PART, outs
+        return RunLevel.PART, outs
 
-    def _linear(self, pair: Pair, kinds: list[Kind]) -> bool:
+    def _linear(self, pair: OperatorPair, kinds: list[ValueKind]) -> bool:
         if pair.name not in LINEAR:
             return False
-        shares = [kind is Kind.SHARE for kind in kinds]
+        shares = [kind is ValueKind.SHARE for kind in kinds]
         if pair.name in DIVISIONS:
             return not any(shares[1:])
         return pair.name not in PRODUCTS or sum(shares) == 1
 
-    def _sample_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
+    def _sample_op(
+        self, j: int, pair: OperatorPair, kinds: list[ValueKind]
+    ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         if pair.name in BATCH_NORMS:
             self._refuse_batch_norm(pair)
         if self.changes_state(pair):
             raise self.refuse(pair, "writes values of single samples into the job's state")
         pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
-        data = pure and pair.full.random is None and Kind.SAMPLE not in kinds
-        outs = self.outs(pair, Kind.SHARE, Kind.DATA if data else Kind.SAMPLE)
-        unscaled = [kind is Kind.SHARE for _, _, kind in outs]
+        data = pure and pair.full.random is None and ValueKind.SAMPLE not in kinds
+        outs = self.outs(pair, ValueKind.SHARE, ValueKind.DATA if data else ValueKind.SAMPLE)
+        unscaled = [kind is ValueKind.SHARE for _, _, kind in outs]
         if data and outs and all(unscaled) and not self.changed(pair) and j not in self.forced:
-            for view, _ in pair.refs:  # a number of the batch alone: worked out on all of it, beforehand
+            for view, _ in pair.refs:  # a number of the batch alone, computed before the parts
                 self.chain(self.full.views[view].storage, j, pair.full.where)
             self.plan.counts |= {self.full.views[a].storage for a, _, _ in outs if not self.full.views[a].size}
-            return Level.ONCE, [(a, b, Kind.SAME) for a, b, _ in outs]
+            return RunLevel.ONCE, [(a, b, ValueKind.SAME) for a, b, _ in outs]
         if any(unscaled):
             self._refuse_random(pair)
         if pair.name in NLL_FORWARD and pair.full.args[3] == MEAN:
             self.note_loss(j, pair)
         self.note_division(j, pair)
-        return Level.PART, outs
+        return RunLevel.PART, outs
 
-    def _size_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
+    def _size_op(
+        self, j: int, pair: OperatorPair, kinds: list[ValueKind]
+    ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         if self.changes_state(pair):
             return self._tail_op(j, pair, kinds)
-        outs = self.outs(pair, Kind.SIZE, Kind.SAMPLE if pair.full.random is not None else Kind.DATA)
-        if pair.full.random is not None and (pair.name == "randperm" or any(k is Kind.SIZE for _, _, k in outs)):
+        outs = self.outs(pair, ValueKind.SIZE, ValueKind.SAMPLE if pair.full.random is not None else ValueKind.DATA)
+        if pair.full.random is not None and (pair.name == "randperm" or any(k is ValueKind.SIZE for _, _, k in outs)):
             raise self.refuse(pair, "draws numbers that depend on how many samples the batch has")
         self.note_division(j, pair)
-        return Level.PART, outs
+        return RunLevel.PART, outs
 
-    def _refuse_random(self, pair: Pair) -> None:
+    def _refuse_random(self, pair: OperatorPair) -> None:
         if pair.full.random is not None:
             raise self.refuse(pair, "draws random numbers over the whole batch")
 
-    def _refuse_batch_norm(self, pair: Pair) -> None:
-        """Instance norm comes as batch norm with the samples along dimension 1; that one splits."""
+    def _refuse_batch_norm(self, pair: OperatorPair) -> None:
+        """Raises NotSplittable for batch norm in training mode, except instance norm, which is recorded as batch norm
+        with the samples along dimension 1."""
         a, b = pair.refs[0]
         if training(pair) and scaled(self.full.views[a], self.part.views[b], self.count) != 1:
             raise NotSplittable(

@@ -1,4 +1,4 @@
-"""Operators of a part's trace, moved to where that part of the batch lies."""
+"""Writes the operators of a part's trace for each part of the batch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from gpumux.capture.microbatch.classify import MEAN, NLL_BACKWARD, NLL_FORWARD, SUM, Level, Pair, Plan
-from gpumux.capture.recorder import RawOp, RawStorage, Record
+from gpumux.capture.microbatch.classify import MEAN, NLL_BACKWARD, NLL_FORWARD, SUM, OperatorPair, RunLevel, SplitPlan
+from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.program.ir import ITEM_BYTES, Out, Tag, TensorRef, View, contiguous_strides
 
 
-class Emitter:
-    """Writes into one Record that holds the whole trace's storages and views, and more for each part.
-    `shared`: storages that part 0 writes in place of its own (what the parts then add up in)."""
+class PartEmitter:
+    """Makes a TraceRecord with the whole trace's storages and views, and additional ones for each part. `shared`:
+    storages that part 0 uses in place of its own, because the parts' values are added up in them."""
 
     def __init__(
-        self, pairs: list[Pair], full: Record, part: Record, plan: Plan, count: int, split: set[int],
-        shared: set[int] | None = None,
+        self, pairs: list[OperatorPair], full: TraceRecord, part: TraceRecord, plan: SplitPlan, count: int,
+        split: set[int], shared: set[int] | None = None,
     ) -> None:  # fmt: skip
         self.pairs = pairs
         self.plan = plan
         self.count = count
-        self.record = Record(
+        self.record = TraceRecord(
             list(full.storages), list(full.views), [], full.scalars, full.inputs, full.state_storage
         )  # fmt: skip
         self._part = part
@@ -30,11 +30,14 @@ class Emitter:
         self._split = split
         self._views = {view: i for i, view in enumerate(full.views)}
         self._storages: dict[tuple[int, int], int] = {}
-        self._scales: dict[int, int] = {}  # operator -> view of what its result is multiplied by
+        self._scales: dict[int, int] = {}  # operator -> view of the factor for its result
         self._portions: dict[int, int] = {}  # storage of a count -> view of a part's even share
-        self.extras: list[RawOp] = []  # run once, before the parts; taken away by whoever runs them
+        self.extras: list[RawOp] = []  # run once, before the parts; the caller of `emit` moves them
         self._own = {
-            s for pair, level in zip(pairs, plan.levels, strict=True) if level is Level.PART for s in pair.full.writes
+            s
+            for pair, level in zip(pairs, plan.levels, strict=True)
+            if level is RunLevel.PART
+            for s in pair.full.writes
         }
 
     # ---- storages and views --------------------------------------------------------------------------
@@ -51,7 +54,7 @@ class Emitter:
         return self.view(View(len(self.record.storages) - 1, dtype, size, contiguous_strides(size)))
 
     def storage(self, storage: int, part: int) -> int:
-        """Where part `part` has the storage that a part's trace calls `storage`."""
+        """The storage of part `part` for `storage` of a part's trace."""
         mine = self._part.storages[storage]
         whole = self.record.storages[storage]
         if mine.kind == "const":
@@ -67,7 +70,7 @@ class Emitter:
         return found
 
     def part_view(self, index: int, part: int) -> int:
-        """The view that part `part` has where a part's trace has view `index`."""
+        """The view of part `part` for view `index` of a part's trace."""
         v = self._part.views[index]
         offset = v.offset
         mine = self._part.storages[v.storage]
@@ -80,7 +83,7 @@ class Emitter:
     # ---- operators -----------------------------------------------------------------------------------
 
     def emit(self, j: int, part: int) -> list[RawOp]:
-        """Operator `j` for one part. What it needs once for all parts goes to `extras` first."""
+        """Operator `j` for one part. Operators that it needs once for all parts are added to `extras`."""
         op = self._move(self.pairs[j].part, part)
         name = self.pairs[j].name
         if j in self.plan.divided:
@@ -139,7 +142,7 @@ class Emitter:
         return out
 
     def _portion(self, count: int) -> int:
-        """A count of the whole batch over the number of parts."""
+        """View of a count of the whole batch divided by the number of parts."""
         if count not in self._portions:
             where = "the step"
             v = next(v for v in self.record.views if v.storage == count and not v.size)
@@ -153,7 +156,7 @@ class Emitter:
         return self._once("_to_copy.default", (TensorRef(view),), dtype, size, where, **tags)
 
     def _scale(self, j: int) -> int:
-        """Parts over the number (or weight) of all labels that are not ignored, for the loss at `j`."""
+        """View of the number of parts divided by the number (or weight) of all valid labels, for the loss at `j`."""
         if j in self._scales:
             return self._scales[j]
         op = self.pairs[j].full

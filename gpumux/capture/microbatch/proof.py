@@ -1,7 +1,7 @@
-"""The whole step and its parts, run side by side on real numbers.
+"""Proof of a split: the whole step and its parts run on real numbers and are compared.
 
-Every value that should be per sample must be what the parts' values make side by side, and every value that
-should be accumulated must be their sum or mean, each operator for itself; the first that is not is named.
+Every per-sample value must equal the parts' values laid side by side, and every accumulated value their sum or mean.
+Each operator is compared by itself; NotSplittable names the first that differs.
 """
 
 from __future__ import annotations
@@ -13,27 +13,39 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.microbatch.classify import NOT_SUMS, REMEDY, UNDEFINED, Kind, Level, Pair, Plan, outs_of, scaled
-from gpumux.capture.microbatch.emit import Emitter
-from gpumux.capture.recorder import RawOp, Record
+from gpumux.capture.microbatch.classify import (
+    NOT_SUMS,
+    REMEDY,
+    UNDEFINED,
+    OperatorPair,
+    RunLevel,
+    SplitPlan,
+    ValueKind,
+    outs_of,
+    scaled,
+)
+from gpumux.capture.microbatch.emit import PartEmitter
+from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, Complex, ScalarRef, Tag, TensorRef, View
 
-# ---- Runs recorded operators on real numbers in this process, for the proof that a split is right.
+# ---- running recorded operators on real numbers in this process
 #
-# In `wide` mode every floating-point number is a float64, whatever the step uses: what is left between
-# two ways of summing is then far below anything that matters.
+# In `wide` mode every floating-point number is a float64, whatever the step uses. Then the difference between two
+# orders of summation is far below any error that matters.
 
 
 _WIDE = {"float16": "float64", "bfloat16": "float64", "float32": "float64", "complex64": "complex128"}
 
 
 class Inconclusive(Exception):
-    """These numbers prove nothing either way."""
+    """These numbers neither prove nor disprove the split."""
 
 
 class Machine:
-    def __init__(self, record: Record, wide: bool) -> None:
+    """Runs the operators of a record on real tensors, by storage and view."""
+
+    def __init__(self, record: TraceRecord, wide: bool) -> None:
         self._record = record
         self._wide = wide
         self._held: dict[int, torch.Tensor] = {}
@@ -55,7 +67,7 @@ class Machine:
         self.hold(index, torch.empty(0) if flat is None else flat)
 
     def hold(self, index: int, flat: torch.Tensor) -> None:
-        """Let storage `index` hold these elements from its start."""
+        """Set the elements of storage `index`, from its start."""
         name = str(flat.dtype).removeprefix("torch.")
         self._held[index] = flat.to(self.dtype(name))
 
@@ -70,7 +82,7 @@ class Machine:
 
     def _window(self, view: View) -> torch.Tensor:
         base = self._held.get(view.storage)
-        if base is None and self._record.storages[view.storage].kind == "const":  # one that parts have to themselves
+        if base is None and self._record.storages[view.storage].kind == "const":  # a constant that belongs to a part
             self.const(view.storage)
             base = self._held[view.storage]
         assert base is not None, "an operator made it before"
@@ -95,7 +107,7 @@ class Machine:
     # ---- operators -----------------------------------------------------------------------------------
 
     def run(self, op: RawOp) -> None:
-        """Raises Inconclusive when torch refuses."""
+        """Run one operator. Raises Inconclusive if torch refuses it."""
         _, name, overload = op.target.split(".")
         call = getattr(getattr(torch.ops.aten, name), overload)
         kwargs = {k: self._value(v) for k, v in op.kwargs}
@@ -108,19 +120,19 @@ class Machine:
         self._keep(op, returned, name)
 
     def draw(self, op: RawOp, part: int = 0) -> None:
-        """Run a drawing operator; one that shares its random slot draws the same again."""
+        """Run a drawing operator. Operators with one random slot draw the same numbers."""
         assert op.random is not None
         again = self._drawn.get((op.random, part))
         made = list(outs_of(op.outs))
         if again is None:
-            with torch.random.fork_rng(devices=[]):  # for the few that take no generator
+            with torch.random.fork_rng(devices=[]):  # for the few operators that take no generator
                 self.run(op)
             self._drawn[op.random, part] = [self.tensor(v).clone() for v in made]
         else:
             self.put(op, again)
 
     def put(self, op: RawOp, values: Sequence[torch.Tensor]) -> None:
-        """As if the operator had returned `values`."""
+        """Set the operator's results to `values`."""
         for index, value in zip(outs_of(op.outs), values, strict=True):
             view = self._record.views[index]
             if view.storage not in self._held:
@@ -155,23 +167,25 @@ class Machine:
         return arg
 
 
-# ---- Whether a value of the whole batch is what its parts' values make.
+# ---- comparing a value of the whole batch with those of the parts
 
 
-_POWERS = range(-3, 4)  # a mean loss makes a part's gradients per sample `count` times as large
+_POWERS = range(-3, 4)  # a mean loss makes a part's per-sample gradients `count` times as large
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`ratio`: whole = ratio x what the parts make; None where all is zero, and any would do.
-    `inner`: 1 where parts lie one after the other, else how often they take turns."""
+    """How a whole value is made of the parts' values. `ratio`: whole = ratio x combined parts; None if all is zero, so
+    that any ratio fits. `inner`: 1 if the parts lie one after the other, else the number of times that they
+    alternate."""
 
     ratio: float | None
     inner: int = 1
 
 
 def along(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, tolerance: float) -> Match | None:
-    """Per-sample values: parts side by side along `dim`, or within it (time before batch, flattened)."""
+    """The match of per-sample values, with the parts side by side along `dim`, or alternating within it (time before
+    batch, flattened)."""
     length = parts[0].shape[dim]
     for inner in (n for n in range(1, length + 1) if length % n == 0):
         split = [p.unflatten(dim, (inner, length // inner)) for p in parts]
@@ -183,8 +197,8 @@ def along(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, toleranc
 
 
 def total(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, noise: float) -> Match | None:
-    """A value reduced over the batch: the sum of the parts' times a power of their number. `noise`:
-    magnitudes up to it are rounding (a gradient that is zero in exact arithmetic)."""
+    """The match of a value reduced over the batch: the sum of the parts' values times a power of their number.
+    `noise`: magnitudes up to it are rounding errors (of a gradient that is zero in exact arithmetic)."""
     if whole.dtype == torch.bool:
         return None
     stacked = torch.stack([p.to(torch.float64) if not p.is_complex() else p for p in parts])
@@ -198,7 +212,7 @@ def total(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, 
 
 
 def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float, scale: float = 0.0) -> float | None:
-    """The power of `count` that `made` must be multiplied by; 0 where both are zero; None for no match."""
+    """The power of `count` that `made` must be multiplied by; 0 if both are zero; None if there is no match."""
     if whole.dtype == torch.bool or made.dtype == torch.bool:
         return 1.0 if torch.equal(whole.to(made.dtype), made) else None
     if not (whole.is_floating_point() or whole.is_complex()):
@@ -206,7 +220,7 @@ def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float
     finite = torch.isfinite(whole)
     if not torch.equal(finite, torch.isfinite(made)):
         return None
-    if not bool(finite.all()):  # masks hold infinities
+    if not bool(finite.all()):  # masks contain infinities
         if not torch.equal(whole[~finite].nan_to_num(), made[~finite].nan_to_num()):
             return None
         whole, made = whole[finite], made[finite]
@@ -223,35 +237,40 @@ def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float
     return None
 
 
-# ----
+# ---- the proof
 
 
-_WIDE_TOLERANCE = 1e-8  # float64: what is left of two ways of summing
-_NARROW_TOLERANCE = 1e-3  # the step's own types, where it can't be run in float64
+_WIDE_TOLERANCE = 1e-8  # float64: the difference between two orders of summation
+_NARROW_TOLERANCE = 1e-3  # the step's own types, if it can't be run in float64
 _NOISE = 1e-12
 
-Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with numbers of its own making
+Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with made-up numbers
 
 
 @dataclass(slots=True)
 class Proof:
-    """`ratios`: of each storage of shares, what the parts' sum is multiplied by. `joined`: of each result
-    that is laid side by side, by its views."""
+    """`ratios`: the factor of the parts' sum, by storage of shares. `joined`: the match of each result that is laid
+    side by side, by its views."""
 
     ratios: dict[int, float] = field(default_factory=dict)
     joined: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def prove(
-    pairs: list[Pair], plan: Plan, make: Callable[[], Emitter], load: Load, results: list[tuple[int, int]]
+    pairs: list[OperatorPair],
+    plan: SplitPlan,
+    make: Callable[[], PartEmitter],
+    load: Load,
+    results: list[tuple[int, int]],
 ) -> Proof:
-    """`results`: (whole view, part view) of per-sample values the step returns. Raises NotSplittable."""
+    """Prove a split on real numbers. `results`: (whole view, part view) of per-sample values that the step returns.
+    Raises NotSplittable."""
     reason = ""
     for wide in (True, False):
-        for invented in (True, False):
+        for made_up in (True, False):
             try:
                 with torch.no_grad():
-                    return _Run(pairs, plan, make(), wide, results).run(load, invented)
+                    return _Run(pairs, plan, make(), wide, results).run(load, made_up)
             except Inconclusive as error:
                 reason = reason or str(error)
     raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
@@ -259,7 +278,12 @@ def prove(
 
 class _Run:
     def __init__(
-        self, pairs: list[Pair], plan: Plan, emitter: Emitter, wide: bool, results: list[tuple[int, int]]
+        self,
+        pairs: list[OperatorPair],
+        plan: SplitPlan,
+        emitter: PartEmitter,
+        wide: bool,
+        results: list[tuple[int, int]],
     ) -> None:
         self.pairs, self.plan, self.emitter, self.results = pairs, plan, emitter, results
         self.record = emitter.record
@@ -269,14 +293,14 @@ class _Run:
         self._own: dict[int, set[int]] = {}  # storage of the whole -> the parts'
         self._matches: dict[int, Match] = {}
 
-    def run(self, load: Load, invented: bool) -> Proof:
-        load(self.machine, invented)
+    def run(self, load: Load, made_up: bool) -> Proof:
+        load(self.machine, made_up)
         last = self._last_uses()
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
-            if level is Level.TAIL:
+            if level is RunLevel.TAIL:
                 continue
             self._whole(pair.full)
-            if level is Level.PART:
+            if level is RunLevel.PART:
                 self._in_parts(j, pair)
                 self._compare(j, pair)
             for storage in last.get(j, ()):
@@ -285,13 +309,13 @@ class _Run:
         return self._finish()
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """The storages that nobody needs after each operator."""
+        """The storages that are not used after each operator."""
         kept = self.plan.shares | {self.record.views[a].storage for a, _ in self.results}
         kept |= {s for j in self.plan.losses.values() for s in self.pairs[j].full.reads}
         kept |= set(self.plan.divided.values())
         used: dict[int, int] = {}
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
-            if level is not Level.TAIL:
+            if level is not RunLevel.TAIL:
                 used.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
         found: dict[int, list[int]] = {}
         for storage, j in used.items():
@@ -307,7 +331,7 @@ class _Run:
         else:
             self.machine.run(op)
 
-    def _in_parts(self, j: int, pair: Pair) -> None:
+    def _in_parts(self, j: int, pair: OperatorPair) -> None:
         for part in self.parts:
             ops = self.emitter.emit(j, part)
             for extra in self.emitter.extras:
@@ -321,8 +345,8 @@ class _Run:
             for op in ops:
                 self.machine.run(op)
 
-    def _drawn(self, pair: Pair, part: int) -> list[torch.Tensor]:
-        """The part's piece of what was drawn for the whole."""
+    def _drawn(self, pair: OperatorPair, part: int) -> list[torch.Tensor]:
+        """The part's piece of the numbers drawn for the whole batch."""
         found = []
         for a, b in zip(outs_of(pair.full.outs), outs_of(pair.part.outs), strict=True):
             whole = self.machine.tensor(a)
@@ -337,21 +361,21 @@ class _Run:
 
     # ---- comparing -----------------------------------------------------------------------------------
 
-    def _compare(self, j: int, pair: Pair) -> None:
+    def _compare(self, j: int, pair: OperatorPair) -> None:
         if pair.name in UNDEFINED or pair.full.random is not None:
             return
         for a, b, kind in self.plan.outs[j]:
             storage = self.record.views[a].storage
-            if kind in (Kind.SAMPLE, Kind.DATA):
+            if kind in (ValueKind.SAMPLE, ValueKind.DATA):
                 whole, parts = self._values(a, b)
                 if not (whole.is_floating_point() or whole.is_complex()):
-                    continue  # positions within a part are not those within the batch; what they pick is compared
+                    continue  # positions differ in a part and in the batch; the values picked by them are compared
                 if self._along(a, b, whole, parts) is None:
                     raise NotSplittable(
                         f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values",
                         REMEDY,
                     )
-            elif kind is Kind.SHARE and storage in self.plan.shares:
+            elif kind is ValueKind.SHARE and storage in self.plan.shares:
                 self._share(storage, a, b, pair)
 
     def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -362,7 +386,7 @@ class _Run:
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
         return along(whole, parts, dim, self.tolerance)
 
-    def _share(self, storage: int, a: int, b: int, pair: Pair) -> None:
+    def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
         if not all(bool(torch.isfinite(t).all()) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")

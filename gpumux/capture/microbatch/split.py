@@ -1,4 +1,4 @@
-"""The trace of a split step, put together from those of the whole batch and of a part."""
+"""Makes the trace of a split step from those of the whole batch and of a part."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.microbatch.classify import (
     REMEDY,
-    Kind,
-    Level,
-    Pair,
-    Plan,
+    OperatorPair,
+    RunLevel,
     Setting,
+    SplitPlan,
+    ValueKind,
     call_refs,
     classify,
     pair_up,
     scaled,
 )
-from gpumux.capture.microbatch.emit import Emitter
+from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.microbatch.proof import Inconclusive, Machine, Proof, prove
-from gpumux.capture.recorder import RawOp, Record
+from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
 from gpumux.capture.tracer import DeviceExit, RawTrace, TensorResult
@@ -31,20 +31,23 @@ from gpumux.errors import ConfigError, NotSplittable
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
 
 
-def join(full: RawTrace, part: RawTrace, pairs: list[Pair], plan: Plan, emitter: Emitter, proof: Proof) -> RawTrace:
-    """Once, then part by part, then the tail. `emitter` must write what plan.shares names in place."""
+def join(
+    full: RawTrace, part: RawTrace, pairs: list[OperatorPair], plan: SplitPlan, emitter: PartEmitter, proof: Proof
+) -> RawTrace:
+    """The split trace: operators that run once, then the parts, then the tail. `emitter` must use the storages in
+    plan.shares in place."""
     levels = list(enumerate(plan.levels))
     sums = {s: _birth(emitter, pairs, plan, s) for s in plan.shares}
     ready = _last_touch(pairs, plan)
     parts: list[RawOp] = []
     for i in range(emitter.count):
         for j, level in levels:
-            if level is not Level.PART:
+            if level is not RunLevel.PART:
                 continue
             parts += [replace(op, random=_slot(op, i)) for op in emitter.emit(j, i)]
             if i:
                 parts += [_add(emitter, sums[s], i, pairs[j].full.where) for s in ready.get(j, ())]
-    once = [pairs[j].full for j, level in levels if level is Level.ONCE or j in plan.whole] + emitter.extras
+    once = [pairs[j].full for j, level in levels if level is RunLevel.ONCE or j in plan.whole] + emitter.extras
     tail = _scaled(emitter, sums, proof)
     results = list(full.results)
     for position, (whole, mine) in enumerate(zip(full.results, part.results, strict=True)):
@@ -52,7 +55,7 @@ def join(full: RawTrace, part: RawTrace, pairs: list[Pair], plan: Plan, emitter:
             ops, view = _side_by_side(emitter, whole.view, mine.view, proof.joined[whole.view, mine.view])
             tail += ops
             results[position] = TensorResult(view)
-    tail += [pairs[j].full for j, level in levels if level is Level.TAIL or j in plan.late]
+    tail += [pairs[j].full for j, level in levels if level is RunLevel.TAIL or j in plan.late]
     emitter.record.ops = _renumbered([*once, *parts, *tail])
     return replace(full, record=emitter.record, results=results)
 
@@ -61,7 +64,7 @@ _PARTS_APART = 1 << 32
 
 
 def _slot(op: RawOp, part: int) -> int | None:
-    """A number of its own for each part's draws; recomputation within a part still shares one."""
+    """The random slot of a draw in a part. Each part has slots of its own; recomputation within a part shares one."""
     return None if op.random is None else op.random + (part + 1) * _PARTS_APART
 
 
@@ -70,11 +73,11 @@ def _renumbered(ops: list[RawOp]) -> list[RawOp]:
     return [op if op.random is None else replace(op, random=slots.setdefault(op.random, len(slots))) for op in ops]
 
 
-def _birth(emitter: Emitter, pairs: list[Pair], plan: Plan, storage: int) -> tuple[int, int]:
-    """(whole view, part view) that covers all of a storage of shares."""
+def _birth(emitter: PartEmitter, pairs: list[OperatorPair], plan: SplitPlan, storage: int) -> tuple[int, int]:
+    """(whole view, part view) over the whole of a storage of shares."""
     views = emitter.record.views
     for pair, level in zip(pairs, plan.levels, strict=True):
-        if level is not Level.PART or storage not in pair.full.writes - pair.full.reads:
+        if level is not RunLevel.PART or storage not in pair.full.writes - pair.full.reads:
             continue
         for a, b in pair.outs:
             view = views[a]
@@ -88,10 +91,10 @@ def _birth(emitter: Emitter, pairs: list[Pair], plan: Plan, storage: int) -> tup
     raise AssertionError("shares are born in a part")
 
 
-def _last_touch(pairs: list[Pair], plan: Plan) -> dict[int, list[int]]:
+def _last_touch(pairs: list[OperatorPair], plan: SplitPlan) -> dict[int, list[int]]:
     last: dict[int, int] = {}
     for j, (pair, level) in enumerate(zip(pairs, plan.levels, strict=True)):
-        if level is Level.PART:
+        if level is RunLevel.PART:
             last.update(dict.fromkeys((pair.full.reads | pair.full.writes) & plan.shares, j))
     found: dict[int, list[int]] = {}
     for storage in sorted(last):
@@ -99,13 +102,13 @@ def _last_touch(pairs: list[Pair], plan: Plan) -> dict[int, list[int]]:
     return found
 
 
-def _add(emitter: Emitter, views: tuple[int, int], part: int, where: str) -> RawOp:
+def _add(emitter: PartEmitter, views: tuple[int, int], part: int, where: str) -> RawOp:
     target, source = TensorRef(views[0]), TensorRef(emitter.part_view(views[1], part))
     return emitter.call("add_.Tensor", (target, source), views[0], where)
 
 
-def _scaled(emitter: Emitter, sums: dict[int, tuple[int, int]], proof: Proof) -> list[RawOp]:
-    """Sums turned into means, all of one type in one operator."""
+def _scaled(emitter: PartEmitter, sums: dict[int, tuple[int, int]], proof: Proof) -> list[RawOp]:
+    """Operators that turn sums into means, one for all sums of one type."""
     groups: dict[tuple[float, str], list[int]] = {}
     for storage in sorted(sums):
         ratio, view = proof.ratios[storage], sums[storage][0]
@@ -119,7 +122,7 @@ def _scaled(emitter: Emitter, sums: dict[int, tuple[int, int]], proof: Proof) ->
     return made
 
 
-def _side_by_side(emitter: Emitter, whole: int, mine: int, ratio: float) -> tuple[list[RawOp], int]:
+def _side_by_side(emitter: PartEmitter, whole: int, mine: int, ratio: float) -> tuple[list[RawOp], int]:
     views = emitter.record.views
     a, b = views[whole], views[emitter.part_view(mine, 0)]
     dim = next(d for d, (m, n) in enumerate(zip(a.size, b.size, strict=True)) if m != n)
@@ -131,30 +134,30 @@ def _side_by_side(emitter: Emitter, whole: int, mine: int, ratio: float) -> tupl
     return ops, out
 
 
-# ---- Numbers to try a split on: the job's state and the example batch, or others like them.
+# ---- numbers for the proof: the job's state and the example batch, or made-up ones like them
 
 
 class Loader:
-    """Fills a Machine with state and batch. Invented numbers keep a proof from resting on what happens to be
-    zero (a last layer that starts there, an example batch of zeros)."""
+    """Fills a Machine with state and batch. Made-up numbers are needed because a proof must not rest on values that
+    happen to be zero (a last layer that starts at zero, an example batch of zeros)."""
 
-    def __init__(self, record: Record, table: StateTable, tensors: list[torch.Tensor], split: set[int]) -> None:
+    def __init__(self, record: TraceRecord, table: StateTable, tensors: list[torch.Tensor], split: set[int]) -> None:
         self._record = record
         self._table = table
         self._tensors = tensors
         self._split = split
         self._params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
 
-    def __call__(self, machine: Machine, invented: bool) -> None:
+    def __call__(self, machine: Machine, made_up: bool) -> None:
         draw = torch.Generator().manual_seed(1)
         order: dict[int, torch.Tensor] = {}
         for index, storage in enumerate(self._record.storages):
             if storage.kind == "state":
-                machine.hold(index, self._state(index, storage.key, draw, invented))
+                machine.hold(index, self._state(index, storage.key, draw, made_up))
             elif storage.kind == "input":
-                machine.hold(index, self._input(storage.key, draw, invented, order))
+                machine.hold(index, self._input(storage.key, draw, made_up, order))
 
-    def _state(self, index: int, buffer: int, draw: torch.Generator, invented: bool) -> torch.Tensor:
+    def _state(self, index: int, buffer: int, draw: torch.Generator, made_up: bool) -> torch.Tensor:
         known = self._table.buffers[buffer]
         flat = torch.zeros(known.nbytes, dtype=torch.uint8)
         for storage, start in known.home if known.filled else ():
@@ -164,7 +167,7 @@ class Loader:
             return typed
         if not known.filled:
             return 0.01 * torch.randn(typed.shape, generator=draw, dtype=torch.float32).to(typed.dtype)
-        if not invented:
+        if not made_up:
             return typed
         wide = typed.double()
         typed = wide * (1 + 0.1 * torch.rand(wide.shape, generator=draw, dtype=wide.dtype))  # variances stay positive
@@ -187,41 +190,41 @@ class Loader:
         return dtype
 
     def _input(
-        self, position: int, draw: torch.Generator, invented: bool, order: dict[int, torch.Tensor]
+        self, position: int, draw: torch.Generator, made_up: bool, order: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        """The batch tensor as elements of its storage, in the strides it has."""
-        given = self._tensors[position].detach().cpu()
-        if invented and given.is_floating_point():
-            given = _others(given, draw)
-        elif position in self._split:  # other samples meet: the same order for all
-            length = given.shape[0]
+        """The elements of the storage of a batch tensor, with its strides."""
+        values = self._tensors[position].detach().cpu()
+        if made_up and values.is_floating_point():
+            values = _others(values, draw)
+        elif position in self._split:  # permuted samples, in the same order for all tensors
+            length = values.shape[0]
             if length not in order:
                 order[length] = torch.randperm(length, generator=draw)
-            given = given[order[length]]
+            values = values[order[length]]
         like = self._tensors[position]
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
         flat = torch.zeros(span, dtype=like.dtype)
         if span:
-            flat.as_strided(like.shape, like.stride()).copy_(given)
+            flat.as_strided(like.shape, like.stride()).copy_(values)
         return flat
 
 
-def _others(given: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Numbers of the same range: between 0 and 1, or about as spread."""
-    if not given.numel():
-        return given
-    wide = given.double()
+def _others(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Made-up numbers of a similar range: from 0 to 1 if all are, else with the same mean and spread."""
+    if not values.numel():
+        return values
+    wide = values.double()
     if float(wide.min()) >= 0 and float(wide.max()) <= 1:
-        return torch.rand(given.shape, generator=draw).to(given.dtype)
+        return torch.rand(values.shape, generator=draw).to(values.dtype)
     spread = float(wide.std(correction=0)) or 1.0
-    return (float(wide.mean()) + spread * torch.randn(given.shape, generator=draw)).to(given.dtype)
+    return (float(wide.mean()) + spread * torch.randn(values.shape, generator=draw)).to(values.dtype)
 
 
-# ---- From a step's traces on the whole batch and on a part of it to one that runs part by part.
+# ---- splitting a step
 
 
-# How far a split step's gradients and results may be from the whole step's, by the type they are in: relative
-# to the largest element of the tensor. In exact arithmetic they are equal.
+# How far a split step's gradients and results may be from the whole step's, by dtype, relative to the largest element
+# of the tensor. In exact arithmetic they are equal.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 MOST = 4096
 
@@ -233,8 +236,8 @@ def check_microbatches(count: Any) -> None:
 
 
 def split_positions(tensors: list[torch.Tensor], count: int) -> set[int]:
-    """Which tensors of a batch are cut along dimension 0: those as long as the first one. Raises
-    NotSplittable when `count` does not divide that."""
+    """The positions of the tensors of a batch that are cut along dimension 0: those as long as the first one. Raises
+    NotSplittable if `count` does not divide the length."""
     sized = [t for t in tensors if t.dim()]
     if not sized:
         raise NotSplittable(
@@ -274,8 +277,8 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     setting = Setting(cut, _fixed(table), {place.buffer for _, place in full.entry.gradients})
     plan = classify(pairs, full.record, part.record, count, setting, _exits(full), [a for a, _ in returned])
 
-    def emitter(shared: set[int] | None = None) -> Emitter:
-        return Emitter(pairs, full.record, part.record, plan, count, cut, shared)
+    def emitter(shared: set[int] | None = None) -> PartEmitter:
+        return PartEmitter(pairs, full.record, part.record, plan, count, cut, shared)
 
     joined = [(a, b) for a, b in returned if _per_sample(full, plan.kinds, a)]
     for a, b in joined:
@@ -288,14 +291,14 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     return join(full, part, pairs, plan, emitter(plan.shares), proof)
 
 
-def _per_sample(full: RawTrace, kinds: list[Kind], view: int) -> bool:
-    """Whether each part has its own samples of a result. What lies on the batch itself is there whole."""
+def _per_sample(full: RawTrace, kinds: list[ValueKind], view: int) -> bool:
+    """Whether each part has its own samples of a result. A result that lies on the batch itself is whole."""
     storage = full.record.views[view].storage
-    return kinds[storage] in (Kind.SAMPLE, Kind.DATA) and full.record.storages[storage].kind == "temp"
+    return kinds[storage] in (ValueKind.SAMPLE, ValueKind.DATA) and full.record.storages[storage].kind == "temp"
 
 
 def _exits(full: RawTrace) -> list[int]:
-    """Views of everything the step leaves in gradients, optimizers and buffers."""
+    """Views of all tensors that the step leaves in gradients, optimizers and buffers."""
     found = [*full.gradients.values(), *(view for _, view in full.replaced)]
 
     def leaf(value: Any) -> None:

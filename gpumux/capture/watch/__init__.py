@@ -1,2 +1,2 @@
-"""What Python may change between two calls of a step, and how it is noticed. Start with `fingerprint.py`. For `capture`
+"""Watching what Python may change between two calls of a step. Start with `fingerprint.py`. For `capture`
 alone."""

@@ -1,13 +1,12 @@
-"""What Python could change between two calls of a step, read cheaply at every call.
+"""Fingerprint of everything that Python could change between two calls of a step; checked cheaply at every call.
 
-A captured step is replayed without running its Python again. So everything its Python may have
-decided by is found once, at capture (`walk.py`), and watched (`watch.py`). A reading that differs means
-another variant must be captured.
+A captured step is replayed without running its Python code again. So everything that the code may have decided by is
+found once, at capture (`walk.py`), and watched (`watches.py`). If a reading differs, another variant must be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import Identity, Pulse, Reading, layout
+from gpumux.capture.state import UNRETURNED, Identity, IdentityCheck, Reading, layout
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
 from gpumux.errors import NotRepeatable
@@ -23,20 +22,20 @@ from gpumux.errors import NotRepeatable
 
 @dataclass(slots=True)
 class Change:
-    """A value that differs between two readings, and how to put either back."""
+    """A value that differs between two readings, with functions that restore either."""
 
     name: str
     old: Any
     new: Any
-    flag: bool  # a training flag: may be carried over; anything else may not
+    flag: bool  # whether it is a training flag, which a step may change
     restore: Callable[[], None]
     again: Callable[[], None]
 
 
 class Fingerprint:
-    """Built for one step function and the models and optimizers it was submitted with. `executed`: code
-    that is known to run in it; `identity`: which of the job's tensors one is. Raises CaptureError for
-    what can't be watched."""
+    """The fingerprint of one step function and the models and optimizers it was submitted with. `executed`: code that
+    is known to run in it; `identity`: see StateTable.identity. Raises CaptureError for an object that can't be
+    watched."""
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
@@ -58,10 +57,10 @@ class Fingerprint:
         self.cells = walk.cells
         self._generators = walk.generators
         self._walked = walk.walked
-        self._pulse = Pulse(self.watches)
+        self._identity_check = IdentityCheck(self.watches)
 
     def extend(self, executed: Executed) -> bool:
-        """Watch what newly seen code reads too. False when it was all known."""
+        """Also watch what this code reads. False if all of it was known."""
         fresh = {i: found for i, found in executed.items() if i not in self._walked and Walk.matters(*found)}
         if not fresh:
             return False
@@ -72,7 +71,7 @@ class Fingerprint:
     # ---- reading -----------------------------------------------------------------------------------
 
     def read(self) -> list[Reading]:
-        """The present values. Raises NotRepeatable when a name has gone."""
+        """The present values. Raises NotRepeatable if a watched name is gone."""
         try:
             return [w.read() for w in self.watches]
         except (KeyError, AttributeError) as gone:
@@ -82,31 +81,44 @@ class Fingerprint:
             ) from None
 
     def settle(self) -> None:
-        """What is there now is what `holds` compares with."""
+        """Take the present values as those that `holds` compares with."""
         self._settled = self.read()
-        self._pulse.settle()
+        self._identity_check.settle()
 
     def holds(self) -> bool:
-        """Whether everything is as it was at the last `settle`."""
+        """Whether all values are the same as at the last `settle`."""
         try:
-            if self._pulse.steady():
+            if self._identity_check.unchanged():
                 return True
             if not self._same(self._settled, self.read()):
                 return False
         except (KeyError, AttributeError, NotRepeatable):
-            return False  # a name it watched has gone
-        self._pulse.settle()
+            return False  # a watched name is gone
+        self._identity_check.settle()
         return True
 
     def _same(self, old: list[Reading], new: list[Reading]) -> bool:
         return all(w.same(a, b, self._identity) for w, a, b in zip(self.watches, old, new, strict=True))
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of the Python variables that the step's code reads, except modules' buffers."""
+        for watch, reading in zip(self.watches, self.read(), strict=True):
+            for i, value in enumerate(reading if not watch.buffers else ()):
+                yield watch.names(i), value
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors among `values` that have memory."""
+        for name, value in self.values():
+            known = isinstance(value, torch.Tensor) and not isinstance(value, UNRETURNED)
+            if known and value.layout is torch.strided:
+                yield name, value
+
     def random_states(self) -> list[tuple[str, Any]]:
-        """Python's and numpy's generators, which no Program can draw from."""
+        """(name, state) of Python's and numpy's generators, from which no Program can draw."""
         return random_states(self._generators)
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
-        """What differs now from an earlier reading (the settled one by default): a step that changes it
+        """The values that differ from an earlier reading (default: that of `settle`), such as those that a step changes
         while it is traced."""
         found: list[Change] = []
         for w, old, new in zip(self.watches, self._settled if before is None else before, self.read(), strict=True):

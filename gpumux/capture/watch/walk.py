@@ -1,4 +1,4 @@
-"""What the objects that a step reaches hold: containers, attributes, modules, optimizers."""
+"""Finds everything that a step's Python code could read, and the watches for it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ import gpumux
 from gpumux.capture.fetching import before_forward
 from gpumux.capture.source import Executed, code_names, codes_in
 from gpumux.capture.state import SCALARS, Watch
-from gpumux.capture.watch import watches as foreign
-from gpumux.capture.watch import watches as watch
+from gpumux.capture.watch import watches
 from gpumux.errors import CaptureError
 
-# ---- Whose code a file, a function or a class is: the user's, an installed package's, or a library's.
+# ---- the origin of a file, a function or a class: the user's code, an installed package, or a library
 #
-# A library is torch, the standard library, numpy, gpumux itself and a few large packages that no model
-# is written in: its Python is taken to do the same whenever it gets the same arguments. Everything else
-# may decide what a step computes. Of the user's own code every path is looked at; of installed packages
-# (transformers has a million lines) the functions that ran while the step was traced.
+# Libraries are torch, the standard library, numpy, gpumux itself and a few large packages that no model is written in.
+# Their Python code is assumed to do the same whenever it gets the same arguments. All other code may decide what a step
+# computes. Of the user's own code every path is walked; of installed packages (transformers has a million lines) only
+# the functions that ran while the step was traced.
 
 
 class Origin(enum.Enum):
@@ -45,7 +44,7 @@ class Origin(enum.Enum):
 
 
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
-# Packages that run, test, show or store what others compute, or whose arrays a step can't take anyway.
+# Packages that run, test, show or store what others compute, or whose arrays a step can't use.
 _LARGE = frozenset(
     (
         "scipy",
@@ -88,7 +87,7 @@ _STANDARD = tuple(
 
 @cache
 def of_path(path: str | None) -> Origin:
-    """Of a source file. Code without one ("<stdin>", "<ipython-input-1>", exec) is the user's."""
+    """The origin of a source file. Code without one ("<stdin>", "<ipython-input-1>", exec) is the user's."""
     if path is None or path.startswith("<frozen ") or path.startswith(_LIBRARIES):
         return Origin.LIBRARY
     for folder in _INSTALLED:
@@ -99,8 +98,8 @@ def of_path(path: str | None) -> Origin:
 
 
 def of_code(code: types.CodeType, space: dict[str, Any] | None = None) -> Origin:
-    """Of a function's code; `space`, its globals, says whose it is when it was made by a library
-    (a dataclass's `__eq__`, a namedtuple's `__new__`)."""
+    """The origin of a function's code. `space`: its globals, which decide for code that a library generated (a
+    dataclass's `__eq__`, a namedtuple's `__new__`)."""
     if code.co_filename.startswith("<") and space is not None:
         module = sys.modules.get(space.get("__name__", ""))
         if module is not None and getattr(module, "__dict__", None) is space:
@@ -110,7 +109,7 @@ def of_code(code: types.CodeType, space: dict[str, Any] | None = None) -> Origin
 
 def of_class(cls: type) -> Origin:
     module = sys.modules.get(cls.__module__)
-    if module is None:  # classes made by exec; types of C say what they like
+    if module is None:  # classes made by exec; C types may have any value
         return Origin.OWN if any(isinstance(v, types.FunctionType) for v in vars(cls).values()) else Origin.LIBRARY
     return _of_module(module)
 
@@ -125,11 +124,11 @@ def _of_module(module: types.ModuleType) -> Origin:
 
 
 def of_module(module: types.ModuleType) -> Origin:
-    """Of a module object; namespace packages have no file and nothing of their own."""
+    """The origin of a module object. Namespace packages have no file and no code."""
     return _of_module(module)
 
 
-# ----
+# ---- the walk
 
 
 _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -154,234 +153,11 @@ _CONTAINERS = (
 COMPILED = "compiled code can't be captured, and what would run instead is not what it computes"
 
 
-class Objects(abc.ABC):
-    """The part of a walk (walk.py) that looks into objects. Collects watches, and what a step may write to."""
-
-    def __init__(self, given: Sequence[Any]) -> None:
-        self._given = list(given)  # optimizers
-        self._names: set[str] = {"forward", "__call__", "step"}
-        self._clear()
-
-    def _clear(self) -> None:
-        self.watches: list[Watch] = []
-        self.modules: list[torch.nn.Module] = []
-        self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not given
-        # Where a step may leave tensors: attributes, globals and dictionaries, with what names an entry and the keys
-        # that are looked after elsewhere; slots and attributes of classes; lists; and variables of closures.
-        self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
-        self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
-        self.lists: list[tuple[str, Any]] = []
-        self.cells: list[tuple[str, types.CellType]] = []
-        self.generators: list[tuple[str, Any]] = []
-
-    @abc.abstractmethod
-    def _visit(self, label: str, value: Any) -> None:
-        """Watch a value and what it leads to, once."""
-
-    @abc.abstractmethod
-    def _class(self, label: str, cls: type, space: dict[str, Any] | None = None) -> None:
-        """Watch a class's attributes and walk its methods."""
-
-    # ---- data --------------------------------------------------------------------------------------
-
-    def _data(self, label: str, value: Any) -> None:
-        if isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
-            self.generators.append((label, value))
-        elif isinstance(value, numpy.ndarray):
-            self._bounded(label, value.nbytes // 64)
-            self.watches.append(watch.array(label, value))
-        elif isinstance(value, dict):
-            self._dictionary(label, value)
-        elif isinstance(value, (list, set, collections.deque)):
-            self._bounded(label, len(value))
-            self.watches.append(watch.sequence(label, value))
-            if not isinstance(value, set):
-                self.lists.append((label, value))
-            self._items(label, enumerate(value))
-        elif isinstance(value, (tuple, frozenset)):
-            self._bounded(label, len(value))
-            self._items(label, enumerate(value))
-        if type(value) not in _CONTAINERS and not isinstance(value, (numpy.ndarray, random.Random)):
-            self._object(label, value)  # a subclass may have attributes too
-
-    def _bounded(self, label: str, size: int) -> None:
-        if size > MOST:
-            raise CaptureError(f"{label} is too large to watch for changes", "pass it to the step as a tensor argument")
-
-    def _items(self, label: str, items: Iterable[tuple[Any, Any]]) -> None:
-        for key, item in items:
-            self._visit(f"{label}[{key!r}]", item)
-
-    def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
-        self._bounded(label, len(value))
-        self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
-        self.watches.append(watch.items(label, value))
-        self._items(label, list(dict.items(value)))
-
-    def _named_entries(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
-        self._entries(label, space, [k for k in space if k in self._names and k not in skip])
-
-    def _entries(self, label: str, space: dict[Any, Any], keys: list[Any]) -> None:
-        if keys:
-            self.watches.append(watch.entries(label, space, keys))
-            for key in keys:
-                self._visit(f"{label}.{key}", space[key])
-
-    def _object(self, label: str, value: Any) -> None:
-        cls = type(value)
-        try:
-            space = object.__getattribute__(value, "__dict__")  # past a `__getattr__` that raises what it likes
-        except AttributeError:
-            space = None
-        space = space if isinstance(space, dict) else None
-        if of_class(cls) is Origin.LIBRARY:
-            self._foreign(label, value, space)
-            return
-        self._class(label, cls, space)
-        bytes_of = foreign.memory_of_value(label, value)
-        if bytes_of is not None:
-            self.watches.append(bytes_of)
-        if space is not None:
-            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
-            if _unwalked(cls, _PLAIN_BASES):
-                self._entries(label, space, list(space))
-            else:
-                self._named_entries(label, space)
-            self.watches.append(watch.appeared(label, space, self._names))
-        names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names)
-        if names:
-            self.watches.append(watch.slots(label, value, names))
-            self.fields.append((label, value, names))
-            for name in names:
-                self._visit(f"{label}.{name}", getattr(value, name, None))
-
-    def _foreign(self, label: str, value: Any, space: dict[str, Any] | None) -> None:
-        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-        if wrapped is not None:  # functools.cache
-            self._visit(label, wrapped)
-        elif isinstance(value, (*_CONTAINERS, *SCALARS)) or foreign.fixed(value):
-            return
-        if space is not None:
-            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
-        if type(value).__module__.split(".")[0] == "torch":
-            if space is not None:
-                self._scalars(label, space)
-        else:
-            if space is not None:
-                self._entries(label, space, list(space))
-                self.watches.append(watch.appeared(label, space, self._names))
-            watches, children = foreign.inner(label, value, space is not None)
-            self.watches += watches
-            for name, child in children:
-                self._visit(name, child)
-
-    def _scalars(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
-        """All plain values of a library's object, and its lists of them."""
-        keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, (tuple, *SCALARS)))]
-        if keys:
-            self.watches.append(watch.entries(label, space, keys))
-        for key, item in list(space.items()):
-            if (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(item).__name__.endswith(
-                "Config"
-            ):
-                self._visit(f"{label}.{key}", item)
-
-    # ---- torch -------------------------------------------------------------------------------------
-
-    def _hooks(self, label: str, hooks: dict[Any, Any]) -> None:
-        self.watches.append(watch.values(label, hooks))
-        self._items(label, [(key, hook) for key, hook in hooks.items() if hook is not before_forward])
-
-    def _module(self, label: str, module: torch.nn.Module) -> None:
-        if type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None:
-            raise CaptureError(
-                f"{label} was compiled with torch.compile: {COMPILED}",
-                "submit the uncompiled model (compiled._orig_mod)",
-            )
-        self.modules.append(module)
-        space = module.__dict__
-        self.spaces.append((lambda key: f"{label}.{key}", space, _STRUCTURE))
-        if "training" in space:
-            self.watches.append(watch.entries(label, space, ["training"], flag=True))
-        else:  # a wrapper that shows another module's
-            self.watches.append(watch.slots(label, module, ("training",)))
-        for kind in ("_parameters", "_buffers", "_modules"):
-            if space[kind] or kind == "_modules":
-                self.watches.append(watch.values(f"{label}.{kind}", space[kind]))
-        for kind in _HOOKS:
-            self._hooks(f"{label}.{kind}", space[kind])
-        cls = type(module)
-        if of_class(cls) is Origin.LIBRARY:
-            self._scalars(label, space, _STRUCTURE | {"training"})
-            self._named_callables(label, space)
-        else:
-            self._class(label, cls, space)
-            all_of_it = _unwalked(cls, _PLAIN_MODULES)
-            rest = [k for k in space if k not in _STRUCTURE and k != "training"]
-            self._entries(label, space, [k for k in rest if k in self._names or all_of_it])
-            self.watches.append(watch.appeared(label, space, self._names))
-        for name, child in module._modules.items():
-            self._visit(f"{label}.{name}", child)
-
-    def _named_callables(self, label: str, space: dict[str, Any]) -> None:
-        """A library module's replaceable functions (`activation`), and what users put on it."""
-        keys = [
-            k for k, v in space.items()
-            if k not in _STRUCTURE and k != "training" and not isinstance(v, (torch.nn.Module, tuple, *SCALARS))
-            and v is not None and (callable(v) or k in self._names)
-        ]  # fmt: skip
-        self._entries(label, space, keys)
-
-    def _optimizer(self, label: str, optimizer: Any) -> None:
-        if not any(optimizer is o for o in self._given):
-            self.strangers.append((label, optimizer))
-        self.watches.append(watch.groups(label, optimizer))
-        for i, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params":
-                    self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
-        self._dictionary(f"{label}.defaults", optimizer.defaults)
-        cls, space = type(optimizer), optimizer.__dict__
-        self.spaces.append((lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
-        if of_class(cls) is not Origin.LIBRARY:
-            self._class(label, cls, space)
-            self._named_entries(label, space, _OF_OPTIMIZERS)
-        for kind in _STEP_HOOKS:
-            self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
-
-    def _group_value(self, label: str, value: Any) -> None:
-        """Numbers in lists and tuples are lifted, as those in the group itself are."""
-        if type(value) in (list, tuple):
-            for i, item in enumerate(value):
-                self._visit(f"{label}[{i}]", item)
-        else:
-            self._visit(label, value)
-
-
-def _unwalked(cls: type, plain: tuple[type, ...]) -> bool:
-    """Whether attributes of a user's class may be read by names no walked code has: by a library's methods,
-    or by a class that answers for names of its own making."""
-    for base in cls.__mro__:
-        if of_class(base) is Origin.LIBRARY:
-            if base not in plain and base.__module__ != "builtins":
-                return True
-        elif "__getattr__" in vars(base) or "__getattribute__" in vars(base):
-            return True
-    return False
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    names = vars(cls).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-# ---- Finds all that a step's Python could read.
-#
-# What counts is what the code names: starting from the step, every user function reached by a name is
-# walked, with the names in it, and so is every function that ran while the step was traced (`capture/source.py`);
-# an attribute of a user's object is watched if some walked function names it. So `trainer.epoch += 1`
-# outside the step changes nothing, unless the step reads `epoch`. Of modules and objects of libraries,
-# whose code is not walked, all attributes are watched.
+# The names in the code decide what is watched. Starting from the step, every user function reached by a name is walked,
+# with the names in it. So is every function that ran while the step was traced (`capture/source.py`). An attribute of a
+# user's object is watched if a walked function names it: `trainer.epoch += 1` outside the step has no effect, unless
+# the step reads `epoch`. All attributes of modules and objects of libraries are watched, because their code is not
+# walked.
 
 
 _GLOBAL_HOOKS = [
@@ -393,9 +169,9 @@ _GLOBAL_HOOKS = [
 _PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
 
 
-class Walk(Objects):
-    """Of one step function and the models and optimizers it was submitted with. Raises CaptureError for
-    what can't be watched."""
+class Walk:
+    """The walk from one step function and the models and optimizers it was submitted with. Collects watches, and the
+    places in which a step may leave tensors. Raises CaptureError for an object that can't be watched."""
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
@@ -408,25 +184,39 @@ class Walk(Objects):
         self._roots.append((getattr(fn, "__qualname__", type(fn).__name__), fn))
         self._params = list(params)
         self._executed = executed
-        super().__init__(optimizers)
+        self._optimizers = list(optimizers)
+        self._names: set[str] = {"forward", "__call__", "step"}
+        self._clear()
         self._settle()
         while missing := [found for i, found in executed.items() if i not in self.walked]:
             self._roots += _owners(missing)
             self._settle()
-        self.watches += [watch.gradients_wanted(self._params), watch.parameter_hooks(self._params), watch.modes()]
+        self.watches += [watches.gradients_wanted(self._params), watches.parameter_hooks(self._params), watches.modes()]
         if {"environ", "getenv"} & self._names:
-            self.watches.append(watch.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
+            self.watches.append(watches.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
 
     @staticmethod
     def matters(code: types.CodeType, space: dict[str, Any]) -> bool:
-        """Whether a function that ran is one to walk."""
+        """Whether a function that ran must be walked."""
         return of_code(code, space) is not Origin.LIBRARY
 
     def _settle(self) -> None:
         known = -1
-        while known != len(self._names):  # each walk may reach functions that name more
+        while known != len(self._names):  # each walk may reach functions with more names
             known = len(self._names)
             self._walk()
+
+    def _clear(self) -> None:
+        self.watches: list[Watch] = []
+        self.modules: list[torch.nn.Module] = []
+        self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not submitted
+        # Places in which a step may leave tensors. Spaces: attributes, globals and dictionaries, each with a function
+        # that names an entry, and with keys that are handled elsewhere. Fields: slots and attributes of classes.
+        self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
+        self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
+        self.lists: list[tuple[str, Any]] = []
+        self.cells: list[tuple[str, types.CellType]] = []
+        self.generators: list[tuple[str, Any]] = []
 
     def _walk(self) -> None:
         self._clear()
@@ -441,7 +231,7 @@ class Walk(Objects):
         for name, hooks in _GLOBAL_HOOKS:
             self._hooks(f"torch's {name}", hooks)
         for space, names in list(self._globals.values()):
-            self.watches.append(watch.entries("", space, list(names)))
+            self.watches.append(watches.entries("", space, list(names)))
 
     def _visit(self, label: str, value: Any) -> None:
         if type(value) in _PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
@@ -478,6 +268,181 @@ class Walk(Objects):
         else:
             self._data(label, value)
 
+    # ---- data --------------------------------------------------------------------------------------
+
+    def _data(self, label: str, value: Any) -> None:
+        if isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
+            self.generators.append((label, value))
+        elif isinstance(value, numpy.ndarray):
+            self._bounded(label, value.nbytes // 64)
+            self.watches.append(watches.array(label, value))
+        elif isinstance(value, dict):
+            self._dictionary(label, value)
+        elif isinstance(value, (list, set, collections.deque)):
+            self._bounded(label, len(value))
+            self.watches.append(watches.sequence(label, value))
+            if not isinstance(value, set):
+                self.lists.append((label, value))
+            self._items(label, enumerate(value))
+        elif isinstance(value, (tuple, frozenset)):
+            self._bounded(label, len(value))
+            self._items(label, enumerate(value))
+        if type(value) not in _CONTAINERS and not isinstance(value, (numpy.ndarray, random.Random)):
+            self._object(label, value)  # a subclass may have attributes as well
+
+    def _bounded(self, label: str, size: int) -> None:
+        if size > MOST:
+            raise CaptureError(f"{label} is too large to watch for changes", "pass it to the step as a tensor argument")
+
+    def _items(self, label: str, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, item in items:
+            self._visit(f"{label}[{key!r}]", item)
+
+    def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
+        self._bounded(label, len(value))
+        self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
+        self.watches.append(watches.items(label, value))
+        self._items(label, list(dict.items(value)))
+
+    def _named_entries(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
+        self._entries(label, space, [k for k in space if k in self._names and k not in skip])
+
+    def _entries(self, label: str, space: dict[Any, Any], keys: list[Any]) -> None:
+        if keys:
+            self.watches.append(watches.entries(label, space, keys))
+            for key in keys:
+                self._visit(f"{label}.{key}", space[key])
+
+    def _object(self, label: str, value: Any) -> None:
+        cls = type(value)
+        try:
+            space = object.__getattribute__(value, "__dict__")  # avoids the class's `__getattr__`
+        except AttributeError:
+            space = None
+        space = space if isinstance(space, dict) else None
+        if of_class(cls) is Origin.LIBRARY:
+            self._foreign(label, value, space)
+            return
+        self._class(label, cls, space)
+        bytes_of = watches.memory_of_value(label, value)
+        if bytes_of is not None:
+            self.watches.append(bytes_of)
+        if space is not None:
+            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
+            if _unwalked(cls, _PLAIN_BASES):
+                self._entries(label, space, list(space))
+            else:
+                self._named_entries(label, space)
+            self.watches.append(watches.appeared(label, space, self._names))
+        names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names)
+        if names:
+            self.watches.append(watches.slots(label, value, names))
+            self.fields.append((label, value, names))
+            for name in names:
+                self._visit(f"{label}.{name}", getattr(value, name, None))
+
+    def _foreign(self, label: str, value: Any, space: dict[str, Any] | None) -> None:
+        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
+        if wrapped is not None:  # functools.cache
+            self._visit(label, wrapped)
+        elif isinstance(value, (*_CONTAINERS, *SCALARS)) or watches.fixed(value):
+            return
+        if space is not None:
+            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
+        if type(value).__module__.split(".")[0] == "torch":
+            if space is not None:
+                self._scalars(label, space)
+        else:
+            if space is not None:
+                self._entries(label, space, list(space))
+                self.watches.append(watches.appeared(label, space, self._names))
+            inner, children = watches.inner(label, value, space is not None)
+            self.watches += inner
+            for name, child in children:
+                self._visit(name, child)
+
+    def _scalars(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
+        """Watch all plain values of a library's object, and its lists of them."""
+        keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, (tuple, *SCALARS)))]
+        if keys:
+            self.watches.append(watches.entries(label, space, keys))
+        for key, item in list(space.items()):
+            if (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(item).__name__.endswith(
+                "Config"
+            ):
+                self._visit(f"{label}.{key}", item)
+
+    # ---- torch -------------------------------------------------------------------------------------
+
+    def _hooks(self, label: str, hooks: dict[Any, Any]) -> None:
+        self.watches.append(watches.values(label, hooks))
+        self._items(label, [(key, hook) for key, hook in hooks.items() if hook is not before_forward])
+
+    def _module(self, label: str, module: torch.nn.Module) -> None:
+        if type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None:
+            raise CaptureError(
+                f"{label} was compiled with torch.compile: {COMPILED}",
+                "submit the uncompiled model (compiled._orig_mod)",
+            )
+        self.modules.append(module)
+        space = module.__dict__
+        self.spaces.append((lambda key: f"{label}.{key}", space, _STRUCTURE))
+        if "training" in space:
+            self.watches.append(watches.entries(label, space, ["training"], flag=True))
+        else:  # a wrapper that returns another module's
+            self.watches.append(watches.slots(label, module, ("training",)))
+        for kind in ("_parameters", "_buffers", "_modules"):
+            if space[kind] or kind == "_modules":
+                self.watches.append(watches.values(f"{label}.{kind}", space[kind], buffers=kind == "_buffers"))
+        for kind in _HOOKS:
+            self._hooks(f"{label}.{kind}", space[kind])
+        cls = type(module)
+        if of_class(cls) is Origin.LIBRARY:
+            self._scalars(label, space, _STRUCTURE | {"training"})
+            self._named_callables(label, space)
+        else:
+            self._class(label, cls, space)
+            all_of_it = _unwalked(cls, _PLAIN_MODULES)
+            rest = [k for k in space if k not in _STRUCTURE and k != "training"]
+            self._entries(label, space, [k for k in rest if k in self._names or all_of_it])
+            self.watches.append(watches.appeared(label, space, self._names))
+        for name, child in module._modules.items():
+            self._visit(f"{label}.{name}", child)
+
+    def _named_callables(self, label: str, space: dict[str, Any]) -> None:
+        """Watch a library module's replaceable functions (`activation`), and the attributes that users set on it."""
+        keys = [
+            k for k, v in space.items()
+            if k not in _STRUCTURE and k != "training" and not isinstance(v, (torch.nn.Module, tuple, *SCALARS))
+            and v is not None and (callable(v) or k in self._names)
+        ]  # fmt: skip
+        self._entries(label, space, keys)
+
+    def _optimizer(self, label: str, optimizer: Any) -> None:
+        if not any(optimizer is o for o in self._optimizers):
+            self.strangers.append((label, optimizer))
+        self.watches.append(watches.groups(label, optimizer))
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
+        self._dictionary(f"{label}.defaults", optimizer.defaults)
+        cls, space = type(optimizer), optimizer.__dict__
+        self.spaces.append((lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
+        if of_class(cls) is not Origin.LIBRARY:
+            self._class(label, cls, space)
+            self._named_entries(label, space, _OF_OPTIMIZERS)
+        for kind in _STEP_HOOKS:
+            self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
+
+    def _group_value(self, label: str, value: Any) -> None:
+        """Watch a value of a group, except numbers, also in lists and tuples, which are lifted to host scalars."""
+        if type(value) in (list, tuple):
+            for i, item in enumerate(value):
+                self._visit(f"{label}[{i}]", item)
+        else:
+            self._visit(label, value)
+
     # ---- code --------------------------------------------------------------------------------------
 
     def _function(self, label: str, fn: types.FunctionType) -> None:
@@ -490,11 +455,11 @@ class Walk(Objects):
                 f"the step calls {label}, made by torch.compile: {COMPILED}", "pass the function that was compiled"
             )
         if origin is Origin.LIBRARY or (origin is Origin.INSTALLED and id(fn.__code__) not in self._executed):
-            return  # a decorator, whose function was visited, or nothing that ran
+            return  # a decorator, whose function was visited, or code that did not run
         self._code(fn.__code__, fn.__globals__)
         for name, box in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append((name, box))
-            self.watches.append(watch.cell(name, box))
+            self.watches.append(watches.cell(name, box))
             found = self.watches[-1].read()
             self._visit(name, found[0] if found else None)
         for default in fn.__defaults__ or ():
@@ -516,13 +481,13 @@ class Walk(Objects):
                 self._visit(name, space[name])
 
     def _runs(self, item: Any) -> bool:
-        """Whether a class's entry is a function that was seen to run."""
+        """Whether a class's entry is a function that ran."""
         fn = getattr(item, "fget", None) or getattr(item, "__func__", None) or item
         return id(getattr(fn, "__code__", None)) in self._executed
 
     def _class(self, label: str, cls: type, space: dict[str, Any] | None = None) -> None:
-        """Methods and attributes that walked code names or that ran, of a user's class and its user
-        bases, and the entries of an instance's `space` that hide them."""
+        """Visit the methods and attributes of a user's class and its user bases that walked code names or that ran, and
+        the entries of an instance's `space` that hide them."""
         if type(cls) is not type:
             self._visit(f"type({cls.__name__})", type(cls))
         for base in cls.__mro__:
@@ -532,16 +497,33 @@ class Walk(Objects):
             named = [k for k, v in vars(base).items() if k in self._names or self._runs(v)]
             data = [k for k in named if not isinstance(vars(base)[k], _METHODS)]
             if data:
-                self.watches.append(watch.class_attributes(base.__name__, base, data))
+                self.watches.append(watches.class_attributes(base.__name__, base, data))
                 self.fields.append((base.__name__, base, tuple(data)))
                 if space is not None:
-                    self.watches.append(watch.optional(label, space, data))
+                    self.watches.append(watches.optional(label, space, data))
             for key in named:
                 self._visit(f"{base.__name__}.{key}", vars(base)[key])
 
 
+def _unwalked(cls: type, plain: tuple[type, ...]) -> bool:
+    """Whether attributes of a user's class may be read by names that no walked code has: by a library's methods, or
+    by the class's own attribute look-up."""
+    for base in cls.__mro__:
+        if of_class(base) is Origin.LIBRARY:
+            if base not in plain and base.__module__ != "builtins":
+                return True
+        elif "__getattr__" in vars(base) or "__getattribute__" in vars(base):
+            return True
+    return False
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = vars(cls).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 class _Ownerless:
-    """Code that ran, of a function that nobody holds."""
+    """Code that ran and whose function no object holds."""
 
     def __init__(self, code: types.CodeType, space: dict[str, Any]) -> None:
         self.code = code
@@ -559,7 +541,7 @@ _METHODS = (
 
 
 def _owners(missing: list[tuple[types.CodeType, dict[str, Any]]]) -> list[tuple[str, Any]]:
-    """The functions that have this code, wherever they are."""
+    """The functions that have this code, searched among all objects."""
     wanted = {id(code) for code, _ in missing}
     found = [
         (fn.__qualname__, fn)

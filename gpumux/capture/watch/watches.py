@@ -1,4 +1,4 @@
-"""Single things watched for change: a dictionary's entries, a list, a closure cell, a flag."""
+"""The kinds of watches: of a dictionary's entries, a list, a closure cell, a flag, and others."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from gpumux.errors import CaptureError
 from gpumux.program.ir import Numerics, Op, Program, TensorRef
 from gpumux.program.validate import leaves, op_args
 
-# ---- The process-wide settings a step is captured under: those that change results without being operators.
+# ---- process-wide settings that change results without being operators
 #
-# How much float32 work may be rounded has two interfaces in torch, `set_float32_matmul_precision` and
-# `torch.backends.*.fp32_precision`. Asking the first raises once the second was used, so both are read where
-# they meet: by backend and kind of operator.
+# Torch has two interfaces for the precision of float32 work, `set_float32_matmul_precision` and
+# `torch.backends.*.fp32_precision`. Reading the first raises after the second was used, so both are read where torch
+# stores them: by backend and kind of operator.
 
 
 _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _BACKENDS = ("mkldnn", "cuda")
 _MATMUL = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
-_CONV = {"none": "ieee", "ieee": "ieee", "tf32": "tf32"}  # of convolutions and recurrent layers on a GPU
+_CONV = {"none": "ieee", "ieee": "ieee", "tf32": "tf32"}  # for convolutions and recurrent layers on a GPU
 _ON_THE_CPU = ("none", "ieee")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")
 _CONVOLUTIONS = ("convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 
 
 def precisions() -> tuple[str, ...]:
-    """Of every backend this torch has, for every kind of operator. Equal answers are identical strings."""
+    """The precision for every backend of this torch and every kind of operator. Equal values are identical strings."""
     return tuple([sys.intern(_precision(b, kind)) for b in _BACKENDS for kind in ("matmul", "conv", "rnn")])
 
 
 def numerics_now(device: str = "cpu") -> Numerics:
-    """What a Program for this device type must be run under. Raises CaptureError for a setting that
-    Programs don't carry."""
+    """The settings under which a Program for this device type must run. Raises CaptureError for a setting that a
+    Program can't contain."""
     tiny = torch.tensor(1e-310, dtype=torch.float64)
     backend = "mkldnn" if device == "cpu" else "cuda"
     return Numerics(
@@ -67,7 +67,7 @@ def numerics_now(device: str = "cpu") -> Numerics:
 
 
 def uses_tf32(program: Program) -> bool:
-    """Whether a GPU rounds float32 to TF32 in it, where algorithms for the same operator differ by more than in
+    """Whether a GPU rounds float32 to TF32 in a Program. Then algorithms for one operator differ by more than in
     float32."""
     rounded: tuple[str, ...] = _CONVOLUTIONS if program.numerics.conv_precision == "tf32" else ()
     if program.numerics.matmul_precision != "highest":
@@ -80,7 +80,7 @@ def uses_tf32(program: Program) -> bool:
 
 
 def _of_convolutions(backend: str) -> str:
-    """And of recurrent layers, which a GPU has a switch of its own for."""
+    """The precision of convolutions and recurrent layers, for which a GPU has a separate switch."""
     conv, rnn = (_precision(backend, kind) for kind in ("conv", "rnn"))
     if backend == "cuda":
         if _CONV[conv] != _CONV[rnn]:
@@ -105,12 +105,11 @@ def _tensors(op: Op) -> Iterator[int]:
     return (leaf.view for leaf in leaves(op_args(op)) if isinstance(leaf, TensorRef))
 
 
-# ----
+# ---- watches
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
-    """Chosen entries of a dictionary (attributes of an object, globals). Reading raises KeyError for
-    one that has gone."""
+    """Some entries of a dictionary (attributes of an object, globals). Reading raises KeyError if one is gone."""
     names = tuple(keys)
     getter = itemgetter(*names) if len(names) > 1 else itemgetter(names[0], names[0])  # always a tuple
 
@@ -139,7 +138,7 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
     )  # fmt: skip
 
 
-def values(label: str, space: dict[Any, Any]) -> Watch:
+def values(label: str, space: dict[Any, Any], *, buffers: bool = False) -> Watch:
     """Every entry of a module's parameters, children or hooks, by order."""
     view = OtherHooks(space) if space is HOOKS else space.values()
 
@@ -147,11 +146,14 @@ def values(label: str, space: dict[Any, Any]) -> Watch:
         space.clear()
         space.update(zip(keys, old, strict=False))
 
-    return Watch(label, partial(tuple, view), lambda i: f"{label}[{list(space)[i]!r}]", restore, parts=(view,))
+    def name(i: int) -> str:
+        return f"{label}[{list(space)[i]!r}]"
+
+    return Watch(label, partial(tuple, view), name, restore, parts=(view,), buffers=buffers)
 
 
 def items(label: str, space: dict[Any, Any]) -> Watch:
-    """A user's dictionary: its keys, in order, and values. What a trace or a step left in it doesn't count (a
+    """A user's dictionary: its keys, in order, and its values. Entries that a trace or a step left in it are ignored (a
     hook may collect activations)."""
 
     def read() -> Reading:
@@ -171,8 +173,8 @@ def items(label: str, space: dict[Any, Any]) -> Watch:
 
 
 def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
-    """Names that the step's code uses and an object did not have at first: an attribute that appears later
-    decides too (`hasattr`). Only how many attributes there are is read as long as that stays."""
+    """Names that the step's code uses and that an object did not have at first, because code may test for an attribute
+    (`hasattr`). Only the number of attributes is read as long as it stays the same."""
     known = frozenset(space)
 
     def read() -> Reading:
@@ -187,7 +189,7 @@ def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
 
 
 def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
-    """Entries that may come and go: an attribute that would hide one of the class."""
+    """Entries that may appear and disappear: attributes that would hide those of the class."""
     names = tuple(keys)
 
     def restore(old: Reading) -> None:
@@ -205,7 +207,7 @@ def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
 def sequence(label: str, items: Any) -> Watch:
     """A list, deque or set, element by element."""
     ordered = not isinstance(items, set)
-    plain = type(items).__module__ in ("builtins", "collections")  # iterates as it says
+    plain = type(items).__module__ in ("builtins", "collections")  # other types may override iteration
 
     def read() -> Reading:
         return tuple(items) if ordered else tuple(sorted(items, key=repr))
@@ -218,7 +220,7 @@ def sequence(label: str, items: Any) -> Watch:
 
 
 def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
-    """A numpy array, by its bytes; one of objects by what they are."""
+    """A numpy array, by its bytes; an array of objects by their identity."""
     if data.dtype.hasobject:
         return Watch(label, lambda: tuple(data.flat), lambda i: label, lambda old: None)
 
@@ -230,7 +232,7 @@ def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
 
 
 def memory(label: str, owner: Any) -> Watch:
-    """Anything that shows its bytes: bytearray, array.array, ctypes, mmap."""
+    """An object with the buffer protocol: bytearray, array.array, ctypes, mmap."""
 
     def restore(old: Reading) -> None:
         memoryview(owner).cast("B")[:] = old[0]
@@ -239,12 +241,12 @@ def memory(label: str, owner: Any) -> Watch:
 
 
 def pickled(label: str, owner: Any, dump: Callable[[Any], bytes]) -> Watch:
-    """An object of C whose content can only be told by pickling it. A step that changes it can't be undone."""
+    """An object of C whose content can only be compared by its pickle. A step's change of it can't be undone."""
     return Watch(label, lambda: (dump(owner),), lambda i: label, lambda old: None, content=True)
 
 
 def called(label: str, get: Callable[[], Any]) -> Watch:
-    """What a library's object gives when asked (a context variable's value)."""
+    """The value that a library's object returns (a context variable's value)."""
     return Watch(label, lambda: (get(),), lambda i: label, lambda old: None)
 
 
@@ -276,7 +278,7 @@ def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
 
 
 def parameter_hooks(params: Sequence[torch.Tensor]) -> Watch:
-    """Which hooks the parameters have, wherever one was added or removed."""
+    """The hooks of the parameters."""
     before, after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
     id_of = {id(p): f"parameter {i}" for i, p in enumerate(params)}
 
@@ -303,8 +305,8 @@ def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
 
 
 def groups(label: str, optimizer: Any) -> Watch:
-    """Which groups and parameters an optimizer has, its flags, and whether a number is a tensor (the
-    numbers themselves are lifted to host scalars)."""
+    """An optimizer's groups and parameters, its flags, and whether a number is a tensor. The numbers themselves are
+    lifted to host scalars."""
 
     def read() -> Reading:
         out: list[Any] = []
@@ -335,8 +337,8 @@ def _kinds(value: Any, out: list[Any]) -> None:
 
 
 def modes() -> Watch:
-    """Torch's own settings that decide which operators run, asked below torch's Python functions: they
-    are read at every call."""
+    """Torch's settings that decide which operators run. Read below torch's Python functions, because this happens at
+    every call."""
     c, mha = torch._C, torch.backends.mha
     grad, inference, autocast, dtype = (
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -350,15 +352,16 @@ def modes() -> Watch:
 
     def read() -> Reading:
         return (
-            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), dtype("cuda"), cached(), deterministic(), default(),
-            mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
+            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), dtype("cuda"), cached(),
+            deterministic(), default(), mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled,
+            *precisions(),
         )  # fmt: skip
 
     set_grad, set_on, set_dtype = torch.set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype
     set_cached, set_default = torch.set_autocast_cache_enabled, torch.set_default_dtype
 
     def restore(old: Reading) -> None:
-        """What is a switch of the thread's; precision and the choice of kernels are the process's, and left alone."""
+        """Restore the thread's settings. Precision and the choice of kernels belong to the process and stay."""
         set_grad(old[0])
         set_on("cpu", old[2])
         set_on("cuda", old[3])
@@ -371,7 +374,7 @@ def modes() -> Watch:
 
 
 def generator_state(source: Any) -> str:
-    """Where one of Python's or numpy's random generators stands."""
+    """The state of one of Python's or numpy's random generators, as text."""
     if isinstance(source, numpy.random.Generator):
         return repr(source.bit_generator.state)
     if hasattr(source, "getstate"):
@@ -380,15 +383,15 @@ def generator_state(source: Any) -> str:
 
 
 def random_states(more: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Where Python's and numpy's own generators stand, and `more`."""
+    """(name, state) of Python's and numpy's own generators, and of those in `more`."""
     own: list[tuple[str, Any]] = [("random", random), ("numpy.random", numpy.random)]
     return [(name, generator_state(source)) for name, source in [*own, *more]]
 
 
-# ---- How to notice changes of objects whose code is not walked: a library's containers, buffers, handles.
+# ---- objects whose code is not walked: a library's containers, buffers, handles
 #
-# A step can hold any object of the standard library or of C. Each is watched by its attributes, its bytes
-# or its pickle; one that shows nothing of what it holds is refused, not passed over.
+# A step can hold any object of the standard library or of C. Each is watched by its attributes, its bytes or its
+# pickle. An object that shows none of its content is refused, not ignored.
 
 
 MOST_BYTES = 1 << 20  # read at every call
@@ -399,7 +402,7 @@ _FIXED = (
     types.MemberDescriptorType, types.ClassMethodDescriptorType, types.CodeType, types.EllipsisType,
     types.NotImplementedType, types.GenericAlias, types.UnionType, BaseException,
 )  # fmt: skip
-# What decides how a program runs, waits, shows or imports, not what it computes.
+# Objects that affect how a program runs, waits, shows or imports, but not what it computes.
 _APPARATUS = frozenset(
     (
         "logging",
@@ -441,7 +444,7 @@ _LOCKS = ("multiprocessing.synchronize", "multiprocessing.context")
 
 
 def fixed(value: Any) -> bool:
-    """Whether an object holds nothing a step computes with, or can't change."""
+    """Whether an object can't change, or holds nothing that a step computes with."""
     cls = type(value)
     if isinstance(value, _FIXED) or cls is object or cls.__module__ in _LOCKS:
         return True
@@ -449,7 +452,7 @@ def fixed(value: Any) -> bool:
 
 
 def memory_of_value(label: str, value: Any) -> Watch | None:
-    """A watch of the bytes of anything that shows them."""
+    """A watch of the bytes of an object with the buffer protocol; None for any other."""
     try:
         size = memoryview(value).nbytes
     except TypeError:
@@ -460,16 +463,20 @@ def memory_of_value(label: str, value: Any) -> Watch | None:
 
 
 def inner(label: str, value: Any, attributes: bool) -> tuple[list[Watch], list[tuple[str, Any]]]:
-    """(watches, what to walk on to) of what a library's object holds beside its `attributes`, if it has
-    a dictionary of them. Raises CaptureError for one that can't be watched."""
+    """(watches, objects to visit next) for the content of a library's object besides its attributes. `attributes`:
+    whether it has a dictionary of them. Raises CaptureError for an object that can't be watched."""
     if isinstance(value, contextvars.ContextVar):
         return [called(label, lambda: value.get(None))], [(label, value.get(None))]
     if isinstance(value, weakref.ref):
         return [called(label, value)], [(label, value())]
     if isinstance(value, types.MappingProxyType):
         mapping = Watch(
-            label, lambda: (*value.keys(), *value.values()), lambda i: label, lambda old: None, parts=(value.keys(), value.values())
-        )  # fmt: skip
+            label,
+            lambda: (*value.keys(), *value.values()),
+            lambda i: label,
+            lambda old: None,
+            parts=(value.keys(), value.values()),
+        )
         return [mapping], [(f"{label}[{k!r}]", v) for k, v in value.items()]
     if isinstance(value, collections.abc.Iterator):
         raise CaptureError(

@@ -1,12 +1,13 @@
-"""Snapshots of jobs' state: taken when their clients ask, written by another process, read again for who comes back.
+"""Requests about snapshots of jobs' state: taking one, finding one, reading one for a job that is resumed.
 
-    PrepareSnapshot   memory to copy to (segments.py)
-    TakeSnapshot      a transfer among the job's steps, into that memory, with the generator
-    (the transfer)    the memory and the client's notes go to the writer (daemon/snapshots/writer.py)
-    (it is written)   SnapshotSaved; the memory is free again
+    PrepareSnapshot   make memory to copy to (segments.py)
+    TakeSnapshot      start a transfer among the job's steps, into that memory, with the generator
+    (transfer ends)   send the memory and the client's notes to the writer (daemon/snapshots/writer.py)
+    (it is written)   answer SnapshotSaved, and free the memory
 
-One of a job at a time. The clients decide when: they know what they can run again. Snapshots belong to the user and the
-job's id; a client that returns opens the job under the id it had (docs/architecture.md, "Nothing is lost").
+A job has at most one snapshot under way. Clients decide when to take one: they know which steps they can run again.
+Snapshots belong to the user and the job's id. A client that resumes a job opens it under the same id
+(docs/architecture.md, "Nothing is lost").
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from gpumux.daemon.context import Desk, log
+from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import JobRecord, SessionRecord, TransferRecord
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.snapshots.store import staged_bytes
-from gpumux.daemon.snapshots.writer import Link
+from gpumux.daemon.snapshots.writer import WriterClient
 from gpumux.device.base import GENERATOR
 from gpumux.errors import (
     AdmissionRefused,
@@ -37,27 +38,27 @@ from gpumux.errors import (
 from gpumux.hostmemory import memory_file
 from gpumux.scheduler import events as ev
 from gpumux.types import GENERATOR_BYTES, Fault, JobId, TransferId
-from gpumux.wire import messages as k
 from gpumux.wire import messages as msg
 
-# ---- Snapshots read again, for a client that comes back, and its job's generator put back.
+# ---- Reading snapshots, and restoring a job's generator, for a client that resumes a job.
 
 
-MAX_READS = 64  # that wait for the disk
+MAX_READS = 64  # reads that wait for the disk
 
 
-def there(link: Link | None) -> Link:
-    """Raises ConfigError where no snapshots are kept."""
-    if link is None:
+def require_writer(writer: WriterClient | None) -> WriterClient:
+    """Return the writer. Raises ConfigError if this daemon keeps no snapshots."""
+    if writer is None:
         raise ConfigError("this daemon keeps no snapshots", "start it with --state-dir")
-    return link
+    return writer
 
 
-class OwnTransfers:
-    """The daemon's own, among the job's steps as those of its client are. Their numbers are negative."""
+class DaemonTransfers:
+    """Transfers that the daemon starts. They are ordered with the job's steps like a client's, and have negative
+    ids."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
         self._count = 0
 
     def start(
@@ -68,51 +69,53 @@ class OwnTransfers:
         push: bool,
         then: Callable[[Fault | None], None],
     ) -> None:
-        """`then` closes the segment, whatever becomes of it."""
+        """Start a transfer between `segment` and the job's buffers; `push`: into the device. `then` gets the fault,
+        None on success, and closes the segment in either case."""
         self._count += 1
         number = TransferId(-self._count)
         job.transfers[number] = TransferRecord(0, buffers, push, segment.nbytes, segment=segment, asked=True, then=then)
-        self._desk.feed(ev.TransferRequested(job.id, number, push))
+        self._context.feed(ev.TransferRequested(job.id, number, push))
 
 
-class Restoring:
-    """`link` None: this daemon keeps nothing."""
+class SnapshotRestorer:
+    """Handles ReadSnapshot and Replay. `writer` is None if this daemon keeps no snapshots."""
 
-    def __init__(self, desk: Desk, link: Link | None, transfers: OwnTransfers) -> None:
-        self._desk = desk
-        self._link = link
+    def __init__(self, context: DaemonContext, writer: WriterClient | None, transfers: DaemonTransfers) -> None:
+        self._context = context
+        self._writer = writer
         self._transfers = transfers
-        self._reads: deque[tuple[SessionRecord, k.ReadSnapshot]] = deque()
+        self._reads: deque[tuple[SessionRecord, msg.ReadSnapshot]] = deque()
         self._reading = False
 
-    def read(self, session: SessionRecord, m: k.ReadSnapshot, frames: Sequence[bytes]) -> None:
-        there(self._link)
-        if not 0 < len(m.snapshots) <= k.MAX_ASKED:
-            raise ProtocolError(f"{len(m.snapshots)} snapshots", f"name 1 to {k.MAX_ASKED}")
+    def read(self, session: SessionRecord, m: msg.ReadSnapshot, frames: Sequence[bytes]) -> None:
+        require_writer(self._writer)
+        if not 0 < len(m.snapshots) <= msg.MAX_ASKED:
+            raise ProtocolError(f"{len(m.snapshots)} snapshots", f"name 1 to {msg.MAX_ASKED}")
         if len(self._reads) >= MAX_READS or any(waits is session for waits, _ in self._reads):
             raise AdmissionRefused("snapshots wait to be read, this session's or many others'", "try again in a second")
         self._reads.append((session, m))
         self._next_read()
 
     def _next_read(self) -> None:
-        """One after the other: the writer holds one in memory, until it knows where to put it."""
+        """Start the oldest read. Reads run one at a time: the writer holds one snapshot in memory until its segment
+        is made."""
         if self._reading or not self._reads:
             return
         session, m = self._reads.popleft()
-        if session.id not in self._desk.books.sessions:
+        if session.id not in self._context.records.sessions:
             self._next_read()
             return
         self._reading = True
         asked = {"uid": session.peer.uid, "job": m.job, "numbers": m.snapshots}
-        there(self._link).ask("read", asked, [], lambda answer: self._was_read(session, m, answer))
+        require_writer(self._writer).ask("read", asked, [], lambda answer: self._was_read(session, m, answer))
 
-    def _was_read(self, session: SessionRecord, m: k.ReadSnapshot, answer: Any) -> None:
+    def _was_read(self, session: SessionRecord, m: msg.ReadSnapshot, answer: Any) -> None:
         if isinstance(answer, GpumuxError):
             if isinstance(answer, UnknownJob) and "damaged" in answer.message:
-                self._desk.metrics.damaged_snapshots.inc()
+                self._context.metrics.damaged_snapshots.inc()
             self._give_up(session, m, answer)
             return
-        self._desk.metrics.damaged_snapshots.inc(len(answer["bad"]))
+        self._context.metrics.damaged_snapshots.inc(len(answer["bad"]))
         for number in answer["bad"]:
             log.error("snapshot %d of job %s of uid %d is damaged", number, m.job, session.peer.uid)
         nbytes = answer["nbytes"]
@@ -121,22 +124,22 @@ class Restoring:
             if isinstance(segment, GpumuxError):
                 self._give_up(session, m, segment)
                 return
-            there(self._link).ask(
+            require_writer(self._writer).ask(
                 "fill", {}, [segment.fd], lambda filled: self._hand_over(session, m, answer, segment, filled)
             )
 
         try:
-            if session.inline and nbytes > self._desk.config.max_message_bytes:
+            if session.inline and nbytes > self._context.config.max_message_bytes:
                 raise AdmissionRefused(
-                    f"{nbytes} bytes of state don't fit one message ({self._desk.config.max_message_bytes})",
+                    f"{nbytes} bytes of state don't fit one message ({self._context.config.max_message_bytes})",
                     "raise max_message_bytes, or resume over the ipc endpoint",
                 )
-            self._desk.segments.create(session.peer.uid, nbytes, "restore", made)
+            self._context.segments.create(session.peer.uid, nbytes, "restore", made)
         except GpumuxError as error:
             self._give_up(session, m, error)
 
     def _hand_over(
-        self, session: SessionRecord, m: k.ReadSnapshot, answer: Any, segment: SharedSegment, filled: Any
+        self, session: SessionRecord, m: msg.ReadSnapshot, answer: Any, segment: SharedSegment, filled: Any
     ) -> None:
         if isinstance(filled, GpumuxError):
             segment.close()
@@ -144,12 +147,12 @@ class Restoring:
             return
         frames = (segment.read(0, segment.nbytes),) if session.inline else ()
         number = 0
-        if not session.inline and session.id in self._desk.books.sessions:
-            number = self._desk.hand_over(session, segment)
-        self._desk.metrics.snapshots_read.inc()
-        self._desk.reply(
+        if not session.inline and session.id in self._context.records.sessions:
+            number = self._context.hand_over(session, segment)
+        self._context.metrics.snapshots_read.inc()
+        self._context.reply(
             session,
-            k.SnapshotRead(
+            msg.SnapshotRead(
                 m.ref, m.job, answer["number"], number, segment.nbytes, answer["notes"], answer["bad"], len(frames)
             ),
             frames,
@@ -158,47 +161,47 @@ class Restoring:
         self._reading = False
         self._next_read()
 
-    def _give_up(self, session: SessionRecord, m: k.ReadSnapshot, error: GpumuxError) -> None:
-        self._desk.refuse(session, m.ref, error)
+    def _give_up(self, session: SessionRecord, m: msg.ReadSnapshot, error: GpumuxError) -> None:
+        self._context.refuse(session, m.ref, error)
         self._reading = False
         self._next_read()
 
-    def replay(self, session: SessionRecord, job: JobRecord, m: k.Replay, frames: Sequence[bytes]) -> None:
-        there(self._link)
+    def replay(self, session: SessionRecord, job: JobRecord, m: msg.Replay, frames: Sequence[bytes]) -> None:
+        require_writer(self._writer)
         if len(frames) != 1 or len(frames[0]) not in (0, GENERATOR_BYTES):
             raise ProtocolError("Replay without a generator", f"send one frame, empty or of {GENERATOR_BYTES} bytes")
         log.info("job %s: its client came back, and %d steps run again", job.short, m.replays)
-        self._desk.metrics.restores.inc()
-        self._desk.metrics.replayed_steps.inc(m.replays)
+        self._context.metrics.restores.inc()
+        self._context.metrics.replayed_steps.inc(m.replays)
         if not frames[0]:
-            self._desk.reply(session, msg.Done(m.ref))
+            self._context.reply(session, msg.Done(m.ref))
             return
         data = bytes(frames[0])
 
         def ended(segment: SharedSegment, fault: Fault | None) -> None:
             segment.close()
             if fault is None:
-                self._desk.reply(session, msg.Done(m.ref))
+                self._context.reply(session, msg.Done(m.ref))
             else:
-                self._desk.refuse(session, m.ref, from_code(fault.code, fault.message, fault.remedy))
+                self._context.refuse(session, m.ref, from_code(fault.code, fault.message, fault.remedy))
 
         def made(segment: SharedSegment | GpumuxError) -> None:
             if isinstance(segment, GpumuxError):
-                self._desk.refuse(session, m.ref, segment)
+                self._context.refuse(session, m.ref, segment)
                 return
             segment.write(0, data)
             self._transfers.start(job, segment, (GENERATOR,), True, lambda fault: ended(segment, fault))
 
-        self._desk.segments.create(session.peer.uid, GENERATOR_BYTES, f"generator-{job.short}", made)
+        self._context.segments.create(session.peer.uid, GENERATOR_BYTES, f"generator-{job.short}", made)
 
 
-# ----
+# ---- Taking and finding snapshots, and what the end of a job or of the daemon does to them.
 
 
 EXPIRE_EVERY_S = 600.0
-MAX_NOTES_BYTES = 16 * k.MAX_NOTES  # of all snapshots that are not written yet
-MAX_FINDS = 8  # of one session, that wait for a job to end
-REACT_S = 1.0  # for a client to answer SnapshotWanted, before a leaving daemon gives up on it
+MAX_NOTES_BYTES = 16 * msg.MAX_NOTES  # bytes of notes, over all snapshots that are not written yet
+MAX_FINDS = 8  # FindKept requests of one session that wait for a job to end
+REACT_S = 1.0  # seconds a leaving daemon waits for a client's answer to SnapshotWanted
 _LOOK_S = 0.05
 
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
@@ -206,72 +209,75 @@ Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
 
 @dataclass(slots=True, eq=False)
 class _Snapshots:
-    """What is known of one open job's."""
+    """The snapshots of one open job."""
 
-    last: int = -1  # number of the newest asked for
+    last: int = -1  # number of the newest snapshot requested
     staging: SharedSegment | None = None
     preparing: bool = False
     taking: bool = False  # from TakeSnapshot to SnapshotSaved
-    taken_at: int = -1  # last step of the job behind which the newest saved one was taken
-    saved: float = 0.0  # Unix time
-    nbytes: int = 0
+    taken_at: int = -1  # last step before the newest saved snapshot
+    saved: float = 0.0  # Unix time of the newest saved snapshot
+    nbytes: int = 0  # bytes of the newest saved snapshot
 
 
-class Keeping:
-    """`link` None: this daemon keeps nothing. `now` is seconds since 1970, `clock` the loop's."""
+class SnapshotRequests:
+    """Handles every request about snapshots. `writer` is None if this daemon keeps none. `now` is seconds since 1970,
+    `clock` the loop's clock."""
 
     def __init__(
-        self, desk: Desk, link: Link | None, clock: Callable[[], float], now: Callable[[], float] = time.time
+        self,
+        context: DaemonContext,
+        writer: WriterClient | None,
+        clock: Callable[[], float],
+        now: Callable[[], float] = time.time,
     ) -> None:
-        self._desk = desk
-        self._link = link
+        self._context = context
+        self._writer = writer
         self._clock = clock
         self._now = now
         self._jobs: dict[JobId, _Snapshots] = {}
-        self._transfers = OwnTransfers(desk)
-        self._restoring = Restoring(desk, link, self._transfers)
-        self._finds: list[tuple[JobId, SessionRecord, k.FindKept]] = []  # what waits for the end of a job
-        self._wanted: dict[JobId, int] = {}  # asked for before leaving: the last number there was
+        self._transfers = DaemonTransfers(context)
+        self._restoring = SnapshotRestorer(context, writer, self._transfers)
+        self._finds: list[tuple[JobId, SessionRecord, msg.FindKept]] = []  # requests that wait for the end of a job
+        # For each job that was sent SnapshotWanted: the number of its newest snapshot at that time.
+        self._wanted: dict[JobId, int] = {}
         self._wanted_at = inf
-        # Not at once: after a kill, clients whose snapshots these are have still to come back.
-        self._expire_at = clock() + EXPIRE_EVERY_S if link is not None else inf
+        # Not when the daemon starts: after a kill, clients reconnect and still need their snapshots.
+        self._expire_at = clock() + EXPIRE_EVERY_S if writer is not None else inf
         self._look_at = inf
         self._notes_bytes = 0
 
     def handlers(self, working: Callable[[SessionRecord, str], JobRecord]) -> dict[type, Handler]:
-        """By class of message. `working` is the session's own job, if it takes transfers still."""
+        """Handlers by class of message. `working` returns the session's own job, and raises if it no longer accepts
+        transfers."""
 
         def of_job(handler: Callable[[SessionRecord, JobRecord, Any, Sequence[bytes]], None]) -> Handler:
             return lambda session, m, frames: handler(session, working(session, m.job), m, frames)
 
         return {
-            k.PrepareSnapshot: of_job(self._prepare),
-            k.TakeSnapshot: of_job(self._take),
-            k.Replay: of_job(self._restoring.replay),
-            k.FindKept: self._find,
-            k.ReadSnapshot: self._restoring.read,
+            msg.PrepareSnapshot: of_job(self._prepare),
+            msg.TakeSnapshot: of_job(self._take),
+            msg.Replay: of_job(self._restoring.replay),
+            msg.FindKept: self._find,
+            msg.ReadSnapshot: self._restoring.read,
         }
 
     @property
     def due(self) -> float:
-        """When `seldom` or `may_leave` has something to do, on the loop's clock."""
+        """The time of the next call of `run_timers` or `may_leave`, on the loop's clock."""
         return min(self._expire_at, self._look_at)
 
-    @property
-    def _writer(self) -> Link:
-        return there(self._link)
+    # ---- taking a snapshot
 
-    # ---- taking one
-
-    def _prepare(self, session: SessionRecord, job: JobRecord, m: k.PrepareSnapshot, frames: Sequence[bytes]) -> None:
-        there(self._link)
+    def _prepare(self, session: SessionRecord, job: JobRecord, m: msg.PrepareSnapshot, frames: Sequence[bytes]) -> None:
+        require_writer(self._writer)
         state = self._jobs.setdefault(job.id, _Snapshots())
         if state.preparing or state.taking:
             raise AdmissionRefused("a snapshot of this job is under way", "wait for SnapshotSaved")
         nbytes = staged_bytes(job.buffers)
         if state.staging is not None:
             if state.staging.nbytes == nbytes:
-                self._desk.reply(session, msg.Done(m.ref))
+                self._context.reply(session, msg.Done(m.ref))
                 return
             state.staging.close()
             state.staging = None
@@ -280,26 +286,26 @@ class Keeping:
             state.preparing = False
             if isinstance(segment, GpumuxError):
                 self._failed(segment.code)
-                self._desk.refuse(session, m.ref, segment)
+                self._context.refuse(session, m.ref, segment)
             elif self._jobs.get(job.id) is not state or job.over:
                 segment.close()
             else:
                 state.staging = segment
-                self._desk.reply(session, msg.Done(m.ref))
+                self._context.reply(session, msg.Done(m.ref))
 
         state.preparing = True
         try:
-            self._desk.segments.create(session.peer.uid, nbytes, f"snapshot-{job.short}", made)
+            self._context.segments.create(session.peer.uid, nbytes, f"snapshot-{job.short}", made)
         except GpumuxError as error:
             state.preparing = False
             self._failed(error.code)
             raise
 
-    def _take(self, session: SessionRecord, job: JobRecord, m: k.TakeSnapshot, frames: Sequence[bytes]) -> None:
-        writer, state, started = self._writer, self._jobs.get(job.id), self._clock()
-        if len(frames) != 1 or len(frames[0]) > k.MAX_NOTES:
+    def _take(self, session: SessionRecord, job: JobRecord, m: msg.TakeSnapshot, frames: Sequence[bytes]) -> None:
+        writer, state, started = require_writer(self._writer), self._jobs.get(job.id), self._clock()
+        if len(frames) != 1 or len(frames[0]) > msg.MAX_NOTES:
             raise ProtocolError(
-                f"TakeSnapshot without notes, or with too long ones ({k.MAX_NOTES} bytes)", "send one frame"
+                f"TakeSnapshot without notes, or with too long ones ({msg.MAX_NOTES} bytes)", "send one frame"
             )
         if state is None or state.staging is None or state.staging.nbytes != staged_bytes(job.buffers):
             raise AdmissionRefused("there is no memory to copy the job's state to", "prepare a snapshot first")
@@ -319,15 +325,15 @@ class Keeping:
             seconds = self._clock() - started
             if error is None:
                 state.saved, state.nbytes, state.taken_at = self._now(), nbytes, behind
-                self._desk.metrics.snapshot_saved(nbytes, seconds)
+                self._context.metrics.snapshot_saved(nbytes, seconds)
                 log.debug("job %s: snapshot %d, %d bytes in %.2f s", job.short, m.snapshot, nbytes, seconds)
-                self._desk.reply(session, k.SnapshotSaved(job.id, m.snapshot, nbytes, seconds, "", "", ""))
+                self._context.reply(session, msg.SnapshotSaved(job.id, m.snapshot, nbytes, seconds, "", "", ""))
                 return
             if not job.over:
                 self._failed(error.code)
                 log.warning("job %s: snapshot %d failed: %s", job.short, m.snapshot, error.message)
             said = error.code, error.message, error.remedy
-            self._desk.reply(session, k.SnapshotSaved(job.id, m.snapshot, 0, seconds, *said))
+            self._context.reply(session, msg.SnapshotSaved(job.id, m.snapshot, 0, seconds, *said))
 
         def copied(fault: Fault | None) -> None:
             if fault is not None:
@@ -335,7 +341,7 @@ class Keeping:
                 return
             uid = session.peer.uid
             facts = {"uid": uid, "job": job.id, "number": m.snapshot, "name": job.spec.name, "steps": m.steps}
-            room = {"limit": self._desk.config.max_snapshot_bytes_per_user or 1 << 62, "living": self._living(uid)}
+            room = {"limit": self._context.config.max_snapshot_bytes_per_user or 1 << 62, "living": self._living(uid)}
             try:
                 beside = memory_file("gpumux-notes", [b"".join(n.to_bytes(8, "little") for n in sizes), notes])
             except OSError as error:
@@ -351,41 +357,41 @@ class Keeping:
                 os.close(beside)
 
         self._transfers.start(job, staging, (*range(len(sizes)), GENERATOR), False, copied)
-        self._desk.reply(session, msg.Done(m.ref))
+        self._context.reply(session, msg.Done(m.ref))
 
     def _failed(self, code: str) -> None:
-        self._desk.metrics.snapshot_failed(code)
+        self._context.metrics.snapshot_failed(code)
 
     def _living(self, uid: int | None = None) -> list[tuple[int, str]]:
-        jobs = self._desk.books.jobs.values()
+        jobs = self._context.records.jobs.values()
         return [(j.session.peer.uid, j.id) for j in jobs if uid is None or j.session.peer.uid == uid]
 
-    def _find(self, session: SessionRecord, m: k.FindKept, frames: Sequence[bytes]) -> None:
-        writer, mine = self._writer, session.peer.uid
-        for job in self._desk.books.jobs.values():
+    def _find(self, session: SessionRecord, m: msg.FindKept, frames: Sequence[bytes]) -> None:
+        writer, mine = require_writer(self._writer), session.peer.uid
+        for job in self._context.records.jobs.values():
             if job.session.peer.uid == mine and job.spec.name == m.name and job.id in self._jobs:
                 self._still_open(job, session, m)
                 return
 
         def found(answer: Any) -> None:
             if isinstance(answer, GpumuxError):
-                self._desk.refuse(session, m.ref, answer)
+                self._context.refuse(session, m.ref, answer)
                 return
-            job = self._desk.books.jobs.get(answer["job"])
+            job = self._context.records.jobs.get(answer["job"])
             if job is None or job.session.peer.uid != mine:
-                self._desk.reply(session, k.KeptFound(m.ref, answer["job"], answer["numbers"]))
+                self._context.reply(session, msg.KeptFound(m.ref, answer["job"], answer["numbers"]))
                 return
-            try:  # resumed, and without a snapshot of its own until now
+            try:  # the job was resumed, and has taken no snapshot since
                 self._still_open(job, session, m)
             except GpumuxError as error:
-                self._desk.refuse(session, m.ref, error)
+                self._context.refuse(session, m.ref, error)
 
         writer.ask("find", {"uid": mine, "name": m.name}, [], found)
 
-    def _still_open(self, job: JobRecord, session: SessionRecord, m: k.FindKept) -> None:
-        """What becomes of a job that is ending is known when nothing of it is left: the answer waits for that. Raises
-        AdmissionRefused for one that isn't."""
-        if not job.ending and job.session.id in self._desk.books.sessions:
+    def _still_open(self, job: JobRecord, session: SessionRecord, m: msg.FindKept) -> None:
+        """Delay the answer until the job, which is ending, is forgotten: only then is it known whether its snapshots
+        are kept. Raises AdmissionRefused for a job that isn't ending."""
+        if not job.ending and job.session.id in self._context.records.sessions:
             raise AdmissionRefused(
                 f"job {m.name!r} is still open (process {job.session.peer.pid})",
                 "wait until it has ended, or stop it (gpumux jobs stop)",
@@ -395,59 +401,60 @@ class Keeping:
         self._finds.append((job.id, session, m))
 
     def _ask_again(self, gone: JobId) -> None:
-        """Those who waited for the end of this job."""
-        there_still = [entry for entry in self._finds if entry[1].id in self._desk.books.sessions]
-        self._finds = [entry for entry in there_still if entry[0] != gone]
-        for session, m in [(session, m) for job, session, m in there_still if job == gone]:
+        """Answer the FindKept requests that waited for the end of this job."""
+        open_still = [entry for entry in self._finds if entry[1].id in self._context.records.sessions]
+        self._finds = [entry for entry in open_still if entry[0] != gone]
+        for session, m in [(session, m) for job, session, m in open_still if job == gone]:
             try:
                 self._find(session, m, ())
             except GpumuxError as error:
-                self._desk.refuse(session, m.ref, error)
+                self._context.refuse(session, m.ref, error)
 
     # ---- the end of jobs, and of the daemon
 
     def forgotten(self, job: JobRecord) -> None:
-        """Nothing of the job is left. One that was finished is not kept, and neither are snapshots it had before it was
-        resumed."""
+        """Drop the records of a job that the daemon has forgotten. Snapshots of a finished job are deleted, including
+        those from before it was resumed."""
         state = self._jobs.pop(job.id, None)
         if state is not None and state.staging is not None:
             state.staging.close()
-        if job.finished and self._link is not None:
-            self._link.ask("forget", {"uid": job.session.peer.uid, "job": job.id}, [], _expected)
+        if job.finished and self._writer is not None:
+            self._writer.ask("forget", {"uid": job.session.peer.uid, "job": job.id}, [], _expected)
         self._ask_again(job.id)
 
     def close(self) -> None:
-        """Let go of memory that no snapshot was taken to."""
+        """Free staging memory that no snapshot was copied to."""
         for state in self._jobs.values():
             if state.staging is not None:
                 state.staging.close()
 
     def hear(self) -> None:
-        """The writer said something."""
-        if self._link is not None:
-            self._link.hear()
+        """Handle the writer's answer; called when its descriptor is readable."""
+        if self._writer is not None:
+            self._writer.hear()
 
-    def seldom(self, now: float) -> None:
-        """What is due."""
-        if self._link is not None and now >= self._expire_at:
-            before = self._now() - self._desk.config.keep_s
-            self._link.ask("expire", {"before": before, "living": self._living()}, [], _expected)
+    def run_timers(self, now: float) -> None:
+        """Have the writer delete expired snapshots, when that is due."""
+        if self._writer is not None and now >= self._expire_at:
+            before = self._now() - self._context.config.keep_s
+            self._writer.ask("expire", {"before": before, "living": self._living()}, [], _expected)
             self._expire_at = now + EXPIRE_EVERY_S
 
     def may_leave(self, now: float) -> bool:
-        """Whether nothing is gained by staying: every client that works has saved what it has, or doesn't answer."""
-        if self._link is None:
+        """Whether the daemon may leave: every job that ran steps has a new snapshot, or its client doesn't answer. The
+        first call sends SnapshotWanted."""
+        if self._writer is None:
             return True
         if self._wanted_at == inf:
             self._wanted_at = now
             for job_id, state in self._jobs.items():
-                job = self._desk.books.jobs.get(job_id)
+                job = self._context.records.jobs.get(job_id)
                 if job is not None and not job.unloading and job.last_step > state.taken_at:
                     self._wanted[job_id] = state.last
-                    self._desk.reply(job.session, k.SnapshotWanted(job_id))
+                    self._context.reply(job.session, msg.SnapshotWanted(job_id))
         waited = now - self._wanted_at
         waits = any(self._waits_for(job, last, waited) for job, last in self._wanted.items())
-        if waits and waited < self._desk.config.drain_s:
+        if waits and waited < self._context.config.drain_s:
             self._look_at = now + _LOOK_S
             return False
         return True
@@ -460,10 +467,10 @@ class Keeping:
             return state.taking
         return waited < REACT_S or state.taking or state.preparing
 
-    # ---- what it says of itself
+    # ---- figures
 
-    def of(self, job: JobId) -> tuple[float, int]:
-        """Unix time and bytes of the job's newest snapshot, 0 where there is none."""
+    def newest_snapshot(self, job: JobId) -> tuple[float, int]:
+        """Unix time and bytes of the job's newest snapshot, zeros if there is none."""
         state = self._jobs.get(job)
         return (state.saved, state.nbytes) if state is not None else (0.0, 0)
 

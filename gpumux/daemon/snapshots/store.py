@@ -1,13 +1,13 @@
-"""Snapshots in a directory: written whole or not at all, and read only if not a bit of them has changed.
+"""Snapshots in a directory. A snapshot is written whole or not at all, and read only if it is unchanged.
 
     ROOT/UID/JOB/NNNNNNNN-SHA256.safetensors
 
-A snapshot is written under another name, forced to the disk, and renamed. Its name holds the SHA-256 of the file, all
-of it, so that a torn or changed one is known without a second file that might not fit; `sha256sum` checks it as well.
-The newest two of a job are kept. Only numbers and hexadecimal ids become names: what a client calls its job is in the
-file's metadata. Directories and files are for their owner alone.
+A snapshot is written under another name, forced to the disk, and renamed. Its name holds the SHA-256 of the whole file,
+so that a torn or changed file is detected without a second file; `sha256sum` checks it as well. The newest two of a job
+are kept. Names of files consist of numbers and hexadecimal ids; the job's own name is in the file's metadata. Only the
+daemon's user may read directories and files.
 
-Used by the process that writes (writer.py); nothing here is quick.
+The writer's process (writer.py) uses this module; its functions may take long.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose snapshots: one job of one user."""
+class SnapshotOwner:
+    """The owner of snapshots: one job of one user."""
 
     uid: int
     job: str
@@ -51,7 +51,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was read: bytes of each state buffer, of the generator, and the client's notes."""
+    """A snapshot that was read: bytes of each state buffer, of the generator, and the client's notes."""
 
     number: int
     buffers: list[Array]
@@ -61,9 +61,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A job that has snapshots: their numbers, newest first, their bytes, and when the newest was written."""
+    """A job that has snapshots: their numbers, newest first, their bytes in all, and when the newest was written."""
 
-    owner: Owner
+    owner: SnapshotOwner
     numbers: tuple[int, ...]
     nbytes: int
     saved: float
@@ -74,16 +74,17 @@ def buffer_name(index: int) -> str:
 
 
 class Store:
-    """One directory, one user of it. Times are seconds since 1970, given by the caller."""
+    """The snapshots in one directory, which no other process uses. Times are seconds since 1970, given by the
+    caller."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     # ---- writing
 
-    def save(self, owner: Owner, number: int, tensors: Mapping[str, Array], facts: Mapping[str, str]) -> int:
-        """Write snapshot `number` and keep it and the newest one before. Returns the file's bytes. Raises
-        SnapshotFailed, and then what was there before is there still, and nothing else."""
+    def save(self, owner: SnapshotOwner, number: int, tensors: Mapping[str, Array], facts: Mapping[str, str]) -> int:
+        """Write snapshot `number`, and keep it and the newest one before. Returns the file's bytes. Raises
+        SnapshotFailed, and leaves the directory as it was before."""
         home = self._home(owner)
         temporary = home / f"{number:08d}.part"
         try:
@@ -120,7 +121,8 @@ class Store:
             os.close(fd)
 
     def _keep_newest(self, home: Path, number: int, digest: str) -> None:
-        """Drop what is too old, and what another history of the job left under this number or later ones."""
+        """Delete snapshots that are too old, and those under this number or later ones from another history of the
+        job."""
         before = sorted((n for n, _, _ in _files(home) if n < number), reverse=True)[: GENERATIONS - 1]
         for n, theirs, path in _files(home):
             if n not in before and (n, theirs) != (number, digest):
@@ -129,23 +131,24 @@ class Store:
 
     # ---- reading
 
-    def read(self, owner: Owner, numbers: Sequence[int]) -> tuple[Snapshot | None, list[int]]:
-        """The first of `numbers` that is there and whole, and those before it that are there and are not."""
-        there: dict[int, list[tuple[str, Path]]] = {}
+    def read(self, owner: SnapshotOwner, numbers: Sequence[int]) -> tuple[Snapshot | None, list[int]]:
+        """Read the first of `numbers` that exists and is undamaged. Returns it, None if there is none, and the damaged
+        ones before it."""
+        present: dict[int, list[tuple[str, Path]]] = {}
         for number, digest, path in _files(self._home(owner)):
-            there.setdefault(number, []).append((digest, path))
+            present.setdefault(number, []).append((digest, path))
         bad: list[int] = []
         for number in numbers:
-            for digest, path in there.get(number, ()):
+            for digest, path in present.get(number, ()):
                 found = _read(number, digest, path)
                 if found is not None:
                     return found, bad
-            if number in there:
+            if number in present:
                 bad.append(number)
         return None, bad
 
     def find(self, uid: int, name: str) -> Kept:
-        """The job of this user's that was called so, the newest if there are several. Raises UnknownJob."""
+        """Find the user's job of this name, the newest if there are several. Raises UnknownJob."""
         others: set[str] = set()
         for kept in sorted(self.kept(uid), key=lambda k: k.saved, reverse=True):
             called = self.name_of(kept)
@@ -159,7 +162,7 @@ class Store:
         )
 
     def name_of(self, kept: Kept) -> str:
-        """What its client called the job, "" if its newest snapshot can't be read."""
+        """The job's name, from its newest readable snapshot; "" if none can be read."""
         for _, _, path in sorted(_files(self._home(kept.owner)), reverse=True):
             try:
                 with safe_open(path, framework="np") as file:
@@ -179,29 +182,29 @@ class Store:
                 if files and stats:
                     numbers = tuple(dict.fromkeys(number for number, _, _ in files))
                     nbytes, saved = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
-                    yield Kept(Owner(int(user.name), home.name), numbers, nbytes, saved)
+                    yield Kept(SnapshotOwner(int(user.name), home.name), numbers, nbytes, saved)
 
     # ---- cleaning up
 
-    def forget(self, owner: Owner) -> None:
+    def forget(self, owner: SnapshotOwner) -> None:
         """Remove a job's snapshots. Idempotent."""
         home = self._home(owner)
         shutil.rmtree(home, ignore_errors=True)
         with suppress(OSError):
-            home.parent.rmdir()  # the last of this user's
+            home.parent.rmdir()  # if this was the user's last job
 
-    def expire(self, before: float, living: frozenset[Owner]) -> list[Owner]:
+    def expire(self, before: float, living: frozenset[SnapshotOwner]) -> list[SnapshotOwner]:
         """Remove the jobs whose newest snapshot was written before, except `living` ones."""
         old = [kept.owner for kept in self.kept() if kept.saved < before and kept.owner not in living]
         for owner in old:
             self.forget(owner)
         return old
 
-    def make_room(self, owner: Owner, nbytes: int, limit: int, living: frozenset[Owner]) -> None:
-        """Have the owner's user hold `limit` bytes at most with `nbytes` more: kept jobs that are not open give way,
-        the oldest first. Raises SnapshotFailed where that is not enough."""
+    def make_room(self, owner: SnapshotOwner, nbytes: int, limit: int, living: frozenset[SnapshotOwner]) -> None:
+        """Delete snapshots of the user's jobs that are not open, the oldest first, until the user holds at most `limit`
+        bytes with `nbytes` more. Raises SnapshotFailed if that is not enough."""
         held = sorted(self.kept(owner.uid), key=lambda kept: kept.saved)
-        # Of the job itself one snapshot stays beside the new one.
+        # One older snapshot of the job itself stays beside the new one.
         total = nbytes + sum(k.nbytes // len(k.numbers) if k.owner == owner else k.nbytes for k in held)
         for kept in held:
             if total <= limit:
@@ -216,7 +219,7 @@ class Store:
             )
 
     def tidy(self) -> None:
-        """Remove what a writer that was killed left half written. For the only user of the directory, at start."""
+        """Remove half-written files of a writer that was killed. Call it at the start, before any other use."""
         for user in _children(self.root, _UID):
             for home in _children(user, _JOB):
                 for path in home.iterdir():
@@ -228,7 +231,7 @@ class Store:
             with suppress(OSError):
                 user.rmdir()
 
-    def _home(self, owner: Owner) -> Path:
+    def _home(self, owner: SnapshotOwner) -> Path:
         if not _JOB.fullmatch(owner.job):
             raise ValueError(f"{owner.job!r} is no job id")
         return self.root / str(int(owner.uid)) / owner.job
@@ -294,8 +297,8 @@ def _umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-# ---- How a job's state lies in a segment: its buffers end to end, each on 64 bytes, as in transfers; then its
-# generator.
+# ---- The layout of a job's state in a segment: its buffers end to end, each aligned to 64 bytes, as in transfers; then
+# its generator.
 
 
 def places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

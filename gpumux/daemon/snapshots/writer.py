@@ -1,4 +1,4 @@
-"""The daemon's end of the process that writes snapshots (writer.py): ask, and hear later. Imports nothing heavy."""
+"""The process that writes and reads snapshots (`Writer`), and the daemon's side of it (`WriterClient`)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ import msgpack
 import numpy as np
 
 import gpumux
-from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Owner, Snapshot, Store, buffer_name, places
+from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError, SnapshotFailed, UnknownJob, from_code
 from gpumux.program.ir import aligned
 from gpumux.types import GENERATOR_BYTES
 
-PACKET = 192 << 10  # bytes of a request or an answer, at most
-CLOSE_S = 10.0  # for what is being written when the daemon leaves
-LOCK_S = 10.0  # for another daemon's processes to end that was killed a moment ago
+PACKET = 192 << 10  # most bytes of a request or an answer
+CLOSE_S = 10.0  # time for the request under way when the daemon leaves
+LOCK_S = 10.0  # time for the processes of another daemon, just killed, to end
 _RETRY_S = 0.05
 
 Then = Callable[[Any], None]  # called with the answer, or with a GpumuxError
 
 
 class DirectoryLock:
-    """One daemon a directory: flock on ROOT/lock, which the writer inherits, so that it is free only when both ended.
-    Raises EndpointBusy after `wait_s`, ConfigError if there can be no lock."""
+    """Locks a directory for one daemon: flock on ROOT/lock, which the writer inherits, so that the lock is free only
+    when both have ended. Raises EndpointBusy after `wait_s` seconds, and ConfigError if the directory can't be
+    locked."""
 
     def __init__(self, root: Path, wait_s: float = LOCK_S) -> None:
         try:
@@ -66,9 +67,10 @@ class DirectoryLock:
         os.close(self.fd)
 
 
-class Link:
-    """`ask` a verb of the writer's; call `hear` as `follow` says. One request is out at a time, the others
-    wait here. A writer that ends answers nothing any more: its requests fail, and the next one starts another."""
+class WriterClient:
+    """The daemon's side of the writer: `ask` queues a request, and `hear` handles its answer. Call `hear` as `follow`
+    says. One request is under way at a time. If the writer ends, that request fails, and the next one starts another
+    writer."""
 
     def __init__(self, root: Path, lock: DirectoryLock) -> None:
         self._root = root
@@ -81,7 +83,8 @@ class Link:
         self._start()
 
     def follow(self, watch: Callable[[Sequence[int]], None]) -> None:
-        """Have `watch` called with the descriptors whose being readable means `hear`, now and when they change."""
+        """Have `watch` called, now and when they change, with the descriptors to watch: call `hear` when one is
+        readable."""
         self._watch = watch
         watch((self._sock.fileno(),) if self._sock is not None else ())
 
@@ -90,13 +93,13 @@ class Link:
         return self._then is not None
 
     def ask(self, verb: str, arguments: dict[str, Any], fds: Sequence[int], then: Then) -> None:
-        """`fds` stay the caller's. `then` is called by `hear`."""
+        """Queue a request. `fds` stay the caller's. `hear` calls `then` with the answer."""
         packet = bytes(msgpack.packb([verb, arguments]))
         self._waiting.append((packet, [os.dup(fd) for fd in fds], then))
         self._next()
 
     def hear(self) -> None:
-        """Act on an answer, or on the end of the process."""
+        """Handle an answer, or the end of the process."""
         sock, then = self._sock, self._then
         if sock is None:
             return
@@ -114,7 +117,8 @@ class Link:
         self._next()
 
     def close(self) -> None:
-        """Let the process finish what it is at, CLOSE_S at most; nobody hears of it any more."""
+        """Let the process finish the request under way, for at most CLOSE_S, and end it. No callback is called any
+        more."""
         for _, fds, _ in self._waiting:
             _close(fds)
         self._waiting.clear()
@@ -167,7 +171,7 @@ class Link:
 
 
 def _unwatched(fds: Sequence[int]) -> None:
-    """Nobody waits yet."""
+    """The default of `WriterClient._watch`, before `follow` and after `close`."""
 
 
 def _meaning(answer: bytes) -> Any:
@@ -178,7 +182,7 @@ def _meaning(answer: bytes) -> Any:
 
 
 def _path() -> str:
-    """Where the writer finds gpumux: where we found it."""
+    """PYTHONPATH for the writer, with the daemon's own gpumux first."""
     home = str(Path(gpumux.__file__).resolve().parent.parent)
     known = os.environ.get("PYTHONPATH", "")
     return f"{home}{os.pathsep}{known}" if known else home
@@ -189,9 +193,9 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-# ---- The process that has to do with the snapshots' disk: a slow one, or a full one, keeps no step waiting.
+# ---- The process that uses the snapshots' disk, so that a slow or full disk delays no step.
 #
-# It does one thing after the other, as the daemon asks, at the lowest priority, and ends with the daemon.
+# It handles one request after the other, at the lowest priority, and ends with the daemon.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -202,19 +206,19 @@ class Writer:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._read: Snapshot | None = None  # what `read` found, until `fill` has put it where it is wanted
+        self._read: Snapshot | None = None  # the snapshot of the newest "read", until "fill" has copied it
         self._verbs: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
             "save": self._save,
             "read": self._find_whole,
             "fill": self._fill,
             "find": self._find,
-            "forget": lambda a, _: store.forget(Owner(a["uid"], a["job"])),
+            "forget": lambda a, _: store.forget(SnapshotOwner(a["uid"], a["job"])),
             "expire": self._expire,
             "kept": self._kept,
         }
 
     def answer(self, packet: bytes, fds: list[int]) -> bytes:
-        """What to say to a request. Its descriptors are closed."""
+        """Handle a request and return the answer. Closes the request's descriptors."""
         try:
             verb, arguments = msgpack.unpackb(packet)
             return bytes(msgpack.packb(["", self._verbs[verb](arguments, fds)]))
@@ -228,7 +232,7 @@ class Writer:
                 os.close(fd)
 
     def _save(self, a: dict[str, Any], fds: list[int]) -> int:
-        owner = Owner(a["uid"], a["job"])
+        owner = SnapshotOwner(a["uid"], a["job"])
         with _mapped(fds[0]) as data, _mapped(fds[1]) as beside:
             sizes = np.frombuffer(beside, np.uint64, a["buffers"]).tolist()
             whole = np.frombuffer(data, np.uint8)
@@ -246,7 +250,7 @@ class Writer:
                 del whole, region  # the mapping can't be closed under them
 
     def _find_whole(self, a: dict[str, Any], _: list[int]) -> dict[str, Any]:
-        found, bad = self._store.read(Owner(a["uid"], a["job"]), a["numbers"])
+        found, bad = self._store.read(SnapshotOwner(a["uid"], a["job"]), a["numbers"])
         self._read = found
         if found is None:
             there = f"; damaged: {', '.join(map(str, bad))}" if bad else ""
@@ -282,8 +286,8 @@ class Writer:
         return {"jobs": len(kept), "nbytes": sum(k.nbytes for k in kept)}
 
 
-def _owners(pairs: list[list[Any]]) -> frozenset[Owner]:
-    return frozenset(Owner(uid, job) for uid, job in pairs)
+def _owners(pairs: list[list[Any]]) -> frozenset[SnapshotOwner]:
+    return frozenset(SnapshotOwner(uid, job) for uid, job in pairs)
 
 
 @contextmanager
@@ -296,14 +300,14 @@ def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
         try:
             mapping.close()
         except BufferError:
-            # an error on its way out keeps the arrays of where it arose, and with them the mapping: they go together
+            # A raised error refers to arrays over the mapping, which is unmapped when they are gone.
             pass
 
 
 def main() -> None:
     """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT ROOT`, started by the daemon."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    # A daemon that is killed takes its writer along: the next one finds nobody else in the directory.
+    # If the daemon is killed, the kernel kills its writer, so that the next daemon is alone in the directory.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         return

@@ -1,11 +1,11 @@
-"""The CPU as a device: jobs run in processes of their own, forked from a warm one. No torch here.
+"""The CPU as a device: each job runs in a process of its own, which the fork server starts. Imports no torch.
 
-    CpuDevice --- WarmProcess (zygote) --- forks --+-- executor, one a job
-        |                                          +-- checker, one a check
-        +------------ a channel to each executor --+
+    CpuDevice --- ForkServer --- forks ---------+-- executor, one a job
+        |                                       +-- checker, one a check
+        +--------- a channel to each executor --+
 
-Launches go straight to the executors; the zygote only starts, kills and reaps. What an executor
-leaves unanswered when it dies is answered here, once both its channel and its process have ended.
+Launches go straight to the executors; the fork server only starts, kills and reaps processes. When an executor dies,
+the device answers its open commands once both its channel and its process have ended.
 """
 
 from __future__ import annotations
@@ -13,71 +13,43 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from gpumux import hostmemory
 from gpumux.device import base as dev
 from gpumux.device.base import DeviceEvent, Launch, Segment
+from gpumux.device.cpu import niceness
 from gpumux.device.cpu.jobs import (
-    BAD_SEED,
-    NO_WARM,
-    UNKNOWN,
     Answers,
     Command,
     Cut,
-    Errand,
-    Executor,
-    Move,
-    Profile,
+    ExecutorRecord,
+    Renice,
+    UnscheduledCommand,
     answer,
     load_command,
     no_process,
     obituary,
-    of_job,
     release,
     send,
     start_executor,
     unheard,
 )
-from gpumux.device.cpu.lending import Lender, returned
-from gpumux.device.cpu.niceness import Niceness
-from gpumux.device.run.schedule import Schedule
+from gpumux.device.run.commands import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, is_seed
+from gpumux.device.run.device_base import DeviceBase
 from gpumux.device.workers.channel import DONE, Descriptors
-from gpumux.device.workers.checks import Checks
-from gpumux.device.workers.fork_server import Keeper, WarmProcess
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name
-from gpumux.program.ir import DEFAULT, Limits
-from gpumux.types import DeviceInfo, JobId, JobSpec, Priority, ProgramId, TransferId
-
-# ---- How long pieces are to be, handed on to the process that cuts them. No torch.
-
-
-class Aims:
-    """The part of the CPU device that is contract.Device.cut."""
-
-    def _live(self, job: JobId) -> Executor | None:
-        raise NotImplementedError
-
-    def _send(self, executor: Executor, command: Errand) -> None:
-        raise NotImplementedError
-
-    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
-        """See contract.Device."""
-        executor = self._live(job)
-        if executor is not None:
-            self._send(executor, Cut(program, target_s))
-
-
-# ----
-
+from gpumux.program.ir import DEFAULT, ProgramLimits
+from gpumux.types import DeviceInfo, Fault, JobId, JobSpec, Priority, ProgramId
 
 PIECE_S = 0.002
 OPEN_S = 120.0
 CLOSE_S = 10.0
 
 
-class CpuDevice(Lender, Niceness, Aims):
+class CpuDevice(DeviceBase[ExecutorRecord]):
     """See gpumux.device.base.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
@@ -89,22 +61,22 @@ class CpuDevice(Lender, Niceness, Aims):
         cores: int = 0,
         low_nice: int = 0,
         allow_ops: Sequence[str] = (),
-        limits: Limits = DEFAULT,
+        limits: ProgramLimits = DEFAULT,
     ) -> None:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._threads = threads or max(1, self._cores // 2)
         self._parallel = max(1, self._cores // self._threads)
-        self._checks_at_once = max(2, self._cores // 2)
-        self._checks = Checks(self._checks_at_once, limits, allow_ops)
+        super().__init__(
+            parallel=self._parallel,
+            checks_at_once=max(2, self._cores // 2),
+            allow_ops=allow_ops,
+            limits=limits,
+            preempts=low_nice > 0,
+        )
         self._low_nice = low_nice
-        self._allow_ops = allow_ops
-        self._schedule: Schedule[Command] = Schedule(self._parallel, preempts=low_nice > 0)
-        self._jobs: dict[JobId, Executor] = {}
-        self._by_token: dict[int, Executor] = {}
-        self._by_fd: dict[int, Executor] = {}
-        self._events: list[DeviceEvent] = []
+        self._by_token: dict[int, ExecutorRecord] = {}
+        self._by_fd: dict[int, ExecutorRecord] = {}
         self._fds: tuple[int, ...] = ()
-        self._total = 0
 
     # ---- the contract ----------------------------------------------------------------------------
 
@@ -112,33 +84,25 @@ class CpuDevice(Lender, Niceness, Aims):
         if self._threads > self._cores:
             raise ConfigError(f"{self._threads} threads on {self._cores} cores", "use --threads with no more than that")
         self._total = hostmemory.free_bytes()
-        self._epoll = select.epoll()
+        self._open_epoll()
         self._fds = (self._epoll.fileno(),)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
-        self._keeper = Keeper(self._epoll, self, self._allow_ops)
-        self._keeper.start()
+        self._start_supervisor()
         self._epoll.poll(OPEN_S)
-        self._keeper.hear()
-        if self._warm is None or self._warm.facts is None:
+        self._supervisor.hear()
+        try:
+            warm = self._require_fork_server("runs torch")
+        except ConfigError:
             self.close()
-            remedy = "see what it printed; try python -c 'import torch'"
-            raise ConfigError("the process that runs torch did not start", remedy)
-        unknown = self._warm.facts["unknown"]
-        if unknown:
-            self.close()
-            raise ConfigError(
-                f"allow_ops names {', '.join(unknown)}, which torch does not have", "mend [access] allow_ops"
-            )
+            raise
         targets = {"low": PIECE_S, "high": PIECE_S}
-        torch, width = str(self._warm.facts["torch"]), self._parallel
+        torch, width = str(warm["torch"]), self._parallel
         return DeviceInfo("cpu", cpu_name(), self._total, width, self._threads, torch, targets, self._checks_at_once)
 
     def filenos(self) -> Sequence[int]:
         return self._fds
 
     def due(self) -> float:
-        return inf  # its processes speak up
+        return inf  # every event makes a descriptor readable
 
     def poll(self) -> list[DeviceEvent]:
         if self._total == 0:
@@ -147,11 +111,11 @@ class CpuDevice(Lender, Niceness, Aims):
             executor = self._by_fd.get(fd)
             if executor is not None:
                 self._hear(executor)
-            elif fd == self._bell:
-                os.eventfd_read(self._bell)
+            elif fd == self._wakeup:
+                os.eventfd_read(self._wakeup)
             else:
-                self._keeper.hear()
-                self._keeper.watch()
+                self._supervisor.hear()
+                self._supervisor.watch()
         if self._schedule.waiting:
             self._hand_over()
         events, self._events = self._events, []
@@ -160,31 +124,26 @@ class CpuDevice(Lender, Niceness, Aims):
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         known = self._checks.known(job, program, encoded)
         if known is not None:
-            self._tell(known)
+            self._emit(known)
             return
-        self._checks.submit(job, program, encoded)
-        if self._warm is not None:
-            self._checks.start(self._warm)
-            self._keeper.watch()
-        else:
-            self._tell(dev.ProgramRefused(job, program, NO_WARM))
+        super().check(job, program, encoded)
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
             return None
-        if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
-            return self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
+        if self._fork_server is None or not is_seed(spec.seed):
+            return self._emit(dev.JobLost(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
         try:
-            executor = start_executor(self._warm, job, settings)
+            executor = start_executor(self._fork_server, job, settings)
         except OSError as error:
-            return self._tell(dev.JobLost(job, no_process(error)))
+            return self._emit(dev.JobLost(job, no_process(error)))
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
         self._schedule.open(job)
-        return self._keeper.watch()
+        return self._supervisor.watch()
 
     def load_program(
         self,
@@ -198,12 +157,12 @@ class CpuDevice(Lender, Niceness, Aims):
     ) -> None:
         executor = self._live(job)
         if executor is None:
-            return self._tell(dev.ProgramRefused(job, program, UNKNOWN))
+            return self._emit(dev.ProgramRefused(job, program, UNKNOWN_JOB))
         footprint = self._checks.footprint(job, program, encoded)
         wanted = sum(new_buffers) + data.nbytes
         fault = executor.refuses(program, wanted, footprint, self.memory().free_bytes)
         if fault is not None or footprint is None:
-            return self._tell(dev.ProgramRefused(job, program, fault or UNKNOWN))
+            return self._emit(dev.ProgramRefused(job, program, fault or UNKNOWN_JOB))
         executor.charged += wanted
         executor.transients[program] = footprint.transient_bytes
         return self._submit(job, load_command(program, encoded, new_buffers, binding, data, slots), None)
@@ -211,61 +170,51 @@ class CpuDevice(Lender, Niceness, Aims):
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
         if executor is None:
-            self._tell(dev.LaunchFailed(launch.launch, UNKNOWN), dev.JobLost(launch.job, UNKNOWN))
+            self._emit(dev.LaunchFailed(launch.launch, UNKNOWN_JOB), dev.JobLost(launch.job, UNKNOWN_JOB))
         elif not executor.unloading:
             if self._schedule.claim(launch.job, launch, launch.stream):
-                self._send(executor, launch)
+                self._carry_out(executor, launch)
             else:
                 self._submit(launch.job, launch, launch.stream)
 
-    def answer_on(self, job: JobId, lane: int, form: dev.AnswerForm) -> None:
+    def answer_on(self, job: JobId, channel: int, form: dev.AnswerForm) -> None:
         executor = self._live(job)
         if executor is not None:
-            self._send(executor, Answers(Descriptors((os.dup(lane),)), form))
+            self._carry_out(executor, Answers(Descriptors((os.dup(channel),)), form))
 
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
         executor = self._live(job)
         if executor is not None:
             while not executor.ended and self._hear(executor):
-                pass  # what it said before it answered comes first
+                pass  # messages that it sent before the answer come first
             self._events += unheard(executor, self._schedule)
         return self.poll()
 
-    def transfer(
-        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
-    ) -> None:
-        if self._live(job) is None:
-            self._tell(dev.TransferDone(job, transfer, UNKNOWN))
-            return
-        held = Descriptors((os.dup(segment.fd),))
-        self._submit(job, Move(transfer, tuple(buffers), held, segment.nbytes, into_device), None)
+    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
+        executor = self._live(job)
+        if executor is not None:
+            self._carry_out(executor, Cut(program, target_s))
 
-    def profile(self, job: JobId, program: ProgramId) -> None:
-        if self._live(job) is None:
-            self._tell(dev.ProgramProfiled(job, program, b"", UNKNOWN))
-            return
-        self._submit(job, Profile(program), None)
+    def may_regrade(self, priority: Priority) -> Fault | None:
+        """See base.Regrading."""
+        if priority is Priority.LOW or not self._low_nice or niceness.may_be_less_nice():
+            return None
+        return Fault(
+            "refused",
+            f"low jobs' processes run at niceness {self._low_nice}, and this daemon may not make one less nice",
+            "submit the job anew with high priority, or give the daemon LimitNICE=+0 (or CAP_SYS_NICE), or"
+            " low_nice = 0",
+        )
 
-    def unload(self, job: JobId) -> None:
-        for token in self._checks.forget(job):
-            self._keeper.kill(token)
-        executor = self._jobs.get(job)
-        if executor is None:
-            self._tell(dev.JobUnloaded(job))
-            return
-        if executor.unloading:
-            return
-        executor.unloading = True
-        self._keeper.kill(executor.token)
-        for command in self._schedule.drop(job):
-            release(command)
-        self._events = [event for event in self._events if not of_job(event, job)]
-        self._hand_over()
+    def regrade(self, job: JobId, priority: Priority) -> None:
+        """See base.Regrading."""
+        executor = self._live(job)
+        if executor is not None and self._low_nice:
+            more = self._low_nice if priority is Priority.LOW else 0
+            self._carry_out(executor, Renice(min(niceness.MOST, niceness.own() + more)))
 
     def memory(self) -> dev.MemoryFigures:
-        by_job = {job: executor.memory for job, executor in self._jobs.items()}
-        measured = {job: executor.measured for job, executor in self._jobs.items()}
-        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job, measured)
+        return replace(super().memory(), measured={job: executor.measured for job, executor in self._jobs.items()})
 
     def close(self) -> None:
         if self._total == 0:
@@ -273,40 +222,39 @@ class CpuDevice(Lender, Niceness, Aims):
         for job in list(self._jobs):
             self.unload(job)
         waited = 0
-        while self._jobs and self._warm is not None and self._warm.has_children and waited < CLOSE_S * 10:
+        while self._jobs and self._fork_server is not None and self._fork_server.has_children and waited < CLOSE_S * 10:
             waited += not self._epoll.poll(0.1)
             self.poll()
-        self._keeper.close()
+        self._supervisor.close()
         for executor in list(self._jobs.values()):
             self._let_go(executor)
         self._checks.close()
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._wakeup)
         self._events.clear()
         self._total = 0
 
     # ---- executors -------------------------------------------------------------------------------
 
-    def _live(self, job: JobId) -> Executor | None:
-        executor = self._jobs.get(job)
-        return None if executor is None or executor.unloading else executor
+    def _is_live(self, executor: ExecutorRecord) -> bool:
+        return not executor.unloading
 
-    def _submit(self, job: JobId, command: Command, stream: int | None) -> None:
-        self._schedule.submit(job, command, stream)
+    def _carry_out(self, executor: ExecutorRecord, command: Command | UnscheduledCommand) -> None:
+        fault = send(executor.channel, command)
+        if fault is not None:  # without an end of the process its job would wait, and hold its place, for ever
+            executor.failure = fault
+            self._supervisor.kill(executor.token)
+
+    def _drop_job(self, executor: ExecutorRecord) -> None:
+        executor.unloading = True
+        self._supervisor.kill(executor.token)
+        for command in self._schedule.drop(executor.job):
+            release(command)
         self._hand_over()
 
-    def _hand_over(self) -> None:
-        for job, command in self._schedule.hand_over():
-            self._send(self._jobs[job], command)
-
-    def _send(self, executor: Executor, command: Command | Errand) -> None:
-        fault = send(executor.channel, command)
-        if fault is not None:  # else its job would wait, and its place be taken, for ever
-            executor.failure = fault
-            self._keeper.kill(executor.token)
-
-    def _hear(self, executor: Executor) -> bool:
-        """One message; whether there was one. Asking a second time costs more than being told again."""
+    def _hear(self, executor: ExecutorRecord) -> bool:
+        """Handle one message. Returns whether there was one. Reads no second one: epoll reports the channel again at
+        less cost."""
         try:
             tag, body, _ = executor.channel.receive()
         except BlockingIOError:
@@ -320,59 +268,44 @@ class CpuDevice(Lender, Niceness, Aims):
         if not executor.unloading:
             self._events.extend(answer(executor, self._schedule, tag, body))
             if tag == DONE and executor.failure is not None:
-                self._keeper.kill(executor.token)
+                self._supervisor.kill(executor.token)
         return True
 
-    def _bury(self, executor: Executor) -> None:
-        """Once its channel and its process have both ended, answer for it."""
+    def _bury(self, executor: ExecutorRecord) -> None:
+        """Answer the open commands of an executor if both its channel and its process have ended."""
         if not executor.ended or executor.status is None or self._jobs.get(executor.job) is not executor:
             return
         job = executor.job
         if not executor.unloading:
-            self._events += [*unheard(executor, self._schedule), *returned(executor, self._schedule, b"")]
+            self._events += unheard(executor, self._schedule)
         unfinished = self._schedule.drop(job)
         for token in self._checks.forget(job):
-            self._keeper.kill(token)
+            self._supervisor.kill(token)
         self._events.extend(obituary(executor, unfinished))
         self._let_go(executor)
 
-    def _let_go(self, executor: Executor) -> None:
+    def _let_go(self, executor: ExecutorRecord) -> None:
         del self._jobs[executor.job]
         del self._by_token[executor.token]
         self._by_fd.pop(executor.channel.fileno(), None)
         executor.channel.close()
         executor.page.close()
-        if executor.loan is not None:
-            executor.loan.close()
 
-    # ---- the warm process ------------------------------------------------------------------------
-
-    @property
-    def _warm(self) -> WarmProcess | None:
-        return self._keeper.warm
-
-    def can_fork(self, warm: WarmProcess) -> None:
-        self._checks.start(warm)
+    # ---- the fork server -------------------------------------------------------------------------
 
     def child_exited(self, token: int, status: int | str) -> None:
         executor = self._by_token.get(token)
         if executor is None:
-            self._events.extend(self._checks.exited(token, status))
+            super().child_exited(token, status)
             return
         executor.status = status
         if not executor.ended:
             while self._hear(executor):
-                pass  # what it said last comes before its end
+                pass  # its last messages come before its end
         self._bury(executor)
 
-    def warm_lost(self, how: str) -> None:
+    def fork_server_lost(self, how: str) -> None:
         for executor in list(self._jobs.values()):
             executor.status = how
             self._bury(executor)
-        for token in self._checks.running:
-            self._events.extend(self._checks.exited(token, how))
-
-    def _tell(self, *events: DeviceEvent) -> None:
-        """Events nobody sent: ring, so that whoever waits on our descriptors looks."""
-        self._events.extend(events)
-        os.eventfd_write(self._bell, 1)
+        super().fork_server_lost(how)

@@ -1,8 +1,11 @@
-"""The process that runs one job: its state, its programs, one piece at a time.
+"""The process that runs one job: it holds the job's state and programs, and runs one piece at a time.
 
-It blocks in `recv`, runs what it is told, in order, and answers. A failure of the job's work is
-answered with FAILED, and then the process ends: its state is worth nothing any more. A crash needs
-no answer, the daemon sees the end of the process.
+It blocks in `recv`, carries out commands in order, and answers. It answers a failure of the job's work with FAILED and
+ends, because the job's state is unusable then. A crash needs no answer: the daemon sees the end of the process.
+
+Garbage is not collected between steps, since that would delay a step for tens of milliseconds. Objects of a step are
+freed by reference counts alone, so no object that holds a tensor may be part of a cycle
+(`tests/device/cpu/test_memory.py` runs steps without the collector).
 """
 
 from __future__ import annotations
@@ -19,24 +22,22 @@ from typing import Any
 import torch
 
 from gpumux.device.base import GENERATOR
-from gpumux.device.cpu.lending import IDLE_S, LentLane, Taken
 from gpumux.device.cpu.niceness import own, renice
 from gpumux.device.cpu.peak import Heap, PeakMemory
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.graph import turn_off_optimisation
-from gpumux.device.run.interpreter import Waits, first_lines
+from gpumux.device.run.interpreter import CoreWaits, first_lines
 from gpumux.device.run.operands import allocate, over
 from gpumux.device.run.randomness import move_generator
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.device.workers.channel import (
+    ANSWER,
     CUT,
     DONE,
     DONE_BODY,
     FAILED,
-    LANE,
     LAUNCH,
     LAUNCH_HEAD,
-    LEND,
     LOAD,
     LOADED,
     NICE,
@@ -46,11 +47,8 @@ from gpumux.device.workers.channel import (
     PAGE_TIMES_AT,
     PROFILE,
     PROFILED,
-    RAN,
-    RECALL,
     RECUT,
     REFUSED,
-    RETURNED,
     TRANSFER,
     TRANSFERRED,
     Channel,
@@ -62,40 +60,40 @@ from gpumux.program.ir import ALIGN, aligned
 from gpumux.program.memory import plan
 from gpumux.program.profile import dumps
 
-# ---- An executor answers its job's steps itself, past the daemon: a client then waits for one process less.
+# ---- Answering steps directly, without the daemon: the client waits for one process less.
 
 
 _NUMBER, _SECONDS = struct.Struct(">Q"), struct.Struct(">d")
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
-class Answers:
-    """Keeps the times of the step that runs, and answers it if there is a lane. `page` is shared with the
-    daemon, which finds there that a step was answered even before it is told."""
+class StepAnswers:
+    """Measures the running step, and answers it if the client has a channel. `page` is shared with the daemon, which
+    reads there that a step was answered before the executor's message about it arrives."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        self.lane: socket.socket | None = None  # where steps are answered
+        self.channel: socket.socket | None = None  # the client's channel
         self._started = self._device_s = 0.0
 
-    def use(self, lane: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
-        """Answer on `lane`, which is taken over, by filling `packet` (device.contract.AnswerForm)."""
+    def use(self, channel: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
+        """Answer steps on `channel`, which this object closes, by filling `packet` (device.base.AnswerForm)."""
         self.close()
-        self.lane = socket.socket(fileno=lane)
+        self.channel = socket.socket(fileno=channel)
         self._packet = bytearray(packet)
         self._step_at, self._queue_at, self._device_at, self._total_at = step_at, queue_at, device_at, total_at
 
     def ran(
         self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float, suspended: float
     ) -> bool:
-        """A piece ran, and stood still for `suspended` seconds. `submitted` is -1 unless it ends its step and the step
-        may be answered. Whether it was."""
+        """Record a piece that ran, and was suspended for `suspended` seconds; all times in seconds. `submitted` is -1
+        unless the piece ends its step and the step may be answered. Returns whether the step was answered."""
         if piece == 0:
             self._started, self._device_s = started, 0.0
         self._device_s += max(0.0, ended - started - suspended)
-        if submitted < 0.0 or self.lane is None:
+        if submitted < 0.0 or self.channel is None:
             return False
-        # Before the answer: its client's next message may reach the daemon before we tell.
+        # Before the answer: the client's next message may reach the daemon before the executor's.
         PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended, suspended)
         PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, launch)
         answered = self.answer(step, self._started - submitted, self._device_s, ended - submitted)
@@ -104,42 +102,43 @@ class Answers:
         return answered
 
     def answer(self, step: int, queue_s: float, device_s: float, total_s: float) -> bool:
-        """Answer a step; whether it was. There must be a lane."""
-        packet, lane = self._packet, self.lane
-        assert lane is not None
+        """Answer a step. Returns whether the channel took the answer. There must be a channel."""
+        packet, channel = self._packet, self.channel
+        assert channel is not None
         _NUMBER.pack_into(packet, self._step_at, step)
         _SECONDS.pack_into(packet, self._queue_at, queue_s if queue_s > 0.0 else 0.0)
         _SECONDS.pack_into(packet, self._device_at, device_s)
         _SECONDS.pack_into(packet, self._total_at, total_s)
         try:
-            lane.send(packet, _FLAGS)
-        except OSError:  # full, or gone: the daemon's business, from now on, or answers would change their order
+            channel.send(packet, _FLAGS)
+        except OSError:  # full, or gone: the daemon answers from now on, or answers would change their order
             self.close()
             return False
         return True
 
     def close(self) -> None:
-        """Answer nothing any more. Idempotent."""
-        lane, self.lane = self.lane, None
-        if lane is not None:
-            lane.close()
+        """Stop answering. Idempotent."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
 
 
-# ----
+# ---- The executor.
 
 
 _HEAD = LAUNCH_HEAD.size - 1
+IDLE_S = 2  # after this long without a message, collect garbage
 
 
 class Executor:
+    """Carries out the daemon's commands for one job. `page` is shared with the daemon."""
+
     def __init__(self, channel: Channel, settings: dict[str, Any], page: mmap.mmap) -> None:
         self._channel = channel
         self._page = page
-        self._answers = Answers(page)
+        self._answers = StepAnswers(page)
         self._peak = PeakMemory(page)
         self._heap = Heap()
-        self._lent: LentLane | None = None
-        self._token = -1
         self._target_s: float = settings["target_s"]
         self._progress = progress_on(page)
         self._buffers: list[torch.Tensor] = []
@@ -147,14 +146,12 @@ class Executor:
         self._numerics = CurrentNumerics()
         self._python_s = python_cost()
         self._usual = settings["usual"]
-        self._waits = Waits() if settings["nice"] else None  # None: it gives way to no other job
+        self._waits = CoreWaits() if settings["nice"] else None  # None: it gives way to no other job
 
     def serve(self) -> None:
-        """Until the daemon closes the channel (EOFError) or the job fails (returns)."""
+        """Carry out commands until the job fails. Raises EOFError when the daemon has closed the channel."""
         channel, idle = self._channel, False
         while True:
-            if self._lent is not None and not self._follow(self._lent):
-                return
             try:
                 tag, body, fds = channel.receive()
             except BlockingIOError:
@@ -168,12 +165,8 @@ class Executor:
                     return
             elif tag == LOAD:
                 self._load(fds)
-            elif tag == LANE:
+            elif tag == ANSWER:
                 self._answers.use(fds[0], *unpack(body))
-            elif tag == LEND:
-                self._borrow(fds[0], *unpack(body))
-            elif tag == RECALL and self._lent is not None:
-                self._give_back(self._lent.packet)
             elif tag == NICE:
                 self._renice(unpack(body)[0])
             elif tag == CUT:
@@ -184,7 +177,7 @@ class Executor:
                 self._profile(unpack(body)[0])
 
     def _launch(self, body: memoryview, fds: list[int]) -> bool:
-        """Run a piece and say so; whether the job lives on."""
+        """Run a piece and report it. Returns False if the job failed."""
         launch, step, program, cut, piece, slot, submitted = _LAUNCH_BODY.unpack_from(body)
         scalars = unpack(_take(fds[0]) if fds else body[_HEAD:]) if piece == 0 else None
         waits = self._waits
@@ -214,74 +207,22 @@ class Executor:
 
     def _renice(self, nice: int) -> None:
         renice(nice)
-        self._waits = Waits() if nice > self._usual else None
-
-    def _borrow(self, token: int, head: bytes, last: int, terms: Any, first: bytes) -> None:
-        """Read the lane we answer on ourselves, from now on."""
-        lane, self._token = self._answers.lane, token
-        if lane is None:
-            self._channel.send(RETURNED, first)
-            os.close(token)
-            return
-        self._lent = LentLane(self._channel.fileno(), lane, token, self._page, head, last, terms, first)
-
-    def _give_back(self, packet: bytes) -> None:
-        """The lane is the daemon's again, unless that was so already."""
-        if self._lent is not None:
-            self._lent = None
-            os.close(self._token)
-            self._channel.send(RETURNED, packet)
-
-    def _follow(self, lent: LentLane) -> bool:
-        """Run the client's steps as they come, until the daemon says something or the lane goes back. Whether
-        the job lives on."""
-        while lent.ready():
-            taken = lent.take()
-            if taken is None:
-                self._give_back(lent.packet)
-                return True
-            if not self._run_taken(lent, taken):
-                return False
-            if self._answers.lane is None:
-                self._give_back(b"")
-                return True
-        return True
-
-    def _run_taken(self, lent: LentLane, taken: Taken) -> bool:
-        step, program, cut, slot, scalars, submitted = taken
-        started = monotonic()
-        self._peak.begin(started)
-        try:
-            loaded = self._programs[program]
-            self._numerics.apply(loaded.program.numerics)
-            loaded.run(step, cut, 0, slot, scalars)
-        except GpumuxError as error:
-            self._channel.send(FAILED, [0, error.code, error.message, error.remedy])
-            return False
-        ended = monotonic()
-        held = self._peak.end()
-        answered = self._answers.answer(step, started - submitted, ended - started, ended - submitted)
-        if lent.ended(started, ended, answered):
-            self._channel.send(RAN, [])
-        self._recut(program, loaded)
-        if held:
-            self._heap.look(held, ended)
-        return True
+        self._waits = CoreWaits() if nice > self._usual else None
 
     def _aim(self, program: int, target_s: float | None) -> None:
-        """How long the pieces of a program are to be from now on; one that is not loaded is none of ours."""
+        """Set the target length of a program's pieces, in seconds. Does nothing if the program is not loaded."""
         if program in self._programs:
             self._programs[program].aim(target_s)
 
     def _recut(self, program: int, loaded: LoadedProgram) -> None:
         pieces = loaded.recut()
         if pieces is not None:
-            gc.collect()  # what is garbage now would be kept for ever
+            gc.collect()  # garbage that is frozen would never be freed
             gc.freeze()
             self._channel.send(RECUT, [program, loaded.newest, pieces, loaded.bounds, loaded.through_python])
 
     def _load(self, fds: list[int]) -> None:
-        """Descriptors: the load's description and encoded program, the data segment."""
+        """Load a program. `fds`: the description with the encoded program, and the data segment."""
         description, data_fd = fds
         program = -1
         kept = len(self._buffers)
@@ -331,8 +272,7 @@ class Executor:
     def _transfer(self, body: Any, fds: list[int]) -> None:
         transfer, buffers, nbytes, into_device = body
         try:
-            # Its pages are there; mapped all at once, the copy takes three fifths of the time, while the job's steps
-            # wait.
+            # The pages exist. Mapping them all at once makes the copy faster, and the job's steps wait for it.
             with mmap.mmap(fds[0], nbytes, flags=_POPULATED) if nbytes else mmap.mmap(-1, ALIGN) as memory:
                 self._copy(memory, buffers, nbytes, into_device)
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError) as error:
@@ -366,7 +306,7 @@ _LAUNCH_BODY = struct.Struct("<" + LAUNCH_HEAD.format[2:])  # without the tag
 
 
 def _take(fd: int) -> bytes:
-    """The content of a descriptor, which is closed."""
+    """Read the content of a descriptor, and close it."""
     try:
         return os.pread(fd, os.fstat(fd).st_size, 0)
     finally:
@@ -388,7 +328,7 @@ def _refusal(error: BaseException) -> GpumuxError:
 
 
 def python_cost() -> float:
-    """Seconds an operator takes from Python beyond what it takes in a graph, about 2e-6."""
+    """Measure how many seconds longer an operator takes from Python than in a graph."""
     x, one = torch.zeros(1), torch.ones(1)
     add = torch.ops.aten.add_.Tensor
     samples: list[float] = []
@@ -400,7 +340,7 @@ def python_cost() -> float:
 
 
 def progress_on(page: mmap.mmap) -> Callable[[int], None]:
-    """A function that names the operator that runs now, for who looks at what a dead process was doing."""
+    """Return a function that writes the running operator to the page, where the daemon finds it after a crash."""
     numbers = memoryview(page).cast("I")
 
     def progress(op: int) -> None:
@@ -410,7 +350,7 @@ def progress_on(page: mmap.mmap) -> Callable[[int], None]:
 
 
 def main(settings: dict[str, Any], fds: list[int]) -> None:
-    """In a fresh fork: descriptors are the channel and the page that says which operator runs."""
+    """Run an executor, in a new fork. `fds`: the channel and the page shared with the daemon."""
     sock = socket.socket(fileno=fds[0])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = mmap.mmap(fds[1], mmap.PAGESIZE)

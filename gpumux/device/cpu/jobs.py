@@ -1,4 +1,4 @@
-"""What the daemon's side of the CPU device remembers of each job and process. No torch."""
+"""The daemon's records of each job and process of the CPU device. No torch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from gpumux.device.base import (
     Segment,
     TransferDone,
 )
-from gpumux.device.cpu.lending import Lend, Loan, Recall, returned
 from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
+from gpumux.device.run.commands import ProfileCommand, TransferCommand
 from gpumux.device.run.schedule import Schedule
 from gpumux.device.workers.channel import (
+    ANSWER,
     CUT,
     DESCRIPTORS,
     DONE,
     DONE_BODY,
     FAILED,
-    LANE,
     LAUNCH,
     LAUNCH_HEAD,
-    LEND,
     LOAD,
     LOADED,
     NICE,
@@ -50,11 +49,8 @@ from gpumux.device.workers.channel import (
     PAGE_TIMES_AT,
     PROFILE,
     PROFILED,
-    RAN,
-    RECALL,
     RECUT,
     REFUSED,
-    RETURNED,
     TRANSFER,
     TRANSFERRED,
     Channel,
@@ -63,9 +59,9 @@ from gpumux.device.workers.channel import (
     pair,
     unpack,
 )
-from gpumux.device.workers.fork_server import WarmProcess
+from gpumux.device.workers.fork_server import ForkServer
 from gpumux.hostmemory import memory_file
-from gpumux.types import Fault, JobId, LaunchId, ProgramId, TransferId
+from gpumux.types import Fault, JobId, LaunchId, ProgramId
 
 OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
 UNKNOWN_STATUS = "ended, and nobody could say how"
@@ -74,34 +70,16 @@ _NO_SCALARS = pack(())
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load on its way: its description and program, and the data segment."""
+    """A command to load a program: descriptors of its description with the program, and of the data segment."""
 
     program: ProgramId
     held: Descriptors
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A transfer on its way, and its segment."""
-
-    transfer: TransferId
-    buffers: tuple[int, ...]
-    held: Descriptors
-    nbytes: int
-    into_device: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A request for a program's operator times."""
-
-    program: ProgramId
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A job's lane on its way, and what an answer looks like."""
+    """A command to answer steps on a copy of the client's channel, and the form of an answer."""
 
     held: Descriptors
     form: AnswerForm
@@ -109,26 +87,26 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Renice:
-    """The niceness the process is to have."""
+    """A command to change the process's niceness."""
 
     nice: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How long the pieces of a program are to be; None: as long as the process makes them by itself."""
+    """A command to aim at another length of a program's pieces, in seconds; None: the process's own default."""
 
     program: ProgramId
     target_s: float | None
 
 
-Command = Launch | Load | Move | Profile  # what is scheduled
-Errand = Answers | Lend | Recall | Renice | Cut  # what is not
+Command = Launch | Load | TransferCommand | ProfileCommand  # what is scheduled
+UnscheduledCommand = Answers | Renice | Cut  # what is not
 
 
 @dataclass(slots=True)
 class Listing:
-    """The operators of a loaded program and its newest cuts: what a crash report is made of."""
+    """The operators of a loaded program and its newest cuts, for crash reports."""
 
     table: list[str]
     ops: list[int]  # indices into table
@@ -140,7 +118,7 @@ class Listing:
         self.bounds.pop(cut - 2, None)
 
     def describe(self, launch: Launch, last_op: int | None) -> str:
-        """The operators the process was at when it died; `last_op` is the one it named last."""
+        """The operators that the process was running when it died; `last_op` is the one that it named last."""
         bounds = self.bounds.get(launch.cut)
         if bounds is None or not 0 <= launch.piece < len(bounds) - 1:
             return f"piece {launch.piece} of cut {launch.cut}"
@@ -153,24 +131,20 @@ class Listing:
 
 
 @dataclass(slots=True)
-class Executor(Charges):
-    """One job's process, seen from the daemon. `page` holds one more than the operator it runs when it
-    runs them one by one; `failure` is what it said before it ended."""
+class ExecutorRecord(Charges):
+    """The daemon's record of one job's process. `page` is memory shared with it: while the process runs operators one
+    by one, the page holds the operator's index plus one. `failure` is the fault that it reported before it ended."""
 
     job: JobId
     token: int
     channel: Channel
     page: mmap.mmap
-    charged: int = 0  # bytes of its buffers and data segments
-    transients: dict[ProgramId, int] = field(default_factory=dict)  # of its programs, loaded or loading
     programs: dict[ProgramId, Listing] = field(default_factory=dict)
     unloading: bool = False
     ended: bool = False  # its end of the channel is closed
     status: int | str | None = None  # how it ended: a wait status, or words
     failure: Fault | None = None
-    told: LaunchId | None = None  # the launch whose end was told before it said so
-    loan: Loan | None = None  # while it reads its client's lane
-    at: Launch | None = None  # what it died of, if that was a step it had taken there
+    reported: LaunchId | None = None  # the launch whose end was found on the page before the process reported it
 
     @property
     def measured(self) -> int:
@@ -179,20 +153,20 @@ class Executor(Charges):
 
     @property
     def memory(self) -> int:
-        """What its programs declare, or what it was measured to hold, if that is more: gaps in its heap count, too. A
-        few megabytes that every process has beside its tensors are not charged."""
+        """Bytes the job is charged: what its programs declare, or what its process was measured to hold if that is more
+        (gaps in its heap count, too). OWN_BYTES, which every process has beside its tensors, are not charged."""
         return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
 
     def answered(self, launch: Launch) -> LaunchDone | None:
-        """What became of a launch whose step the process has answered, though it has not said so yet."""
+        """The end of a launch whose step the process has answered, before its message about it has arrived."""
         if launch.submitted is None or PAGE_LAUNCH.unpack_from(self.page, PAGE_LAUNCH_AT)[0] != launch.launch:
             return None
         started, ended, suspended = PAGE_TIMES.unpack_from(self.page, PAGE_TIMES_AT)
         return LaunchDone(launch.launch, started, ended, True, suspended)
 
     def crash(self, launch: Launch | None) -> Fault:
-        """Why the job is lost when the process said nothing before it ended."""
-        if not isinstance(self.status, int):  # no fault of its own
+        """The fault of a job whose process reported none before it ended."""
+        if not isinstance(self.status, int):  # the process did not cause its end
             return Fault(
                 "executor_crashed",
                 f"the process running the job {ending(self.status)}",
@@ -225,15 +199,16 @@ def ending(status: int | str | None) -> str:
 def load_command(
     program: ProgramId, encoded: bytes, new_buffers: Sequence[int], binding: Sequence[int], data: Segment, slots: int
 ) -> Load:
-    """A load as its executor reads it. It can be larger than a packet, so it goes by descriptor."""
+    """Make a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
     lists = {"new_buffers": list(new_buffers), "binding": list(binding)}
     description = pack({"program": program, "slots": slots, "data_bytes": data.nbytes, **lists})
     fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, encoded])
     return Load(program, Descriptors((fd, os.dup(data.fd))), sum(new_buffers) + data.nbytes)
 
 
-def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> Executor:
-    """Ask for a job's process. What is sent to it before it runs waits in its channel."""
+def start_executor(server: ForkServer, job: JobId, settings: dict[str, Any]) -> ExecutorRecord:
+    """Ask the fork server for a job's process. Messages sent before the process runs wait in its channel. Raises
+    OSError."""
     ours, theirs = pair()
     ours.setblocking(False)
     try:
@@ -243,13 +218,13 @@ def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> E
         theirs.close()
         raise
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
-    token = warm.fork("executor", settings, (theirs.detach(), page_fd))
-    return Executor(job, token, Channel(ours), page)
+    token = server.fork("executor", settings, (theirs.detach(), page_fd))
+    return ExecutorRecord(job, token, Channel(ours), page)
 
 
-def send(channel: Channel, command: Command | Errand) -> Fault | None:
-    """Send a command to an executor; why it can't be sent, if it can't. One that is gone is no fault: the end of
-    its channel will tell."""
+def send(channel: Channel, command: Command | UnscheduledCommand) -> Fault | None:
+    """Send a command to an executor. Returns the fault if the command can't be sent. An executor that is gone is no
+    fault: the end of its channel reports that."""
     try:
         _send(channel, command)
     except (BrokenPipeError, ConnectionResetError):
@@ -259,7 +234,7 @@ def send(channel: Channel, command: Command | Errand) -> Fault | None:
     return None
 
 
-def _send(channel: Channel, command: Command | Errand) -> None:
+def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
     if isinstance(command, Launch):
         launch, _, step, program, cut, piece, slot, _, _, _, submitted = command
         head = LAUNCH_HEAD.pack(
@@ -269,16 +244,13 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         if command.piece == 0:
             scalars = pack(command.scalars) if command.scalars else _NO_SCALARS
             if len(head) + len(scalars) > PACKET:
-                _send_beside(channel, head, scalars)
+                _send_unscheduled(channel, head, scalars)
                 return
             head += scalars
         channel.sock.send(head)
         return
-    if isinstance(command, Profile):
+    if isinstance(command, ProfileCommand):
         channel.send(PROFILE, [command.program])
-        return
-    if isinstance(command, Recall):
-        channel.send(RECALL, [])
         return
     if isinstance(command, Renice):
         channel.send(NICE, [command.nice])
@@ -288,9 +260,7 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         return
     try:
         if isinstance(command, Answers):
-            channel.send(LANE, command.form, command.held.fds)
-        elif isinstance(command, Lend):
-            channel.send(LEND, [command.head, command.last, command.terms, command.first], command.held.fds)
+            channel.send(ANSWER, command.form, command.held.fds)
         elif isinstance(command, Load):
             channel.send(LOAD, [], command.held.fds)
         else:
@@ -300,8 +270,8 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         command.held.close()
 
 
-def _send_beside(channel: Channel, head: bytes, scalars: bytes) -> None:
-    """A launch with more scalars than a packet holds: they go by descriptor."""
+def _send_unscheduled(channel: Channel, head: bytes, scalars: bytes) -> None:
+    """Send a launch with more scalars than a packet holds: they are passed by descriptor."""
     fd = memory_file("gpumux-scalars", [scalars])
     try:
         channel.send_packet(bytes((DESCRIPTORS,)))
@@ -312,42 +282,35 @@ def _send_beside(channel: Channel, head: bytes, scalars: bytes) -> None:
 
 def release(command: Command) -> None:
     """Close what a command that will never be sent holds."""
-    if isinstance(command, Load | Move):
+    if isinstance(command, Load | TransferCommand):
         command.held.close()
 
 
-# ---- What executors say, and what is said for those that died, as events of the contract. No torch.
+# ---- Device events from executors' messages, and for executors that died. No torch.
 
 
-UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
-BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
-NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
 _FEW = "close jobs, or raise the daemon's limits (LimitNOFILE)"
 _log = logging.getLogger(__name__)
 _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
 
 
 def no_process(error: OSError) -> Fault:
-    """Why a job has no process: the daemon ran out of something."""
+    """The fault of a job whose process can't be started: the daemon ran out of a resource."""
     return Fault("job_failed", f"its process can't be started: {error.strerror}", _FEW)
 
 
-def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:
-    """The events a message of an executor amounts to. Commands answered leave the schedule."""
+def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:
+    """Turn an executor's message into events. A command that it answers leaves the schedule."""
     job = executor.job
     if tag == DONE:
         launch, started, ended, answered, suspended = _DONE.unpack(body)
-        if launch == executor.told:
-            if not answered:  # it had to give up after it had said that it would
+        if launch == executor.reported:
+            if not answered:  # sending failed after the page said that it was answered
                 executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
             return []
         schedule.done(job)
         return [LaunchDone(LaunchId(launch), started, ended, answered, suspended)]
-    if tag == RAN:
-        return []  # what ran is on its page, for who asks; now somebody will
     said = unpack(body)
-    if tag == RETURNED:
-        return returned(executor, schedule, said)
     if tag == RECUT:
         program, cut, pieces, bounds, through_python = said
         if cut == 1 and through_python:
@@ -356,7 +319,7 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
         executor.programs[program].recut(cut, bounds)
         return [Recut(job, program, cut, tuple(pieces), tuple(bounds))]
     if tag == FAILED:
-        executor.failure = Fault(*said[1:])  # told with the end of its process, when nothing is left of it
+        executor.failure = Fault(*said[1:])  # reported when the process has ended
         return []
     command = schedule.done(job)
     if tag == LOADED:
@@ -367,46 +330,42 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
         executor.charged -= command.nbytes
         del executor.transients[command.program]
         return [ProgramRefused(job, command.program, Fault(*said[1:]))]
-    if tag == TRANSFERRED and isinstance(command, Move):
+    if tag == TRANSFERRED and isinstance(command, TransferCommand):
         code, message, remedy = said[1:]
         return [TransferDone(job, command.transfer, Fault(code, message, remedy) if code else None)]
-    if tag == PROFILED and isinstance(command, Profile):
+    if tag == PROFILED and isinstance(command, ProfileCommand):
         text, code, message, remedy = said
         return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
     raise AssertionError(f"message {tag} to {command}")
 
 
-def unheard(executor: Executor, schedule: Schedule[Command]) -> list[DeviceEvent]:
-    """The end of a launch whose step was answered, if the executor has not come to tell yet."""
+def unheard(executor: ExecutorRecord, schedule: Schedule[Command]) -> list[DeviceEvent]:
+    """The LaunchDone of a launch whose step was answered, if the executor's message about it has not arrived yet."""
     running = schedule.running(executor.job)
     done = executor.answered(running) if isinstance(running, Launch) and not executor.unloading else None
     if done is None:
         return []
-    executor.told = done.launch
+    executor.reported = done.launch
     schedule.done(executor.job)
     return [done]
 
 
-def obituary(executor: Executor, unfinished: Sequence[Command]) -> list[DeviceEvent]:
-    """The events for an executor that has ended, with what it never answered, oldest first."""
+def obituary(executor: ExecutorRecord, unfinished: Sequence[Command]) -> list[DeviceEvent]:
+    """The events for an executor that has ended: a failure for each unanswered command, oldest first, then its end."""
     for command in unfinished:
         release(command)
     if executor.unloading:
         return [JobUnloaded(executor.job)]
-    first = executor.at or (unfinished[0] if unfinished else None)
+    first = unfinished[0] if unfinished else None
     fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
     return [*(_unanswered(executor, command, fault) for command in unfinished), JobLost(executor.job, fault)]
 
 
-def _unanswered(executor: Executor, command: Command, fault: Fault) -> DeviceEvent:
+def _unanswered(executor: ExecutorRecord, command: Command, fault: Fault) -> DeviceEvent:
     if isinstance(command, Launch):
         return LaunchFailed(command.launch, fault)
     if isinstance(command, Load):
         return ProgramRefused(executor.job, ProgramId(command.program), fault)
-    if isinstance(command, Profile):
+    if isinstance(command, ProfileCommand):
         return ProgramProfiled(executor.job, command.program, b"", fault)
     return TransferDone(executor.job, command.transfer, fault)
-
-
-def of_job(event: DeviceEvent, job: JobId) -> bool:
-    return getattr(event, "job", None) == job

@@ -1,10 +1,9 @@
-"""How much memory an executor really takes for its job: the most it held during a step. No torch.
+"""Measures how much memory an executor really takes for its job: the most that it held during a step. No torch.
 
-Counted is what the process has of its own: its anonymous memory, less what it had at birth (pages of the fork server
-that it copies are the interpreter's), and shared memory that is mapped meanwhile. Linux keeps the highest value (VmHWM
-in /proc/PID/status) and begins anew when asked (/proc/PID/clear_refs, proc(5)); where it may not be asked, the highest
-value since the process began stands in for it. A look takes about a tenth of a millisecond, so not every step is looked
-at.
+The measure counts memory of the process alone: its anonymous memory, less what it had when it was forked, and shared
+memory mapped since. Linux keeps the highest value (VmHWM in /proc/PID/status), and resets it on request
+(/proc/PID/clear_refs, proc(5)). Where the reset is forbidden, the highest value since the process began is used. A
+measurement takes time, so not every step is measured.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import struct
 
 PAGE_MEMORY, PAGE_MEMORY_AT = struct.Struct("<Q"), 40
 EVERY_S = 0.5
-SLACK, SLACK_BYTES = 1.15, 64 << 20  # over what is planned, before the heap gives anything back
+SLACK, SLACK_BYTES = 1.15, 64 << 20  # allowed beyond what is planned, before the heap is trimmed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _BEGIN_ANEW = b"5"
 
 
 class PeakMemory:
-    """Of this process. What is found stands in the page that it shares with the daemon: bytes."""
+    """Measures this process, and writes the result, in bytes, to the page that it shares with the daemon."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
@@ -32,7 +31,7 @@ class PeakMemory:
         self._looking = False
 
     def begin(self, now: float) -> None:
-        """A step begins."""
+        """Reset the peak at the start of a step, at most every EVERY_S. `now` in seconds."""
         if now < self._next:
             return
         self._next, self._looking = now + EVERY_S, True
@@ -43,12 +42,12 @@ class PeakMemory:
         try:
             os.write(file, _BEGIN_ANEW)
         except OSError:
-            pass  # not in every container: see above
+            pass  # some containers forbid it: see the module's docstring
         finally:
             os.close(file)
 
     def end(self) -> int:
-        """It has ended: what it held at most; 0 if it was not looked at."""
+        """Read the peak at the end of a step. Returns bytes, 0 if this step was not measured."""
         if not self._looking:
             return 0
         self._looking = False
@@ -59,24 +58,25 @@ class PeakMemory:
 
 
 class Heap:
-    """Gives the kernel back what the heap holds free where a job takes more than was planned for it: glibc keeps blocks
-    of tens of megabytes that it could use again, and those of one batch shape do not fit another's. Taking pages again
-    costs the next step time, so it is done the more rarely the less it helps."""
+    """Returns free heap memory to the kernel if a job takes more than was planned for it: glibc keeps free blocks of
+    tens of megabytes for reuse, and those of one batch shape do not fit another's. The next step pays for mapping the
+    pages again, so each trim doubles the pause before the next one."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         self._planned = 0
         self._largest = 0
         self._next, self._pause = 0.0, FIRST_PAUSE_S
 
     def loaded(self, kept: int, transient: int) -> None:
-        """The job has another Program: what it keeps for good is added, and Programs never run at once."""
+        """Plan for another Program. Bytes that it keeps add up; of transient bytes the largest count, because Programs
+        never run at once."""
         self._planned += kept
         self._largest = max(self._largest, transient)
         self._next, self._pause = 0.0, FIRST_PAUSE_S
 
     def look(self, held: int, now: float) -> None:
-        """A step held so much."""
+        """Trim the heap if a step held more bytes than planned, and no trim was made recently."""
         if self._trim is None or now < self._next or held <= (self._planned + self._largest) * SLACK + SLACK_BYTES:
             return
         self._trim(0)

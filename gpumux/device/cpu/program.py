@@ -1,15 +1,15 @@
-"""A program ready to run in an executor: its cuts, and the measuring that leads from one to the next.
+"""A program ready to run in an executor: its cuts, and the measurements that lead from one cut to the next.
 
-    cut 0   guessed: pieces of equal numbers of operators, run one by one through Python. The first step
-            verifies every output and warms caches. Both are timed, on a core of their own (device/run/interpreter.py), and
-            the lesser time of each operator counts.
-    cut 1   by measured time, as graphs. After SETTLE_STEPS steps the pieces' own times are compared with
-            the prediction; if they are far from the target the program is cut once more:
-    cut 2   by those times.
+    cut 0   A guess: pieces of equal numbers of operators, run one by one through Python. The first step verifies every
+            output and warms caches. Two steps are timed, on a core of their own (device/run/interpreter.py), and the
+            lesser time of each operator counts.
+    cut 1   By measured times of operators; pieces run as graphs. After SETTLE_STEPS steps the times of the pieces are
+            compared with the prediction; if they are far from the target, the program is cut again.
+    cut 2   By the measured times of cut 1's pieces.
 
-Whoever launches them may want pieces of another length (`aim`): cut 2 and later ones follow after a step of the newest.
+The scheduler may request another length of pieces (`aim`): cut 2 and later ones follow after a step of the newest cut.
 
-Steps keep the cut they began with, so the one before the newest stays.
+A step keeps the cut that it began with, so the cut before the newest is kept.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ import torch
 
 from gpumux import __version__
 from gpumux.device import inductor
-from gpumux.device.run.graph import Piece, PieceBuilder, sources
+from gpumux.device.run.graph import GraphPiece, PieceBuilder, sources
 from gpumux.device.run.interpreter import Context, Frame, Interpreter, Stopwatch, failed, names
 from gpumux.device.run.operands import Operands, window
-from gpumux.device.run.randomness import Replays, Streams, begin_from, repeated_slots
+from gpumux.device.run.randomness import RandomStreams, Replays, begin_from, repeated_slots
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import cpu_name
 from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, piece_seconds, units
 from gpumux.program.ir import Program, View, labels
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
-# ---- A program that is to be compiled, in an executor: units instead of operators (program/cut.py,
-# device/inductor.py).
+# ---- Compiled programs, which run units instead of operators (program/cut.py, device/inductor.py).
 
 
 _CPU = torch.device("cpu")
 
 
 class CompiledProgram:
-    """All units of a program, compiled. Raises ProgramError when one can't be."""
+    """The compiled units of a program. Raises ProgramError if one can't be compiled."""
 
     def __init__(self, context: Context, interpreter: Interpreter) -> None:
         self._context, self._interpreter = context, interpreter
@@ -60,17 +59,17 @@ class CompiledProgram:
         self.units = tuple(found)
         count = len(program.scalars)
         self._numbers = tuple(torch.zeros(count, dtype=d) for d in (torch.float64, torch.int64, torch.float32))
-        self._step = -1  # whose numbers those are
+        self._step = -1  # the step whose scalars `_numbers` holds
 
     @property
     def left(self) -> dict[str, str]:
-        """Operators that run as they are."""
+        """Operators that are not compiled, each with the reason."""
         ops = self._context.program.ops
         return {op.target: "not compiled" for u in self.units if not u.compiled for op in ops[u.start : u.stop]}
 
     def run(self, frame: Frame, start: int, stop: int, *, watch: Stopwatch | None = None) -> list[float]:
-        """Run the units between two of their boundaries. Seconds of each operator, if there is a watch: a unit's are
-        put down to its first. Raises JobFailed."""
+        """Run the units between two boundaries. With a watch, returns seconds of each operator; the time of a unit
+        counts for its first operator. Raises JobFailed."""
         seconds: list[float] = []
         for unit in self.units:
             if not start <= unit.start < stop:
@@ -121,16 +120,16 @@ class CompiledProgram:
             self._numbers[1][place] = value if isinstance(value, int) else 0
 
 
-# ----
+# ---- Programs of an executor.
 
 
 SETTLE_STEPS = 8
-FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
+FAR = 1.5  # the program is cut again if its pieces are this many times longer or shorter than the target
 
 
 class LoadedProgram:
-    """One program bound to its job's buffers. `python_s` is what running an operator through Python
-    costs more than in a graph, seconds; it is taken off the measured times."""
+    """One program bound to its job's buffers. `python_s` is how many seconds longer an operator takes through Python
+    than in a graph; it is subtracted from the measured times."""
 
     def __init__(
         self,
@@ -148,12 +147,12 @@ class LoadedProgram:
         self._progress = progress
         self.operands = Operands(program, buffers, data, slots)
         self._replays = Replays(repeated_slots(program))
-        self._streams = Streams()
+        self._streams = RandomStreams()
         self._context = Context(program, self.operands, self._replays, self._streams)
         self._interpreter = Interpreter(self._context, progress)
         self._builder: PieceBuilder | None = None
         self._frame: Frame | None = None
-        self._steps = 0  # whole steps done under the newest cut
+        self._steps = 0  # whole steps run with the newest cut
         self._watch = Stopwatch()
         self._op_s = [inf] * len(program.ops)
         self._piece_s: list[list[float]] = []
@@ -162,20 +161,20 @@ class LoadedProgram:
         compiled = program.kind == "compiled"
         self._compiled = CompiledProgram(self._context, self._interpreter) if compiled else None
         self._bounds = {0: self._boundaries([GUESSED_OP_SECONDS] * len(program.ops))}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[GraphPiece]] = {}
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where the newest cut's pieces start, and the number of operators at the end."""
+        """The first operator of each piece of the newest cut, and the number of operators at the end."""
         return self._bounds[self.newest]
 
     def guesses(self) -> tuple[float, ...]:
-        """Seconds of the pieces of cut 0, unmeasured."""
+        """Guessed seconds of the pieces of cut 0."""
         return piece_seconds([GUESSED_OP_SECONDS] * len(self.program.ops), self._bounds[0])
 
     def run(self, step: int, cut: int, piece: int, slot: int, scalars: Sequence[float | int] | None) -> bool:
-        """Run one piece; whether it ended its step. `scalars` come with piece 0 and stay for the step.
-        Raises JobFailed, ProgramError."""
+        """Run one piece. Returns whether it ended its step. `scalars` come with piece 0 and are kept for the step.
+        Raises JobFailed and ProgramError."""
         bounds = self._bounds.get(cut)
         if bounds is None or not 0 <= piece < len(bounds) - 1:
             raise ProgramError(f"no piece {piece} of cut {cut}", "this is a bug in the daemon: report it")
@@ -207,7 +206,7 @@ class LoadedProgram:
         return True
 
     def aim(self, target_s: float | None) -> None:
-        """Pieces are to be so long, None: as long as they were meant to be at first. `recut` sees to it."""
+        """Set the target length of pieces, in seconds; None: the first one. `recut` applies it."""
         self._wanted_s = self._own_s if target_s is None else target_s
 
     def _run_piece(self, frame: Frame, cut: int, piece: int) -> None:
@@ -222,8 +221,8 @@ class LoadedProgram:
         return cut(op_s, self._target_s, gates=self._gates)
 
     def recut(self) -> tuple[float, ...] | None:
-        """After a whole step: predicted seconds of each piece of a new cut (`newest`), if there is
-        reason for one."""
+        """Cut the program again after a whole step, if there is reason. Returns the predicted seconds of each piece of
+        the new cut (`newest`), or None."""
         if self.newest == 0:
             self._target_s = self._wanted_s
             return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s]) if self._steps == 2 else None
@@ -235,7 +234,7 @@ class LoadedProgram:
         return None
 
     def profile(self) -> StepProfile:
-        """What each operator was measured to take. Raises ProgramError before the first measured cut."""
+        """The measured seconds of each operator. Raises ProgramError before the first measured cut."""
         if self.newest == 0:
             raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
         program = self.program
@@ -265,7 +264,7 @@ class LoadedProgram:
 
     @property
     def through_python(self) -> dict[str, str]:
-        """Operators no graph can say, each with the reason; empty before the first measured cut."""
+        """Operators that a graph can't express, each with the reason; empty before the first measured cut."""
         if self._compiled is not None:
             return self._compiled.left
         return self._builder.through_python if self._builder else {}
@@ -298,7 +297,7 @@ class LoadedProgram:
 
     def _cut(self, op_s: list[float]) -> tuple[float, ...]:
         bounds = self._boundaries(op_s)
-        pieces: list[Piece] = []
+        pieces: list[GraphPiece] = []
         if self._compiled is None:
             self._builder = self._builder or PieceBuilder(self._context, self._interpreter)
             pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
@@ -319,7 +318,7 @@ class LoadedProgram:
         return self._cut(op_s) if (long or short) and again != self._bounds[1] else None
 
     def _scaled(self) -> list[float]:
-        """Each operator's time, multiplied by how wrong its piece's prediction was, where pieces were timed."""
+        """Each operator's seconds, scaled by the ratio of its piece's measured time to the prediction, if measured."""
         op_s = list(self._op_s)
         for (start, stop), samples in zip(pairwise(self.bounds), self._piece_s, strict=True):
             predicted = sum(op_s[start:stop])

@@ -1,9 +1,9 @@
-"""What torch does on the GPU: memory, streams, random numbers, captured graphs. A fake can stand in for it.
+"""What torch does on the GPU: memory, streams, random numbers, captured graphs. Tests replace it by a fake.
 
-Captures are made by one thread, one at a time: torch registers the default generator with every capture, and
-cuBLAS workspaces belong to a thread and a stream. So each job has a capture stream of its own, workspaces are dropped
-before and after each capture (they then lie in the job's own pool), and the default generator is the job's
-while its operators run.
+One thread makes all captures, one at a time: torch registers the default generator with every capture, and cuBLAS
+workspaces belong to a thread and a stream. So each job has a capture stream of its own. Workspaces are dropped before
+and after each capture, so that they lie in the job's own pool. The default generator is the job's while its operators
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpumux.program.check import schema
 _CYCLES_PER_S = 2e9  # about what GPUs clock at; slower ones are occupied for longer
 
 
-class Graph(Protocol):
+class CapturedGraph(Protocol):
     """A captured piece."""
 
     def replay(self, stream: int) -> None: ...
@@ -32,7 +32,7 @@ class Graph(Protocol):
 
 
 class Compute(Protocol):
-    """Everything but `Graph.replay` is called by one thread."""
+    """What the device needs of torch. One thread calls all of it but `CapturedGraph.replay`."""
 
     device: torch.device
 
@@ -46,44 +46,43 @@ class Compute(Protocol):
         """Operators called inside go to the stream."""
 
     def occupy(self, seconds: float) -> None:
-        """Keep the stream that operators go to busy for about so long, so that those called next queue up behind."""
+        """Keep the current stream busy for about `seconds`, so that operators called next queue up behind."""
 
     def generator(self, seed: int) -> Any: ...
 
     def drawing_from(self, generator: Any) -> AbstractContextManager[None]:
-        """Operators called inside draw from it."""
+        """Operators called inside draw from `generator`."""
 
     def pool(self) -> Any:
-        """A pool of memory for one job's first steps and graphs, which never run at once; there until `drop_pool`."""
+        """A memory pool for one job's first steps and graphs, which never run at once. It lives until `drop_pool`."""
 
     def allocating(self, pool: Any) -> AbstractContextManager[None]:
-        """Operators called inside take their memory from the pool, outside of a capture. A capture on the same stream
-        takes the same blocks again. No graph may be under way, or half a step of graphs: what lies in the pool then is
-        theirs."""
+        """Operators called inside, outside of a capture, take their memory from the pool. A capture on the same stream
+        takes the same blocks again. No step of graphs may be under way: its temporaries lie in the pool."""
 
     def drop_pool(self, pool: Any) -> None:
-        """What is left in it goes back with the next `trim` after its last graph."""
+        """Release the pool. Its memory is given back by the first `trim` after its last graph was dropped."""
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> Graph:
-        """The operators that `body` calls as one graph. They are not run. `draws`: one of them may draw random numbers.
-        Raises what `body` does, JobFailed."""
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
+        """Capture the operators that `body` calls as one graph, without running them. `draws`: one of them may draw
+        random numbers. Raises what `body` raises, and JobFailed."""
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
-        """`call(*arguments)`, which launches kernels of its own past torch's operators."""
+        """Returns `call(*arguments)`. `call` launches kernels of its own, which torch's dispatch does not see."""
 
     def supports(self, target: str) -> bool:
         """Whether the device has a kernel for an operator."""
 
     def reserved(self) -> int:
-        """Bytes torch holds on the device."""
+        """Bytes that torch holds on the device."""
 
     def trim(self) -> None:
-        """Give back what torch holds and nobody uses. Waits for the device."""
+        """Give memory that torch holds unused back to the driver. Waits for the device."""
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on. `executable`: of one that does nothing
-    with that stream, which is launched without torch; 0 where torch does not tell it."""
+    """A torch.cuda.CUDAGraph, whose replay also advances the job's random stream. `executable`: the driver's handle of
+    a graph that draws nothing, which is launched without torch; 0 for others, and if torch does not give it."""
 
     def __init__(
         self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver, executable: int = 0
@@ -99,7 +98,7 @@ class CudaGraph:
             with self._on(stream):
                 self._graph.replay()
         except RuntimeError as error:
-            self._driver.idle(stream)  # raises DeviceLost where an earlier kernel has ended the context
+            self._driver.idle(stream)  # raises DeviceLost if an earlier kernel has ended the context
             raise JobFailed(
                 f"a piece can't be launched: {_first_line(error)}", "report it with the daemon's log"
             ) from error
@@ -109,7 +108,7 @@ class CudaGraph:
 
 
 class CudaCompute:
-    """The real one. `ordinal` is the GPU's number."""
+    """Compute on a real GPU. `ordinal`: its number."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         if not torch.backends.cuda.is_built():
@@ -121,9 +120,9 @@ class CudaCompute:
                 f"torch {torch.__version__} can't use the GPU (it is built for CUDA {torch.version.cuda})",
                 "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
             )
-        torch.cuda.init()  # the default generators are there afterwards
-        # What kernels of attention it would choose are called here by name (fused.py), and cuDNN's is not among them.
-        # With it out of the choice torch takes flash where it would take cuDNN's, also with dropout.
+        torch.cuda.init()  # makes the default generators
+        # Kernels of attention that torch would choose are called by name (kernels.py), and cuDNN's is not among them.
+        # Without cuDNN's, torch chooses flash where it would choose cuDNN's, also with dropout.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
@@ -137,8 +136,8 @@ class CudaCompute:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        # The primary context stays current also for a stream of a green context, which brings its multiprocessors
-        # along: a green context may be current in one thread only, and both of the device's threads use such streams.
+        # The primary context stays current for a stream of a green context, too; the stream keeps its multiprocessors.
+        # A green context may be current in one thread only, and both of the device's threads use such streams.
         with torch.cuda.stream(self._stream(stream)):
             yield
 
@@ -165,8 +164,8 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        # torch counts the uses of a pool. One use is held for the job: it takes no pool that was used and is so no
-        # more, as after a first capture that failed.
+        # torch counts the uses of a pool, and takes no pool whose count has fallen to 0, as after a first capture that
+        # failed. So one use is held for the job.
         pool = torch.cuda.graph_pool_handle()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
         torch._C._cuda_endAllocateToPool(self.device.index, pool)
@@ -178,28 +177,28 @@ class CudaCompute:
         try:
             yield
         finally:
-            torch._C._cuda_clearCublasWorkspaces()  # they would stay in the pool, and be another job's to use
+            torch._C._cuda_clearCublasWorkspaces()  # else they stay in the pool, and other jobs use them
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def drop_pool(self, pool: Any) -> None:
         torch._C._cuda_releasePool(self.device.index, pool)
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> Graph:
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
         graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with self.on(stream):
-                # Not in inference mode, where torch before 2.13 would make the memory that holds a generator's position
-                # such that only inference mode may write to it. Who launches is not in it.
+                # Not in inference mode: there torch before 2.13 makes the memory of a generator's position such that
+                # only inference mode may write to it, and the thread that launches is not in it.
                 with torch.inference_mode(False):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     body()
                 except BaseException:
                     try:
-                        self._end(graph, pool)  # what it says of the broken capture is of no use beside the reason
+                        self._end(graph, pool)  # its error about the broken capture says less than the reason
                     except RuntimeError:
                         pass
                     raise
@@ -207,7 +206,7 @@ class CudaCompute:
         except RuntimeError as error:
             if isinstance(error, GpumuxError):
                 raise
-            self._driver.idle(stream)  # raises DeviceLost when it was no matter of this capture
+            self._driver.idle(stream)  # raises DeviceLost if the context has ended
             raise JobFailed(
                 f"a piece can't be captured: {_first_line(error)}", "report the step that made it"
             ) from error
@@ -232,15 +231,15 @@ class CudaCompute:
         try:
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            self._driver.memory()  # raises DeviceLost where a kernel has ended the context
+            self._driver.memory()  # raises DeviceLost if a kernel has ended the context
             raise JobFailed(
                 f"memory can't be given back: {_first_line(error)}", "report it with the daemon's log"
             ) from error
 
     def _end(self, graph: Any, pool: Any) -> None:
-        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool. (It
-        also leaves a filter in its allocator of page-locked memory, which does no harm while nothing here pins memory
-        through torch.)"""
+        """End a capture. If torch fails to, it would keep using the pool for this capture, and never release it: both
+        are undone here. (torch also leaves a filter in its allocator of page-locked memory, which does no harm while
+        nothing pins memory through torch.)"""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone
@@ -251,18 +250,18 @@ class CudaCompute:
                     try:
                         give_back(self.device.index, pool)
                     except RuntimeError:
-                        pass  # it had come as far as that
+                        pass  # torch had done that itself
             raise
 
 
 def _executable(graph: Any) -> int:
-    """The driver's handle; 0 where this torch does not tell it."""
-    tell = getattr(graph, "raw_cuda_graph_exec", None)
-    return int(tell()) if tell is not None else 0
+    """The driver's handle of a graph; 0 if this torch does not give it."""
+    read = getattr(graph, "raw_cuda_graph_exec", None)
+    return int(read()) if read is not None else 0
 
 
 def _is_captured(graph: Any) -> bool:
-    """Whether torch holds it for captured, and gives its memory back with it."""
+    """Whether torch counts the graph as captured, and so gives its memory back with it."""
     try:
         graph.pool()
     except RuntimeError:

@@ -1,11 +1,11 @@
-"""How a program is cut into pieces, and when to cut it again. Pure: it is told times.
+"""How a program is cut into pieces, and when to cut it again. `Cuts` reads no clock: callers pass the times.
 
-    cut 0   guessed, and run operator by operator: the first step warms up, both are timed
-    cut 1   by the lesser times, as graphs. Operators launched one by one are timed with the gaps between them, so
-    cut 2   after SETTLE_STEPS steps the pieces' own times count, if they are far from what was aimed at
+    cut 0   guessed, and run operator by operator: the first step warms up, and both of two steps are timed
+    cut 1   from the smaller of those times, as graphs. They include the gaps between operators launched one by one.
+    cut 2   after SETTLE_STEPS steps, from the pieces' own times, if pieces are far from their target length
 
-Whoever launches them may want pieces of another length (`aim`): further cuts follow, each after a step of the newest.
-Steps keep the cut they began with, so the one before the newest stays.
+Another target length (`aim`) leads to further cuts, each after a step of the newest one. Steps keep the cut they began
+with, so the cut before the newest stays.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gpumux.device.cuda.driver import Driver
 from gpumux.program.cut import Unit, cut, cut_units, cut_unmeasured, piece_seconds
 
 if TYPE_CHECKING:
-    from gpumux.device.cuda.compute import Graph
+    from gpumux.device.cuda.compute import CapturedGraph
 
 
-LOW_S, HIGH_S, HIGH_LEAST_S = 300e-6, 500e-6, 250e-6  # how long pieces should be, by class
+LOW_S, HIGH_S, HIGH_LEAST_S = 300e-6, 500e-6, 250e-6  # target length of pieces, by priority
 GUESSED_OP_S = 20e-6
 TIMED_STEPS = 2
 SETTLE_STEPS = 8
-FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
+FAR = 1.5  # pieces this many times longer or shorter than their target are cut again
 LEAST_OP_S = 0.5e-6
 
 
 class Cuts:
-    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour. `units`: what is not to
-    be cut, of a program that is compiled."""
+    """The cuts of one program. Pieces are about `target_s` seconds long; one shorter than `least_s` joins a neighbour.
+    `gates`: operators at which a piece must begin. `units`: of a compiled program, which is cut between them only."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Cuts:
         return tuple(sorted({0, len(self._timed), *self._gates}))
 
     def aim(self, target_s: float | None) -> None:
-        """Pieces are to be so long, None: as long as they were meant to be at first. `wanted` sees to it."""
+        """Set the target length, None: that of the constructor. A later `wanted` returns the cut for it."""
         self._wanted_s = self._own_s if target_s is None else target_s
 
     def bounds(self, number: int) -> tuple[int, ...] | None:
-        """Where the pieces of a cut start, and the number of operators at the end; None: no such cut (any more)."""
+        """Where the pieces of a cut start, then the number of operators; None if there is no such cut (any more)."""
         return self._bounds.get(number)
 
     def seconds(self, number: int) -> tuple[float, ...]:
@@ -96,22 +96,22 @@ class Cuts:
         return self.newest == 0 and self._steps < TIMED_STEPS
 
     def timed(self, start: int, op_s: Sequence[float]) -> None:
-        """What operators from `start` on took, while `timing`. The least of each counts: another job's kernels may have
-        been in between, and a piece thought far longer than it is would never be let in beside a high job."""
+        """Take the times of operators from `start` on, while `timing`. The smallest time of each counts: another job's
+        kernels may have run in between, and a piece with far too long a time would never run beside a high job."""
         for op, seconds in enumerate(op_s, start):
             self._timed[op] = max(min(self._timed[op], seconds), LEAST_OP_S)
 
     def ran(self, number: int, piece: int, seconds: float) -> None:
-        """A piece ran as a graph."""
+        """Take the time of a piece that ran as a graph."""
         if number == self.newest == 1 and self._steps < SETTLE_STEPS:
             self._pieces[piece].append(seconds)
 
     def stepped(self, number: int) -> None:
-        """A whole step of a cut is done."""
+        """Count a whole step of a cut."""
         self._steps += number == self.newest
 
     def wanted(self) -> tuple[int, ...] | None:
-        """Asked after a whole step: a new cut, if there is reason for one. `cut` makes it the newest."""
+        """Bounds of a new cut, if there is a reason for one. Call it after a whole step; `cut` makes it the newest."""
         if self.newest == 0:
             self._target_s = self._wanted_s
             if self._steps != TIMED_STEPS:
@@ -136,7 +136,7 @@ class Cuts:
         return None
 
     def cut(self, bounds: tuple[int, ...]) -> None:
-        """`bounds` are ready to run: they are the newest cut."""
+        """Make `bounds`, which are ready to run, the newest cut."""
         self._bounds.pop(self.newest - 1, None)
         self._predicted.pop(self.newest - 1, None)
         self.newest += 1
@@ -150,7 +150,7 @@ class Cuts:
         return cut(op_s, self._target_s, self._least_s, self._gates)
 
     def _scaled(self) -> tuple[float, ...]:
-        """Each operator's time, multiplied by how wrong its piece's prediction was."""
+        """Each operator's time, times its piece's measured time over the predicted one."""
         op_s = list(self.op_s)
         for (start, stop), samples in zip(pairwise(self._bounds[self.newest]), self._pieces, strict=True):
             predicted = sum(op_s[start:stop])
@@ -160,30 +160,30 @@ class Cuts:
         return tuple(op_s)
 
 
-# ---- Operator times from captured pieces: an instrumented twin of a program's graphs.
+# ---- Operator times from captured pieces.
 #
-# A program's pieces are captured once more, with events between the operators, and for a few steps the twin runs in
-# their place: the same operators on the same state, in a step that somebody wanted. Nothing is run for the
-# measurement's sake. The events stay between the kernels, so what they cost is measured at the head of each piece and
-# taken off.
+# A program's pieces are captured once more, with events between the operators, and for a few steps these graphs run in
+# place of the others: the same operators on the same state, in steps that the job runs anyway. The events stay between
+# the kernels, so their own cost is measured at the head of each piece and subtracted.
 
 
-STEPS = 5  # that a twin runs; each operator's time is the median
+STEPS = 5  # that are measured; an operator's time is their median
 
 
-class Twin:
-    """`graphs` are the pieces of cut `cut`, None for pieces of nothing. `marks`: for each piece the events in the order
-    it passes them: two at its head with nothing between, then one behind each operator. `runs` is for the thread that
-    launches, `read` and `drop` for the worker's, while no step runs through it."""
+class InstrumentedCut:
+    """The graphs of cut `cut` with events between operators. `graphs`: one for each piece, None for an empty piece.
+    `marks`: for each piece its events in the order it passes them: two at its head with nothing between, then one
+    behind each operator. The thread that launches calls `begins` and `runs`; the worker's thread calls `read` and
+    `drop`, while no step runs through these graphs."""
 
     def __init__(
-        self, cut: int, graphs: Sequence[Graph | None], marks: Sequence[Sequence[int]], driver: Driver
+        self, cut: int, graphs: Sequence[CapturedGraph | None], marks: Sequence[Sequence[int]], driver: Driver
     ) -> None:
         self.cut, self.graphs = cut, list(graphs)
-        self._marks = [list(of) for of in marks]
+        self._marks = [list(events) for events in marks]
         self._driver = driver
         self._samples: list[list[float]] = []
-        self.step: int | None = None  # that runs through it, or ran and is not read yet
+        self.step: int | None = None  # the step that runs through it, or ran and is not read yet
         self.under_way = False  # a step that runs through it has not ended
         self._dropped = False
 
@@ -193,20 +193,20 @@ class Twin:
 
     @property
     def steps(self) -> int:
-        """How many it has measured."""
+        """How many steps it has measured."""
         return len(self._samples)
 
     def begins(self, step: int, cut: int) -> None:
-        """A step begins, which runs through the twin from its first piece to its last, or not at all."""
+        """A step begins. It runs through these graphs from its first piece to its last, or not at all."""
         if cut == self.cut and self.step is None and not self.complete:
             self.step, self.under_way = step, True
 
     def runs(self, step: int) -> bool:
-        """Whether this step's launches are to run through the twin."""
+        """Whether this step runs through these graphs."""
         return step == self.step
 
     def read(self) -> None:
-        """Take the times of the step that has run."""
+        """Read the times of the step that has run."""
         if self._dropped or self.step is None:
             return
         sample: list[float] = []
@@ -221,7 +221,7 @@ class Twin:
         return tuple(max(LEAST_OP_S, median(times)) for times in zip(*self._samples, strict=True))
 
     def drop(self) -> None:
-        """Give it all back. Nothing of it may be running."""
+        """Give graphs and events back. Nothing of them may be running."""
         self._dropped = True
         for graph in self.graphs:
             if graph is not None:

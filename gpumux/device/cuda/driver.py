@@ -1,32 +1,32 @@
-"""The CUDA driver calls gpumux makes, in one place, behind a protocol that a fake can stand in for.
+"""All calls of the CUDA driver, behind the `Driver` protocol, which tests implement with a fake.
 
-torch does the computing. What it has no interface for, or only a narrowed one, is called here through
-cuda-bindings (an optional dependency, imported when a device is opened): streams over the full range of
-priorities, events, pinned memory, counters that the GPU writes into it, green contexts. Every call goes
-through `_call`, which turns a result that is not success into a typed error.
+torch does the computing. Calls that torch has no interface for, or a narrower one, go through cuda-bindings (an
+optional dependency, imported when a device is opened): streams over the full range of priorities, events, page-locked
+memory, numbers that the GPU stores there, green contexts. Every result that is not success becomes a typed error
+(`check`).
 
-Handles are plain integers. Addresses are integers, too, sizes bytes, times seconds. All arguments are
-positional: cuda-bindings 12 and 13 name some of them differently.
+Handles and addresses are integers, sizes bytes, times seconds. All arguments are positional: cuda-bindings 12 and 13
+name some of them differently.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, GpumuxError, JobFailed
 from gpumux.types import Fault
 
-# ---- What a failed driver call means, and what to do about it. No torch, no driver.
+# ---- Failed driver calls, as errors with remedies. No torch, no driver.
 
 
 _LOOK = (
     "look at the kernel's log (dmesg | grep -i xid); `gpumux serve` starts anew, and the jobs can be submitted again"
 )
 
-# After one of these every later call in the context fails the same way: nothing but a new process helps.
+# After one of these every later call in the context fails the same way. Only a new process helps.
 STICKY: dict[str, str] = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel touched memory out of its bounds",
     "CUDA_ERROR_MISALIGNED_ADDRESS": "a kernel used an address that is not aligned",
@@ -49,7 +49,7 @@ STICKY: dict[str, str] = {
     "CUDA_ERROR_UNKNOWN": "the driver reports an error it has no name for",
 }
 
-# Found while the device is opened: the machine or the configuration has to change.
+# Errors while the device is opened: the machine or the configuration has to change.
 _OPENING: dict[str, tuple[str, str]] = {
     "CUDA_ERROR_NO_DEVICE": ("there is no NVIDIA GPU this process may use", "check nvidia-smi and CUDA_VISIBLE_DEVICES"),
     "CUDA_ERROR_INVALID_DEVICE": ("there is no such GPU", "choose another --gpu; nvidia-smi -L lists them"),
@@ -76,7 +76,7 @@ _OPENING: dict[str, tuple[str, str]] = {
 
 
 def as_fault(error: BaseException) -> Fault:
-    """What a job is told of an error."""
+    """The Fault that reports an error to a job."""
     if isinstance(error, GpumuxError):
         return Fault(error.code, error.message, error.remedy)
     known = JobFailed(
@@ -86,7 +86,7 @@ def as_fault(error: BaseException) -> Fault:
 
 
 def _failed(name: str, call: str, said: str) -> JobFailed:
-    """The context lives on: what asked for the call has failed, nothing else."""
+    """The error of a call that failed alone: the context lives on."""
     remedy = "report it with the daemon's log"
     if name.startswith("CUDA_ERROR_STREAM_CAPTURE"):
         remedy = "an operator of the step can't be captured; find it by submitting parts of the step"
@@ -96,8 +96,8 @@ def _failed(name: str, call: str, said: str) -> JobFailed:
 
 
 def fault(name: str, call: str, said: str, *, opening: bool = False) -> GpumuxError:
-    """The error to raise for a CUresult. `opening`: while the device is opened, when every failure is the
-    machine's or the configuration's (ConfigError)."""
+    """The error to raise for a CUresult. `opening`: the device is being opened, so that every failure is a matter of
+    the machine or the configuration (ConfigError)."""
     if opening:
         message, remedy = _OPENING.get(name, (f"{call} failed: {name} ({said})", "check nvidia-smi"))
         return ConfigError(f"the GPU can't be used: {message}", f"{remedy}, or use --device cpu")
@@ -108,7 +108,7 @@ def fault(name: str, call: str, said: str, *, opening: bool = False) -> GpumuxEr
     return _failed(name, call, said)
 
 
-# ----
+# ---- The driver
 
 
 NO_DRIVER = "there is no NVIDIA driver on this machine"
@@ -122,8 +122,8 @@ GREEN_SINCE = 12040
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the driver says of one GPU. `priorities`: least and greatest, smaller runs first."""
+class GpuProperties:
+    """What the driver reports of one GPU. `priorities`: of streams, least and greatest; smaller numbers run first."""
 
     name: str
     memory_bytes: int
@@ -146,25 +146,25 @@ class Pinned:
 
 
 class Driver(Protocol):
-    """All of it may raise DeviceLost, AdmissionRefused (no memory) or JobFailed."""
+    """The driver's calls. Each may raise DeviceLost, AdmissionRefused (no memory) or JobFailed."""
 
-    def open(self, ordinal: int) -> Facts:
+    def open(self, ordinal: int) -> GpuProperties:
         """Take the primary context of GPU `ordinal`, the one torch uses. Raises ConfigError."""
 
     def enter(self) -> None:
-        """Make the context current in the calling thread; once in each that makes calls."""
+        """Make the context current in the calling thread; call it once in each thread that makes calls."""
 
     def close(self) -> None: ...
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free on the GPU, and in all."""
+        """Free bytes on the GPU, and all bytes."""
 
     def stream(self, priority: int) -> int: ...
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def idle(self, stream: int) -> bool:
-        """Whether all work of the stream is done."""
+        """Whether all work of the stream is done. Never waits."""
 
     def event(self, *, timed: bool) -> int: ...
 
@@ -173,22 +173,23 @@ class Driver(Protocol):
     def record(self, event: int, stream: int) -> None: ...
 
     def mark(self, event: int, stream: int) -> None:
-        """While the stream is captured: the graph records the event each time it runs."""
+        """Record an event in the graph that is captured on the stream: each replay records it."""
 
-    def reached(self, event: int) -> bool: ...
+    def reached(self, event: int) -> bool:
+        """Whether the work recorded by the event is done. Never waits."""
 
     def elapsed(self, start: int, end: int) -> float:
         """Seconds between two timed events that were reached (resolution 0.5 us, a float of milliseconds)."""
 
     def wait(self, stream: int, event: int) -> None:
-        """What the stream is given from now on runs after the event."""
+        """Have the stream's later work run after the event."""
 
     def pin(self, nbytes: int) -> Pinned: ...
 
     def unpin(self, memory: Pinned) -> None: ...
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory that is there already, so that copies of it need no staging."""
+        """Page-lock existing memory, so that copies of it need no staging."""
 
     def unregister(self, address: int) -> None: ...
 
@@ -199,27 +200,27 @@ class Driver(Protocol):
     def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None: ...
 
     def write_value(self, device_address: int, value: int, stream: int) -> None:
-        """The GPU stores a 32-bit number when the stream's work so far is done."""
+        """Have the GPU store a 32-bit number when the stream's work so far is done."""
 
     def upload(self, executable: int, stream: int) -> None:
-        """Bring an executable graph to the GPU ahead of its first launch."""
+        """Copy an executable graph to the GPU ahead of its first launch."""
 
     def launch(self, executable: int, stream: int) -> None:
-        """Give the stream an executable graph."""
+        """Launch an executable graph on the stream."""
 
     def partition(self, multiprocessors: int) -> tuple[int, int]:
-        """A green context of at least so many multiprocessors, and how many it has. Raises JobFailed where there are
-        none."""
+        """A green context of at least so many multiprocessors, and how many it has. Raises JobFailed if the driver or
+        the GPU has no green contexts."""
 
     def confined_stream(self, partition: int, priority: int) -> int:
-        """A stream of the partition, used with the primary context current: it brings its multiprocessors along."""
+        """A stream that runs on the partition's multiprocessors. It is used with the primary context current."""
 
     def destroy_partition(self, partition: int) -> None: ...
 
 
 class CudaDriver:
-    """The real one. Calls that every piece makes are bound once (`_Hot`): what Python adds to a call is more than the
-    driver's own part of it."""
+    """The real driver. Functions that every piece calls are bound once (`_HotCalls`), since Python's part of such a
+    call takes longer than the driver's."""
 
     def __init__(self) -> None:
         self._api: Any = None
@@ -229,9 +230,9 @@ class CudaDriver:
         self._opening = True
         self._partitions: dict[int, Any] = {}
 
-    def open(self, ordinal: int) -> Facts:
+    def open(self, ordinal: int) -> GpuProperties:
         self._api = bindings()
-        self._hot = _Hot(self._api)
+        self._hot = _HotCalls(self._api)
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # cuda-bindings found no libcuda
@@ -241,7 +242,7 @@ class CudaDriver:
         self.enter()
         name = bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0")[0].decode()
         least, greatest = self._call("cuCtxGetStreamPriorityRange")
-        facts = Facts(
+        facts = GpuProperties(
             name,
             int(self._call("cuDeviceTotalMem", self._device)),
             self._attribute("MULTIPROCESSOR_COUNT"),
@@ -305,7 +306,8 @@ class CudaDriver:
         status, milliseconds = hot.elapsed(hot.events[start], hot.events[end])
         if status is not hot.success:
             check(self._api, "cuEventElapsedTime", status)
-        return float(milliseconds) / 1e3
+        seconds: float = milliseconds / 1e3
+        return seconds
 
     def wait(self, stream: int, event: int) -> None:
         hot = self._hot
@@ -366,10 +368,10 @@ class CudaDriver:
     def destroy_partition(self, partition: int) -> None:
         self._call("cuGreenCtxDestroy", self._partitions.pop(partition))
 
-    # ---- the one check
+    # ---- calls
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Make a call; its value, a tuple if it has several, None if it has none."""
+        """Make a call and check its result. Returns its value: a tuple of several, None if it has none."""
         status, *values = getattr(self._api, name)(*args)
         check(self._api, name, status, opening=self._opening)
         return values[0] if len(values) == 1 else tuple(values) or None
@@ -387,8 +389,7 @@ class CudaDriver:
 
 
 class _Handles(dict[int, Any]):
-    """The binding's object for each handle, made when first asked for: it takes a number as well, and makes one each
-    time."""
+    """The binding's object for each handle, made once: given a number, the binding would make one in each call."""
 
     def __init__(self, kind: Callable[[int], Any]) -> None:
         super().__init__()
@@ -399,8 +400,8 @@ class _Handles(dict[int, Any]):
         return made
 
 
-class _Hot:
-    """The functions of the calls that pieces make, and what they are called with and compared with."""
+class _HotCalls:
+    """The driver's functions that every piece calls, with the objects they take and the results they return."""
 
     def __init__(self, api: Any) -> None:
         self.record, self.query, self.elapsed = api.cuEventRecord, api.cuEventQuery, api.cuEventElapsedTime
@@ -412,9 +413,9 @@ class _Hot:
 
 
 def bindings() -> Any:
-    """The module of driver calls. Raises ConfigError where there is no driver, or cuda-bindings is not installed."""
+    """The module of driver calls. Raises ConfigError if there is no driver, or cuda-bindings is not installed."""
     try:
-        ctypes.CDLL("libcuda.so.1")  # looked for first: without a driver, installing the package would not help
+        ctypes.CDLL("libcuda.so.1")  # first: without a driver, installing the package would not help
     except OSError as error:
         raise ConfigError(NO_DRIVER, "install one (nvidia-smi shows it), or use --device cpu") from error
     try:
@@ -425,20 +426,10 @@ def bindings() -> Any:
 
 
 def check(api: Any, call: str, status: Any, *, opening: bool = False) -> None:
-    """Raises the error that a result stands for, unless it is success."""
+    """Raise the error that a result stands for, unless it is success."""
     if int(status) == 0:
         return
     name = getattr(status, "name", f"CUDA_ERROR_{int(status)}")
     _, words = api.cuGetErrorString(status)
     said = words.decode() if isinstance(words, bytes) else "no description"
     raise fault(name, call, said, opening=opening)
-
-
-def scattered(sizes: Sequence[int], align: int = 256) -> tuple[tuple[int, ...], int]:
-    """Offsets of pieces laid end to end, each on `align` bytes (what the GPU's allocator promises), and the bytes in
-    all."""
-    offsets, at = [], 0
-    for nbytes in sizes:
-        offsets.append(at)
-        at += -(-nbytes // align) * align
-    return tuple(offsets), max(at, align)

@@ -1,7 +1,7 @@
-"""What the worker's thread does for jobs: the part of the device that imports torch.
+"""What the worker's thread does for jobs. It imports torch.
 
-Methods that are given a job run on that thread and may take long; the device leaves the job alone until it hears
-back. `capturing` alone only makes such work.
+Methods that take a job run on that thread and may take long. The device starts nothing else of the job until they have
+returned. `load_work`, `capture_work` and `instrument_work` run on the daemon's thread and return work for the other.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 
 from gpumux.device.base import GENERATOR, Launch
 from gpumux.device.codecache import VARIABLE, CodeCache
-from gpumux.device.cpu.jobs import Move
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.execute import CompiledRunner, Runner
-from gpumux.device.cuda.jobs import Capture, CudaJob, Load
-from gpumux.device.cuda.operands import Operands, SharedSegment
-from gpumux.device.cuda.program import WHOLE, CaptureRun, LoadedProgram, wait
+from gpumux.device.cuda.execute import CompiledRunner, OperatorRunner
+from gpumux.device.cuda.jobs import Capture, CudaJob, CudaLoad
+from gpumux.device.cuda.operands import CudaOperands, PinnedSegment
+from gpumux.device.cuda.program import WHOLE, CaptureRun, CudaProgram, wait
 from gpumux.device.cuda.streams import Partitions
 from gpumux.device.cuda.worker import PENDING
+from gpumux.device.run.commands import TransferCommand
 from gpumux.device.run.interpreter import first_lines
 from gpumux.device.run.randomness import move_generator
 from gpumux.device.run.schema import CurrentNumerics
@@ -42,9 +42,9 @@ CHUNK = 4 << 20
 
 
 class Engine:
-    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to.
-    `copies`: for each stream that pieces run on, the one on which batches come in. A copy waits until a step has taken
-    what lies where it goes, and others behind it on its stream wait too, so jobs that run on streams of their own share
+    """`priorities`: the driver's number for each priority of jobs. `partitions`: what low jobs can be confined to.
+    `copies`: for each stream that pieces run on, the stream that copies batches in. A copy waits until a step has taken
+    the last batch from its destination, and later copies on its stream wait behind it: so two streams of pieces share
     none."""
 
     def __init__(
@@ -63,16 +63,16 @@ class Engine:
         self.torch_version = str(torch.__version__)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """What the worker's thread lives in."""
+    def thread_context(self) -> Iterator[None]:
+        """The context that the worker's thread runs in."""
         self._driver.enter()
         self._compute.enter()
         with torch.inference_mode():
             yield
 
-    def loading(self, job: CudaJob, load: Load) -> Callable[[], Any]:
-        """Work for the thread: `load`, and for a program that is to be compiled one unit after the other."""
-        loaded: LoadedProgram | None = None
+    def load_work(self, job: CudaJob, load: CudaLoad) -> Callable[[], Any]:
+        """Work for the worker's thread: `load`, then the compilation of a compiled program, a unit in each part."""
+        loaded: CudaProgram | None = None
         kept = len(job.buffers)
 
         def part() -> Any:
@@ -81,7 +81,7 @@ class Engine:
                 loaded = self.load(job, load)
                 return loaded if loaded.program.kind == "aten" else PENDING
             try:
-                more = not job.over and loaded.compile_next()
+                more = not job.ended and loaded.compile_next()
             except GpumuxError:
                 loaded.close()
                 del job.buffers[kept:]
@@ -90,13 +90,13 @@ class Engine:
 
         return part
 
-    def load(self, job: CudaJob, load: Load) -> LoadedProgram:
-        """Raises AdmissionRefused, ProgramError; the job's memory is as it was then."""
+    def load(self, job: CudaJob, load: CudaLoad) -> CudaProgram:
+        """Load a program. Raises AdmissionRefused or ProgramError, and leaves the job's memory as it was."""
         kept = len(job.buffers)
-        data: SharedSegment | None = None
-        operands: Operands | None = None
+        data: PinnedSegment | None = None
+        operands: CudaOperands | None = None
         try:
-            self._equip(job)
+            self._prepare_job(job)
             program = decode(load.encoded)
             if program.device != "cpu":
                 raise ProgramError(
@@ -111,19 +111,19 @@ class Engine:
             with self._compute.on(job.capture_stream):
                 job.buffers += [self._compute.allocate(nbytes) for nbytes in load.new_buffers]
                 bound = [_buffer(job, index) for index in load.binding]
-                data = SharedSegment(self._driver, load.held.fds[0], load.nbytes)
-                operands = Operands(
+                data = PinnedSegment(self._driver, load.held.fds[0], load.nbytes)
+                operands = CudaOperands(
                     program, bound, data, load.slots, self._driver, self._compute, self._copies
                 )  # fmt: skip
             gates = sorted({gate.op for gate in program.gates})
             high = job.spec.priority is Priority.HIGH
             whole = None
             if program.kind == "compiled":
-                self._compiles()
-                runner: Runner = (compiled := CompiledRunner(program, operands, self._compute))
+                self._set_up_compiler()
+                runner: OperatorRunner = (compiled := CompiledRunner(program, operands, self._compute))
                 whole = compiled.units
             else:
-                runner = Runner(program, operands, self._compute)
+                runner = OperatorRunner(program, operands, self._compute)
             transient = max(load.transient, runner.transient_bytes())
             if transient > load.room:
                 raise AdmissionRefused(
@@ -131,8 +131,8 @@ class Engine:
                     "use smaller batches, or wait for other jobs to end",
                 )
             cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates, whole)
-            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts, transient)
-            wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
+            loaded = CudaProgram(program, operands, self._driver, self._compute, runner, cuts, transient)
+            wait(self._driver, job.capture_stream)  # buffers are zeroed before another stream reads them
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
             self._driver.memory()  # raises DeviceLost
@@ -145,12 +145,10 @@ class Engine:
         finally:
             load.held.close()
 
-    def run(
-        self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
-    ) -> tuple[float, float]:
-        """A piece of cut 0, or one that could not be captured. Its start and end. Raises JobFailed and its kin. Pieces
-        of cut 0 run on the stream and from the pool that their captures will use, which so take the same memory again;
-        confined ones run where they are confined."""
+    def run(self, job: CudaJob, launch: Launch, loaded: CudaProgram, stream: int, *, last: bool) -> tuple[float, float]:
+        """Run a piece of cut 0, or one that could not be captured; when it started and ended. Pieces of cut 0 run on
+        the stream and from the memory pool that their captures will use, so that captures take the same memory again;
+        confined ones run on the stream of their share. Raises GpumuxError."""
         self._apply(loaded.program.numerics)
         pool = None
         if not launch.cut and launch.share >= WHOLE:
@@ -160,48 +158,49 @@ class Engine:
         started = monotonic()
         try:
             if launch.piece == 0:
-                loaded.operands.feed(launch.slot, launch.scalars, stream)
+                loaded.operands.copy_inputs(launch.slot, launch.scalars, stream)
             with self._compute.drawing_from(job.generator):
                 loaded.run(launch.cut, launch.piece, stream, pool)
             if last:
-                loaded.operands.collect(launch.slot, stream)
+                loaded.operands.copy_results(launch.slot, stream)
         except GpumuxError:
             self._driver.idle(stream)  # raises DeviceLost when it was no failure of this job alone
             raise
         wait(self._driver, stream)
         return started, monotonic()
 
-    def capturing(self, job: CudaJob, capture: Capture, loaded: LoadedProgram) -> Callable[[], Any]:
-        """Work for the thread, done piece by piece: the graphs of a new cut, and bytes they made torch hold."""
+    def capture_work(self, job: CudaJob, capture: Capture, loaded: CudaProgram) -> Callable[[], Any]:
+        """Work for the worker's thread, in a part for each piece: the graphs of a new cut, and the bytes that torch
+        reserved for them."""
 
         def begin() -> CaptureRun:
             return CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool, self._confined_streams(job))
 
         return self._captures(job, loaded, begin, lambda run: run.graphs)
 
-    def instrumenting(self, job: CudaJob, loaded: LoadedProgram) -> Callable[[], Any]:
-        """Work for the thread, done piece by piece: a twin of the newest cut (cuts.py), and bytes it made torch
-        hold."""
+    def instrument_work(self, job: CudaJob, loaded: CudaProgram) -> Callable[[], Any]:
+        """Work for the worker's thread, in a part for each piece: the newest cut with events between operators
+        (cuts.py), and the bytes that torch reserved for it."""
 
         def begin() -> CaptureRun:
             bounds = loaded.cuts.bounds(loaded.cuts.newest)
             assert bounds is not None
             return CaptureRun(loaded, bounds, self._capture_stream(job), job.pool, marked=True)
 
-        return self._captures(job, loaded, begin, CaptureRun.twin)
+        return self._captures(job, loaded, begin, CaptureRun.instrumented)
 
     def _captures(
-        self, job: CudaJob, loaded: LoadedProgram, begin: Callable[[], CaptureRun], made: Callable[[CaptureRun], Any]
+        self, job: CudaJob, loaded: CudaProgram, begin: Callable[[], CaptureRun], made: Callable[[CaptureRun], Any]
     ) -> Callable[[], Any]:
         run: CaptureRun | None = None
         before = 0
 
         def part() -> Any:
             nonlocal run, before
-            if job.over:
+            if job.ended:
                 return run.stop() if run is not None else None
             if run is None:
-                self.sweep(job)
+                self.drop_unused(job)
                 run = begin()
                 before = self._compute.reserved()
             self._apply(loaded.program.numerics)
@@ -209,25 +208,24 @@ class Engine:
                 more = run.part()
             if more is not None:
                 return more
-            # Before a capture torch sets the generator's position on the stream it captures on; launches do so on
-            # others.
+            # Before a capture torch sets the generator's position on the capture's stream; launches set it on others.
             for stream in (job.capture_stream, *job.confined.values()):
                 wait(self._driver, stream)
             return made(run), max(0, self._compute.reserved() - before)
 
         return part
 
-    def move(self, job: CudaJob, move: Move, stream: int) -> None:
-        """Copy buffers to or from shared memory, through page-locked memory of our own: a copy of ordinary memory
-        would hold up the driver."""
+    def move(self, job: CudaJob, move: TransferCommand, stream: int) -> None:
+        """Copy buffers to or from shared memory, through page-locked memory: a copy of ordinary memory would hold up
+        the driver."""
         try:
             with mmap.mmap(move.held.fds[0], move.nbytes) as memory:
                 mapped = (ctypes.c_char * move.nbytes).from_buffer(memory)
                 base, at = ctypes.addressof(mapped), 0
-                del mapped  # `memory` stays until the end, and could not be closed while there is a window onto it
+                del mapped  # `memory` stays until the end, and can't be closed while this view of it exists
                 for index in move.buffers:
-                    if index == GENERATOR:  # it is the host's to advance, so launches before this one have done that
-                        self._equip(job)
+                    if index == GENERATOR:  # the host advances it at each launch, so it is up to date
+                        self._prepare_job(job)
                         move_generator(job.generator, memory, at, move.nbytes, move.into_device)
                         at += GENERATOR_BYTES
                         continue
@@ -241,20 +239,20 @@ class Engine:
         finally:
             move.held.close()
 
-    def profile(self, loaded: LoadedProgram, device: str) -> bytes:
+    def profile(self, loaded: CudaProgram, device: str) -> bytes:
         return dumps(loaded.profile(device)).encode()
 
     def release(self, job: CudaJob, stream: int) -> None:
-        """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others
-        are, and that error is raised."""
+        """Give all of a job's memory back, once nothing of it runs any more. If one part fails, the others are given
+        back all the same, and the error is raised."""
         copied = {used for loaded in job.programs.values() for used in loaded.operands.copied_on}
         for used in {stream, job.capture_stream, *job.confined.values(), *copied} - {0}:
             wait(self._driver, used)
         closing = [loaded.close for loaded in job.programs.values()]
-        parts: list[Callable[[], None]] = [partial(self.sweep, job), *closing]
-        if job.order:
-            parts.insert(0, partial(self._driver.destroy_event, job.order))
-            job.order = 0
+        parts: list[Callable[[], None]] = [partial(self.drop_unused, job), *closing]
+        if job.order_event:
+            parts.insert(0, partial(self._driver.destroy_event, job.order_event))
+            job.order_event = 0
         failed: GpumuxError | None = None
         for part in parts:
             try:
@@ -277,14 +275,14 @@ class Engine:
         if failed is not None:
             raise failed
 
-    def sweep(self, job: CudaJob) -> None:
-        """Drop graphs and twins that no step can use any more. Nothing of the job runs."""
-        for graph in job.garbage:
+    def drop_unused(self, job: CudaJob) -> None:
+        """Drop graphs that no step can use any more. Nothing of the job runs."""
+        for graph in job.unused_graphs:
             graph.drop()
-        job.garbage.clear()
+        job.unused_graphs.clear()
 
     def trim(self) -> None:
-        """Give back to the driver what torch holds for nobody. It makes the GPU finish what it is at first."""
+        """Give memory that torch holds unused back to the driver. Waits for the GPU."""
         self._compute.trim()
 
     def close(self) -> None:
@@ -295,31 +293,31 @@ class Engine:
             self._code.close()
 
     def _make_room(self, job: CudaJob) -> None:
-        """Before a program's first step: it was let in by what jobs hold, and torch may keep what others have left. It
-        can't give that back while it allocates from a job's pool."""
+        """Trim before a program's first step if memory is short. The program was admitted by what jobs hold, and torch
+        may hold more; it can't give that back while it allocates from a job's pool."""
         free, _ = self._driver.memory()
         if free < max(job.transients.values(), default=0):
             self._compute.trim()
 
     def _apply(self, wanted: Numerics) -> None:
-        """Set what the program's results depend on, for this thread's operators and captures."""
+        """Set the numerics that a program was captured with, for this thread's operators and captures."""
         self._numerics.apply(wanted)
-        torch._C._set_cudnn_allow_tf32(wanted.conv_precision == "tf32")  # also of recurrent layers
+        torch._C._set_cudnn_allow_tf32(wanted.conv_precision == "tf32")  # for recurrent layers, too
 
-    def _compiles(self) -> None:
-        """Before the first program that is compiled."""
+    def _set_up_compiler(self) -> None:
+        """Give the compiler its folder, before the first compiled program."""
         if self._code is None:
             self._code = CodeCache()
             os.environ[VARIABLE] = self._code.folder
 
-    def _equip(self, job: CudaJob) -> None:
+    def _prepare_job(self, job: CudaJob) -> None:
         self._capture_stream(job)
         if job.pool is None:
             job.generator = self._compute.generator(job.spec.seed)
             job.pool = self._compute.pool()
 
     def _capture_stream(self, job: CudaJob) -> int:
-        """A stream of the job's own, of its class's priority, which the kernels captured on it get."""
+        """A stream of the job's own, of its priority: kernels get the priority of the stream they are captured on."""
         number = int(job.spec.priority)
         if job.capture_stream and job.capture_class == number:
             return job.capture_stream
@@ -335,7 +333,7 @@ class Engine:
         return job.capture_stream
 
     def _confined_streams(self, job: CudaJob) -> dict[float, int]:
-        """To capture on, for every share below the whole. High jobs are never confined."""
+        """Streams to capture on, for every share below the whole. High jobs are never confined: {}."""
         if job.spec.priority is not Priority.LOW:
             return {}
         for share in self._partitions.shares[1:]:
@@ -345,8 +343,8 @@ class Engine:
         return job.confined
 
     def _move(self, memory: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
-        """`memory`: where the shared memory lies. ctypes lets go of the interpreter's lock while it copies, which a
-        copy between memoryviews does not, and the thread that launches would wait for each chunk."""
+        """Copy a buffer to or from shared memory, which is at host address `memory`. ctypes releases the interpreter's
+        lock while it copies. A copy between memoryviews does not, so the thread that launches would wait for it."""
         for start in range(0, nbytes, CHUNK):
             size = min(CHUNK, nbytes - start)
             if into_device:

@@ -1,4 +1,4 @@
-"""A Program's operators called one by one through torch: the first steps, and what a capture listens to."""
+"""A Program's operators called one by one through torch: in its first steps, and inside captures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from gpumux.device import inductor
 from gpumux.device.cuda import operators
 from gpumux.device.cuda.compute import Compute
-from gpumux.device.cuda.operands import Operands
-from gpumux.device.cuda.operators import made_beside, window
+from gpumux.device.cuda.operands import CudaOperands
+from gpumux.device.cuda.operators import form_temporary_bytes, window
 from gpumux.device.run.interpreter import Liveness, failed, names, outputs
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.cut import Unit, units
@@ -23,27 +23,27 @@ _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedErro
 
 
 @dataclass(slots=True)
-class Frame:
-    """One step in progress. `temps` holds, by storage, the tensor born there, until its last use; `drawn`, by random
-    slot, numbers that a later operator draws again."""
+class CudaFrame:
+    """One step in progress. `temps`: by storage, the tensor made there, until its last use. `drawn`: by random slot,
+    the numbers that a later operator uses again."""
 
     temps: list[torch.Tensor | None]
     drawn: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def copy(self) -> Frame:
-        return Frame([*self.temps], dict(self.drawn))
+    def copy(self) -> CudaFrame:
+        return CudaFrame([*self.temps], dict(self.drawn))
 
 
-class Runner:
-    """Runs ranges of a program's operators. Raises ProgramError, when made, for what the device can't run."""
+class OperatorRunner:
+    """Runs ranges of a program's operators. The constructor raises ProgramError for what the device can't run."""
 
-    def __init__(self, program: Program, operands: Operands, compute: Compute) -> None:
+    def __init__(self, program: Program, operands: CudaOperands, compute: Compute) -> None:
         self.program = program
         self._operands, self._compute = operands, compute
         for index, op in enumerate(program.ops):
-            operators.refuse(index, op)
+            operators.refuse_uncapturable(index, op)
         self._calls = [operators.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
-        self._placed = [operators.placed(op) for op in program.ops]
+        self._takes_device = [operators.takes_device(op) for op in program.ops]
         self._kept = operators.kept_draws(program)
         self.unsized = operators.unsized(program)
         self._live = Liveness.of(program)
@@ -52,12 +52,12 @@ class Runner:
             if last < len(program.ops):
                 self._dies[last].append(storage)
 
-    def frame(self) -> Frame:
-        return Frame([None] * len(self.program.storages))
+    def frame(self) -> CudaFrame:
+        return CudaFrame([None] * len(self.program.storages))
 
-    def run(self, frame: Frame, start: int, stop: int, between: Callable[[], None] | None = None) -> None:
-        """Run operators start..stop-1, and bring out the results if these are the last. `between` is called before
-        each. Raises JobFailed when an operator does, ProgramError when one can't be as declared."""
+    def run(self, frame: CudaFrame, start: int, stop: int, between: Callable[[], None] | None = None) -> None:
+        """Run operators start..stop-1, and copy the results out if these are the last. `between` is called before each.
+        Raises JobFailed when an operator fails, ProgramError when its output can't be as declared."""
         for index in range(start, stop):
             if between is not None:
                 between()
@@ -77,30 +77,30 @@ class Runner:
             for storage in self._dies[index]:
                 frame.temps[storage] = None
         if stop == len(self.program.ops):
-            self._bring_out(frame)
+            self._copy_out_results(frame)
 
-    def _bring_out(self, frame: Frame) -> None:
-        """The results, to where they are copied from."""
+    def _copy_out_results(self, frame: CudaFrame) -> None:
+        """Copy the results to where they leave the GPU from."""
         for target, view in zip(self._operands.results, self.program.results, strict=True):
             target.copy_(self._tensor(frame, view))
 
     def compile_next(self) -> bool:
-        """Whether there is anything left to prepare; it has prepared some of it."""
+        """Compile some of the program; whether any of it is left."""
         return False
 
     def live_at(self, bound: int) -> list[int]:
-        """Temporary storages that hold something between operator `bound` - 1 and `bound`."""
+        """Temporary storages that are in use between operators `bound` - 1 and `bound`."""
         live = self._live
         return [storage for storage, born in live.born.items() if born < bound <= live.last[storage]]
 
-    def places(self, before: Frame, start: int, stop: int) -> Frame | None:
-        """Memory for what crosses out of operators start..stop-1, which begin with `before`. None where its size is not
-        known before they have run."""
+    def outgoing_memory(self, before: CudaFrame, start: int, stop: int) -> CudaFrame | None:
+        """Memory for the temporaries that operators start..stop-1, which begin with `before`, leave to later ones. None
+        if its size is not known before they have run."""
         for index in range(start, stop):
             slot = self.program.ops[index].random
             if slot is not None and slot in self._kept and slot not in before.drawn:
                 return None
-        after = Frame([None] * len(before.temps), dict(before.drawn))
+        after = CudaFrame([None] * len(before.temps), dict(before.drawn))
         for storage in self.live_at(stop):
             made = before.temps[storage]
             if made is None:
@@ -111,8 +111,8 @@ class Runner:
             after.temps[storage] = made
         return after
 
-    def leave(self, frame: Frame, after: Frame) -> None:
-        """Copy what crosses out of a piece to where it is expected."""
+    def copy_outgoing(self, frame: CudaFrame, after: CudaFrame) -> None:
+        """Copy the temporaries that a piece leaves to later ones to the memory of `after`."""
         for storage, (here, there) in enumerate(zip(frame.temps, after.temps, strict=True)):
             if here is not None and there is not None and here is not there:
                 nbytes = self.program.storages[storage].nbytes
@@ -124,9 +124,9 @@ class Runner:
                 there.copy_(frame.drawn[slot])
 
     def transient_bytes(self) -> int:
-        """The most that temporaries hold at an operator that makes some the Program knows nothing of (operators.py); 0
-        without any."""
-        made = {index: made_beside(self.program, op) for index, op in enumerate(self.program.ops)}
+        """The most bytes that temporaries hold at an operator whose form makes temporaries of its own (operators.py);
+        0 if there is none."""
+        made = {index: form_temporary_bytes(self.program, op) for index, op in enumerate(self.program.ops)}
         changes = [0] * (len(self.program.ops) + 2)
         for storage, born in self._live.born.items():
             nbytes = aligned(self.program.storages[storage].nbytes)
@@ -135,18 +135,18 @@ class Runner:
         held = accumulate(changes)
         return max([live + made[index] for index, live in zip(made, held, strict=False) if made[index]], default=0)
 
-    def _arguments(self, frame: Frame, index: int, op: Op) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, frame: CudaFrame, index: int, op: Op) -> tuple[list[Any], dict[str, Any]]:
         def tensor(view: int) -> torch.Tensor:
             return self._tensor(frame, view)
 
         numbers, device = self._operands.numbers, self._compute.device
         arguments = [operators.evaluate(arg, tensor, numbers, device) for arg in op.args]
         keywords = {name: operators.evaluate(arg, tensor, numbers, device) for name, arg in op.kwargs}
-        if self._placed[index]:
+        if self._takes_device[index]:
             keywords["device"] = device
         return arguments, keywords
 
-    def _call(self, frame: Frame, index: int, op: Op, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _call(self, frame: CudaFrame, index: int, op: Op, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if op.random is None or op.random not in self._kept:
             return self._calls[index](*arguments, **keywords)
         drawn = frame.drawn.get(op.random)
@@ -155,9 +155,9 @@ class Runner:
             mask: torch.Tensor = returned[1] if isinstance(returned, tuple) else returned
             frame.drawn[op.random] = mask.clone()
             return returned
-        return operators.drawn_again(op, arguments, drawn)
+        return operators.repeat_draw(op, arguments, drawn)
 
-    def _tensor(self, frame: Frame, index: int) -> torch.Tensor:
+    def _tensor(self, frame: CudaFrame, index: int) -> torch.Tensor:
         made = self._operands.views[index]
         if made is not None:
             return made
@@ -166,7 +166,7 @@ class Runner:
         assert base is not None, "used before it is made: the Program was checked for this"
         return base if view == self._live.birth[view.storage] else operators.window(base, view)
 
-    def _keep(self, frame: Frame, index: int, op: Op, returned: Any, arguments: list[Any]) -> None:
+    def _keep(self, frame: CudaFrame, index: int, op: Op, returned: Any, arguments: list[Any]) -> None:
         born = [
             (view, made)
             for view, made in outputs(op, returned)
@@ -212,14 +212,14 @@ def _start(tensor: torch.Tensor | None) -> int:
     return tensor.untyped_storage().data_ptr() if tensor is not None else 0
 
 
-# ---- A program that is to be compiled, on the GPU: units instead of operators (program/cut.py, device/inductor.py).
+# ---- Compiled programs: units instead of operators (program/cut.py, device/inductor.py).
 
 
-class CompiledRunner(Runner):
-    """Runs ranges of whole units. `compile_next` has to be called until it says that nothing is left. Raises
-    ProgramError, when made, for what the device can't run or compile."""
+class CompiledRunner(OperatorRunner):
+    """Runs ranges of whole units. Call `compile_next` until it returns False. The constructor raises ProgramError for
+    what the device can't run or compile."""
 
-    def __init__(self, program: Program, operands: Operands, compute: Compute) -> None:
+    def __init__(self, program: Program, operands: CudaOperands, compute: Compute) -> None:
         super().__init__(program, operands, compute)
         inductor.find_compiler(compute.device.type)
         self.units: tuple[Unit, ...] = units(program, inductor.uncompilable(program, self._live))
@@ -239,8 +239,9 @@ class CompiledRunner(Runner):
                 self._compiled[unit.start] = (made, [self._argument(view) for view in made.bases])
         return bool(self._left)
 
-    def run(self, frame: Frame, start: int, stop: int, between: Callable[[], None] | None = None) -> None:
-        """Between operators of one unit nothing runs, so `between` sees all of a unit's time at its last operator."""
+    def run(self, frame: CudaFrame, start: int, stop: int, between: Callable[[], None] | None = None) -> None:
+        """As OperatorRunner.run. A unit runs as a whole once `between` was called for each of its operators, so
+        all its time counts as its last operator's."""
         for unit in self.units:
             if not start <= unit.start < stop:
                 continue
@@ -252,11 +253,11 @@ class CompiledRunner(Runner):
                     between()
             self._run(frame, unit)
             if unit.stop == len(self.program.ops):
-                self._bring_out(frame)
+                self._copy_out_results(frame)
         if start == stop == len(self.program.ops):
-            self._bring_out(frame)
+            self._copy_out_results(frame)
 
-    def _run(self, frame: Frame, unit: Unit) -> None:
+    def _run(self, frame: CudaFrame, unit: Unit) -> None:
         compiled, bases = self._compiled[unit.start]
         numbers = self._operands.number_vectors if compiled.numbers else ()
         temps = []

@@ -1,4 +1,4 @@
-"""What the CUDA device remembers of each job, and what it can be asked to do. No torch."""
+"""What the CUDA device keeps of each job, and the commands it carries out for it. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumux.device import base as dev
 from gpumux.device.base import Charges, DeviceEvent, Launch
-from gpumux.device.cpu.jobs import Move, Profile
+from gpumux.device.run.commands import ProfileCommand, TransferCommand
 from gpumux.device.workers.channel import Descriptors
 from gpumux.types import Fault, JobId, JobSpec, ProgramId
 
 if TYPE_CHECKING:
-    from gpumux.device.cuda.program import LoadedProgram
+    from gpumux.device.cuda.program import CudaProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CudaLoad:
+    """A program to load, as Device.load_program was given it."""
+
     program: ProgramId
     encoded: bytes
     new_buffers: tuple[int, ...]
@@ -25,15 +27,15 @@ class Load:
     held: Descriptors  # the data segment
     nbytes: int
     slots: int
-    charge: int  # bytes it was admitted with
-    transient: int  # bytes of temporaries it was admitted with, and what it could have had
-    room: int
+    charge: int  # bytes of buffers and blocks it was admitted with
+    transient: int  # bytes of temporaries it was admitted with
+    room: int  # bytes of temporaries it could have been admitted with
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A program is to be cut anew; no caller asked for it. `whole`: for as long as the job is alone, beside the cut
-    there is."""
+    """Capture a new cut of a program. `whole`: for as long as the job is alone on the GPU; the cut there is stays
+    beside it."""
 
     program: ProgramId
     bounds: tuple[int, ...]
@@ -42,83 +44,81 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """A program's operators are to be measured: its newest cut is captured with events between them."""
+    """Capture a program's newest cut with events between its operators, to measure them."""
 
     program: ProgramId
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """What no step can use any more is to be dropped (`CudaJob.garbage`)."""
+class DropUnused:
+    """Drop graphs that no step can use any more (`CudaJob.unused_graphs`)."""
 
 
-Command = Launch | Load | Move | Profile
-Chore = Capture | Instrument | Sweep  # what no caller waits for
+Command = Launch | CudaLoad | TransferCommand | ProfileCommand
+InternalCommand = Capture | Instrument | DropUnused  # the device's own: no event answers them
 
 
 @dataclass(slots=True)
 class CudaJob(Charges):
-    """One job. `backlog` holds commands handed over that wait for what runs: while `busy`, for the worker's thread;
-    what goes to that thread also waits until nothing of the job is in the air."""
+    """One job. `backlog`: commands handed over that wait. All wait while `busy`; those for the worker's thread also
+    wait until nothing of the job is in flight."""
 
     WHERE: ClassVar[str] = " on the GPU"
     id: JobId
     spec: JobSpec
-    backlog: deque[Command | Chore] = field(default_factory=deque)
-    busy: bool = False
-    at: Command | Chore | None = None  # what the worker does, or did last
-    airborne: int = 0
+    backlog: deque[Command | InternalCommand] = field(default_factory=deque)
+    busy: bool = False  # the worker's thread carries out one of its commands
+    current: Command | InternalCommand | None = None  # that command, or the last one
+    in_flight: int = 0
     releasing: bool = False
     unloading: bool = False
     fault: Fault | None = None  # why it is lost
     logged: bool = False  # a failure of it is in the log, with its traceback
-    warned: bool = False  # so is that a piece of it can't be captured
+    warned: bool = False  # it is in the log that a piece of it can't be captured
     stream: int = 0  # the one it runs on, or ran on last; 0: none
-    order: int = 0  # an event between two streams; 0: none was needed yet
-    charged: int = 0  # bytes of its buffers and its programs' blocks
-    transients: dict[ProgramId, int] = field(default_factory=dict)  # its programs, loaded or loading
-    programs: dict[ProgramId, LoadedProgram] = field(default_factory=dict)
-    buffers: list[Any] = field(default_factory=list)  # of torch.Tensor; the worker's
-    garbage: list[Any] = field(default_factory=list)  # graphs no step can use; the worker drops them
+    order_event: int = 0  # orders work on two of its streams; 0: none was needed yet
+    programs: dict[ProgramId, CudaProgram] = field(default_factory=dict)
+    buffers: list[Any] = field(default_factory=list)  # of torch.Tensor; used by the worker's thread alone
+    unused_graphs: list[Any] = field(default_factory=list)  # no step can use them; the worker's thread drops them
     capture_stream: int = 0
-    capture_class: int = 0  # the class whose priority that stream has, and the kernels of what was captured on it
+    capture_class: int = 0  # priority of that stream, and of the kernels captured on it
     confined: dict[float, int] = field(default_factory=dict)  # streams to capture on, by share below the whole
-    stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's class has changed
+    stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's priority has changed
     unmerged: set[ProgramId] = field(default_factory=set)  # programs that can't be captured as a whole
     profiling: deque[ProgramId] = field(default_factory=deque)  # programs whose operator times were asked for
     generator: Any = None
     pool: Any = None
 
     def captures(self, program: ProgramId) -> bool:
-        """Whether graphs of a program's newest cut, or of a new one, are being made, or about to be."""
-        now = [self.at] if self.busy else []
+        """Whether graphs of a program are being captured, or a command to capture them waits."""
+        now = [self.current] if self.busy else []
         return any(isinstance(each, Capture | Instrument) and each.program == program for each in (*now, *self.backlog))
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self.unloading or self.fault is not None
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """Whether it has nothing outstanding."""
-        return not (self.busy or self.airborne or self.backlog)
+        return not (self.busy or self.in_flight or self.backlog)
 
 
-def release(command: Command | Chore) -> None:
-    """Close what a command that will never be carried out holds."""
-    if isinstance(command, Load | Move):
+def release(command: Command | InternalCommand) -> None:
+    """Close the descriptors of a command that will not be carried out."""
+    if isinstance(command, CudaLoad | TransferCommand):
         command.held.close()
 
 
-def unanswered(job: JobId, command: Command | Chore, fault: Fault) -> list[DeviceEvent]:
-    """What a lost job's command comes to."""
+def unanswered(job: JobId, command: Command | InternalCommand, fault: Fault) -> list[DeviceEvent]:
+    """The events that answer a command of a lost job."""
     release(command)
     if isinstance(command, Launch):
         return [dev.LaunchFailed(command.launch, fault)]
-    if isinstance(command, Load):
+    if isinstance(command, CudaLoad):
         return [dev.ProgramRefused(job, command.program, fault)]
-    if isinstance(command, Move):
+    if isinstance(command, TransferCommand):
         return [dev.TransferDone(job, command.transfer, fault)]
-    if isinstance(command, Profile):
+    if isinstance(command, ProfileCommand):
         return [dev.ProgramProfiled(job, command.program, b"", fault)]
     return []

@@ -1,14 +1,14 @@
-"""Where a Program's tensors lie on the GPU, and how a batch gets there and its results back.
+"""Where a Program's tensors lie on the GPU, and how batches get there and results get back.
 
-A captured piece reads and writes fixed addresses. So a program has one block for its batch and the step's numbers,
-and one for its results; both are laid out like a slot of its shared memory, so that one copy moves each. The batch
-of the next step is copied in while the last one runs: on the copy stream, into one of two blocks beside, from which a
-step takes it with a copy on the device.
+A captured piece reads and writes fixed addresses. So a program has one block for its batch and the step's numbers, and
+one for its results. Both are laid out as a slot of its shared memory is, so that one copy moves each. The batch of the
+next step is copied in while the last step runs: on the copy stream, to one of two stages, from which the step copies it
+to the block.
 
-    slot of shared memory --copy stream--> stage 0 or 1 --job's stream--> block --piece 0 ... piece n--> results --> slot
+    slot of shared memory --copy stream--> stage 0 or 1 --job's stream--> block --pieces--> results --> slot
 
-Indices in the batch are first copied to private host memory and range-checked there: what the client could still
-change must not point a kernel out of its bounds.
+Indices in the batch are first copied to private host memory and range-checked there: the client could still change the
+shared ones, and no kernel may read out of its bounds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from gpumux.program.ir import Program, View, aligned, slot_layout
 STAGES = 2
 
 
-class SharedSegment:
-    """A data segment mapped here, page-locked so that the GPU copies from it without staging."""
+class PinnedSegment:
+    """A data segment mapped into this process and page-locked, so that the GPU copies from it without staging."""
 
     def __init__(self, driver: Driver, fd: int, nbytes: int) -> None:
         self._driver = driver
@@ -47,26 +47,26 @@ class SharedSegment:
             driver.register(self.address, nbytes)
 
     def close(self) -> None:
-        """No copy of it may be under way."""
+        """Unlock and unmap it. No copy of it may be under way."""
         if self._map is not None:
             self._driver.unregister(self.address)
         self.abandon()
 
     def abandon(self) -> None:
-        """Close it without the driver, which is lost."""
+        """Unmap it without calls to the driver, which fail on a lost GPU."""
         if self._map is not None:
             del self._bytes
             self._map.close()
             self._map = None
 
 
-class Operands:
-    """All operands of one loaded program. `buffers` are the job's, by the program's state slot; `copies`: the stream on
-    which batches come in, for each stream that steps run on. Elsewhere they come in on that stream itself. A copy waits
-    for what last took its stage, whichever stream that was on."""
+class CudaOperands:
+    """All operands of one loaded program. `buffers`: the job's, by the program's state slot. `copies`: for each stream
+    that pieces run on, the stream that batches come in on; for other streams that is the stream itself. A copy waits
+    for the step that last used its stage, whatever stream that step ran on."""
 
     def __init__(
-        self, program: Program, buffers: Sequence[torch.Tensor], data: SharedSegment, slots: int,
+        self, program: Program, buffers: Sequence[torch.Tensor], data: PinnedSegment, slots: int,
         driver: Driver, compute: Compute, copies: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.program, self.slots = program, slots
@@ -84,8 +84,8 @@ class Operands:
         self._checks = found.checks
         positions = {program.views[v].storage: i for i, v in enumerate(program.inputs)}
         self._private_inputs = sorted(positions[storage] for storage in found.storages)
-        self.views: list[torch.Tensor | None] = []  # of what is no temporary, by the Program's views
-        self.results: list[torch.Tensor] = []  # where the last piece puts them
+        self.views: list[torch.Tensor | None] = []  # by the Program's views; None for views of temporaries
+        self.results: list[torch.Tensor] = []  # the last piece writes them
         self._stages: tuple[_Stage, ...] = ()
         self._next = 0
         self._allocate(buffers)
@@ -95,9 +95,9 @@ class Operands:
         """Device memory this program holds beside the job's buffers and its pieces' pool."""
         return sum(block.numel() for block in self._blocks)
 
-    def feed(self, slot: int, values: Sequence[float | int], stream: int) -> None:
-        """Bring a step's batch and numbers to where its pieces read them: what runs on `stream` from now on finds
-        them. Raises ProgramError, JobFailed for an index out of range."""
+    def copy_inputs(self, slot: int, values: Sequence[float | int], stream: int) -> None:
+        """Copy a step's batch and numbers to the block that its pieces read, before what runs on `stream` from now on.
+        Raises ProgramError; JobFailed for an index out of range."""
         if not 0 <= slot < self.slots:
             raise ProgramError(f"step in slot {slot} of {self.slots}", "send steps in slots the daemon gave")
         if len(values) != len(self.program.scalars):
@@ -122,15 +122,15 @@ class Operands:
         driver.record(stage.taken, stream)
         self._next = (self._next + 1) % STAGES
 
-    def collect(self, slot: int, stream: int) -> None:
-        """Copy the results to the slot when all the stream has is done."""
+    def copy_results(self, slot: int, stream: int) -> None:
+        """Copy the results to the slot, after the stream's work so far."""
         nbytes = self._results_block.numel() if self.results else 0
         if nbytes:
             at = self._data.address + slot * self._layout.nbytes + self._layout.results[0]
             self._driver.copy_out(at, self._results_block.data_ptr(), nbytes, stream)
 
     def input_view(self, view: View) -> torch.Tensor:
-        """Another view of a batch tensor's storage than the program's own."""
+        """A view, other than the Program's own, of a batch tensor's storage."""
         place = next(i for i, v in enumerate(self.program.inputs) if self.program.views[v].storage == view.storage)
         at = self._layout.inputs[place] // DTYPES[view.dtype].itemsize + view.offset
         return _typed(self._block, view.dtype).as_strided(view.size, view.stride, at)
@@ -149,7 +149,7 @@ class Operands:
         self._data.close()
 
     def abandon(self) -> None:
-        """Let go of what is not the GPU's, which is lost."""
+        """Close what is not memory of the GPU, which is lost."""
         self._data.abandon()
 
     # ---- making them
@@ -197,8 +197,8 @@ class Operands:
         return base
 
     def _pin_private(self) -> None:
-        """Host memory of a slot's own: index inputs, then the numbers. A slot is not used again before its step
-        is answered, so neither is its part of this."""
+        """Allocate private host memory for each slot: index inputs, then the step's numbers. It is used again when its
+        slot is, which is after its step was answered."""
         program, at = self.program, 0
         self._index_parts: dict[int, _Part] = {}  # by position
         for position in self._private_inputs:
@@ -216,7 +216,7 @@ class Operands:
         self._host = self._driver.pin(at * self.slots) if at else None
 
     def _private(self, slot: int, values: Sequence[float | int]) -> int:
-        """Fill a slot's private part and check its indices; its address."""
+        """Fill a slot's private memory and check its indices. Returns its address."""
         if self._host is None:
             return 0
         start = slot * self._private_bytes
@@ -242,7 +242,7 @@ class Operands:
 
 
 class _Part(NamedTuple):
-    """Bytes of a slot's private memory: where they go in the block, where they lie in the part."""
+    """Bytes of a slot's private memory: their offset in the block, and in the private memory."""
 
     offset: int
     at: int
@@ -250,14 +250,14 @@ class _Part(NamedTuple):
 
 
 class _Stage:
-    """`filled`: the copy stream has put a batch there; `taken`: a step has copied it on."""
+    """Memory for a batch. Events: `filled` when a batch was copied in, `taken` when a step has copied it out."""
 
     def __init__(self, block: torch.Tensor, filled: int, taken: int) -> None:
         self.block, self.filled, self.taken = block, filled, taken
 
 
 def _typed(part: torch.Tensor, dtype: str) -> torch.Tensor:
-    """All of the storage that `part` lies on."""
+    """The whole storage of `part`, as a tensor of `dtype`."""
     storage, kind = part.untyped_storage(), DTYPES[dtype]
     whole = torch.empty(0, dtype=kind, device=part.device)
     return whole.set_(storage, 0, (storage.nbytes() // kind.itemsize,), (1,))

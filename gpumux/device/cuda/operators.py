@@ -1,12 +1,12 @@
-"""Host scalars through device memory.
+"""Operators of a Program on a GPU, in forms that CUDA graphs can capture.
 
-A captured kernel keeps the numbers it was captured with. Learning rates and bias corrections change from step to
-step, so operators that take a host scalar run in another form here: the step's numbers lie in device memory, and
-the form reads them there. Each is what the operator is defined to compute, in the precision in which torch's
-kernel computes it (float32 for the half types); sums of products may round once more than torch's fused kernel.
-An operator without such a form is refused when the program is loaded, never captured with a stale number.
+A captured kernel keeps the numbers it was captured with. Learning rates and bias corrections change from step to step,
+so operators that take a host scalar run in another form: the step's numbers lie in device memory, and the form reads
+them there. Each form computes what the operator is defined to compute, in the precision that torch's kernel computes in
+(float32 for the half types); sums of products may round once more than torch's fused kernel. An operator without such a
+form is refused when the program is loaded, so that no stale number is captured.
 
-The forms run the same way operator by operator and captured, so that a job's numbers don't change at capture.
+Forms are the same operator by operator and captured, so that a job's results don't change at capture.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from gpumux.device.run.schema import DTYPES, constant
 from gpumux.errors import ProgramError
 from gpumux.program.check import schema
 from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
-from gpumux.program.operators import RANDOM
 from gpumux.program.validate import leaves, op_args
 
-# ---- Operators whose CUDA kernels ask a tensor for its value, which waits for the GPU, so that no capture allows it.
+# ---- Operators whose CUDA kernels read a tensor's value on the host. That waits for the GPU, so no capture allows it.
 #
-# Those that only check a value, or take one as a number, are told in others that compute the same from the same random
-# numbers, without the check. The rest is refused when the program is loaded.
+# Operators that only check a value, or take one as a number, are replaced by others that compute the same from the same
+# random numbers, without the check. The rest is refused when the program is loaded.
 
 
 def masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
 
 
 def normal(mean: Tensor | float, std: Tensor, **_: Any) -> Tensor:
-    """normal with a tensor of deviations. One that is negative is not refused: it mirrors the draw."""
+    """normal with a tensor of deviations. A negative deviation is not refused: it mirrors the draw."""
     like, shape = (
         (mean, torch.broadcast_shapes(std.shape, mean.shape)) if isinstance(mean, Tensor) else (std, std.shape)
     )
@@ -64,17 +63,17 @@ def normal(mean: Tensor | float, std: Tensor, **_: Any) -> Tensor:
 
 
 def multinomial(weights: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
-    """multinomial of one draw or without replacement. Weights that are negative, infinite or all zero are not refused:
-    which of them is drawn is undefined."""
+    """multinomial, of one draw or without replacement. Weights that are negative, infinite or all zero are not refused:
+    the result is undefined then."""
     if replacement and count != 1:
-        return torch.multinomial(weights, count, True)  # in a kernel that asks nothing
+        return torch.multinomial(weights, count, True)  # this kernel checks nothing
     raced = weights / torch.empty_like(weights).exponential_()
     if count == 1:
         return raced.argmax(-1, keepdim=True)
     return raced.topk(count, -1).indices
 
 
-ASKING_FORMS: dict[str, Callable[..., Any]] = {
+CAPTURABLE_FORMS: dict[str, Callable[..., Any]] = {
     "aten.masked_fill.Tensor": masked_fill,
     "aten.masked_fill_.Tensor": masked_fill_,
     "aten.index_fill.int_Tensor": index_fill,
@@ -84,7 +83,7 @@ ASKING_FORMS: dict[str, Callable[..., Any]] = {
     "aten.multinomial.default": multinomial,
 }
 
-# Whose results come by way of the host, or whose kernels tell it whether they succeeded.
+# Operators whose results pass through the host, or whose kernels report to it whether they succeeded.
 _REFUSED = {
     "aten.linalg_eig.default": "use torch.linalg.eigh for symmetric matrices",
     "aten._linalg_eigvals.default": "use torch.linalg.eigvalsh for symmetric matrices",
@@ -92,8 +91,8 @@ _REFUSED = {
 }
 
 
-def refuse(index: int, op: Op) -> None:
-    """Raises ProgramError for an operator that no capture allows, with what to use instead."""
+def refuse_uncapturable(index: int, op: Op) -> None:
+    """Raise ProgramError for an operator that no capture allows. Its remedy names what to use instead."""
     remedy = _REFUSED.get(op.target)
     if op.target == "aten.histc.default":
         least, most = (*op.args[2:4], 0, 0)[:2] if len(op.args) > 2 else (0, 0)
@@ -105,23 +104,36 @@ def refuse(index: int, op: Op) -> None:
         )
 
 
-# ---- The steps of torch's fused optimizers in operators over lists, for hyperparameters that lie in device memory.
+# ---- Steps of torch's fused optimizers as operators over lists, for hyperparameters that lie in device memory.
 #
-# torch's fused kernels read the learning rate from memory, and no other number. Where another one changes from step to
-# step (momentum under OneCycleLR), the same formulas run operator by operator: as exact as the kernels, in the
-# precision they compute in, and slower.
+# torch's fused kernels read the learning rate from memory, but no other number. If another number changes from step to
+# step (momentum under OneCycleLR), the same formulas run operator by operator, in the precision of the kernels, and
+# slower.
 
 
 Value = Tensor | float | int
 Lists = list[Tensor]
-LISTS = 6  # of temporaries, as long as the parameters, at most at once; half types need their copies besides
+TEMPORARY_LISTS = 6  # at most at once, each as large as the parameters; half types need copies in float32 besides
 
 
 def adam_(
-    params: Lists, grads: Lists, averages: Lists, squares: Lists, greatest: Lists, steps: Lists, *, lr: Value, beta1: Value,
-    beta2: Value, weight_decay: Value, eps: Value, amsgrad: bool, maximize: bool, decoupled: bool = False,
-) -> None:  # fmt: skip
-    """Adam, and AdamW if `decoupled`. `steps` are counted up already, as torch does before it calls its kernel."""
+    params: Lists,
+    grads: Lists,
+    averages: Lists,
+    squares: Lists,
+    greatest: Lists,
+    steps: Lists,
+    *,
+    lr: Value,
+    beta1: Value,
+    beta2: Value,
+    weight_decay: Value,
+    eps: Value,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool = False,
+) -> None:
+    """A step of Adam, or of AdamW if `decoupled`. `steps` are incremented already, as torch does before its kernel."""
     if decoupled:
         torch._foreach_mul_(params, _tensor(1 - lr * weight_decay, params))
         grads = list(torch._foreach_neg(grads) if maximize else grads)
@@ -142,10 +154,19 @@ def adam_(
 
 
 def sgd_(
-    params: Lists, grads: Lists, buffers: Lists, *, weight_decay: Value, momentum: Value, lr: Value, dampening: Value, nesterov: bool,
-    maximize: bool, is_first_step: bool,
-) -> None:  # fmt: skip
-    """SGD. `buffers` is empty without momentum."""
+    params: Lists,
+    grads: Lists,
+    buffers: Lists,
+    *,
+    weight_decay: Value,
+    momentum: Value,
+    lr: Value,
+    dampening: Value,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+) -> None:
+    """A step of SGD. `buffers` is empty without momentum."""
     grads = _decayed(params, grads, weight_decay, maximize)
     if buffers:
         if is_first_step:
@@ -161,7 +182,7 @@ def sgd_(
 
 
 def _decayed(params: Lists, grads: Lists, weight_decay: Value, maximize: bool) -> Lists:
-    """The gradients of the loss that is to become smaller, with weight decay's: a list of its own."""
+    """The gradients of the minimised loss plus weight decay, as a new list."""
     decay = torch._foreach_mul(params, _tensor(weight_decay, params))
     (torch._foreach_sub_ if maximize else torch._foreach_add_)(decay, grads)
     return list(decay)
@@ -173,27 +194,27 @@ def _blend_(averages: Lists, values: Lists, beta: Value) -> None:
 
 
 def _tensor(value: Value, beside: Lists) -> Tensor:
-    """A number for operators over lists."""
+    """A number as operators over lists take it."""
     if isinstance(value, Tensor):
         return value.to(beside[0].dtype)
     return torch.full((), value, dtype=beside[0].dtype, device=beside[0].device)
 
 
-STEPS: dict[str, Callable[..., None]] = {"_fused_adam_": adam_, "_fused_adamw_": adam_, "_fused_sgd_": sgd_}
+FUSED_STEPS: dict[str, Callable[..., None]] = {"_fused_adam_": adam_, "_fused_adamw_": adam_, "_fused_sgd_": sgd_}
 
 
-def step(name: str, lists: Sequence[Lists], numbers: dict[str, Any]) -> None:
-    """A fused operator's step by its name. Half types are computed with in float32, as its kernel does."""
+def fused_step(name: str, lists: Sequence[Lists], numbers: dict[str, Any]) -> None:
+    """The step of the fused operator `name`. Half types are computed in float32, as in its kernel."""
     options = {"decoupled": True} if name == "_fused_adamw_" else {}
     exact = [[x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in xs] for xs in lists]
-    STEPS[name](*exact, **numbers, **options)
+    FUSED_STEPS[name](*exact, **numbers, **options)
     for mine, computed in zip(lists, exact, strict=True):
         changed = [(x, y) for x, y in zip(mine, computed, strict=True) if x is not y]
         if changed:
             torch._foreach_copy_([x for x, _ in changed], [y for _, y in changed])
 
 
-# ----
+# ---- the step's numbers in device memory
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -210,7 +231,7 @@ class Number:
     is_float: bool
 
     def beside(self, dtype: torch.dtype) -> Tensor:
-        """As a kernel takes it that computes on `dtype`."""
+        """The number as a kernel that computes on `dtype` takes it."""
         if dtype == torch.float64:
             return self.f64
         if dtype in (torch.float32, *_HALF):
@@ -220,7 +241,7 @@ class Number:
         return self.f32 if self.is_float else self.i64  # integers with a float are computed as floats
 
     def value(self, dtype: torch.dtype) -> Tensor:
-        """As an element of a tensor of `dtype`."""
+        """The number as an element of a tensor of `dtype`."""
         return (self.f64 if self.is_float else self.i64).to(dtype)
 
 
@@ -242,13 +263,13 @@ class NumberTable:
 
     @staticmethod
     def of(vectors: tuple[Tensor, Tensor, Tensor], program: Program) -> list[Number]:
-        """The numbers that lie in three vectors, as float64, int64 and float32."""
+        """The numbers in three vectors, of float64, int64 and float32."""
         f64, i64, f32 = vectors
         return [Number(f64[i], f32[i], i64[i], kind == "float") for i, kind in enumerate(program.scalars)]
 
     @staticmethod
     def write(memory: memoryview, values: Sequence[float | int], kinds: Sequence[str]) -> None:
-        """The same block on the host. Raises OverflowError for an integer of more than 64 bits."""
+        """Write the same block on the host. Raises OverflowError for an integer of more than 64 bits."""
         count = len(values)
         if not count:
             return
@@ -275,19 +296,27 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _elementwise(compute: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The functional and the in-place form of a formula. Numbers come 0-dimensional, tensors at the precision that
-    kernels compute in; the formula's last operator writes to `out`."""
+    """The functional and the in-place form of a formula. The formula takes numbers as 0-dimensional tensors, and
+    tensors in the precision that kernels compute in; its last operator writes to `out`. Formulas of `_PROMOTING` take
+    tensors of half types as they are."""
+
+    def computed(x: Tensor, out: Tensor | None, args: Any, kwargs: Any) -> Tensor:
+        operand = _operand
+        if x.dtype in _HALF:
+            if compute in _PROMOTING and x.dim():
+                operand, out = _vector, torch.empty_like(x) if out is None else out
+            else:
+                made = compute(_widened(x), *(_operand(x, a) for a in args), out=None,
+                               **{k: _operand(x, a) for k, a in kwargs.items()})  # fmt: skip
+                made = made.to(x.dtype) if made.is_floating_point() and out is None else made
+                return made if out is None else out.copy_(made)
+        return compute(x, *(operand(x, a) for a in args), out=out, **{k: operand(x, a) for k, a in kwargs.items()})
 
     def functional(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args, kwargs = tuple(_operand(x, a) for a in args), {k: _operand(x, a) for k, a in kwargs.items()}
-        made = compute(_widened(x), *args, out=None, **kwargs)
-        return made.to(x.dtype) if x.dtype in _HALF and made.is_floating_point() else made
+        return computed(x, None, args, kwargs)
 
     def in_place(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype in _HALF:
-            return x.copy_(functional(x, *args, **kwargs))
-        args, kwargs = tuple(_operand(x, a) for a in args), {k: _operand(x, a) for k, a in kwargs.items()}
-        return compute(x, *args, out=x, **kwargs)
+        return computed(x, x, args, kwargs)
 
     return functional, in_place
 
@@ -298,8 +327,18 @@ def _operand(x: Tensor, arg: Any) -> Any:
     return _widened(arg) if isinstance(arg, Tensor) else arg
 
 
+def _vector(x: Tensor, arg: Any) -> Any:
+    return arg.beside(x.dtype).view(1) if isinstance(arg, Number) else arg
+
+
 def _times(x: Any, alpha: Any) -> Any:
     return x if isinstance(alpha, int) and alpha == 1 else x * alpha
+
+
+def _scaled(fresh: Tensor, alpha: Any) -> Tensor:
+    """`_times` in place, for a tensor that nothing else refers to."""
+    one = isinstance(alpha, int) and alpha == 1
+    return fresh.mul_(alpha) if fresh.is_floating_point() and not one else _times(fresh, alpha)
 
 
 def _add(x: Tensor, other: Any, alpha: Any = 1, *, out: Tensor | None) -> Tensor:
@@ -316,17 +355,17 @@ def _rsub(x: Tensor, other: Any, alpha: Any = 1, *, out: Tensor | None) -> Tenso
 
 def _div(x: Tensor, other: Any, *, out: Tensor | None) -> Tensor:
     if x.is_cuda and x.is_floating_point() and isinstance(other, Tensor):
-        # torch's kernel multiplies floats by the reciprocal of a number it knows on the host.
+        # torch's kernel multiplies floats by the reciprocal of a number that is known on the host.
         return torch.mul(x, torch.reciprocal(other), out=out)
     return torch.div(x, other, out=out)
 
 
 def _addcmul(x: Tensor, a: Tensor, b: Tensor, value: Any = 1, *, out: Tensor | None) -> Tensor:
-    return torch.add(x, _times(a * b, value), out=out)
+    return torch.add(x, _scaled(_widened(a) * b, value), out=out)
 
 
 def _addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Any = 1, *, out: Tensor | None) -> Tensor:
-    return torch.add(x, _times(a / b, value), out=out)
+    return torch.add(x, _scaled(_widened(a) / b, value), out=out)
 
 
 def _clamp(x: Tensor, least: Any = None, most: Any = None, *, out: Tensor | None) -> Tensor:
@@ -340,12 +379,20 @@ def _clamp_max(x: Tensor, most: Any, *, out: Tensor | None) -> Tensor:
     return _clamp(x, None, most, out=out)
 
 
+def _softshrink(x: Tensor, width: Any = 0.5, *, out: Tensor | None) -> Tensor:
+    return torch.sub(x, torch.clamp(x, -width, width), out=out)
+
+
+# Formulas in which every operator that rounds takes a float32 of one dimension or more. torch then computes in float32
+# and rounds once, to `out`, without copies of the tensors in float32. A number of 0 dimensions would be rounded to the
+# tensors' type.
+_PROMOTING = frozenset({_add, _sub, torch.mul, _div, torch.pow, _addcmul, _addcdiv})
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "add.Scalar": _add, "sub.Scalar": _sub, "rsub.Scalar": _rsub, "mul.Scalar": torch.mul, "div.Scalar": _div,
     "pow.Tensor_Scalar": torch.pow, "add.Tensor": _add, "sub.Tensor": _sub, "addcmul.default": _addcmul,
     "addcdiv.default": _addcdiv, "lerp.Scalar": torch.lerp, "clamp.default": _clamp, "clamp_min.default": _clamp,
     "clamp_max.default": _clamp_max, "eq.Scalar": torch.eq, "ne.Scalar": torch.ne, "lt.Scalar": torch.lt,
-    "le.Scalar": torch.le, "gt.Scalar": torch.gt, "ge.Scalar": torch.ge,
+    "le.Scalar": torch.le, "gt.Scalar": torch.gt, "ge.Scalar": torch.ge, "softshrink.default": _softshrink,
 }  # fmt: skip
 _IN_PLACE_NAMES = {"pow.Tensor_Scalar": "pow_.Scalar"}
 
@@ -384,7 +431,7 @@ def _power_of(value: Number, x: Tensor) -> Tensor:
 
 # ---- lists of tensors
 
-# By overload: Python's torch._foreach_add_ takes a 0-dimensional tensor for a number, and brings it to the host.
+# By overload: Python's torch._foreach_add_ takes a 0-dimensional tensor as a number, and copies it to the host.
 _add_to_all = torch.ops.aten._foreach_add_.Tensor
 _multiply_all = torch.ops.aten._foreach_mul_.Tensor
 _divide_all = torch.ops.aten._foreach_div_.Tensor
@@ -392,7 +439,7 @@ _products = torch.ops.aten._foreach_mul.Tensor
 
 
 def _same(scalars: Any, count: int) -> Scalar | None:
-    """The one number that stands for all of a list; None where they differ."""
+    """The one number for all tensors of a list; None if they have different ones."""
     if not isinstance(scalars, list):
         return scalars  # type: ignore[no-any-return]
     first = scalars[0]
@@ -404,7 +451,7 @@ def _alike(xs: Sequence[Tensor]) -> bool:
 
 
 def _foreach(single: Callable[..., Tensor], together: Callable[..., None] | None) -> Callable[..., None]:
-    """In place: all at once where one number serves tensors of one type, else one by one with `single`."""
+    """In place: all tensors in one call if they have one number and one type, else one by one with `single`."""
 
     def run(xs: list[Tensor], *args: Any, **kwargs: Any) -> None:
         *lists, scalars = [*args, *kwargs.values()]
@@ -429,7 +476,7 @@ def _out_of_place(run: Callable[..., None]) -> Callable[..., list[Tensor]]:
 
 
 def _multiplied(fresh: tuple[Tensor, ...], value: Tensor) -> tuple[Tensor, ...]:
-    """The very tensors, of which nothing else knows: a second list of them may be as large as all parameters."""
+    """The products, in place: a second list may be as large as all parameters. Nothing else refers to `fresh`."""
     _multiply_all(fresh, value)
     return fresh
 
@@ -451,8 +498,8 @@ def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Ten
 
 
 def _fused(name: str) -> Callable[..., None]:
-    """A fused optimizer with the learning rate in memory: torch has kernels that read it there, and not the other
-    numbers."""
+    """A fused optimizer whose numbers lie in device memory. torch's kernel reads the learning rate there; other numbers
+    take `fused_step`."""
     kernel = getattr(torch.ops.aten, name).tensor_lr
 
     def run(*lists: list[Tensor], lr: Scalar, **others: Any) -> None:
@@ -464,7 +511,7 @@ def _fused(name: str) -> Callable[..., None]:
         double = lists[0][0].dtype == torch.float64
         values = {"lr": lr, **unscaled}
         numbers = {k: (v.f64 if double else v.f32) if isinstance(v, Number) else v for k, v in values.items()}
-        step(name, lists, numbers)
+        fused_step(name, lists, numbers)
 
     return run
 
@@ -502,7 +549,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)
     foreach("addcdiv.Scalar addcdiv.ScalarList", "addcdiv_.default", _addcdiv_list)
     foreach("lerp.Scalar lerp.ScalarList", "lerp_.Scalar", _lerp_list)
-    table |= {f"{name}.default": _fused(name) for name in STEPS}
+    table |= {f"{name}.default": _fused(name) for name in FUSED_STEPS}
     return {f"aten.{name}": function for name, function in table.items()}
 
 
@@ -515,8 +562,8 @@ _LIST_MAKERS = frozenset(
 )  # fmt: skip
 
 
-def made_beside(program: Program, op: Op) -> int:
-    """Bytes of the temporary lists that an operator's form makes, which the Program knows nothing of."""
+def form_temporary_bytes(program: Program, op: Op) -> int:
+    """Bytes of the temporary lists that an operator's form makes, which the Program does not declare."""
     if not takes_numbers(op) or not isinstance(op.args[0], tuple):
         return 0
     views = [program.views[leaf.view] for leaf in op.args[0] if isinstance(leaf, TensorRef)]
@@ -524,8 +571,8 @@ def made_beside(program: Program, op: Op) -> int:
     if op.target in _LIST_MAKERS:
         return nbytes
     name = op.target.removeprefix("aten.").removesuffix(".default")
-    if name in STEPS and any(isinstance(value, ScalarRef) for key, value in op.kwargs if key != "lr"):
-        return LISTS * sum(4 * prod(view.size) for view in views) if views else 0
+    if name in FUSED_STEPS and any(isinstance(value, ScalarRef) for key, value in op.kwargs if key != "lr"):
+        return TEMPORARY_LISTS * sum(4 * prod(view.size) for view in views) if views else 0
     return 0
 
 
@@ -547,19 +594,19 @@ def form(index: int, op: Op) -> Callable[..., Any]:
     return known
 
 
-# ---- Programs traced on the CPU, made to run on another device.
+# ---- Programs traced on the CPU, run on another device.
 #
-# A client needs no GPU: it traces on the CPU, and what it sends names no device (ir.Tag: "the device the job runs
-# on"). Nearly all operators mean the same on both. Here is the rest: operators that only the CPU has, told in others;
-# operators that make tensors out of nothing, which have to be told where; random numbers drawn twice; and layouts
-# that kernels choose differently from what was declared. What can't be moved is refused by name at load.
+# A client needs no GPU: it traces on the CPU, and its Program names no device (ir.Tag: "the device the job runs on").
+# Nearly all operators are the same on both. The others are here: operators that only the CPU has, replaced by others;
+# operators that make tensors, which take the device as an argument; random numbers that are drawn twice; and layouts
+# that kernels choose otherwise than the Program declares. What can't run is refused by name at load.
 
 
-_FORMS: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **kernels.FORMS}
-_COMPILED: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **kernels.COMPILED}
+_FORMS: dict[str, Callable[..., Any]] = {**CAPTURABLE_FORMS, **kernels.FORMS}
+_COMPILED: dict[str, Callable[..., Any]] = {**CAPTURABLE_FORMS, **kernels.COMPILED}
 
-# Recomputation draws an operator's numbers again. On a GPU the first draw is kept instead; that is the same only
-# where what is drawn depends on nothing but the arguments' shapes.
+# Recomputation draws an operator's numbers again. On a GPU the first draw is kept instead. That is the same only if the
+# numbers depend on nothing but the arguments' shapes.
 _KEPT_DRAWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -571,8 +618,8 @@ _KEPT_DRAWS = frozenset(
 
 
 def call(index: int, op: Op, supports: Callable[[str], bool], *, compiled: bool = False) -> Callable[..., Any]:
-    """What carries out an operator on another device than the CPU. Raises ProgramError when nothing can.
-    `supports`: whether the device has a kernel for an operator of torch's; `compiled`: it is to be compiled."""
+    """The function that runs an operator on another device than the CPU. `supports`: whether the device has a kernel
+    for an operator of torch; `compiled`: the function is for the compiler. Raises ProgramError if there is none."""
     if takes_numbers(op):
         return form(index, op)
     known = (_COMPILED if compiled else _FORMS).get(op.target)
@@ -587,14 +634,14 @@ def call(index: int, op: Op, supports: Callable[[str], bool], *, compiled: bool 
     return schema(op.target).overload  # type: ignore[no-any-return]
 
 
-def placed(op: Op) -> bool:
-    """Whether the operator has to be told on which device its result is to lie."""
+def takes_device(op: Op) -> bool:
+    """Whether the operator takes the device of its result as an argument, and the Program gives none."""
     known = schema(op.target)
     return "device" in known.keyword and "device" not in dict(op.kwargs)
 
 
 def kept_draws(program: Program) -> frozenset[int]:
-    """Random slots whose first draw must be kept for a second operator. Raises ProgramError where that won't do."""
+    """Random slots whose first draw is kept for a second operator. Raises ProgramError if keeping it is not enough."""
     first: dict[int, int] = {}
     kept: set[int] = set()
     for index, op in enumerate(program.ops):
@@ -624,21 +671,23 @@ def kept_draws(program: Program) -> frozenset[int]:
 
 
 def unsized(program: Program) -> frozenset[int]:
-    """Temporary storages that are as large as a kernel wants them, which a Program states as empty: what cuDNN's
-    recurrent layers keep for their backward."""
+    """Temporary storages whose size only the kernel knows, and which a Program declares empty: what cuDNN's recurrent
+    layers keep for their backward."""
     found: set[int] = set()
     for op in program.ops:
         outs: Sequence[Out] = ()
         if op.target == "aten._cudnn_rnn.default":
             outs = op.outs[3:]
-        elif op.target == "aten.clone.default" and isinstance(op.args[0], TensorRef):  # for a graph that is kept
+        elif op.target == "aten.clone.default" and isinstance(
+            op.args[0], TensorRef
+        ):  # of a backward graph that is retained
             outs = op.outs if program.views[op.args[0].view].storage in found else ()
         found |= {program.views[out].storage for out in outs if isinstance(out, int)}
     return frozenset(found)
 
 
-def drawn_again(op: Op, arguments: Sequence[Any], kept: Tensor) -> Any:
-    """What an operator returns that draws the numbers which are `kept` of another."""
+def repeat_draw(op: Op, arguments: Sequence[Any], kept: Tensor) -> Any:
+    """The result of an operator that draws the numbers of another one again, of which `kept` is the draw."""
     if op.target == "aten.native_dropout.default":
         x, p, _ = arguments
         return torch.ops.aten.native_dropout_backward.default(x, kept, 1 / (1 - p)), kept.clone()
@@ -648,7 +697,7 @@ def drawn_again(op: Op, arguments: Sequence[Any], kept: Tensor) -> Any:
 
 
 def shapes(program: Program, op: Op) -> tuple[object, ...]:
-    """An operator's arguments with its tensors' types and sizes in their place."""
+    """An operator's arguments, with tensors replaced by their types and sizes."""
 
     def describe(arg: Arg) -> object:
         if isinstance(arg, TensorRef):
@@ -659,13 +708,9 @@ def shapes(program: Program, op: Op) -> tuple[object, ...]:
     return (tuple(map(describe, op.args)), tuple((name, describe(arg)) for name, arg in op.kwargs))
 
 
-def draws(op: Op) -> bool:
-    return op.random is not None or op.target in RANDOM
-
-
 def evaluate(arg: Arg, tensor: Callable[[int], Tensor], numbers: Sequence[Any], device: torch.device) -> Any:
-    """An argument as torch takes it on `device`. `tensor` maps a view's index to a tensor; `numbers` stand for the
-    step's host scalars."""
+    """An argument as torch takes it on `device`. `tensor` maps a view's index to a tensor; `numbers`: the step's host
+    scalars."""
     if isinstance(arg, TensorRef):
         return tensor(arg.view)
     if isinstance(arg, ScalarRef):
@@ -678,15 +723,15 @@ def evaluate(arg: Arg, tensor: Callable[[int], Tensor], numbers: Sequence[Any], 
 
 
 def window(base: Tensor, view: View) -> Tensor:
-    """`view` onto the storage of `base`, whatever its own type, on its device."""
+    """`view` of the storage of `base`, whatever the type of `base`."""
     made = torch.empty(0, dtype=DTYPES[view.dtype], device=base.device)
     return made.set_(base.untyped_storage(), view.offset, view.size, view.stride)
 
 
 def conforming(made: Tensor, view: View, nbytes: int, arguments: frozenset[int]) -> Tensor:
-    """A new tensor as the Program declares it: `made` itself if it lies so, else a copy that does. `arguments`: where
-    the memory of the operator's arguments begins, which nothing new may share. Raises ProgramError when size or type
-    are not as declared."""
+    """A new tensor in the layout that the Program declares: `made` itself if it has that layout, else a copy.
+    `arguments`: addresses of the operator's arguments, whose memory a new tensor may not share. Raises ProgramError if
+    size or type are not as declared."""
     if tuple(made.size()) != view.size or made.dtype != DTYPES[view.dtype]:
         raise ProgramError(
             f"it returned {tuple(made.size())} of {made.dtype} where the program declares {view.size} of {view.dtype}",
@@ -705,5 +750,5 @@ def conforming(made: Tensor, view: View, nbytes: int, arguments: frozenset[int])
 
 
 def _used(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of dimensions of one element are never used."""
+    """The strides that matter: those of dimensions of more than one element."""
     return tuple(s for n, s in zip(size, stride, strict=True) if n > 1)

@@ -1,12 +1,12 @@
 """A program on the GPU: its cuts, its first steps operator by operator, its pieces captured and replayed.
 
-Between pieces a step's temporaries lie in the job's pool, at the addresses where the capture put them. A tensor that
-crosses a boundary is held while the next pieces are captured, so that none of them takes its place, and let go after
-its last use: pieces run in the order they were captured in, one step after the other, whatever the program, so
-later captures of the same job may use that memory again.
+Between pieces a step's temporaries stay in the job's memory pool, at the addresses that the capture gave them. A tensor
+that later pieces use is held while those are captured, so that none of them takes its memory, and released after its
+last use. Pieces run in the order they were captured in, one step after the other, whatever the program, so later
+captures of the same job may use that memory again.
 
-A piece that is captured for several shares of the multiprocessors has them all find what crosses its boundaries at the
-same addresses, so that each piece of a step may run on another share: see `recapture`.
+A piece that is captured for several shares of the multiprocessors takes and leaves temporaries at the same addresses in
+each of them, so each piece of a step may run on another share (`recapture`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from gpumux import __version__
-from gpumux.device.cuda.compute import Compute, Graph
-from gpumux.device.cuda.cuts import Cuts, Twin
+from gpumux.device.cuda.compute import CapturedGraph, Compute
+from gpumux.device.cuda.cuts import Cuts, InstrumentedCut
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.execute import Frame, Runner
-from gpumux.device.cuda.operands import Operands
+from gpumux.device.cuda.execute import CudaFrame, OperatorRunner
+from gpumux.device.cuda.operands import CudaOperands
 from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import DeviceLost, GpumuxError, ProgramError
 from gpumux.program.ir import Program, labels
@@ -34,8 +34,9 @@ from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer,
 
 # ---- The capture of a cut: its pieces in order, each for every share of the multiprocessors it may run on.
 #
-# A piece that can't be captured (an operator of it waits for the GPU, or a library refuses) stays operator by operator:
-# it begins with what crosses into it and leaves what crosses out of it where the captured pieces behind it find it.
+# A piece that can't be captured (an operator of it waits for the GPU, or a library refuses) runs operator by operator:
+# it takes the temporaries that earlier pieces left, and copies those for later pieces to where their graphs expect
+# them.
 
 
 WHOLE = 1.0
@@ -43,24 +44,24 @@ WHOLE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Uncaptured:
-    """A piece that is run operator by operator among captured ones. `before`: what crosses into it; `after`: what
-    crosses out of it, at the places where the pieces behind it find it."""
+    """A piece that runs operator by operator among captured ones. `before`: the temporaries it takes; `after`: those it
+    leaves, in the memory where later pieces expect them."""
 
-    before: Frame
-    after: Frame
+    before: CudaFrame
+    after: CudaFrame
 
 
 @dataclass(slots=True)
-class Captured:
-    """The pieces of a cut, by share; None for a piece of nothing, and for one that is `uncaptured`. `left_out`: their
-    operators, and why they could not be captured."""
+class CapturedCut:
+    """The captured pieces of a cut, by share; None for an empty piece and for one in `uncaptured`. `left_out`: first
+    and last+1 operator of each of those, and why it could not be captured."""
 
-    by_share: dict[float, list[Graph | None]] = field(default_factory=dict)
+    by_share: dict[float, list[CapturedGraph | None]] = field(default_factory=dict)
     uncaptured: dict[int, Uncaptured] = field(default_factory=dict)
     left_out: list[tuple[int, int, GpumuxError]] = field(default_factory=list)
 
     def drop(self) -> None:
-        """Nothing of it may be running."""
+        """Drop all graphs. Nothing of them may be running."""
         for graph in [graph for graphs in self.by_share.values() for graph in graphs]:
             if graph is not None:
                 graph.drop()
@@ -69,11 +70,11 @@ class Captured:
 
 
 class CaptureRun:
-    """The capture of all pieces of a cut, in order, one a call of `part`. `confined`: further shares, and the stream to
-    capture on for each. With `marked` as a twin of the newest cut, for the whole alone."""
+    """Captures all pieces of a cut, in order, one in each call of `part`. `confined`: further shares, and the stream to
+    capture on for each. `marked`: with events between operators, for the whole GPU alone."""
 
     def __init__(
-        self, loaded: LoadedProgram, bounds: Sequence[int], stream: int, pool: Any,
+        self, loaded: CudaProgram, bounds: Sequence[int], stream: int, pool: Any,
         confined: Mapping[float, int] | None = None, *, marked: bool = False,
     ) -> None:  # fmt: skip
         self._loaded, self._stream, self._pool = loaded, stream, pool
@@ -82,13 +83,15 @@ class CaptureRun:
             (start, stop, share) for start, stop in pairwise(bounds) for share in (WHOLE, *self._confined)
         )
         self._frame = loaded.frame()
-        self._before = self._frame  # what crossed into the piece; held, so that no capture of it takes that memory
-        self.graphs = Captured({share: [] for share in (WHOLE, *self._confined)})
+        self._before = (
+            self._frame
+        )  # the temporaries that the piece took; held, so that no capture of it takes that memory
+        self.graphs = CapturedCut({share: [] for share in (WHOLE, *self._confined)})
         self.marks: list[list[int]] | None = [] if marked else None
 
     def part(self) -> object | None:
-        """Capture the next piece for one share; PENDING, or None when it was the last. Raises JobFailed, with nothing
-        kept."""
+        """Capture the next piece for one share. Returns PENDING, or None when it was the last. Raises JobFailed, and
+        drops all it has captured then."""
         start, stop, share = self._left.popleft()
         try:
             self.graphs.by_share[share].append(self._capture(start, stop, share))
@@ -97,7 +100,7 @@ class CaptureRun:
             raise
         return PENDING if self._left else None
 
-    def _capture(self, start: int, stop: int, share: float) -> Graph | None:
+    def _capture(self, start: int, stop: int, share: float) -> CapturedGraph | None:
         loaded, pool = self._loaded, self._pool
         piece = len(self.graphs.by_share[share])
         if share != WHOLE:
@@ -118,9 +121,9 @@ class CaptureRun:
         return graph
 
     def _leave_out(self, piece: int, start: int, stop: int, error: GpumuxError) -> None:
-        """Have the piece run operator by operator. Raises `error` where that can't be among captured ones."""
+        """Have the piece run operator by operator. Raises `error` if the size of what it leaves is not known."""
         self._loaded.driver.idle(self._stream)  # raises DeviceLost when it was no matter of this capture
-        after = self._loaded.places(self._before, start, stop, self._stream)
+        after = self._loaded.outgoing_memory(self._before, start, stop, self._stream)
         if after is None:
             raise error
         self.graphs.uncaptured[piece] = Uncaptured(self._before, after)
@@ -134,46 +137,53 @@ class CaptureRun:
             self._loaded.driver.destroy_event(event)
         self.marks = None
 
-    def twin(self) -> Twin:
-        """Of all its pieces, when `part` has said None."""
+    def instrumented(self) -> InstrumentedCut:
+        """The instrumented cut. Call it when `part` has returned None."""
         assert self.marks is not None
-        return Twin(self._loaded.cuts.newest, self.graphs.by_share[WHOLE], self.marks, self._loaded.driver)
+        return InstrumentedCut(self._loaded.cuts.newest, self.graphs.by_share[WHOLE], self.marks, self._loaded.driver)
 
 
 # ----
 
 
-HOST_S = 60e-6  # what Python takes to call an operator and to record an event, at most
+HOST_S = 60e-6  # Python takes at most that to call an operator and to record an event
 _BUG = "this is a bug in the daemon: report it"
 
 
-class LoadedProgram:
-    """One program bound to its job's buffers. Its operators are called, and its pieces captured, by the worker's
-    thread; `check`, `feed`, `replay` and `collect` never wait and may be called by the daemon's."""
+class CudaProgram:
+    """One program bound to its job's buffers. The worker's thread calls its operators and captures its pieces. `check`,
+    `share` and `replay` never wait; the daemon's thread calls them."""
 
     def __init__(
-        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts,
+        self,
+        program: Program,
+        operands: CudaOperands,
+        driver: Driver,
+        compute: Compute,
+        runner: OperatorRunner,
+        cuts: Cuts,
         transient: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.operands, self.cuts = program, operands, cuts
         self.transient = transient  # bytes its temporaries need, those of forms included
         self.driver, self._compute = driver, compute
         self._runner = runner
-        self._frame: Frame | None = None
+        self._frame: CudaFrame | None = None
         self._next: tuple[int, int, int] | None = None  # step, cut and piece that must come next
-        self._graphs: dict[int, Captured] = {}  # by cut
-        self._known: list[Captured] = []  # all that hold memory
-        self._parted: tuple[tuple[int, ...], Captured] | None = (
+        self._graphs: dict[int, CapturedCut] = {}  # by cut
+        self._known: list[CapturedCut] = []  # all that hold memory
+        self._parted: tuple[tuple[int, ...], CapturedCut] | None = (
             None  # bounds and graphs, while there is a whole one beside
         )
-        self._whole: tuple[tuple[int, ...], Captured] | None = None
-        self.twin: Twin | None = None  # while its operators are measured
-        self._ending: list[Twin] = []  # retired in the middle of a step, which goes on through them
+        self._whole: tuple[tuple[int, ...], CapturedCut] | None = None
+        self.instrumented: InstrumentedCut | None = None  # while its operators are measured
+        self._ending: list[InstrumentedCut] = []  # retired in the middle of a step, which goes on through them
 
     # ---- any thread
 
     def check(self, step: int, cut: int, piece: int) -> bool:
-        """Before each launch, in order: whether it ends its step. Raises ProgramError for what is not there."""
+        """Whether a launch ends its step. Call it before each launch, in order. Raises ProgramError for a piece that is
+        not there or out of order."""
         bounds = self.cuts.bounds(cut)
         if bounds is None or not 0 <= piece < len(bounds) - 1:
             raise ProgramError(f"no piece {piece} of cut {cut}", _BUG)
@@ -188,63 +198,66 @@ class LoadedProgram:
 
     @property
     def partly_captured(self) -> bool:
-        """Whether pieces of the newest cut stay operator by operator. They begin and end where that cut's graphs do, so
-        a twin's graphs can't run among them."""
+        """Whether pieces of the newest cut run operator by operator. They use the memory of that cut's graphs, so the
+        graphs of an instrumented cut can't run among them."""
         return self.cuts.newest in self._graphs and bool(self._graphs[self.cuts.newest].uncaptured)
 
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
 
     def share(self, step: int, cut: int, piece: int, wanted: float) -> float:
-        """Where a captured piece will run: on the share wanted, or on the whole if it was not captured for that, or
-        while its operators are measured."""
-        if piece == 0 and self.twin is not None:
-            self.twin.begins(step, cut)
+        """The share that a captured piece will run on: `wanted`, or 1.0 if it was not captured for that, or while
+        operators are measured."""
+        if piece == 0 and self.instrumented is not None:
+            self.instrumented.begins(step, cut)
         if self._measured_by(step) is not None:
             return 1.0
         return wanted if wanted in self._graphs[cut].by_share else 1.0
 
     def replay(self, step: int, cut: int, piece: int, share: float, stream: int) -> None:
-        """After `share`."""
-        twin = self._measured_by(step)
-        graph = twin.graphs[piece] if twin is not None else self._graphs[cut].by_share[share][piece]
+        """Launch a captured piece. `share`: as the method `share` returned it."""
+        instrumented = self._measured_by(step)
+        graph = instrumented.graphs[piece] if instrumented is not None else self._graphs[cut].by_share[share][piece]
         if graph is not None:
             graph.replay(stream)
 
-    def _measured_by(self, step: int) -> Twin | None:
-        twins = self._ending if self.twin is None else [self.twin, *self._ending]
-        return next((twin for twin in twins if twin.runs(step)), None)
+    def _measured_by(self, step: int) -> InstrumentedCut | None:
+        if self.instrumented is None and not self._ending:
+            return None
+        instrumented_cuts = self._ending if self.instrumented is None else [self.instrumented, *self._ending]
+        return next((instrumented for instrumented in instrumented_cuts if instrumented.runs(step)), None)
 
-    def retire(self) -> list[Twin]:
-        """There is no twin any more. Returns those that no step can use, to be dropped when nothing of the job runs."""
-        twin, self.twin = self.twin, None
-        if twin is None:
+    def retire(self) -> list[InstrumentedCut]:
+        """End the measurement. Returns instrumented cuts that no step can use, to be dropped when nothing of the job
+        runs."""
+        instrumented, self.instrumented = self.instrumented, None
+        if instrumented is None:
             return []
-        if not twin.under_way:
-            return [twin]
-        self._ending.append(twin)
+        if not instrumented.under_way:
+            return [instrumented]
+        self._ending.append(instrumented)
         return []
 
-    def measured(self, step: int) -> list[Twin]:
-        """A step has ended, maybe through a twin. What `retire` returns."""
-        twin = self._measured_by(step)
-        if twin is None:
+    def measured(self, step: int) -> list[InstrumentedCut]:
+        """A step has ended. Returns what `retire` returns."""
+        instrumented = self._measured_by(step)
+        if instrumented is None:
             return []
-        twin.under_way = False
-        if twin is self.twin:
+        instrumented.under_way = False
+        if instrumented is self.instrumented:
             return []
-        self._ending.remove(twin)
-        return [twin]
+        self._ending.remove(instrumented)
+        return [instrumented]
 
     # ---- the worker's thread
 
     def compile_next(self) -> bool:
-        """Compile some of the program; whether any is left. Raises ProgramError."""
+        """Compile some of the program; whether any of it is left. Raises ProgramError."""
         return self._runner.compile_next()
 
     def run(self, cut: int, piece: int, stream: int, pool: Any | None) -> None:
-        """Run a piece of cut 0, or one that could not be captured, on `stream`, operator by operator. Raises JobFailed.
-        `pool`: what pieces of cut 0 take their memory from, if it is not the device's."""
+        """Run a piece of cut 0, or one that could not be captured, on `stream`, operator by operator. `pool`: pieces of
+        cut 0 take their memory from it; None: from the device's. Raises JobFailed."""
         bounds = self.cuts.bounds(cut)
         assert bounds is not None
         start, stop = bounds[piece], bounds[piece + 1]
@@ -253,7 +266,7 @@ class LoadedProgram:
             frame = uncaptured.before.copy()
             with self._compute.on(stream):
                 self._runner.run(frame, start, stop)
-                self._runner.leave(frame, uncaptured.after)
+                self._runner.copy_outgoing(frame, uncaptured.after)
             return
         if piece == 0 or self._frame is None:
             self._frame = self._runner.frame()
@@ -269,7 +282,7 @@ class LoadedProgram:
             own = self._compute.allocating(pool) if pool is not None else nullcontext()
             with self._compute.on(stream), own:
                 if timing and not self.cuts.warming:
-                    # Python takes longer to call most operators than they run: times between events would be Python's.
+                    # Python takes longer to call most operators than they run, and would be what events measure.
                     self._compute.occupy(HOST_S * (stop - start))
                 self._runner.run(frame, start, stop, mark if timing else None)
             if timing:
@@ -283,26 +296,28 @@ class LoadedProgram:
             self._frame = None
 
     def close(self) -> None:
-        """Nothing of the program may be running."""
+        """Give everything back. Nothing of the program may be running."""
         for graphs in self._known:
             graphs.drop()
         self._graphs.clear()
         self._known.clear()
-        for twin in (*self._ending, *([] if self.twin is None else [self.twin])):
-            twin.drop()
-        self._ending, self.twin = [], None
+        for instrumented in (*self._ending, *([] if self.instrumented is None else [self.instrumented])):
+            instrumented.drop()
+        self._ending, self.instrumented = [], None
         self._frame = None
         self.operands.close()
 
-    def capture(self, frame: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
+    def capture(self, frame: CudaFrame, start: int, stop: int, stream: int, pool: Any) -> CapturedGraph | None:
         """Capture operators start..stop-1 as one piece. Raises JobFailed."""
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
         draws = self._draws(start, stop)
         return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop), draws=draws)
 
-    def instrument(self, frame: Frame, start: int, stop: int, stream: int, pool: Any) -> tuple[Graph | None, list[int]]:
-        """Like `capture`, with events that the piece passes: two at its head, one behind each operator. Raises
+    def instrument(
+        self, frame: CudaFrame, start: int, stop: int, stream: int, pool: Any
+    ) -> tuple[CapturedGraph | None, list[int]]:
+        """As `capture`, with events that the piece records: two at its head, one behind each operator. Raises
         JobFailed."""
         if start == stop:
             return self.capture(frame, start, stop, stream, pool), []
@@ -324,14 +339,16 @@ class LoadedProgram:
                 self.driver.destroy_event(event)
             raise
 
-    def recapture(self, before: Frame, after: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
-        """Capture a piece again for another share: it begins with what crossed into it, `before`, and leaves what
-        crosses out of it where the first capture did, `after`. Raises JobFailed."""
+    def recapture(
+        self, before: CudaFrame, after: CudaFrame, start: int, stop: int, stream: int, pool: Any
+    ) -> CapturedGraph | None:
+        """Capture a piece again for another share. It takes the temporaries `before`, and leaves its own where the
+        first capture left them, `after`. Raises JobFailed."""
         frame = before.copy()
 
         def body() -> None:
             self._runner.run(frame, start, stop)
-            self._runner.leave(frame, after)
+            self._runner.copy_outgoing(frame, after)
 
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
@@ -341,18 +358,18 @@ class LoadedProgram:
         """Whether one of these operators draws random numbers."""
         return any(op.random is not None for op in self.program.ops[start:stop])
 
-    def frame(self) -> Frame:
+    def frame(self) -> CudaFrame:
         return self._runner.frame()
 
-    def places(self, before: Frame, start: int, stop: int, stream: int) -> Frame | None:
-        """See Runner.places."""
+    def outgoing_memory(self, before: CudaFrame, start: int, stop: int, stream: int) -> CudaFrame | None:
+        """See OperatorRunner.outgoing_memory."""
         with self._compute.on(stream):
-            return self._runner.places(before, start, stop)
+            return self._runner.outgoing_memory(before, start, stop)
 
     # ---- the daemon's thread
 
-    def accept(self, bounds: tuple[int, ...], graphs: Captured, *, whole: bool = False) -> list[Captured]:
-        """The captured pieces are the newest cut. `whole`: the cut before stays beside them (`switch`). Returns those
+    def accept(self, bounds: tuple[int, ...], graphs: CapturedCut, *, whole: bool = False) -> list[CapturedCut]:
+        """Make the captured pieces the newest cut. `whole`: the cut before stays beside them (`switch`). Returns graphs
         that no step can use any more, to be dropped when nothing of the job runs."""
         before = self.cuts.bounds(self.cuts.newest)
         if whole and before is not None:
@@ -368,21 +385,21 @@ class LoadedProgram:
 
     @property
     def merged(self) -> bool:
-        """Whether the newest cut is the whole one."""
+        """Whether the newest cut is the one of whole steps."""
         return self._whole is not None and self._graphs[self.cuts.newest] is self._whole[1]
 
     @property
     def parted_bounds(self) -> tuple[int, ...] | None:
-        """Of the newest cut, or of the one beside it that is not whole."""
+        """Bounds of the newest cut that is not whole."""
         return self._parted[0] if self._parted is not None else self.cuts.bounds(self.cuts.newest)
 
-    def switch(self, whole: bool) -> list[Captured]:
-        """The other of the two cuts is the newest, without a capture. What `accept` returns."""
+    def switch(self, whole: bool) -> list[CapturedCut]:
+        """Make the other of the two cuts the newest, without a capture. Returns what `accept` returns."""
         assert self._whole is not None
         assert self._parted is not None
         return self._begin(*(self._whole if whole else self._parted))
 
-    def _begin(self, bounds: tuple[int, ...], graphs: Captured) -> list[Captured]:
+    def _begin(self, bounds: tuple[int, ...], graphs: CapturedCut) -> list[CapturedCut]:
         self.cuts.cut(bounds)
         self._graphs[self.cuts.newest] = graphs
         self._graphs.pop(self.cuts.newest - 2, None)
@@ -392,15 +409,15 @@ class LoadedProgram:
         return gone
 
     def profile(self, device: str) -> StepProfile:
-        """What each operator was measured to take: through the twin, if a step has run through it, else by the timed
+        """The measured time of each operator: by the instrumented cut, if a step has run through it, else by the timed
         step. There is a measured cut."""
         program, op_s = self.program, self.cuts.op_s
         note = "by events around each operator, launched one by one: short ones are measured with the gap behind them"
-        if self.twin is not None and self.twin.steps:
-            op_s = self.twin.op_s()
+        if self.instrumented is not None and self.instrumented.steps:
+            op_s = self.instrumented.op_s()
             note = (
                 f"by events between the operators of captured pieces, whose own cost is taken off; median of "
-                f"{self.twin.steps} steps, beside whatever else ran"
+                f"{self.instrumented.steps} steps, beside whatever else ran"
             )
         rows = [
             of_layer(
@@ -418,8 +435,8 @@ class LoadedProgram:
 
 
 def wait(driver: Driver, stream: int) -> None:
-    """Until what the stream was given so far is done. On the worker's thread, which nobody waits for: it sleeps
-    between looks, so that the interpreter's lock and the driver's stay free for the thread that launches."""
+    """Wait until the stream's work so far is done, on the worker's thread. It sleeps between queries, so that the locks
+    of the interpreter and the driver stay free for the thread that launches."""
     event = driver.event(timed=False)
     try:
         driver.record(event, stream)

@@ -1,7 +1,11 @@
-"""Parts of the multiprocessors that low work can be confined to (green contexts, CUDA 12.4).
+"""Streams for jobs' pieces, and parts of the multiprocessors that low jobs can be confined to.
 
-Off unless asked for: what they buy has not been seen on a card yet (docs/gpu-notes.md, `green`). Each share has streams
-of its own, on which a low job's pieces for that share are captured and launched.
+A GPU spreads streams over at most 32 hardware queues, and two streams in one queue wait for each other. So there are a
+few streams for each priority, for all jobs: a job with work outstanding holds one, and gives it back when it has none.
+
+Parts of the multiprocessors (green contexts, CUDA 12.4) are off unless asked for: what they gain is not measured on a
+card yet (docs/gpu-notes.md, `green`). Each part has streams of its own, on which low jobs' pieces are captured and
+launched.
 """
 
 from __future__ import annotations
@@ -10,19 +14,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gpumux.device.cuda.driver import GREEN_SINCE, Driver, Facts
+from gpumux.device.cuda.driver import GREEN_SINCE, Driver, GpuProperties
 from gpumux.device.cuda.jobs import CudaJob
 from gpumux.errors import DeviceLost, GpumuxError
 from gpumux.types import JobId, Priority
 
-# ---- Who runs on which stream. Pure.
-#
-# A GPU spreads streams over at most 32 hardware queues; two streams in one queue wait for each other. So there are
-# a few streams a class, for all jobs: a job with work outstanding holds one, and gives it back when it has none.
+DEFAULT_SHARES = (0.5, 0.25)  # beside the whole
+RUN_STREAMS = 2  # of each share, for all jobs
+log = logging.getLogger(__name__)
 
 
-class Turns:
-    """`streams`: those of each class, by its number. A class that has none uses the nearest below it."""
+class StreamPool:
+    """The streams of each priority, shared by all jobs. `streams`: driver's handles by priority; a priority that has
+    none uses the nearest below it. No driver calls."""
 
     def __init__(self, streams: Mapping[int, Sequence[int]]) -> None:
         if not streams or not all(streams.values()):
@@ -35,48 +39,41 @@ class Turns:
     def streams(self) -> list[int]:
         return list(self._jobs)
 
-    def take(self, job: JobId, number: int) -> int:
-        """The stream the job holds, whatever its class; else one of class `number` that fewest jobs hold."""
+    def acquire(self, job: JobId, priority: int) -> int:
+        """The stream that the job holds, of whatever priority; else the one of `priority` that fewest jobs hold."""
         held = self._held.get(job)
         if held is not None:
             return held
-        below = [known for known in self._streams if known <= number]
+        below = [known for known in self._streams if known <= priority]
         handles = self._streams[below[-1] if below else next(iter(self._streams))]
         handle = min(handles, key=self._jobs.__getitem__)
         self._held[job] = handle
         self._jobs[handle] += 1
         return handle
 
-    def leave(self, job: JobId) -> None:
-        """The job has nothing outstanding."""
+    def release(self, job: JobId) -> None:
+        """The job has nothing outstanding. Idempotent."""
         handle = self._held.pop(job, None)
         if handle is not None:
             self._jobs[handle] -= 1
 
 
-# ----
-
-
-WANTED = (0.5, 0.25)  # beside the whole
-RUN_STREAMS = 2  # of each share, for all jobs
-log = logging.getLogger(__name__)
-
-
 class Partitions:
-    """`wanted`: parts of the GPU, as fractions. `shares` are those there are, largest first, 1.0 always; hardware
-    rounds them up. Where driver or card have no such thing, that is logged and there is the whole alone."""
+    """Parts of the GPU's multiprocessors. `wanted`: the parts as fractions, which the hardware rounds up. `shares`: the
+    parts there are, largest first, 1.0 always. If the driver or the card has no green contexts, that is logged and 1.0
+    is the only share."""
 
-    def __init__(self, driver: Driver, facts: Facts, wanted: Sequence[float], priority: int) -> None:
+    def __init__(self, driver: Driver, properties: GpuProperties, wanted: Sequence[float], priority: int) -> None:
         self._driver, self._priority = driver, priority
         self._handles: dict[float, int] = {}
-        self.turns: dict[float, Turns] = {}
+        self.pools: dict[float, StreamPool] = {}  # by share
         self._undo: list[Callable[[], None]] = []
         try:
-            if wanted and facts.driver_version < GREEN_SINCE:
+            if wanted and properties.driver_version < GREEN_SINCE:
                 log.warning("low jobs can't be confined to parts of the GPU: that takes a driver of CUDA 12.4 or newer")
                 return
             for fraction in sorted(wanted, reverse=True):
-                self._add(max(1, round(fraction * facts.multiprocessors)), facts.multiprocessors)
+                self._add(max(1, round(fraction * properties.multiprocessors)), properties.multiprocessors)
         except DeviceLost:
             raise
         except GpumuxError as error:
@@ -89,21 +86,21 @@ class Partitions:
 
     @property
     def run_streams(self) -> list[int]:
-        """Of all shares, but for the whole."""
-        return [stream for turns in self.turns.values() for stream in turns.streams]
+        """The streams of all shares but the whole."""
+        return [stream for pool in self.pools.values() for stream in pool.streams]
 
     def stream(self, share: float) -> int:
-        """A new stream of a share, to capture on. Raises JobFailed for one there is not."""
+        """A new stream of a share, to capture on. Raises JobFailed."""
         made = self._driver.confined_stream(self._handles[share], self._priority)
         self._undo.append(partial(self._driver.destroy_stream, made))
         return made
 
     def close(self) -> None:
-        """Nothing runs there any more."""
+        """Give everything back. Nothing runs there any more."""
         while self._undo:
             self._undo.pop()()
         self._handles.clear()
-        self.turns.clear()
+        self.pools.clear()
 
     def _add(self, multiprocessors: int, whole: int) -> None:
         handle, has = self._driver.partition(multiprocessors)
@@ -113,37 +110,34 @@ class Partitions:
             self._undo.pop()()
             return
         self._handles[share] = handle
-        self.turns[share] = Turns({int(Priority.LOW): [self.stream(share) for _ in range(RUN_STREAMS)]})
+        self.pools[share] = StreamPool({int(Priority.LOW): [self.stream(share) for _ in range(RUN_STREAMS)]})
 
 
-# ---- Which stream a job runs on, when it may change from one share of the multiprocessors to another between two
-# pieces.
+class StreamAssigner:
+    """The stream that each job runs on; it may change from one share to another between two pieces. `pool`: the
+    streams of the whole GPU."""
 
+    def __init__(self, driver: Driver, pool: StreamPool, partitions: Partitions) -> None:
+        self._driver, self._pool, self._partitions = driver, pool, partitions
 
-class Running:
-    """`turns` are those of the whole GPU's streams."""
-
-    def __init__(self, driver: Driver, turns: Turns, partitions: Partitions) -> None:
-        self._driver, self._turns, self._partitions = driver, turns, partitions
-
-    def take(self, job: CudaJob, number: int, share: float = 1.0) -> int:
-        """A stream of class `number`, of a share there is (else of the whole). What the job has in the air runs before
-        what it is given there."""
-        turns = self._partitions.turns.get(share, self._turns)
-        stream = turns.take(job.id, number)
+    def acquire(self, job: CudaJob, priority: int, share: float = 1.0) -> int:
+        """A stream of `priority` and of `share`, or of the whole GPU if there is no such share. Work given to it runs
+        after what the job has in flight on another stream."""
+        pool = self._partitions.pools.get(share, self._pool)
+        stream = pool.acquire(job.id, priority)
         if job.stream and stream != job.stream:
-            job.order = job.order or self._driver.event(timed=False)
-            self._driver.record(job.order, job.stream)
-            self._driver.wait(stream, job.order)
+            job.order_event = job.order_event or self._driver.event(timed=False)
+            self._driver.record(job.order_event, job.stream)
+            self._driver.wait(stream, job.order_event)
         job.stream = stream
         return stream
 
-    def rest(self, job: CudaJob) -> None:
-        """Give its streams back if it has nothing outstanding."""
-        if job.quiet and job.stream:
-            self.leave(job)
+    def release_idle(self, job: CudaJob) -> None:
+        """Give the job's streams back if it has nothing outstanding."""
+        if job.idle and job.stream:
+            self.release(job)
             job.stream = 0
 
-    def leave(self, job: CudaJob) -> None:
-        for turns in (self._turns, *self._partitions.turns.values()):
-            turns.leave(job.id)
+    def release(self, job: CudaJob) -> None:
+        for pool in (self._pool, *self._partitions.pools.values()):
+            pool.release(job.id)

@@ -1,7 +1,7 @@
-"""The thread for everything that takes long: loading, operators one by one, captures, copies of state, letting go.
+"""The thread for work that takes long: loading, operators one by one, captures, copies of state, releases.
 
-The thread that launches never waits for it. Work of more important jobs goes first; long work is done in parts
-(`PENDING`), so that a piece of another job comes in between two captures.
+The thread that launches never waits for it. Work of higher priority goes first. Long work is done in parts (`PENDING`),
+so that a piece of another job can run between two captures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from gpumux.errors import DeviceLost, GpumuxError
 
 log = logging.getLogger(__name__)
-PENDING = object()  # what a part of work returns that wants to be called again
+PENDING = object()  # returned by a part of work that has more parts
 
 
 @dataclass(order=True, slots=True)
@@ -30,11 +30,11 @@ class _Task:
 
 
 class Worker:
-    """`inside` is entered by the thread and left when it ends; `ring` is called, by the thread, when `finished` has
-    something."""
+    """The thread and its queue of work. `context`: made and entered by the thread, and left when it ends. `wake`:
+    called by the thread when `finished` has something to do."""
 
-    def __init__(self, inside: Callable[[], AbstractContextManager[object]], ring: Callable[[], None]) -> None:
-        self._inside, self._ring = inside, ring
+    def __init__(self, context: Callable[[], AbstractContextManager[object]], wake: Callable[[], None]) -> None:
+        self._context, self._wake = context, wake
         self._tasks: list[_Task] = []
         self._results: deque[tuple[_Task, Any, BaseException | None]] = deque()
         self._change = threading.Condition()
@@ -45,15 +45,15 @@ class Worker:
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None], priority: int) -> None:
-        """Have `work` called; afterwards `finished` has `done` called with what it returned, or raised."""
+        """Have the thread call `work`. A later `finished` calls `done` with what it returned and what it raised."""
         with self._change:
             self._number += 1
             heapq.heappush(self._tasks, _Task(-priority, self._number, work, done))
             self._change.notify()
 
     def finished(self) -> bool:
-        """Call `done` of everything that is; whether there was anything. On the thread that submits. Raises DeviceLost
-        where the thread could not begin."""
+        """Call `done` of all work that has ended, on the thread that submits it; whether there was any. Raises
+        DeviceLost if the worker's thread could not begin."""
         if self._broken is not None:
             raise self._broken
         found = False
@@ -64,7 +64,7 @@ class Worker:
         return found
 
     def close(self, wait_s: float) -> bool:
-        """Let it finish what it is at, and drop the rest. False: it did not end in time."""
+        """Let the thread finish its current part, and drop the rest. False: it did not end within `wait_s` seconds."""
         with self._change:
             self._stop = True
             self._tasks.clear()
@@ -75,11 +75,11 @@ class Worker:
     def _run(self) -> None:
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._inside())
+                stack.enter_context(self._context())
             except BaseException as error:
                 log.error("the GPU's worker can't begin", exc_info=error)
                 self._broken = error if isinstance(error, DeviceLost) else _no_entry(error)
-                self._ring()
+                self._wake()
                 return
             self._serve()
 
@@ -94,14 +94,14 @@ class Worker:
             value, error = None, None
             try:
                 value = task.work()
-            except BaseException as raised:  # noqa: BLE001  it is told where the job is known
+            except BaseException as raised:  # noqa: BLE001  handled by `done`, which knows the job
                 error = raised
             if value is PENDING:
                 with self._change:
                     heapq.heappush(self._tasks, task)
                 continue
             self._results.append((task, value, error))
-            self._ring()
+            self._wake()
 
 
 def _no_entry(error: BaseException) -> DeviceLost:

@@ -1,10 +1,9 @@
-"""A stretch of operators as one TorchScript graph, built node by node: no source, no tracing.
+"""A range of operators as one TorchScript graph, built node by node: no source, no tracing.
 
-Running a graph costs about 0.5 us an operator where a call from Python costs 2.4. The graph executor's
-optimisation is off in the executor process, so it neither fuses nor folds nor drops anything: the
-same kernels run in the same order on the same bits. Each node's schema is compared with the operator
-the Program names, since a graph picks overloads by argument types. What can't be said as a node
-raises Inexpressible and runs through Python.
+Running a graph costs less for each operator than a call from Python. The graph executor's optimisation is off in the
+executor process, so it fuses, folds and drops nothing: the same kernels run in the same order on the same bits. Each
+node's schema is compared with the operator that the Program names, since a graph picks overloads by argument types. An
+operator that has no node raises Inexpressible and runs through Python.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ _MEMORY_FORMAT = {"contiguous_format": 0, "preserve_format": 1, "channels_last":
 
 
 class Inexpressible(Exception):
-    """This operator call has no faithful graph node; the message says why."""
+    """This operator call has no equivalent graph node. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFunction:
-    """`call(*views, *scalars, *temps, *generators)` returns the tensors born here that later work needs, as a
-    tuple in the order of `live_out` (nothing when it is empty). `streams`: the views whose generators those are."""
+    """A compiled graph. `call(*views, *scalars, *temps, *generators)` returns the tensors made here that later
+    operators use, as a tuple in the order of `live_out` (None if that is empty). `streams`: the views of the
+    generators."""
 
     call: Callable[..., Any]
     views: tuple[int, ...]
@@ -51,7 +51,7 @@ class GraphFunction:
 
 
 class GraphBuilder:
-    """Builds one graph. Values of state, inputs and constants are arguments, made once at load."""
+    """Builds one graph. State, inputs and constants are arguments, whose tensors are made once at load."""
 
     def __init__(self, program: Program, births: dict[int, View]) -> None:
         self.program = program
@@ -65,7 +65,7 @@ class GraphBuilder:
         self._windows: dict[View, Any] = {}
 
     def add(self, op: Op) -> None:
-        """Append one operator. Raises Inexpressible; the builder is of no use after that."""
+        """Append one operator. Raises Inexpressible, after which the builder can't be used."""
         schema = overload(op.target)._schema
         inputs = [
             self._generator(op.stream)
@@ -88,7 +88,7 @@ class GraphBuilder:
                 self._born(out, value)
 
     def finish(self, live_out: Sequence[int]) -> GraphFunction:
-        """The function. `live_out`: storages born before its end that later work uses."""
+        """The function. `live_out`: storages made before its end that later operators use."""
         born = tuple(s for s in live_out if s in self._bases and s not in self._live_in)
         if born:
             made = self._node("prim::TupleConstruct", [self._bases[s] for s in born], 1).output()
@@ -117,7 +117,7 @@ class GraphBuilder:
         return value
 
     def _born(self, view_index: int, value: Any) -> None:
-        """An output that is an argument returned again needs no name of its own."""
+        """Name an output, unless it is an argument that the operator returned."""
         view = self.program.views[view_index]
         if view.storage in self.births and view.storage not in self._bases and view == self.births[view.storage]:
             self._bases[view.storage] = value
@@ -211,7 +211,7 @@ class GraphBuilder:
 
 
 def expressible(program: Program, births: dict[int, View], op: Op) -> str:
-    """Why this operator can't be a graph node; "" when it can."""
+    """Why this operator can't be a graph node; "" if it can."""
     try:
         GraphBuilder(program, births).add(op)
     except (Inexpressible, RuntimeError, TypeError, OverflowError) as error:
@@ -220,11 +220,11 @@ def expressible(program: Program, births: dict[int, View], op: Op) -> str:
 
 
 def turn_off_optimisation() -> None:
-    """Process-wide: the graph executor runs graphs as they are written."""
+    """Have the graph executor of this process run graphs as they are built."""
     _C._set_graph_executor_optimize(False)
 
 
-# ---- Pieces ready to run: stretches of graph, and of Python where a graph can't say an operator.
+# ---- Pieces: ranges of operators as graphs, and through Python for operators that graphs can't express.
 
 
 _keys = itertools.count()
@@ -281,7 +281,7 @@ class PythonStretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GraphPiece:
     start: int
     stop: int
     stretches: tuple[Stretch, ...]
@@ -292,7 +292,7 @@ class Piece:
 
 
 class PieceBuilder:
-    """Builds pieces of one program. `through_python` says, by operator, why it can't be in a graph."""
+    """Builds pieces of one program. `through_python`: by operator, why it can't be in a graph."""
 
     def __init__(self, context: Context, interpreter: Interpreter) -> None:
         self._context = context
@@ -300,8 +300,8 @@ class PieceBuilder:
         self.through_python: dict[str, str] = {}
         self._python = [self._needs_python(index) for index in range(len(context.program.ops))]
 
-    def build(self, start: int, stop: int) -> Piece:
-        return Piece(start, stop, tuple(self._stretches(start, stop)))
+    def build(self, start: int, stop: int) -> GraphPiece:
+        return GraphPiece(start, stop, tuple(self._stretches(start, stop)))
 
     def _needs_python(self, index: int) -> bool:
         context, op = self._context, self._context.program.ops[index]

@@ -1,8 +1,7 @@
-"""Operators one at a time through Python: the first steps of a program, and what graphs can't say.
+"""Operators one at a time through Python: the first steps of a program, and operators that graphs can't express.
 
-It is the slow way (about 2.5 us an operator more than a graph), and the careful one: it can compare
-what an operator really returned with what the Program declares, time it, and say which operator is
-running when the process dies.
+This is slower than a graph (graph.py), and can do more: compare what an operator returned with what the Program
+declares, time it, and record which operator runs in case the process dies.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import Any
 import torch
 
 from gpumux.device.run.operands import Operands, SlotOperands, window
-from gpumux.device.run.randomness import Replays, Streams, standing_in
+from gpumux.device.run.randomness import RandomStreams, Replays, standing_in
 from gpumux.device.run.schema import DTYPES, evaluate, overload, takes_generator, views_made, views_read
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.ir import Op, Out, Program, View
 
-# ---- One step in progress on a loaded program: what its pieces pass to each other.
+# ---- A step in progress: the tensors that its pieces pass to each other.
 
 
 @dataclass(slots=True)
 class Frame:
-    """`temps` holds, by storage, the tensor born there, until its last use."""
+    """One step in progress. `temps`: by storage, the tensor made there, until its last use."""
 
     slot: SlotOperands
     slot_index: int
@@ -42,8 +41,8 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Of each temporary storage: the view it is born with, the operator that makes it, and the last
-    operator that uses it (the number of operators for those that hold a result)."""
+    """For each temporary storage: `birth`, the view it is made with; `born`, the operator that makes it; `last`, the
+    last operator that uses it (the number of operators if it holds a result)."""
 
     birth: dict[int, View]
     born: dict[int, int]
@@ -69,9 +68,9 @@ class Liveness:
 
 
 class Context:
-    """What every way of running a program's operators needs to know about it."""
+    """What the interpreter and graphs need of a program."""
 
-    def __init__(self, program: Program, operands: Operands, replays: Replays, streams: Streams) -> None:
+    def __init__(self, program: Program, operands: Operands, replays: Replays, streams: RandomStreams) -> None:
         self.program = program
         self.operands = operands
         self.replays = replays
@@ -79,7 +78,7 @@ class Context:
         self.liveness = Liveness.of(program)
 
     def tensor(self, frame: Frame, index: int) -> torch.Tensor:
-        """The tensor of a view, on whatever storage it lies."""
+        """The tensor of a view, on a temporary storage or another."""
         made = frame.slot.views[index]
         if made is not None:
             return made
@@ -89,20 +88,18 @@ class Context:
         return base if view == self.liveness.birth[view.storage] else window(base, view)
 
 
-# ---- How long work of this thread takes on a core of its own: the time by the clock, less what the thread stood in a
-# queue for a core.
+# ---- Time that a thread's work takes on a core of its own: elapsed time less the time it waited for a core.
 #
-# A low job's processes give way to others' (low_nice), so by the clock an operator of theirs may seem to take a hundred
-# times as long as it does, beside a high job or anything else on the machine. Linux counts what a thread waits, in
-# /proc/thread-self/schedstat (proc_pid_schedstat(5)). Where it doesn't, the time by the clock is all there is. What
-# torch's own threads wait for a core is not taken off.
+# Low jobs' processes give way to others (low_nice), so elapsed time can be far above what an operator takes. Linux
+# counts how long a thread waits for a core, in /proc/thread-self/schedstat (proc_pid_schedstat(5)). Without that count,
+# elapsed time is used. The waits of torch's own threads are not subtracted.
 
 
 _STATISTICS = "/proc/thread-self/schedstat"
 
 
 class Stopwatch:
-    """For the thread that starts it."""
+    """Measures work of the thread that starts it."""
 
     __slots__ = ("_began", "_waited")
 
@@ -114,13 +111,13 @@ class Stopwatch:
         self._began = perf_counter()
 
     def stop(self) -> float:
-        """Seconds since `start`."""
+        """Seconds since `start`, less those that the thread waited for a core."""
         seconds = perf_counter() - self._began
         return max(0.0, seconds - (waited() - self._waited))
 
 
 def waited() -> float:
-    """Seconds this thread has stood in a queue for a core since it began; 0.0 where nobody counts them."""
+    """Seconds that this thread has waited for a core since it began; 0.0 if the kernel does not count them."""
     if not _counted():
         return 0.0
     file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,9 +127,8 @@ def waited() -> float:
         os.close(file)
 
 
-class Waits:
-    """`waited` for a thread that asks before and after each piece: a fifth of the cost, as the file stays open. For the
-    thread that makes it."""
+class CoreWaits:
+    """`waited` with a file that stays open, which is faster. For use in the thread that makes it."""
 
     def __init__(self) -> None:
         self._file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC) if _counted() else -1
@@ -151,7 +147,7 @@ def _queued(file: int) -> float:
 
 @cache
 def _counted() -> bool:
-    """Whether the kernel keeps such statistics."""
+    """Whether the kernel counts a thread's waits."""
     try:
         with open(_STATISTICS, "rb") as file:
             return len(file.read().split()) == 3
@@ -159,7 +155,7 @@ def _counted() -> bool:
         return False
 
 
-# ----
+# ---- Running operators
 
 
 def first_lines(error: BaseException, limit: int = 400) -> str:
@@ -176,7 +172,7 @@ def failed(error: BaseException, where: str) -> JobFailed:
 
 
 class Interpreter:
-    """Runs ranges of a program's operators. `progress(i)` is told the operator about to run."""
+    """Runs ranges of a program's operators. `progress(i)` is called before operator i runs."""
 
     def __init__(self, context: Context, progress: Callable[[int], None]) -> None:
         self.context = context
@@ -192,8 +188,9 @@ class Interpreter:
     def run(
         self, frame: Frame, start: int, stop: int, *, verify: bool = False, watch: Stopwatch | None = None
     ) -> list[float]:
-        """Run operators start..stop-1; their seconds, if there is a watch. With `verify`, compare every output with
-        its declaration. Raises JobFailed when an operator does, ProgramError when one is not as declared."""
+        """Run operators start..stop-1. Returns the seconds of each, if there is a watch. `verify`: compare every output
+        with its declaration. Raises JobFailed when an operator fails, ProgramError when an output is not as
+        declared."""
         ops, context = self.context.program.ops, self.context
         seconds: list[float] = []
         if verify and start == 0:
@@ -217,7 +214,7 @@ class Interpreter:
             except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
                 raise failed(error, f"operator {index} ({op.target})") from error
             self._keep(frame, op, index, returned, verify)
-            # Before the next operator makes its own: what dies here must be free by then.
+            # Free what is not used again before the next operator allocates.
             del args, kwargs, returned
             for storage in self._dies[index]:
                 self._drop(frame, storage, verify)
@@ -260,10 +257,10 @@ class Interpreter:
 
 
 def outputs(op: Op, returned: Any) -> list[tuple[int, torch.Tensor]]:
-    """What the operator returned, by the view that each tensor is declared to be.
+    """The tensors that an operator returned, each with the index of its declared view.
 
-    Not by a nested function that calls itself: its closure would be a cycle, and hold the tensors until the cyclic
-    collector runs, which it does not do between steps."""
+    `_collect` is not a nested function: its closure would be a reference cycle, and hold the tensors until the cyclic
+    garbage collector runs, which it does not do between steps."""
     values: Sequence[Any] = returned if isinstance(returned, tuple) else (returned,)
     pairs: list[tuple[int, torch.Tensor]] = []
     for out, value in zip(op.outs, values, strict=False):
@@ -280,13 +277,13 @@ def _collect(out: Out, value: Any, pairs: list[tuple[int, torch.Tensor]]) -> Non
 
 
 def _canonical_stride(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides that are never used (of dimensions of one element, of empty tensors) say nothing."""
+    """The strides that matter: not those of dimensions of one element or of empty tensors."""
     return () if 0 in size else tuple(s for n, s in zip(size, stride, strict=True) if n > 1)
 
 
 def _verify(context: Context, owners: dict[int, int], index: int, view: View, tensor: torch.Tensor) -> None:
-    """Views on temporaries are made by offset and stride, so an operator that lays its output out
-    otherwise than declared would be read wrongly without a word. Raises ProgramError."""
+    """Raise ProgramError if an output is not as declared. Views of temporaries are made by offset and stride, so an
+    output in another layout would be misread without an error."""
     target = context.program.ops[index].target
 
     def wrong(what: str, declared: object, real: object) -> ProgramError:

@@ -1,9 +1,8 @@
 """Where a Program's tensors lie: state, constants, a step's slot of shared memory, temporaries.
 
-Views on everything that outlives a step are made once, when a program is loaded (on inputs and
-results: once a slot), so that running a piece makes none. An input is used where the client put it,
-without a copy, unless the program writes it or takes indices from it: what the client could change
-under a running kernel must not be able to point it elsewhere.
+Views of everything that outlives a step are made once, when a program is loaded (of inputs and results: once for each
+slot), so that running a piece makes none. An input is used where the client put it, without a copy, unless the program
+writes to it or takes indices from it: a client that changes shared indices must not move a running kernel's accesses.
 """
 
 from __future__ import annotations
@@ -42,18 +41,17 @@ def bound(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def window(base: torch.Tensor, view: View) -> torch.Tensor:
-    """`view` onto the storage of `base`, whatever its own dtype."""
+    """`view` of the storage of `base`, whatever the dtype of `base`."""
     made = torch.empty(0, dtype=DTYPES[view.dtype])
     return made.set_(base.untyped_storage(), view.offset, view.size, view.stride)
 
 
 @dataclass(slots=True)
 class SlotOperands:
-    """What a step in one slot works on. `views` holds a tensor for every view that is not on a
-    temporary, None for the others."""
+    """The tensors of steps in one slot. `views`: by the Program's views; None for views of temporaries."""
 
     views: list[torch.Tensor | None]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]  # (private copy, where it lies in the slot)
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # (private copy, its source in the slot)
     results: list[torch.Tensor]
     pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph: see graph.py
 
@@ -88,14 +86,14 @@ class Operands:
         return self._checks.checks
 
     def slot(self, slot: int) -> SlotOperands:
-        """Operands of a step in `slot`. Raises ProgramError for a slot the segment does not have."""
+        """Operands of steps in `slot`. Raises ProgramError for a slot that the segment does not have."""
         found = self._made.get(slot)
         if found is None:
             found = self._made[slot] = self._make(slot)
         return found
 
     def begin(self, operands: SlotOperands) -> None:
-        """Before a step's first operator: copy what must be copied, and check indices."""
+        """Copy inputs that need a private copy and check indices, before a step's first operator. Raises JobFailed."""
         for private, shared in operands.copies:
             private.copy_(shared)
         for check in self._checks.checks:
@@ -104,7 +102,7 @@ class Operands:
             check.run(tensor)
 
     def finish(self, operands: SlotOperands, sources: Sequence[torch.Tensor]) -> None:
-        """After its last operator: results, contiguous, into the slot."""
+        """Copy results, contiguous, to the slot, after a step's last operator."""
         for target, source in zip(operands.results, sources, strict=True):
             target.copy_(source)
 

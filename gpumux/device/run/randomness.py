@@ -1,10 +1,11 @@
-"""Random slots: an operator that names an earlier slot draws that slot's numbers again.
+"""Random slots and streams: which numbers each random operator of a step draws.
 
-The executor's default generator is seeded with the job's seed and nothing else in the process draws
-from it, so ordinary draws follow each other as in a plain run. Recomputation (checkpointing) repeats
-draws: the generator is put back to where it stood, and afterwards to where it was before.
+The executor's default generator is seeded with the job's seed, and nothing else in the process draws from it, so draws
+follow each other as in a plain run. An operator that names an earlier operator's random slot draws that one's numbers
+again (recomputation, checkpointing): the generator is set back to its state at that slot, and afterwards to its state
+before.
 
-A random stream is a generator in the job's state: what draws from it is given a generator of its own.
+A random stream is a generator in the job's state. Operators that name one draw from it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpumux.types import GENERATOR_BYTES
 
 
 def repeated_slots(program: Program) -> frozenset[int]:
-    """Slots named by more than one operator: the only ones that cost anything."""
+    """Slots named by more than one operator. Only their states are kept."""
     seen: set[int] = set()
     repeated: set[int] = set()
     for op in program.ops:
@@ -42,7 +43,7 @@ class Replays:
 
     @contextmanager
     def drawing(self, slot: int, generator: torch.Generator) -> Iterator[None]:
-        """Run one operator of a repeated slot, which draws from `generator`, inside this."""
+        """Run one operator of a repeated slot, which draws from `generator`, inside this context."""
         before = generator.get_state()
         first = self._states.get(slot)
         if first is None:
@@ -56,9 +57,9 @@ class Replays:
             generator.set_state(before)
 
 
-class Streams:
-    """The generators of random streams for the length of a step: their bytes in the state are read at the first draw,
-    and written when the step is done."""
+class RandomStreams:
+    """The generators of random streams during a step. Their state is read from the job's at the first draw, and written
+    back when the step ends."""
 
     def __init__(self) -> None:
         self._generators: dict[int, torch.Generator] = {}  # by where the bytes lie
@@ -68,7 +69,7 @@ class Streams:
         self._drawn.clear()
 
     def of(self, stream: torch.Tensor) -> torch.Generator:
-        """The generator whose state `stream` holds. Raises RuntimeError when these bytes are none."""
+        """The generator whose state `stream` holds. Raises RuntimeError if these bytes are no generator's state."""
         key = stream.data_ptr()
         if key not in self._drawn:
             generator = self._generators.setdefault(key, torch.Generator())
@@ -84,7 +85,7 @@ class Streams:
 
 @contextmanager
 def standing_in(generator: torch.Generator) -> Iterator[None]:
-    """Run one operator that takes no generator inside this: it draws from `generator`."""
+    """Inside this context an operator that takes no generator draws from `generator`."""
     usual = torch.default_generator
     before = usual.get_state()
     usual.set_state(generator.get_state())
@@ -96,7 +97,7 @@ def standing_in(generator: torch.Generator) -> Iterator[None]:
 
 
 def begin_from(state: torch.Tensor) -> None:
-    """Set the job's generator to a state that came with a step. Raises JobFailed for what is none."""
+    """Set the job's generator to a state that came with a step. Raises JobFailed if it is no generator's state."""
     try:
         torch.default_generator.set_state(state.clone())  # the client could change the shared bytes meanwhile
     except (RuntimeError, TypeError, ValueError) as error:
@@ -107,7 +108,7 @@ def begin_from(state: torch.Tensor) -> None:
 
 
 def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
-    """Copy the state of a job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
+    """Copy the state of a job's generator to or from a transfer's segment. Raises JobFailed if the bytes are none."""
     if at + GENERATOR_BYTES > nbytes:
         raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for a generator", "make it larger")
     if not into_device:

@@ -1,8 +1,8 @@
-"""Range checks on index inputs, before a kernel sees them.
+"""Operators by name, what their schemas say, range checks of indices, and numerics.
 
-Some kernels read or write out of bounds when an index is wrong. Indices computed by the program
-itself can't be checked ahead (the executor process is the fence for those); indices that come with
-the batch can, and then the error names the input, the value and the bound.
+Some kernels read or write out of bounds when an index is wrong. Indices that the program computes can't be checked
+before a kernel runs; the executor's process confines the damage. Indices that come with the batch are checked, and the
+error names the input, the value and the bound.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def overload(target: str) -> Any:
 
 @cache
 def takes_generator(target: str) -> bool:
-    """Whether the operator can be told which random generator to draw from."""
+    """Whether the operator takes a random generator as an argument."""
     return any(a.name == "generator" for a in overload(target)._schema.arguments)
 
 
@@ -59,8 +59,8 @@ def constant(tag: Tag) -> Any:
 
 
 def named_arguments(op: Op) -> list[tuple[Any, Arg, bool]]:
-    """(schema argument, value, given) for every argument of the operator, in schema order. Where the
-    Program gives none (`given` is false) the value is torch's own default, as a plain value."""
+    """(schema argument, value, given) for every argument of the operator, in schema order. If the Program gives none,
+    `given` is false and the value is torch's default, as a plain value."""
     kwargs = dict(op.kwargs)
     rows: list[tuple[Any, Arg, bool]] = []
     for index, argument in enumerate(overload(op.target)._schema.arguments):
@@ -85,7 +85,7 @@ def views_made(op: Op) -> Iterator[int]:
 
 
 def views_written(op: Op) -> Iterator[int]:
-    """The views an operator changes in place, batch norm's running statistics and random streams included."""
+    """The views that an operator changes in place, with batch norm's running statistics and random streams."""
     for ref in tensor_refs(tuple(written(op))):
         yield ref.view
     if op.stream is not None:
@@ -107,12 +107,12 @@ def evaluate(arg: Arg, views: Any, scalars: Sequence[float | int]) -> Any:
     return arg
 
 
-# ----
+# ---- Range checks of indices
 
 
 @dataclass(frozen=True, slots=True)
 class IndexCheck:
-    """Values of `view` must be in low..high, inclusive, or equal `ignored`."""
+    """A check that values of `view` are in low..high, inclusive, or equal `ignored`."""
 
     view: int
     position: int
@@ -122,7 +122,7 @@ class IndexCheck:
     target: str
 
     def run(self, tensor: torch.Tensor) -> None:
-        """Raises JobFailed naming the first value out of range."""
+        """Raise JobFailed with the first value out of range, if there is one."""
         if tensor.numel() == 0:
             return
         low, high = torch.aminmax(tensor)
@@ -142,7 +142,7 @@ class IndexCheck:
 
 @dataclass(frozen=True, slots=True)
 class IndexChecks:
-    """`storages`: input storages that hold indices (checked or not); `checks`: what can be checked."""
+    """`storages`: input storages that hold indices, checked or not; `checks`: the checks that are possible."""
 
     storages: frozenset[int]
     checks: tuple[IndexCheck, ...]
@@ -189,7 +189,7 @@ def _take(a: _Arguments, views: _Views) -> Iterator[_Use]:
 
 
 def _indexed(a: _Arguments, views: _Views) -> Iterator[_Use]:
-    """self[indices...]: entry i indexes dimension i, as long as no mask (which takes several) came before."""
+    """self[indices...]: entry i indexes dimension i, unless a mask came before, which takes several dimensions."""
     known = True
     for dim, ref in enumerate(a["indices"]):
         if ref is None:
@@ -230,8 +230,8 @@ def _uses(op: Op, views: _Views) -> Iterator[_Use]:
 
 
 def index_checks(program: Program, written: Set[int]) -> IndexChecks:
-    """Every use of an input as indices. An index computed from an input is not found here, and one in
-    a storage that the program writes (`written`) is not checked: its values are not final yet."""
+    """All uses of inputs as indices. Indices computed from an input are not found. Those in a storage that the program
+    writes (`written`) are not checked: their values are not final when a step begins."""
     positions = {program.views[v].storage: i for i, v in enumerate(program.inputs)}
     storages: set[int] = set()
     checks: dict[IndexCheck, None] = {}
@@ -246,22 +246,22 @@ def index_checks(program: Program, written: Set[int]) -> IndexChecks:
     return IndexChecks(frozenset(storages & positions.keys()), tuple(checks))
 
 
-# ---- Process-wide settings that change results, as the Program recorded them.
+# ---- Process-wide settings that change results, as recorded in the Program.
 
 
 class CurrentNumerics:
-    """What is set now, so that steps of one program after the other cost nothing."""
+    """The settings in force, so that steps of the same settings need not set them again."""
 
     def __init__(self) -> None:
         self._now: Numerics | None = None
 
     def apply(self, wanted: Numerics) -> None:
-        """Raises ProgramError when this machine can't do what the program asks."""
+        """Set the numerics. Raises ProgramError if this machine can't."""
         if wanted is self._now or wanted == self._now:
             return
         self._now = None
         torch.set_float32_matmul_precision(wanted.matmul_precision)
-        # Not torch.use_deterministic_algorithms: that imports the compiler, a second and a thread, to tell it too.
+        # Not torch.use_deterministic_algorithms: that imports the compiler to set it there, too, which takes a second.
         torch._C._set_deterministic_algorithms(wanted.deterministic, warn_only=False)
         if not torch.set_flush_denormal(wanted.flush_denormal) and wanted.flush_denormal:
             raise ProgramError("this CPU can't flush denormal numbers", "train without torch.set_flush_denormal(True)")

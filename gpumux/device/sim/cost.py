@@ -1,8 +1,8 @@
-"""What an operator costs on a GPU: from a profile where one knows it, else a roofline over tiles.
+"""What an operator costs on a GPU: by a profile if one has it, else by a roofline over tiles.
 
-A matrix product (a convolution is one, implicitly) is covered with tiles, a block each; blocks of a wave run at the
-rate of their multiprocessor, so a small batch that fills part of a wave costs as much as a full one. Everything
-else is bound by memory. Whatever is made here is marked as modelled (`OpProfile.source`).
+A matrix product (a convolution is one, implicitly) is covered with tiles, one block each. The blocks of a wave run at
+the rate of their multiprocessor, so a small batch that fills part of a wave costs as much as a full one. Everything
+else is bound by memory. Costs from this model are marked as modelled (`OpProfile.source`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpumux.errors import ConfigError
 from gpumux.program.ir import ITEM_BYTES, Op, Program, TensorRef
 from gpumux.program.profile import OpProfile, StepProfile, argument_views, op_nbytes, op_shapes, output_views
 
-# ---- What a simulated GPU is made of. Each constant carries its source, or says that it is a guess.
+# ---- The constants of a simulated GPU, each with its source or marked as a guess.
 
 
 GUESS = "guess"
@@ -24,8 +24,8 @@ GUESS = "guess"
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A GPU's constants. Seconds and bytes throughout. `sources` has one sentence for each of the
-    others; it begins with "guess" where nobody measured or published the number."""
+    """A GPU's constants, in seconds and bytes. `sources` has one sentence for each of them, which begins with "guess"
+    if the number was neither measured nor published."""
 
     name: str
     title: str
@@ -62,8 +62,8 @@ class GpuSpec:
             raise ConfigError(f"device {self.name!r}: shares {self.shares}", "every share must be above 0")
 
     def share_sms(self, share: float) -> int:
-        """Multiprocessors a launch of `share` may use: that part of them, rounded down to what the
-        hardware can set apart, at least one such step. Raises ConfigError outside (0, 1]."""
+        """Multiprocessors that a launch of `share` may use: that part of all, rounded down to a multiple of
+        `share_multiple`, at least one. Raises ConfigError outside (0, 1]."""
         if share == 1.0:
             return self.sms
         if not 0.0 < share < 1.0:
@@ -72,7 +72,7 @@ class GpuSpec:
         return max(whole, min(self.share_multiple, self.sms))
 
     def constants(self) -> Iterator[tuple[str, object, str]]:
-        """(name, value, source) of each constant, for people to read."""
+        """(name, value, source) of each constant, for display."""
         for each in fields(self):
             if each.name in self.sources:
                 yield each.name, getattr(self, each.name), self.sources[each.name]
@@ -135,7 +135,7 @@ A100 = GpuSpec(
         "memory_bytes": "NVIDIA A100 datasheet",
         "flops": "NVIDIA A100 datasheet, peaks without sparsity",
         **_LAUNCH,
-        "shares": "guess: as many sizes as the guard needs to choose from (DESIGN 7)",
+        "shares": "guess: as many sizes as the guard needs to choose from",
         "share_multiple": _SHARE + "8.x: at least 4, multiples of 2",
     },
 )
@@ -171,7 +171,7 @@ H200 = GpuSpec(
         "memory_bytes": "NVIDIA H200 datasheet",
         "flops": "NVIDIA H200 datasheet, half of the figures it gives with sparsity",
         **_LAUNCH,
-        "shares": "guess: as many sizes as the guard needs to choose from (DESIGN 7)",
+        "shares": "guess: as many sizes as the guard needs to choose from",
         "share_multiple": _SHARE + "9.0 and later: at least 8, multiples of 8",
     },
 )
@@ -186,17 +186,17 @@ def preset(name: str) -> GpuSpec:
     return PRESETS[name]
 
 
-# ---- A kernel as the simulator sees one: equal blocks, and the memory traffic they share.
+# ---- A kernel in the simulator: equal blocks, and the memory traffic they share.
 
 
 MAX_PER_SM = 32  # resident blocks a multiprocessor, compute capability 8.0 and 9.0
-MIN_BLOCK_S = 1e-8  # a nanosecond is the same instant to the engine
+MIN_BLOCK_S = 1e-8  # times nearer than a nanosecond are one instant (gpu.EPS)
 
 
 class Kernel(NamedTuple):
-    """One kernel. Its blocks are equal: `block_s` is what one takes alone, with all the bandwidth it asks
-    for; a multiprocessor holds `per_sm` of them at once; all of them together move `nbytes`.
-    `sensitivity` multiplies the block time while another job has blocks on the device."""
+    """One kernel of equal blocks. A block takes `block_s` seconds alone, with all the bandwidth it demands; a
+    multiprocessor holds `per_sm` of them at once; all of them together move `nbytes`. `sensitivity` multiplies the
+    block time while another job has blocks on the device."""
 
     name: str
     blocks: int
@@ -207,7 +207,7 @@ class Kernel(NamedTuple):
 
 
 def checked(kernel: Kernel) -> Kernel:
-    """`kernel`, or ConfigError saying which of its figures can't be."""
+    """Returns `kernel`. Raises ConfigError that names the figure if one is impossible."""
     name, blocks, block_s, per_sm, nbytes, sensitivity = kernel
     for wrong, what in (
         (blocks < 1, f"{blocks} blocks"),
@@ -226,26 +226,26 @@ def checked(kernel: Kernel) -> Kernel:
 
 
 def wave(kernel: Kernel, spec: GpuSpec, share: float = 1.0) -> tuple[int, float]:
-    """Blocks of it that run at once when it is alone, and the seconds such a full wave takes."""
+    """Blocks of a kernel that run at once when it is alone, and the seconds of such a full wave."""
     at_once = min(kernel.blocks, kernel.per_sm * spec.share_sms(share))
     return at_once, wave_seconds(kernel, spec, at_once)
 
 
 def wave_seconds(kernel: Kernel, spec: GpuSpec, blocks: int) -> float:
-    """Seconds `blocks` of its blocks take when they run at once and nothing else does: their own time,
-    or what moving their bytes takes."""
+    """Seconds that `blocks` blocks take when they run at once and alone: their own time, or that of moving their
+    bytes."""
     return max(kernel.block_s, blocks * kernel.nbytes / kernel.blocks / spec.bandwidth)
 
 
 def solo_seconds(kernel: Kernel, spec: GpuSpec, share: float = 1.0) -> float:
-    """Seconds from its first block's start to its last one's end, alone on the device: full waves, then
-    what is left. Never under `kernel.nbytes / spec.bandwidth`."""
+    """Seconds from its first block's start to its last block's end, alone on the device: full waves, then the rest.
+    Never under `kernel.nbytes / spec.bandwidth`."""
     at_once, full = wave(kernel, spec, share)
     waves, rest = divmod(kernel.blocks, at_once)
     return waves * full + (wave_seconds(kernel, spec, rest) if rest else 0.0)
 
 
-# ----
+# ---- The cost model
 
 
 EFFICIENCY = 0.5  # of the peak rate inside a full wave; guess
@@ -257,47 +257,46 @@ SPLIT_K = 256  # a block of a product with few tiles takes at least this much of
 STREAM_ELEMENTS, STREAM_PER_SM = 1024, 8  # an elementwise block: 256 threads, 4 elements each; 2048 threads an SM
 FOREACH_ELEMENTS, FOREACH_PER_SM = 65536, 4  # torch's multi-tensor kernels: this many elements, 512 threads a block
 
-# Where a profile does not know a kernel's blocks. Guesses: a matrix product covers its output with tiles of
-# 64 x 64, everything else works on 1,024 elements a block.
+# For profiles without a kernel's blocks. Guesses: a matrix product covers its output with tiles of 64 x 64, everything
+# else works on 1,024 elements a block.
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "matmul", "linear", "attention")
 TILE_ELEMENTS, TILE_PER_SM = 4096, 4
 
 
-class Cost(NamedTuple):
-    """Alone on the device. `seconds` has no overhead of a launch in it."""
+class KernelCost(NamedTuple):
+    """What a kernel costs alone on the device. `seconds`: without the overhead of a launch."""
 
     seconds: float
     blocks: int
     per_sm: int
 
 
-def product(m: int, n: int, k: int, nbytes: int, flops: float, spec: GpuSpec, count: int = 1) -> Cost:
-    """`count` products [m, k] x [k, n] that together move `nbytes`, at a peak of `flops` a second, with the tile
-    that is quickest."""
+def product(m: int, n: int, k: int, nbytes: int, flops: float, spec: GpuSpec, count: int = 1) -> KernelCost:
+    """`count` products [m, k] x [k, n] that together move `nbytes`, at a peak of `flops` a second, with the quickest
+    tile."""
     rate = flops * EFFICIENCY / spec.sms
-    found: list[Cost] = []
+    found: list[KernelCost] = []
     for rows, columns, per_sm, speed in TILES:
         tiles = count * ceil(m / rows) * ceil(n / columns)
         split = min(max(1, spec.sms * per_sm // tiles), max(1, k // SPLIT_K))
         block_s = per_sm * 2 * rows * columns * (k / split) / (rate * speed)
-        found.append(Cost(ceil(tiles * split / (spec.sms * per_sm)) * block_s, tiles * split, per_sm))
+        found.append(KernelCost(ceil(tiles * split / (spec.sms * per_sm)) * block_s, tiles * split, per_sm))
     seconds, blocks, per_sm = min(found)
-    return Cost(max(seconds, nbytes / spec.bandwidth, FLOOR_S), blocks, per_sm)
+    return KernelCost(max(seconds, nbytes / spec.bandwidth, FLOOR_S), blocks, per_sm)
 
 
-def stream(elements: int, nbytes: int, spec: GpuSpec, *, foreach: bool = False) -> Cost:
-    """Elementwise over `elements`; `foreach`: as torch's multi-tensor kernels do it."""
+def stream(elements: int, nbytes: int, spec: GpuSpec, *, foreach: bool = False) -> KernelCost:
+    """An elementwise kernel over `elements`. `foreach`: as one of torch's multi-tensor kernels."""
     seconds = nbytes / (spec.bandwidth * MEMORY_EFFICIENCY)
     per_block, per_sm = (FOREACH_ELEMENTS, FOREACH_PER_SM) if foreach else (STREAM_ELEMENTS, STREAM_PER_SM)
-    return Cost(max(seconds, FLOOR_S), max(1, ceil(elements / per_block)), per_sm)
+    return KernelCost(max(seconds, FLOOR_S), max(1, ceil(elements / per_block)), per_sm)
 
 
 # ---- of a Program's operators ----------------------------------------------------------------------
 
 
 def op_profiles(program: Program, spec: GpuSpec, known: Iterable[StepProfile] = ()) -> list[OpProfile]:
-    """What each operator costs: as the first of `known` says that has this operator with these shapes, else
-    modelled."""
+    """The cost of each operator: by the first of `known` that has this operator with these shapes, else modelled."""
     table: dict[tuple[str, tuple[tuple[int, ...], ...]], OpProfile] = {}
     for profile in known:
         for op in profile.ops:
@@ -306,7 +305,7 @@ def op_profiles(program: Program, spec: GpuSpec, known: Iterable[StepProfile] = 
 
 
 def modelled(program: Program, op: Op, spec: GpuSpec) -> OpProfile:
-    """The operator by the roofline."""
+    """The cost of an operator by the roofline."""
     shapes, nbytes = op_shapes(program, op), op_nbytes(program, op)
     cost = _product_cost(program, op, nbytes, spec)
     if cost is None:
@@ -317,8 +316,8 @@ def modelled(program: Program, op: Op, spec: GpuSpec) -> OpProfile:
     return OpProfile(op.target, shapes, cost.seconds, nbytes, cost.blocks, cost.per_sm, source="model")
 
 
-def _product_cost(program: Program, op: Op, nbytes: int, spec: GpuSpec) -> Cost | None:
-    """None for what is no matrix product, or a degenerate one."""
+def _product_cost(program: Program, op: Op, nbytes: int, spec: GpuSpec) -> KernelCost | None:
+    """The cost of a matrix product; None for other operators and for empty products."""
     given = [program.views[arg.view] for arg in op.args if isinstance(arg, TensorRef)]
     sizes = [view.size for view in given]
     if not sizes or any(0 in size for size in sizes):
@@ -332,7 +331,7 @@ def _product_cost(program: Program, op: Op, nbytes: int, spec: GpuSpec) -> Cost 
 
 
 def _product_shape(name: str, sizes: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int] | None:
-    """(count, m, n, k) of the matrix products that an operator on tensors of these sizes is."""
+    """(count, m, n, k) of the matrix products that an operator on tensors of these sizes computes; None for others."""
     if name in ("addmm", "baddbmm", "addbmm"):
         sizes = sizes[1:]
     if name in ("mm", "addmm") and [len(size) for size in sizes[:2]] == [2, 2]:
@@ -352,7 +351,7 @@ def _product_shape(name: str, sizes: Sequence[tuple[int, ...]]) -> tuple[int, in
 
 def _convolution_shape(name: str, sizes: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int] | None:
     if name == "convolution_backward":
-        # Towards the image and towards the weight: as much work each as forward.
+        # The gradients of image and weight: each as much work as the forward.
         grad, image, weight = sizes[:3] if len(sizes) > 2 else ((), (), ())
         if len(grad) < 3 or len(weight) < 3:
             return None
@@ -360,12 +359,13 @@ def _convolution_shape(name: str, sizes: Sequence[tuple[int, ...]]) -> tuple[int
     image, weight = sizes[:2]
     if len(image) < 3 or len(weight) < 3:
         return None
-    # Its output's size needs stride and padding; the image's is right for most, and more than it for the others.
+    # The output's size needs stride and padding. The image's size equals it for most convolutions, and exceeds it for
+    # others.
     return 1, image[0] * prod(image[2:]), weight[0], prod(weight[1:])
 
 
 def _peak(program: Program, dtype: str, spec: GpuSpec) -> float:
-    """Operations a second at that dtype, with the program's precision of float32 products."""
+    """Operations a second at a dtype, with the program's precision of float32 products."""
     if dtype == "float32" and program.numerics.matmul_precision != "highest" and "tf32" in spec.flops:
         return spec.flops["tf32"]
     return spec.flops.get(dtype, spec.flops["float32"] * ITEM_BYTES["float32"] / ITEM_BYTES[dtype])
@@ -375,8 +375,8 @@ def _peak(program: Program, dtype: str, spec: GpuSpec) -> float:
 
 
 def kernels_of(ops: Sequence[OpProfile], spec: GpuSpec) -> tuple[Kernel, ...]:
-    """The operators as kernels that take, alone on `spec`, what they are said to. Times are taken as they are,
-    whatever device they are of; blocks nobody recorded are guessed from the output's size."""
+    """The operators as kernels that take `op.seconds` alone on `spec`, whatever device those times are of. Blocks that
+    were not recorded are guessed from the output's size."""
     made: dict[OpProfile, Kernel] = {}
     for op in ops:
         if op not in made:
@@ -385,29 +385,29 @@ def kernels_of(ops: Sequence[OpProfile], spec: GpuSpec) -> tuple[Kernel, ...]:
 
 
 def kernel_of(op: OpProfile, spec: GpuSpec) -> Kernel:
-    """A kernel whose time alone is `op.seconds`. Traffic the bandwidth could not carry in that time came from
-    caches and is left out; no time is below the simulator's shortest block."""
+    """A kernel whose time alone is `op.seconds`, at least the simulator's shortest block. Traffic above what the
+    bandwidth can move in that time came from caches and is left out."""
     guessed_blocks, guessed_per_sm = _guess(op)
     blocks, per_sm = op.blocks or guessed_blocks, op.per_sm or guessed_per_sm
     seconds = max(op.seconds, MIN_BLOCK_S)
     nbytes = min(op.nbytes, int(seconds * spec.bandwidth))
     at_once = min(blocks, per_sm * spec.sms)
-    blocks = min(blocks, at_once * int(seconds / MIN_BLOCK_S * 0.999 + 1))  # more would be too short to tell apart
+    blocks = min(blocks, at_once * int(seconds / MIN_BLOCK_S * 0.999 + 1))  # blocks of more waves would be too short
     full, rest = divmod(blocks, at_once)
     wave_moved_s = at_once * nbytes / blocks / spec.bandwidth
     block_s = seconds / (full + (rest > 0))
-    if block_s < wave_moved_s:  # full waves are bound by memory; what they leave is the last one's
+    if block_s < wave_moved_s:  # full waves are bound by memory; the last wave takes the rest
         block_s = max(seconds - full * wave_moved_s, MIN_BLOCK_S) if rest else wave_moved_s
     return Kernel(op.target.removeprefix("aten."), blocks, max(block_s, MIN_BLOCK_S), per_sm, nbytes, op.sensitivity)
 
 
 def guesses_blocks(op: OpProfile) -> bool:
-    """Whether `kernel_of` has to guess how this operator fills a GPU."""
+    """Whether `kernel_of` has to guess the blocks of this operator."""
     return op.blocks is None or op.per_sm is None
 
 
 def _guess(op: OpProfile) -> tuple[int, int]:
-    """(blocks, blocks a multiprocessor) after the size of the largest tensor it returns or takes."""
+    """(blocks, blocks a multiprocessor), by the size of the largest tensor it returns or takes."""
     elements = max((prod(shape) for shape in op.shapes), default=1)
     name = op.target.removeprefix("aten.").split(".")[0].strip("_")
     if any(name == product or product in name.split("_") for product in PRODUCTS):

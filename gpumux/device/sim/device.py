@@ -1,8 +1,8 @@
-"""The simulated GPU behind the device contract. Steps take the time they would, and compute nothing: results are
-zeros, and state is what was put there. No torch.
+"""The simulated GPU as a device. Steps take the time they would take on the GPU and compute nothing: results are zeros,
+and state is what was copied in. No torch.
 
-The clock is the caller's. With a real one (`gpumux serve --device sim`) simulated time passes as real time does,
-and the daemon hears of each end when it next looks; on a virtual one (tests) nothing waits.
+The clock is the caller's. With a real one (`gpumux serve --device sim`) simulated time passes as real time does, and
+the daemon sees each end when it next polls. On a virtual one (tests) no call waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gpumux.errors import ProgramError
 from gpumux.program import operators as allowlist
 from gpumux.program.codec import decode
 from gpumux.program.cut import cut
-from gpumux.program.ir import DEFAULT, Limits, Program, aligned, labels, slot_layout
+from gpumux.program.ir import DEFAULT, Program, ProgramLimits, aligned, labels, slot_layout
 from gpumux.program.memory import footprint, plan
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import state_slots, validate
@@ -60,24 +60,25 @@ from gpumux.types import (
 
 # ---- The check of an encoded Program without torch: its structure, its operators' names and its memory.
 #
-# What the operators would make of their arguments is not looked at: nothing is computed here, so nothing can go
-# wrong there. A Program that passes here can still be refused by a real device.
+# Operators' arguments are not checked, since nothing is computed. A real device can still refuse a Program that passes.
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class CheckedProgram:
+    """A Program that passed, with what the check found."""
+
     program: Program
     footprint: Footprint
     content_hash: str
 
 
-class Checks:
-    """Programs that passed, until they are loaded or their job goes."""
+class SimChecks:
+    """Checks Programs, and keeps those that passed until they are loaded or their job is unloaded."""
 
-    def __init__(self, limits: Limits, extra_ops: Collection[str]) -> None:
+    def __init__(self, limits: ProgramLimits, extra_ops: Collection[str]) -> None:
         self._limits = limits
         self._extra_ops = extra_ops
-        self._passed: dict[tuple[JobId, ProgramId], Passed] = {}
+        self._passed: dict[tuple[JobId, ProgramId], CheckedProgram] = {}
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> ProgramChecked | ProgramRefused:
         try:
@@ -89,8 +90,8 @@ class Checks:
         operators = tuple([intern(op.target) for op in passed.program.ops])
         return ProgramChecked(job, program, passed.footprint, passed.content_hash, operators, tuple(scalars))
 
-    def take(self, job: JobId, program: ProgramId, encoded: bytes) -> Passed | None:
-        """What the check of exactly these bytes found; None when they were not checked."""
+    def take(self, job: JobId, program: ProgramId, encoded: bytes) -> CheckedProgram | None:
+        """The checked program of exactly these bytes; None if they were not checked."""
         passed = self._passed.get((job, program))
         if passed is None or passed.content_hash != hashlib.sha256(encoded).hexdigest():
             return None
@@ -100,7 +101,7 @@ class Checks:
         for key in [key for key in self._passed if key[0] == job]:
             del self._passed[key]
 
-    def _check(self, encoded: bytes) -> Passed:
+    def _check(self, encoded: bytes) -> CheckedProgram:
         program = decode(encoded, self._limits)
         validate(program, self._limits)
         for index, op in enumerate(program.ops):
@@ -108,19 +109,19 @@ class Checks:
                 allowlist.resolve(op.target, self._extra_ops)
             except ProgramError as error:
                 raise ProgramError(f"operator {index}: {error.message}", error.remedy) from None
-        return Passed(program, footprint(program, plan(program)), hashlib.sha256(encoded).hexdigest())
+        return CheckedProgram(program, footprint(program, plan(program)), hashlib.sha256(encoded).hexdigest())
 
 
-# ---- A step's kernels cut into pieces, by what each takes alone on one GPU.
+# ---- A step's kernels cut into pieces, by the time of each kernel alone on one GPU.
 
 
-TARGET_S = {Priority.HIGH: 400e-6, Priority.LOW: 300e-6}  # how long a piece should run (DESIGN 6)
-MIN_HIGH_S = 250e-6  # shorter high pieces are merged (DESIGN 6)
+TARGET_S = {Priority.HIGH: 400e-6, Priority.LOW: 300e-6}  # how long a piece should run
+MIN_HIGH_S = 250e-6  # shorter high pieces are merged
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A step cut on one GPU: piece i is kernels [bounds[i], bounds[i + 1]) and takes `seconds[i]` alone."""
+    """A step cut for one GPU: piece i is kernels [bounds[i], bounds[i + 1]) and takes `seconds[i]` alone."""
 
     bounds: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -138,8 +139,8 @@ def cut_kernels(
     target_s: float | None = None,
     gates: Collection[int] = (),
 ) -> Pieces:
-    """Pieces of near `target_s`: None is the priority's own, inf one piece. A piece begins at every kernel in
-    `gates`. No kernels at all are one empty piece."""
+    """Pieces of about `target_s` seconds. None: the priority's target; inf: one piece. A piece begins at every kernel
+    in `gates`. Without kernels there is one empty piece."""
     seconds = [solo_seconds(kernel, spec) + spec.node_gap_s for kernel in kernels]
     target = TARGET_S[priority] if target_s is None else target_s
     if target == inf:
@@ -149,28 +150,28 @@ def cut_kernels(
 
 
 def recut(kernels: Sequence[Kernel], bounds: tuple[int, ...], spec: GpuSpec) -> Pieces:
-    """Pieces of these kernels under given boundaries."""
+    """These kernels as pieces with given bounds."""
     parts = tuple([tuple(kernels[a:b]) for a, b in pairwise(bounds)])
     return Pieces(bounds, tuple([piece_seconds(part, spec) for part in parts]), parts)
 
 
 def piece_seconds(kernels: Sequence[Kernel], spec: GpuSpec, share: float = 1.0) -> float:
-    """What a launch of these kernels takes alone on the device, or on a share of it, its gaps included."""
+    """Seconds that a launch of these kernels takes alone on the device, or on a share of it, with its gaps."""
     gaps = spec.launch_gap_s + max(len(kernels) - 1, 0) * spec.node_gap_s
     return gaps + sum([solo_seconds(kernel, spec, share) for kernel in kernels])
 
 
-# ---- What the simulated device keeps of each job: programs with their cuts, buffers, and commands in order.
+# ---- Jobs: their programs with cuts, their buffers, and their commands in order.
 
 
-NOTHING = (Kernel("nothing", 1, MIN_BLOCK_S, 1, 0),)  # what a piece without operators launches
+NOTHING = (Kernel("nothing", 1, MIN_BLOCK_S, 1, 0),)  # the kernels of a piece without operators
 COPY_BYTES = 16 << 20  # at a time
 _BUG = "this is a bug in the daemon: report it"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A transfer on its way. It owns `fd`."""
+class SimTransfer:
+    """A transfer to carry out. It owns `fd`."""
 
     transfer: TransferId
     buffers: tuple[int, ...]
@@ -180,38 +181,40 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A profile asked for."""
+class ProfileRequest:
+    """A request for operator times."""
 
     program: ProgramId
 
 
-Command = Launch | Move | Ask
+Command = Launch | SimTransfer | ProfileRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A program to load, as Device.load_program says it."""
+class LoadRequest:
+    """A program to load, as Device.load_program was given it."""
 
     program: ProgramId
-    passed: Passed
+    passed: CheckedProgram
     new_buffers: tuple[int, ...]
     binding: tuple[int, ...]
     data_bytes: int
     slots: int
 
 
-class LoadedProgram:
-    """Cut 0 is by the roofline alone; after one step follows cut 1, by what the kernels really take here, which
-    is something else where a profile says so; later ones by `target_s`. Steps keep the cut they began with, so the one
-    before the newest stays."""
+class SimProgram:
+    """A loaded program and its cuts. Cut 0 is by the roofline. Cut 1 follows after one step, by the kernels' times in
+    this simulation, which differ if a profile gives others. Later cuts follow `target_s`. Steps keep the cut they began
+    with, so the cut before the newest stays."""
 
-    def __init__(self, passed: Passed, slots: int, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]) -> None:
+    def __init__(
+        self, passed: CheckedProgram, slots: int, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]
+    ) -> None:
         program = passed.program
         self.slots = slots
         self.scalars = len(program.scalars)
         self.newest = 0
-        self.target_s: float | None = None  # how long pieces are to be; None: as the priority wants them
+        self.target_s: float | None = None  # target length of pieces; None: the priority's
         self._spec = spec
         self._priority = job.priority
         self._gates = [gate.op for gate in program.gates]
@@ -221,10 +224,10 @@ class LoadedProgram:
         predicted = cut_kernels(kernels_of(op_profiles(program, spec), spec), spec, job.priority, gates=self._gates)
         self.predicted = predicted
         self.cuts: dict[int, Pieces] = {0: recut(self._kernels, predicted.bounds, spec)}
-        self._made_for: float | None = None  # the newest of them
+        self._made_for: float | None = None  # target length of the newest cut
 
     def refuses(self, launch: Launch) -> Fault | None:
-        """Why a launch can't be, if it can't."""
+        """Why a launch is refused, or None."""
         pieces = self.cuts.get(launch.cut)
         if pieces is None or not 0 <= launch.piece < len(pieces.seconds):
             return Fault("program", f"no piece {launch.piece} of cut {launch.cut}", _BUG)
@@ -241,7 +244,7 @@ class LoadedProgram:
         return self.cuts[launch.cut].kernels[launch.piece] or NOTHING
 
     def done(self, launch: Launch) -> Pieces | None:
-        """A piece has ended: the new cut it leads to, if it does."""
+        """A piece has ended. Returns the new cut that follows, if one does."""
         newest = self.cuts[self.newest]
         if launch.cut != self.newest or launch.piece + 1 < len(newest.seconds):
             return None
@@ -266,17 +269,17 @@ class LoadedProgram:
 
 
 @dataclass(slots=True)
-class Job:
-    """`running` are launches handed to the GPU, oldest first; `waiting` what comes after them; `fault` is set
-    from when the job is lost until that was told."""
+class SimJob:
+    """One job. `running`: launches handed to the GPU, oldest first; `waiting`: later commands. `fault` is set from when
+    the job is lost until the next poll reports it."""
 
     job: JobId
     spec: JobSpec
     sizes: list[int] = field(default_factory=list)  # of its buffers
     pushed: dict[int, bytes] = field(default_factory=dict)  # by buffer; all others are zeros
-    programs: dict[ProgramId, LoadedProgram] = field(default_factory=dict)
+    programs: dict[ProgramId, SimProgram] = field(default_factory=dict)
     charged: int = 0  # bytes of its buffers and data segments
-    transient: int = 0  # of the program that needs most; they never run at once
+    transient: int = 0  # bytes of the program that needs most: they never run at once
     running: deque[Launch] = field(default_factory=deque)
     waiting: deque[Command] = field(default_factory=deque)
     fault: Fault | None = None
@@ -286,9 +289,9 @@ class Job:
         return self.charged + self.transient
 
     def load(
-        self, request: Request, free_bytes: int, spec: GpuSpec, known: Iterable[StepProfile]
-    ) -> LoadedProgram | Fault:
-        """Take a program in, or say why not."""
+        self, request: LoadRequest, free_bytes: int, spec: GpuSpec, known: Iterable[StepProfile]
+    ) -> SimProgram | Fault:
+        """Load a program. Returns it, or the reason for refusing it."""
         passed = request.passed
         transient = max(self.transient, passed.footprint.transient_bytes)
         charge = sum(request.new_buffers) + request.data_bytes
@@ -299,14 +302,14 @@ class Job:
             fault = Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
         if fault is not None:
             return fault
-        loaded = self.programs[request.program] = LoadedProgram(passed, request.slots, spec, self.spec, known)
+        loaded = self.programs[request.program] = SimProgram(passed, request.slots, spec, self.spec, known)
         self.sizes.extend(request.new_buffers)
         self.charged += charge
         self.transient = transient
         return loaded
 
-    def _refuses(self, request: Request) -> Fault | None:
-        """What is wrong with a request, whatever memory there is."""
+    def _refuses(self, request: LoadRequest) -> Fault | None:
+        """Why a request is refused, memory apart, or None."""
         if request.program in self.programs:
             return Fault("program", f"program {request.program} is loaded already", "choose another number")
         needed = request.slots * slot_layout(request.passed.program).nbytes
@@ -325,14 +328,14 @@ class Job:
                 return Fault("program", message, _BUG)
         return None
 
-    def move(self, move: Move) -> TransferDone:
-        """Carry a transfer out, and let go of its descriptor."""
+    def move(self, move: SimTransfer) -> TransferDone:
+        """Carry out a transfer, and close its descriptor."""
         try:
             return TransferDone(self.job, move.transfer, self._copy(move))
         finally:
             os.close(move.fd)
 
-    def _copy(self, move: Move) -> Fault | None:
+    def _copy(self, move: SimTransfer) -> Fault | None:
         numbers = [buffer for buffer in move.buffers if buffer != GENERATOR]
         if any(not 0 <= buffer < len(self.sizes) for buffer in numbers):
             return Fault("program", f"no such buffer among {numbers[:8]}", "name buffers of the job")
@@ -342,7 +345,7 @@ class Job:
             return Fault("program", f"{wanted} bytes do not fit a segment of {move.nbytes}", "send a larger one")
         at = 0
         try:
-            for buffer in numbers:  # nothing here draws random numbers: a segment is zeros where a generator would be
+            for buffer in numbers:  # no random numbers are drawn: the bytes of a generator stay zeros
                 if move.into_device:
                     self.pushed[buffer] = _read(move.fd, at, self.sizes[buffer])
                 else:
@@ -373,7 +376,7 @@ def _write(fd: int, at: int, nbytes: int, data: bytes | None) -> None:
         done += os.pwrite(fd, part, at + done)
 
 
-# ----
+# ---- The device
 
 
 _UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
@@ -381,8 +384,8 @@ _UNCHECKED = Fault("program", "the program was not checked", "check these bytes 
 
 
 class SimDevice:
-    """See gpumux.device.base.Device. `known` are profiles whose times count more than the cost model's;
-    `parallel` bounds how many pieces run at once, None leaves it to who launches."""
+    """See gpumux.device.base.Device. `known`: profiles whose times are used instead of the cost model's. `parallel`:
+    pieces that run at once, None for as many as are launched."""
 
     def __init__(
         self,
@@ -392,27 +395,27 @@ class SimDevice:
         known: Sequence[StepProfile] = (),
         parallel: int | None = None,
         allow_ops: Collection[str] = (),
-        limits: Limits = DEFAULT,
+        limits: ProgramLimits = DEFAULT,
     ) -> None:
         self.spec = preset(gpu) if isinstance(gpu, str) else gpu
         self._clock = clock
         self._known = tuple(known)
         self._parallel = parallel
-        self._checks = Checks(limits, allow_ops)
+        self._checks = SimChecks(limits, allow_ops)
         self._gpu = Gpu(self.spec)
-        self._jobs: dict[JobId, Job] = {}
+        self._jobs: dict[JobId, SimJob] = {}
         self._launches: dict[LaunchId, Launch] = {}  # handed to the GPU
         self._ages: dict[LaunchId, int] = {}  # of launches that wait
         self._age = 0
         self._events: list[DeviceEvent] = []
-        self._bell = -1
-        self._rung = False  # the bell is readable
+        self._wakeup = -1
+        self._readable = False  # the descriptor is readable
         self._total = 0
 
     # ---- the contract
 
     def open(self) -> DeviceInfo:
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # What jobs keep on this device lies in the host's memory, so that bounds it too.
         self._total = min(self.spec.memory_bytes, hostmemory.free_bytes())
         return DeviceInfo(
@@ -427,31 +430,31 @@ class SimDevice:
         )
 
     def filenos(self) -> Sequence[int]:
-        return () if self._bell < 0 else (self._bell,)
+        return () if self._wakeup < 0 else (self._wakeup,)
 
     def due(self) -> float:
-        if self._bell < 0:
+        if self._wakeup < 0:
             return inf
-        return self._clock() if self._rung else self._gpu.next_event()
+        return self._clock() if self._readable else self._gpu.next_event()
 
     def poll(self) -> list[DeviceEvent]:
-        if self._bell < 0:
+        if self._wakeup < 0:
             return []
-        if self._rung:
-            os.eventfd_read(self._bell)
-            self._rung = False
+        if self._readable:
+            os.eventfd_read(self._wakeup)
+            self._readable = False
         for job in [job for job in self._jobs.values() if job.fault is not None]:
-            self._bury(job, job.fault or _UNKNOWN)
+            self._fail_job(job, job.fault or _UNKNOWN)
         for launch, started, ended in self._gpu.advance(self._clock()):
-            self._done(self._launches.pop(LaunchId(launch)), started, ended)
+            self._launch_done(self._launches.pop(LaunchId(launch)), started, ended)
         events, self._events = self._events, []
         return events
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
-        self._tell(self._checks.check(job, program, encoded))
+        self._emit(self._checks.check(job, program, encoded))
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
-        self._jobs.setdefault(job, Job(job, spec))
+        self._jobs.setdefault(job, SimJob(job, spec))
 
     def load_program(
         self,
@@ -465,24 +468,24 @@ class SimDevice:
     ) -> None:
         held = self._jobs.get(job)
         if held is None:
-            self._tell(ProgramRefused(job, program, _UNKNOWN))
+            self._emit(ProgramRefused(job, program, _UNKNOWN))
             return
         passed = self._checks.take(job, program, encoded)
-        loaded: LoadedProgram | Fault = _UNCHECKED
+        loaded: SimProgram | Fault = _UNCHECKED
         if passed is not None and passed.program.kind != "aten":
             loaded = Fault("program", "a simulated device compiles nothing", "submit it without compile=True")
         elif passed is not None:
-            request = Request(program, passed, tuple(new_buffers), tuple(binding), data.nbytes, slots)
+            request = LoadRequest(program, passed, tuple(new_buffers), tuple(binding), data.nbytes, slots)
             loaded = held.load(request, self.memory().free_bytes, self.spec, self._known)
         if isinstance(loaded, Fault):
-            self._tell(ProgramRefused(job, program, loaded))
+            self._emit(ProgramRefused(job, program, loaded))
         else:
-            self._tell(ProgramLoaded(job, program, loaded.predicted.seconds, loaded.predicted.bounds))
+            self._emit(ProgramLoaded(job, program, loaded.predicted.seconds, loaded.predicted.bounds))
 
     def launch(self, launch: Launch) -> None:
         job = self._jobs.get(launch.job)
         if job is None:
-            self._tell(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
+            self._emit(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
             return
         program = job.programs.get(launch.program)
         fault = (
@@ -490,7 +493,7 @@ class SimDevice:
         )
         if fault is not None and job.fault is None:
             job.fault = fault
-            self._ring()
+            self._wake()
         self._submit(job, launch)
 
     def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
@@ -503,42 +506,42 @@ class SimDevice:
     ) -> None:
         held = self._jobs.get(job)
         if held is None:
-            self._tell(TransferDone(job, transfer, _UNKNOWN))
+            self._emit(TransferDone(job, transfer, _UNKNOWN))
             return
-        self._submit(held, Move(transfer, tuple(buffers), os.dup(segment.fd), segment.nbytes, into_device))
+        self._submit(held, SimTransfer(transfer, tuple(buffers), os.dup(segment.fd), segment.nbytes, into_device))
 
     def profile(self, job: JobId, program: ProgramId) -> None:
         held = self._jobs.get(job)
         if held is None:
-            self._tell(ProgramProfiled(job, program, b"", _UNKNOWN))
+            self._emit(ProgramProfiled(job, program, b"", _UNKNOWN))
             return
-        self._submit(held, Ask(program))
+        self._submit(held, ProfileRequest(program))
 
     def unload(self, job: JobId) -> None:
         held = self._jobs.get(job)
         if held is not None:
-            self._let_go(held)
+            self._forget_job(held)
             self._hand_over()
         self._checks.forget(job)
         self._events = [event for event in self._events if getattr(event, "job", None) != job]
-        self._tell(JobUnloaded(job))
+        self._emit(JobUnloaded(job))
 
     def memory(self) -> MemoryFigures:
         by_job = {job.job: job.memory for job in self._jobs.values()}
         return MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
 
     def close(self) -> None:
-        if self._bell < 0:
+        if self._wakeup < 0:
             return
         for job in list(self._jobs.values()):
-            self._let_go(job)
+            self._forget_job(job)
         self._events.clear()
-        os.close(self._bell)
-        self._bell, self._rung, self._total = -1, False, 0
+        os.close(self._wakeup)
+        self._wakeup, self._readable, self._total = -1, False, 0
 
     # ---- commands
 
-    def _submit(self, job: Job, command: Command) -> None:
+    def _submit(self, job: SimJob, command: Command) -> None:
         if isinstance(command, Launch):
             if self._parallel is None and not job.waiting and job.fault is None:
                 self._start(job, command)
@@ -554,7 +557,7 @@ class SimDevice:
             heads = []
             for job in self._jobs.values():
                 if job.waiting and job.fault is None:
-                    self._no_launches(job)
+                    self._run_other_commands(job)
                     if job.waiting and isinstance(job.waiting[0], Launch) and self._may_start(job):
                         heads.append((-job.waiting[0].stream, self._ages[job.waiting[0].launch], job))
             if not heads:
@@ -564,17 +567,17 @@ class SimDevice:
             assert isinstance(launch, Launch)
             self._start(job, launch)
 
-    def _may_start(self, job: Job) -> bool:
+    def _may_start(self, job: SimJob) -> bool:
         return self._parallel is None or (not job.running and len(self._launches) < self._parallel)
 
-    def _no_launches(self, job: Job) -> None:
-        """Carry out what waits at the head and is no launch, once all launches before it have ended."""
+    def _run_other_commands(self, job: SimJob) -> None:
+        """Carry out commands at the head that are no launches, once all launches before them have ended."""
         while job.waiting and not job.running and not isinstance(job.waiting[0], Launch):
             command = job.waiting.popleft()
             assert not isinstance(command, Launch)
-            self._tell(job.move(command) if isinstance(command, Move) else _profiled(job, command))
+            self._emit(job.move(command) if isinstance(command, SimTransfer) else _profiled(job, command))
 
-    def _start(self, job: Job, launch: Launch) -> None:
+    def _start(self, job: SimJob, launch: Launch) -> None:
         program = job.programs[launch.program]
         self._ages.pop(launch.launch, None)
         self._launches[launch.launch] = launch
@@ -582,7 +585,7 @@ class SimDevice:
         kernels = program.kernels(launch)
         self._gpu.launch(launch.launch, launch.job, launch.stream, kernels, self._clock(), launch.share)
 
-    def _done(self, launch: Launch, started: float, ended: float) -> None:
+    def _launch_done(self, launch: Launch, started: float, ended: float) -> None:
         job = self._jobs[launch.job]
         job.running.popleft()
         self._events.append(LaunchDone(launch.launch, started, ended))
@@ -594,43 +597,43 @@ class SimDevice:
 
     # ---- endings
 
-    def _bury(self, job: Job, fault: Fault) -> None:
-        """The job is lost, and everything outstanding with it."""
+    def _fail_job(self, job: SimJob, fault: Fault) -> None:
+        """Report that the job is lost, and answer its outstanding commands."""
         for command in (*job.running, *job.waiting):
             if isinstance(command, Launch):
                 self._events.append(LaunchFailed(command.launch, fault))
-            elif isinstance(command, Move):
+            elif isinstance(command, SimTransfer):
                 self._events.append(TransferDone(job.job, command.transfer, fault))
             else:
                 self._events.append(ProgramProfiled(job.job, command.program, b"", fault))
         self._events.append(JobLost(job.job, fault))
-        self._let_go(job)
+        self._forget_job(job)
         self._hand_over()
 
-    def _let_go(self, job: Job) -> None:
-        """Forget a job and all that waits for it."""
+    def _forget_job(self, job: SimJob) -> None:
+        """Forget a job and its commands."""
         self._gpu.drop(job.job, self._clock())
         for launch in job.running:
             del self._launches[launch.launch]
         for command in job.waiting:
-            if isinstance(command, Move):
+            if isinstance(command, SimTransfer):
                 os.close(command.fd)
             elif isinstance(command, Launch):
                 del self._ages[command.launch]
         self._checks.forget(job.job)
         del self._jobs[job.job]
 
-    def _tell(self, *events: DeviceEvent) -> None:
+    def _emit(self, *events: DeviceEvent) -> None:
         self._events.extend(events)
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
-        """Have whoever waits on our descriptor look."""
-        self._rung = True
-        os.eventfd_write(self._bell, 1)
+    def _wake(self) -> None:
+        """Make the descriptor readable, so that the caller polls."""
+        self._readable = True
+        os.eventfd_write(self._wakeup, 1)
 
 
-def _profiled(job: Job, ask: Ask) -> ProgramProfiled:
+def _profiled(job: SimJob, ask: ProfileRequest) -> ProgramProfiled:
     program = job.programs.get(ask.program)
     if program is None:
         fault = Fault("program", f"no program {ask.program}", "load it first")

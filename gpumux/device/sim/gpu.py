@@ -1,13 +1,13 @@
 """A discrete-event GPU on a virtual clock.
 
-    launch -> host thread, one bounded in-order queue -> a stream a job -> blocks
+    launch -> host thread, one bounded in-order queue -> a stream for each job -> blocks
 
-The multiprocessors are one pool of block slots. Blocks are never preempted. When room frees, the pending
-blocks of the highest-priority stream get it first; within one priority those of the kernel that became
-ready first. Streams are in order, so a job has one kernel on the device at a time.
+The multiprocessors are one pool of block slots. Blocks are never preempted. When slots free up, the pending blocks of
+the highest-priority stream get them first; within one priority, those of the kernel that became ready first. Streams
+are in order, so a job has one kernel on the device at a time.
 
-Nothing is random: the same calls give the same answers. What costs time is events, so there are few: waves
-that change nothing for others are none, and a stream alone on the device has one a launch.
+Nothing is random: the same calls give the same results. Most time goes into events, so there are few of them: a wave of
+blocks that changes nothing for other streams is none, and a stream alone on the device has one for each launch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,35 @@ from typing import NamedTuple
 from gpumux.device.sim.cost import MAX_PER_SM, GpuSpec, Kernel, checked, solo_seconds, wave
 from gpumux.errors import ConfigError
 
-# ---- A launch made ready: each kernel's figures on one GPU, and when each starts and ends when nothing disturbs it.
+# ---- A prepared launch: the figures of each kernel on one GPU, and its start and end when nothing else runs.
 
 
-EPS = 1e-9  # seconds; what is nearer than this happens at the same time
-# Blocks that start within this part of their block time become one cohort, which ends at their mean time. Without
-# it the blocks of two jobs that share the device spread out until each ends by itself: 5 times the events, and
-# times that differ by less than 1 %.
+EPS = 1e-9  # seconds; times nearer than this are one instant
+# Blocks that start within this part of their block time become one cohort, which ends at their mean time. Otherwise the
+# blocks of two jobs that share the device spread out until each ends by itself, with many more events and nearly the
+# same times.
 GRAIN = 0.1
 SM_UNITS = lcm(*range(1, MAX_PER_SM + 1))  # one multiprocessor: any block takes a whole number of them
 
 
 class Shape:
-    """One kernel on one GPU, under one share of it."""
+    """The figures of one kernel on one GPU, confined to one share."""
 
-    __slots__ = ("at_once", "beside", "block_bytes", "block_s", "blocks", "bound", "demand", "grain_s", "name", "nbytes",
-                 "size", "solo_s", "wave_s")  # fmt: skip
+    __slots__ = (
+        "at_once",
+        "beside",
+        "block_bytes",
+        "block_s",
+        "blocks",
+        "bound",
+        "demand",
+        "grain_s",
+        "name",
+        "nbytes",
+        "size",
+        "solo_s",
+        "wave_s",
+    )
 
     def __init__(self, kernel: Kernel, spec: GpuSpec, share: float) -> None:
         checked(kernel)
@@ -56,10 +69,10 @@ class Shape:
         self.solo_s = solo_seconds(kernel, spec, share)
 
 
-class Work:
-    """The kernels of one launch, in order, and their timeline alone on the device: kernel i is ready
-    `starts[i]` seconds after the launch's start and ends at `ends[i]`; `busy[i]`, `area[i]` (unit-seconds)
-    and `moved[i]` (bytes) are sums over the kernels before i."""
+class LaunchWork:
+    """The kernels of one launch, in order, and their timeline alone on the device. Kernel i is ready `starts[i]`
+    seconds after the launch's start and ends at `ends[i]`. `busy[i]` (seconds), `area[i]` (unit-seconds) and `moved[i]`
+    (bytes) are sums over the kernels before i."""
 
     __slots__ = ("area", "busy", "cap", "count", "ends", "moved", "shapes", "starts")
 
@@ -85,37 +98,37 @@ class Work:
             gap = node_gap_s
 
 
-class Workshop:
-    """Makes Works, each once."""
+class WorkCache:
+    """Prepared launches, each made once."""
 
-    MOST = 20_000  # kept at once; a stray caller that makes new kernels for every launch must not fill memory
+    MOST = 20_000  # kept at once: a caller that makes new kernels for every launch must not fill memory
 
     def __init__(self, spec: GpuSpec) -> None:
         self._spec = spec
         self._full = spec.sms * SM_UNITS
         self._shapes: dict[tuple[Kernel, float], Shape] = {}
-        self._works: dict[tuple[int, float], tuple[Sequence[Kernel], Work]] = {}
+        self._works: dict[tuple[int, float], tuple[Sequence[Kernel], LaunchWork]] = {}
 
-    def work(self, kernels: Sequence[Kernel], share: float) -> Work:
-        """The Work of these kernels. The same tuple again is found by its identity."""
+    def work(self, kernels: Sequence[Kernel], share: float) -> LaunchWork:
+        """The LaunchWork of these kernels. A tuple that was given before is found by its identity."""
         key = (id(kernels), share)
         found = self._works.get(key)
         if found is not None and found[0] is kernels:
             return found[1]
         work = self._make(kernels, share)
-        if type(kernels) is tuple:  # it can't change, and keeping it keeps its identity taken
+        if type(kernels) is tuple:  # immutable, and kept here so that no other object gets its id
             if len(self._works) >= self.MOST:
                 self._works.clear()
             self._works[key] = (kernels, work)
         return work
 
-    def single_calls(self, kernels: Sequence[Kernel], share: float) -> list[Work]:
-        """One Work a kernel: what launching them one by one hands over."""
+    def single_calls(self, kernels: Sequence[Kernel], share: float) -> list[LaunchWork]:
+        """One LaunchWork for each kernel, to launch them one by one."""
         return [self.work(_alone(kernel), share) for kernel in kernels]
 
-    def _make(self, kernels: Sequence[Kernel], share: float) -> Work:
+    def _make(self, kernels: Sequence[Kernel], share: float) -> LaunchWork:
         cap = self._spec.share_sms(share) * SM_UNITS
-        return Work(
+        return LaunchWork(
             [self._shape(kernel, share) for kernel in kernels], cap, self._spec.launch_gap_s, self._spec.node_gap_s
         )
 
@@ -133,29 +146,29 @@ _singles: dict[Kernel, tuple[Kernel, ...]] = {}
 
 
 def _alone(kernel: Kernel) -> tuple[Kernel, ...]:
-    """(kernel,), the same tuple every time."""
-    if len(_singles) >= Workshop.MOST:
+    """(kernel,), the same tuple in every call."""
+    if len(_singles) >= WorkCache.MOST:
         _singles.clear()
     return _singles.setdefault(kernel, (kernel,))
 
 
 # ---- From the host to the device: one thread that launches, and one in-order queue that all priorities share.
 #
-# The queue's head leaves it only when its own stream has room on the device. Until then everything behind it
-# waits, whatever its priority: the head-of-line blocking that launch pacing avoids (DeepPool, section 5).
+# The head of the queue leaves it only when its stream has room on the device. Until then all entries behind it wait,
+# whatever their priority: the head-of-line blocking that launch pacing avoids (DeepPool, section 5).
 
 
-Accept = Callable[["Entry", float], bool]
+Accept = Callable[["HostCall", float], bool]
 
 
-class Entry:
-    """One call of the host: a graph, or a single kernel. `last` marks a launch's last one; `began` is
-    where the launch's start is noted, shared by its entries."""
+class HostCall:
+    """One call of the host: a graph, or a single kernel. `last`: the last call of its launch. `began`: holds the
+    launch's start once that is known; all calls of a launch share it."""
 
     __slots__ = ("arrived", "began", "cost", "job", "last", "launch", "priority", "work")
 
     def __init__(
-        self, launch: int, job: str, priority: int, work: Work, cost: float, last: bool, began: list[float]
+        self, launch: int, job: str, priority: int, work: LaunchWork, cost: float, last: bool, began: list[float]
     ) -> None:
         self.launch = launch
         self.job = job
@@ -168,43 +181,44 @@ class Entry:
 
 
 class LaunchPath:
-    """`accept(entry, now)` puts an entry on its stream if that has room, and says whether it had."""
+    """The host's thread and its queue. `accept(entry, now)` puts an entry on its stream and returns True if the stream
+    has room."""
 
     def __init__(self, length: int, transmit_s: float, accept: Accept) -> None:
         self._length = length
         self._transmit_s = transmit_s
         self._accept = accept
-        self._waiting: deque[Entry] = deque()  # the host is at the first of them
-        self._queue: deque[Entry] = deque()
-        self._free_at = 0.0  # when the host is done with all it was told before
-        self._done_at = inf  # when it is done with the first of `_waiting`
+        self._waiting: deque[HostCall] = deque()  # the host makes the first of these calls now
+        self._queue: deque[HostCall] = deque()
+        self._free_at = 0.0  # when the host has made all calls given before
+        self._done_at = inf  # when it has made the first of `_waiting`
         self.launching_s = 0.0  # host seconds spent so far
-        self.holds = False  # whether anything is on its way
-        self.next_at = inf  # when an entry moves without any launch ending first
+        self.holds = False  # whether it has any entry
+        self.next_at = inf  # when an entry moves without a launch ending first
 
-    def submit(self, entry: Entry, now: float) -> None:
-        """The host is told to launch `entry`."""
+    def submit(self, entry: HostCall, now: float) -> None:
+        """Have the host make this call."""
         if not self._waiting:
             start = max(now, self._free_at)
             done = start + entry.cost
             entry.arrived = done + self._transmit_s
-            # Nothing is ahead of it, so room on its stream now is room when it gets there.
+            # No entry is ahead of it, so room on its stream now is room when it arrives.
             if not self._queue and self._accept(entry, now):
                 self._free_at = done
                 self.launching_s += entry.cost
                 return
             self._done_at = done
         self._waiting.append(entry)
-        self._look()
+        self._update_next()
 
     def move(self, now: float) -> None:
-        """Move what can move at `now`."""
+        """Move the entries that can move at `now`."""
         queue, waiting = self._queue, self._waiting
         while True:
             while queue and self._accept(queue[0], now):
                 queue.popleft()
             if not waiting or self._done_at > now or len(queue) >= self._length:
-                self._look()
+                self._update_next()
                 return
             entry = waiting.popleft()
             entry.arrived = max(now, self._done_at + self._transmit_s)
@@ -214,7 +228,7 @@ class LaunchPath:
             self._done_at = now + waiting[0].cost if waiting else inf
 
     def drop(self, job: str, now: float) -> None:
-        """Forget what is on its way for `job`."""
+        """Forget the entries of `job`."""
         at_it = self._waiting[0] if self._waiting else None
         for held in (self._waiting, self._queue):
             kept = [entry for entry in held if entry.job != job]
@@ -223,42 +237,42 @@ class LaunchPath:
         if at_it is not None and at_it.job == job:
             self._free_at = now
             self._done_at = now + self._waiting[0].cost if self._waiting else inf
-        self._look()
+        self._update_next()
 
-    def _look(self) -> None:
+    def _update_next(self) -> None:
         self.holds = bool(self._waiting or self._queue)
         self.next_at = self._done_at if len(self._queue) < self._length else inf
 
 
 # ---- One job's stream on the device: its launches in order, and the kernel that runs.
 #
-# Blocks that started together are a *cohort*. A kernel's own clock `v` counts seconds of block time at full
-# speed and advances at `rate`, so that a change of rate moves no cohort: a cohort started at `v` ends when
-# the clock shows `v + block_s`. Cohorts are therefore kept in the order they end.
+# Blocks that started together are a *cohort*. A kernel's own clock `v` counts seconds of block time at full speed and
+# advances at `rate`. A cohort started at `v` ends when the clock shows `v + block_s`, so a change of rate moves no
+# cohort, and cohorts are kept in the order they end.
 #
-# A stream *cycles* while every block that ends is followed at once by one of the same kernel. Such waves
-# change nothing for anybody, so none of them is an event: `catch_up` accounts for all of them.
+# A stream *cycles* while every block that ends is followed at once by another of the same kernel. Such waves change
+# nothing for other streams, so none of them is an event: `catch_up` accounts for all of them.
 
 
 class Stream:
-    """`entries[0]` runs; `index` is its kernel that runs or is next. `cohorts` hold [v_end, blocks]."""
+    """One job's stream. `entries[0]` runs; `index`: its kernel that runs or is next. `cohorts` hold [v_end, blocks]."""
 
     __slots__ = ("area", "cohorts", "cycling", "entries", "index", "job", "moved", "next_at", "pending", "priority",
                  "rate", "ready_at", "resident", "shape", "size", "solo_base", "solo_from", "v0", "work")  # fmt: skip
 
-    work: Work
+    work: LaunchWork
     shape: Shape
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self.entries: deque[Entry] = deque()
+        self.entries: deque[HostCall] = deque()
         self.priority = 0
         self.index = 0
         self.ready_at = inf  # when its next kernel may start
-        self.next_at = inf  # when its running kernel next changes what others get
+        self.next_at = inf  # when its running kernel next changes the room of others
         self.pending = 0  # blocks not started
         self.resident = 0  # blocks running
-        self.size = 0  # units each takes
+        self.size = 0  # units that each block takes
         self.cohorts: list[list[float]] = []
         self.cycling = False
         self.rate = 1.0
@@ -271,7 +285,7 @@ class Stream:
     # ---- launches
 
     def begin_launch(self, now: float) -> None:
-        """The first of `entries` is next; it starts when it has arrived, not before `now`."""
+        """The first of `entries` is next. It starts when it has arrived, not before `now`."""
         entry = self.entries[0]
         start = max(now, entry.arrived)
         if not entry.began:
@@ -287,7 +301,7 @@ class Stream:
     # ---- blocks
 
     def start_blocks(self, blocks: int) -> None:
-        """Start some of the pending ones, now (the stream is settled)."""
+        """Start `blocks` of the pending blocks, now. The stream is settled."""
         shape = self.shape
         v_end = self.v0 + shape.block_s
         cohorts = self.cohorts
@@ -301,7 +315,7 @@ class Stream:
         self.resident += blocks
 
     def catch_up(self, v: float) -> None:
-        """Account for the waves that ended, and were followed, before its clock showed `v`."""
+        """Account for the waves that ended, and were followed by others, before its clock showed `v`."""
         cohorts = self.cohorts
         block_s = self.shape.block_s
         for cohort in cohorts:
@@ -315,22 +329,21 @@ class Stream:
     # ---- alone on the device: the rest of the launch is one event
 
     def go_solo(self) -> None:
-        """Its next kernel starts at `ready_at` and nothing disturbs what follows."""
+        """It is alone: its next kernel starts at `ready_at`, and the rest of the launch follows its timeline."""
         self.solo_from = self.index
         self.solo_base = self.ready_at - self.work.starts[self.index]
         self.next_at = self.solo_base + self.work.ends[-1]
 
     def solo_seconds(self, upto: int) -> float:
-        """Account for kernels that ran alone, up to but without `upto`; the seconds they had blocks resident."""
+        """Account for kernels that ran alone, before kernel `upto`. Returns the seconds they had blocks resident."""
         work, start = self.work, self.solo_from
         self.area += work.area[upto] - work.area[start]
         self.moved += work.moved[upto] - work.moved[start]
         return work.busy[upto] - work.busy[start]
 
     def end_solo(self, now: float) -> float:
-        """Back to kernels and cohorts as they are at `now`, before anything that starts or ends at `now` has:
-        afterwards it either waits for its next kernel (`resident` is 0) or runs one. The seconds it had
-        blocks resident."""
+        """Set kernel and cohorts as they are at `now`, before what starts or ends at `now`. Afterwards the stream waits
+        for its next kernel (`resident` is 0) or runs one. Returns the seconds it had blocks resident."""
         work, at = self.work, now - self.solo_base
         begun = bisect_left(work.starts, at - EPS) - 1
         if begun < self.solo_from or at > work.ends[begun] + EPS:
@@ -345,14 +358,14 @@ class Stream:
         return busy + since
 
     def _into_kernel(self, since: float) -> None:
-        """The kernel has run alone for `since` seconds: waves that ended, and the one that runs."""
+        """Set the waves that have ended and the wave that runs, of a kernel that has run alone for `since` seconds."""
         shape = self.shape
         waves = max(ceil((since - EPS) / shape.wave_s) - 1, 0)
         waves = min(waves, (shape.blocks - 1) // shape.at_once)
         before = waves * shape.at_once
         running = min(shape.at_once, shape.blocks - before)
         into = max(since - waves * shape.wave_s, 0.0)
-        # A block here takes what moving the wave's bytes takes, if that is longer than it takes itself.
+        # A block takes the time of moving the wave's bytes, if that is longer than its own.
         whole = shape.wave_s if running == shape.at_once else shape.solo_s - waves * shape.wave_s
         self.rate = shape.block_s / whole
         self.v0 = into * self.rate
@@ -363,7 +376,7 @@ class Stream:
     # ---- endings
 
     def kernel_over(self, now: float, node_gap_s: float) -> bool:
-        """Its kernel's last block has ended; whether the launch is over too."""
+        """Its kernel's last block has ended. Returns whether the launch has ended, too."""
         self.moved += self.shape.nbytes
         self.index += 1
         if self.index < self.work.count:
@@ -372,7 +385,7 @@ class Stream:
         return True
 
     def abandon(self, running: bool) -> None:
-        """Nothing of it starts any more; what is resident runs out. It is settled."""
+        """Start nothing of it any more. Resident blocks run to their end. It is settled."""
         if running:
             self.moved += (self.shape.blocks - self.pending) * self.shape.block_bytes
         self.entries.clear()
@@ -380,28 +393,28 @@ class Stream:
         self.cycling = False
 
 
-# ---- Memory bandwidth, shared: how fast groups of resident blocks run when they ask for more than there is.
+# ---- Shared memory bandwidth: how fast groups of resident blocks run when their demands exceed it.
 #
-# A kernel that by itself would use the part m of the bandwidth (1 when it would use more than all) spends
-# that part of its block time waiting for memory. When all groups together ask for more than there is,
-# each gets the same part f of what it asks for, and only the memory-bound part of its time stretches:
+# A kernel that alone would use the part m of the bandwidth (1 if it would use more than all) spends that part of its
+# block time waiting for memory. When the demands of all groups exceed the bandwidth, each group gets the same part f of
+# its demand, and only the memory-bound part of its time stretches:
 #
 #     rate = 1 / ((1 - m) + m / f),   f the largest at which the rates move no more than the bandwidth
 #
-# Alone, a group with m = 1 so takes bytes / bandwidth, and one with m < 1 is not slowed at all.
+# So alone a group with m = 1 takes bytes / bandwidth, and a group with m < 1 is not slowed.
 
 
-_NEAR = 1e-9  # relative; what is left unused of the bandwidth
+_NEAR = 1e-9  # part of the bandwidth that may be left unused
 _MOST_ROUNDS = 64
 
 
 def granted(groups: Sequence[tuple[float, float]], bandwidth: float) -> float:
-    """The part f of what they ask for that `groups` get. A group is (bytes a second its blocks move at
-    full speed, its memory-bound part m). 1.0 when they ask for no more than `bandwidth`."""
+    """The part f of their demands that `groups` get. A group is (bytes a second that its blocks move at full speed, its
+    memory-bound part m). 1.0 if their demands are within `bandwidth`."""
     if sum(demand for demand, _ in groups) <= bandwidth:
         return 1.0
-    # What moves is concave in f and at most f * sum(demand / m): Newton's steps from where that bound meets
-    # the bandwidth rise to the answer from below, so no step moves too much.
+    # The traffic is concave in f and at most f * sum(demand / m). Newton's steps from where that bound meets the
+    # bandwidth rise to the answer from below, so no step moves too much.
     f = bandwidth / sum(demand / bound for demand, bound in groups if demand > 0.0)
     for _ in range(_MOST_ROUNDS):
         moved = slope = 0.0
@@ -421,27 +434,27 @@ def rate(bound: float, f: float) -> float:
     return f / ((1.0 - bound) * f + bound)
 
 
-# ---- The multiprocessors: one pool of room for blocks, who gets it, and how fast what is resident runs.
+# ---- The multiprocessors: one pool of slots for blocks, its distribution, and the speed of resident blocks.
 #
-# Most of a simulation's time goes here, in `settle` and `dispatch`: they are long so that an event costs two calls.
+# Most of a simulation's time is spent in `settle` and `dispatch`. They are long so that an event costs two calls.
 
 
 class Multiprocessors:
-    """`running` are the streams with a kernel on the device, most preferred first. All show the same moment: the last
-    one that `settle` or `begin` was called for."""
+    """The pool of all multiprocessors. `running`: the streams with a kernel on the device, most preferred first. All of
+    them are settled at the same time: the last one that `settle` or `begin` was called for."""
 
     def __init__(self, units: int, bandwidth: float) -> None:
         self._units = units
         self._bandwidth = bandwidth
         self._room = units
-        self._last = 0.0  # that moment
+        self._last = 0.0  # that time
         self._occupied = False
         self.running: list[Stream] = []
         self.next_at = inf
         self.busy_s = 0.0  # with any block resident
 
     def begin(self, stream: Stream, now: float) -> None:
-        """Its next kernel is ready: behind those of its priority, before those of lower ones."""
+        """Its next kernel is ready. It comes behind those of its priority, before those of lower ones."""
         stream.begin_kernel()
         self._insert(stream)
         self._last = now
@@ -453,13 +466,13 @@ class Multiprocessors:
         self._last, self._occupied = now, True
 
     def remove(self, stream: Stream) -> None:
-        """It has no blocks resident and none pending."""
+        """Take a stream away that has no blocks resident and none pending."""
         self.running.remove(stream)
-        self._occupied = bool(self.running)  # unless those wait for room too: `dispatch` looks
+        self._occupied = bool(self.running)  # `dispatch` finds out whether those have blocks resident
 
     def settle(self, now: float) -> list[Stream]:
-        """Bring all up to `now`, let blocks that end at this instant end; the streams whose kernel is over,
-        which run no more."""
+        """Bring all streams up to `now` and end the blocks that end then. Returns the streams whose kernel has ended,
+        which are no longer in `running`."""
         passed = now - self._last
         self._last = now
         if self._occupied:
@@ -489,8 +502,8 @@ class Multiprocessors:
         return over
 
     def dispatch(self) -> None:
-        """Give what room there is to pending blocks, the most preferred first, and say what comes next: when the next
-        blocks end whose room another stream could take, or that end a kernel. All are settled."""
+        """Give free room to pending blocks, the most preferred first, and set `next_at`: when the next blocks end whose
+        room another stream could take, or that end a kernel. All streams are settled."""
         running, free, units = self.running, self._room, self._units
         resident = []
         for stream in running:
@@ -527,15 +540,15 @@ class Multiprocessors:
                 at = now + (v_end - stream.v0) / stream.rate
                 if at < next_at:
                     next_at = at
-            # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
+            # A stream that waits for room takes what those after it free, unless its own blocks fill its share.
             if pending and may_cycle:
                 cap = stream.work.cap
                 may_cycle = cap < units and (blocks + 1) * stream.size > cap
         self.next_at = next_at
 
     def _room_in_share(self, stream: Stream, free: int) -> int:
-        """Units of those `free` that it may take now. Launches confined to a share have that part of the
-        multiprocessors in common, as partitions of one device do."""
+        """Units of `free` that a confined stream may take now. All launches confined to a share use the same part of
+        the multiprocessors, as partitions of one device do."""
         room = cap = stream.work.cap
         for other in self.running:
             if other.resident and other.work.cap <= cap:
@@ -563,12 +576,12 @@ class Multiprocessors:
         self.running.insert(at, stream)
 
 
-# ----
+# ---- The GPU
 
 
 class Finished(NamedTuple):
-    """`started`: when its stream reached the launch, as an event recorded before it would show; waiting
-    for room on the multiprocessors counts as running. `ended`: when its last block ended."""
+    """A launch that has ended. `started`: when its stream reached the launch, as an event recorded before it would
+    show; waiting for room on the multiprocessors counts as running. `ended`: when its last block ended."""
 
     launch: int
     started: float
@@ -577,7 +590,7 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Sums since the beginning."""
+    """What was used since the beginning, as sums."""
 
     device_s: float  # with any block resident
     sm_seconds: dict[str, float]  # multiprocessor-seconds held, by job
@@ -586,36 +599,37 @@ class Busy:
 
 
 class Gpu:
-    """`graphs`: a launch is one call of the host, otherwise each of its kernels is one. `priorities`: the
-    device prefers the higher stream, otherwise all are equal. Times given must not decrease."""
+    """A GPU on a virtual clock. `graphs`: a launch is one call of the host; otherwise each of its kernels is one.
+    `priorities`: the device prefers streams of higher priority; otherwise all are equal. Times that callers pass must
+    not decrease."""
 
     def __init__(self, spec: GpuSpec, *, graphs: bool = True, priorities: bool = True) -> None:
         self.spec = spec
         self.now = 0.0
         self._graphs, self._priorities = graphs, priorities
-        self._workshop = Workshop(spec)
+        self._workshop = WorkCache(spec)
         self._path = LaunchPath(spec.queue_length, spec.transmit_s, self._accept)
         self._sms = Multiprocessors(spec.sms * SM_UNITS, spec.bandwidth)
         self._streams: dict[str, Stream] = {}
-        self._dropped: list[Stream] = []  # their resident blocks run out
+        self._dropped: list[Stream] = []  # their resident blocks run to their end
         self._waiting: list[Stream] = []  # between kernels: `ready_at` says when the next may start
         self._solo: Stream | None = None  # alone on the device
         self._next = inf  # the next event inside
         self._ended: deque[tuple[float, str, Finished]] = deque()  # (when the host knows, job, what)
-        self._past: dict[str, tuple[float, float]] = {}  # unit-seconds and bytes of streams that are gone
+        self._past: dict[str, tuple[float, float]] = {}  # unit-seconds and bytes of streams that were dropped
 
-    # ---- from outside
+    # ---- for callers
 
     def launch(
         self, launch: int, job: str, stream: int, kernels: Sequence[Kernel], now: float, share: float = 1.0
     ) -> None:
-        """Have the host launch `kernels` for `job`, in order after what it launched before. `stream` is the
-        priority, larger runs first. A tuple that is launched again and again is prepared once. Raises
-        ConfigError for figures that can't be, no kernels, or a share outside (0, 1]."""
+        """Have the host launch `kernels` for `job`, behind its earlier launches. `stream`: the priority, larger runs
+        first. A tuple that is launched again is prepared once. Raises ConfigError for impossible figures, no kernels,
+        or a share outside (0, 1]."""
         if not kernels:
             raise ConfigError("a launch without kernels", "launch at least one")
         spec = self.spec
-        while self._next < now - EPS:  # what happens at `now` itself waits for all that is launched then
+        while self._next < now - EPS:  # events at `now` wait for all launches at `now`
             self._step(self._next)
         self.now = max(self.now, now)
         priority = stream if self._priorities else 0
@@ -623,29 +637,29 @@ class Gpu:
         if self._graphs:
             work = self._workshop.work(kernels, share)
             cost = spec.graph_s + work.count * spec.graph_node_s
-            self._path.submit(Entry(launch, job, priority, work, cost, True, began), self.now)
+            self._path.submit(HostCall(launch, job, priority, work, cost, True, began), self.now)
         else:
             *others, final = self._workshop.single_calls(kernels, share)
             for work in others:
-                self._path.submit(Entry(launch, job, priority, work, spec.call_s, False, began), self.now)
-            self._path.submit(Entry(launch, job, priority, final, spec.call_s, True, began), self.now)
-        self._foresee()
+                self._path.submit(HostCall(launch, job, priority, work, spec.call_s, False, began), self.now)
+            self._path.submit(HostCall(launch, job, priority, final, spec.call_s, True, began), self.now)
+        self._find_next_event()
 
     def next_event(self) -> float:
-        """A time before which the host learns of nothing; inf when nothing will happen."""
+        """A time before which the host learns of no end; inf if nothing will happen."""
         return min(self._next, self._ended[0][0]) if self._ended else self._next
 
     def advance(self, until: float) -> list[Finished]:
-        """Let time pass to `until`: what the host has learned by then, in the order it ended. inf: until
-        nothing is left to happen."""
+        """Let time pass to `until`, inf: until nothing is left to happen. Returns the launches whose end the host has
+        learned of by then, in the order they ended."""
         self._run_to(until)
         if until == inf and self._ended:
             self.now = max(self.now, self._ended[-1][0])
-        return self._learned()
+        return self._known_to_host()
 
     def advance_to_finish(self, until: float = inf) -> list[Finished]:
-        """Let time pass until the host learns of something, or to `until` if that is earlier. `now` says
-        how far it went; with nothing left to happen and no `until` it stays where it is."""
+        """Let time pass until the host learns of an end, or to `until` if that is earlier. `now` is the time reached;
+        it stays as it is if nothing is left to happen and `until` is inf."""
         ended, at = self._ended, self._next
         while at <= until and at < inf and not (ended and ended[0][0] <= at):
             self._step(at)
@@ -654,12 +668,12 @@ class Gpu:
             until = ended[0][0]
         if self.now < until < inf:
             self.now = until
-        return self._learned() if ended and ended[0][0] <= self.now else []
+        return self._known_to_host() if ended and ended[0][0] <= self.now else []
 
     def drop(self, job: str, now: float) -> None:
-        """Forget a job's launches and say nothing more of them; its resident blocks run out."""
+        """Forget a job's launches and report none of them. Its resident blocks run to their end."""
         self._run_to(now)
-        self._bring_up()
+        self._settle_all()
         self._path.drop(job, self.now)
         self._ended = deque(each for each in self._ended if each[1] != job)
         stream = self._streams.pop(job, None)
@@ -673,12 +687,12 @@ class Gpu:
             else:
                 if running:
                     self._sms.remove(stream)
-                self._bury(stream)
+                self._add_to_past(stream)
         self._step(self.now)
 
     def busy(self) -> Busy:
-        """What was used so far."""
-        self._bring_up()
+        """What was used until now."""
+        self._settle_all()
         area = {job: area for job, (area, _) in self._past.items()}
         moved = sum(moved for _, moved in self._past.values())
         for stream in (*self._streams.values(), *self._dropped):
@@ -696,8 +710,8 @@ class Gpu:
             self.now = until
 
     def _step(self, now: float) -> None:
-        """All that happens at `now`: blocks end before new ones start, so whoever is preferred at this
-        instant gets the room, also if it became ready only now."""
+        """Process all that happens at `now`. Blocks end before new ones start, so a preferred stream gets the room even
+        if it became ready only now."""
         sms, waiting = self._sms, self._waiting
         solo = self._solo
         if solo is not None:
@@ -720,23 +734,23 @@ class Gpu:
                 at = self._path.next_at
                 self._next = sms.next_at if sms.next_at < at else at
                 return
-        self._foresee()
+        self._find_next_event()
 
     def _begin_kernels(self, now: float) -> None:
-        """Those whose time has come, unless one would be alone: then `_foresee` makes it the solo one."""
+        """Begin kernels that are ready, unless a stream would be alone: `_find_next_event` makes that the solo one."""
         waiting, sms = self._waiting, self._sms
         if self._solo is not None or (len(waiting) == 1 and not sms.running):
             return
         now_too = now + EPS
         ready = [stream for stream in waiting if stream.ready_at <= now_too]
         if len(ready) > 1:
-            ready.sort(key=_job)  # some order, but always the same
+            ready.sort(key=_job)  # any order will do that is always the same
         for stream in ready:
             waiting.remove(stream)
             sms.begin(stream, now)
 
-    def _foresee(self) -> None:
-        """When the next event is. A stream that is alone on the device becomes the solo one."""
+    def _find_next_event(self) -> None:
+        """Set the time of the next event. A stream that is alone on the device becomes the solo one."""
         waiting, sms = self._waiting, self._sms
         if not sms.running and self._solo is None and len(waiting) == 1:
             self._solo = waiting.pop()
@@ -755,7 +769,7 @@ class Gpu:
     def _kernel_over(self, stream: Stream, now: float) -> None:
         if self._streams.get(stream.job) is not stream:
             self._dropped.remove(stream)
-            self._bury(stream)
+            self._add_to_past(stream)
         elif stream.kernel_over(now, self.spec.node_gap_s):
             self._launch_over(stream, now)
         else:
@@ -772,8 +786,8 @@ class Gpu:
         if self._path.holds:
             self._path.move(now)
 
-    def _accept(self, entry: Entry, now: float) -> bool:
-        """Put `entry` on its stream if that has room."""
+    def _accept(self, entry: HostCall, now: float) -> bool:
+        """Put `entry` on its stream; whether that had room."""
         stream = self._streams.get(entry.job)
         if stream is None:
             stream = self._streams[entry.job] = Stream(entry.job)
@@ -795,17 +809,17 @@ class Gpu:
         else:
             self._waiting.append(stream)
 
-    def _bring_up(self) -> None:
-        """Make every figure true at `now`."""
+    def _settle_all(self) -> None:
+        """Settle everything at `now`."""
         if self._solo is not None:
             self._end_solo(self.now)
         self._step(self.now)
 
-    def _bury(self, stream: Stream) -> None:
+    def _add_to_past(self, stream: Stream) -> None:
         area, moved = self._past.get(stream.job, (0.0, 0.0))
         self._past[stream.job] = (area + stream.area, moved + stream.moved)
 
-    def _learned(self) -> list[Finished]:
+    def _known_to_host(self) -> list[Finished]:
         learned = []
         while self._ended and self._ended[0][0] <= self.now:
             learned.append(self._ended.popleft()[2])

@@ -1,17 +1,16 @@
 """Messages between the daemon and its CPU processes: SOCK_SEQPACKET, one message a packet.
 
-A packet is a tag byte and a body: msgpack, or a fixed struct for the two messages of the hot path
-(LAUNCH and DONE). Descriptors go from the daemon to its processes only, announced by a packet of
-their own, so that the hot path is a plain recv. Bodies longer than a packet go as several.
+A packet is a tag byte and a body: msgpack, or a fixed struct for the two messages of the hot path (LAUNCH and DONE).
+Only the daemon sends descriptors. A packet of its own announces them, so that the hot path is a plain recv. A body
+longer than a packet is sent as several packets.
 
-    daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
-    zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
-    daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
-                         TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · LANE [answer form] +fd ·
-                         LEND [head, last step, terms, first] +fd · RECALL · CUT [program, seconds or None]
-    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
-                         RETURNED + the packet of the lane that was not acted on
-    checker -> daemon    CHECKED · REFUSED
+    daemon -> fork server   FORK [token, kind, settings] +fds · KILL [token]
+    fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
+    daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
+                            TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
+                            CUT [program, seconds or None]
+    executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED
+    checker -> daemon       CHECKED · REFUSED
 """
 
 from __future__ import annotations
@@ -39,28 +38,20 @@ MAX_FDS = 4
     LOAD,
     TRANSFER,
     PROFILE,
-    LANE,
-    LEND,
-    RECALL,
+    ANSWER,
     NICE,
     CUT,
-) = range(16)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
+) = range(14)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED) = range(16, 24)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended
 
 
-# On an executor's page, after the operator it runs (4 bytes): the launch whose step it answered last,
-# written after its times, so that who finds the launch there finds them, too.
+# An executor's page holds, after the operator it runs (4 bytes), the times and the id of the launch whose step it
+# answered last. It writes the id after the times: a reader that finds the id finds the times of that launch.
 PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<ddd"), 8  # started, ended, suspended
 PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 32
-
-# Then, for the steps it takes from the lane itself (lending.py): how many it ever took, ran to their end, and how many
-# of these the daemon has read (which the daemon writes); and a ring of the newest.
-COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 40, 48, 56
-RING_AT, RING_STEPS, RING_STRIDE = 256, 64, 48
-RING_ENTRY = struct.Struct("<qqIddd?")  # contract.StepRan
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -73,12 +64,12 @@ def pack(body: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Bodies come from our own processes: the limits of msgpack's default unpacker are enough."""
+    """Decode a body. The limits of msgpack's default unpacker are enough: the daemon's own processes send it."""
     return msgpack.unpackb(data, strict_map_key=False)
 
 
 def packets(tag: int, body: object, fds: Sequence[int] = ()) -> list[tuple[bytes, Sequence[int]]]:
-    """A message as packets, each with the descriptors that go with it."""
+    """Encode a message as packets, each with its descriptors."""
     packed, room = pack(body), PACKET - 1
     made: list[tuple[bytes, Sequence[int]]] = [(bytes((DESCRIPTORS,)), ())] if fds else []
     while len(packed) > room:
@@ -115,8 +106,8 @@ class Channel:
             self.sock.send(packet)
 
     def receive(self) -> tuple[int, memoryview, list[int]]:
-        """The next message: tag, body (valid until the next call), descriptors (the caller's to
-        close). Raises EOFError when the peer is gone, BlockingIOError when there is nothing."""
+        """Receive the next message: tag, body (valid until the next call), descriptors (the caller closes them). Raises
+        EOFError when the peer is gone, BlockingIOError when there is no message."""
         while True:
             try:
                 count = self.sock.recv_into(self._buffer)
@@ -147,7 +138,7 @@ class Channel:
 
 
 class Descriptors:
-    """Descriptors of a command under way, ours to close exactly once: sent, or never to be sent."""
+    """Descriptors of a command, which are closed exactly once: after the command was sent, or when it never will be."""
 
     def __init__(self, fds: Sequence[int]) -> None:
         self.fds = tuple(fds)

@@ -1,7 +1,7 @@
-"""The process that checks one Program: fake execution holds Python's lock for long, so it has its own.
+"""The process that checks one Program. Fake execution holds Python's global lock for long, so it needs its own process.
 
-It is nice to the jobs that run, and the kernel ends it if it takes too long; the daemon reads that off
-its exit status.
+It runs at a higher niceness than jobs. The kernel ends it if it takes too long, which the daemon learns from its exit
+status.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpumux.device.workers.channel import CHECKED, REFUSED, Channel
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check
 from gpumux.program.codec import encode
-from gpumux.program.ir import Limits, Op, Program, Storage, TensorRef, View
+from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, View
 
 _NICE = 10
 
 
 def warm() -> None:
-    """Called in the zygote: torch imports hundreds of modules at its first fake operator, which no
-    check should have to wait for. Nothing is computed."""
+    """Check a small Program in the fork server: torch imports hundreds of modules at its first fake operator, and no
+    check should wait for that. Nothing is computed."""
     x = View(0, "float32", (1,), (1,))
     op = Op("aten.add.Tensor", (TensorRef(0), TensorRef(0)), outs=(1,))
     storages = (Storage("input", 4, 0), Storage("temp", 4))
@@ -33,7 +33,7 @@ def warm() -> None:
 
 
 def main(settings: dict[str, Any], fds: list[int]) -> None:
-    """In a fresh fork: descriptors are the channel and the encoded Program."""
+    """Check one Program, in a new fork. `fds`: the channel's descriptor, and one with the encoded Program."""
     os.nice(_NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(settings["wall_s"])
@@ -44,7 +44,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
         encoded = bytes(memory[:])
     os.close(fds[1])
     try:
-        report = check(encoded, Limits(**settings["limits"]), tuple(settings["extra_ops"]))
+        report = check(encoded, ProgramLimits(**settings["limits"]), tuple(settings["extra_ops"]))
     except GpumuxError as error:
         channel.send(REFUSED, [error.code, error.message, error.remedy])
         return

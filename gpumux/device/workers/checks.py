@@ -1,7 +1,7 @@
-"""Checks under way: a bounded number of short-lived processes, the rest in line. No torch.
+"""Runs checks of Programs in short-lived processes. Their number is bounded; further checks are queued. No torch.
 
-What a check finds depends on the Program's bytes and the daemon's settings alone. So what passed is remembered by a
-digest of the bytes for a while: the jobs of a sweep have equal Programs, and come at the same moment.
+The result of a check depends only on the Program's bytes and the daemon's settings. Results of checks that passed are
+therefore cached by a digest of the bytes: the jobs of a sweep have equal Programs, and come at the same moment.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.cpu.jobs import ending
 from gpumux.device.workers import channel as wire
 from gpumux.device.workers.channel import CHECKED, REFUSED, Channel, unpack
-from gpumux.device.workers.fork_server import WarmProcess
+from gpumux.device.workers.fork_server import ForkServer
 from gpumux.hostmemory import memory_file
-from gpumux.program.ir import Limits
+from gpumux.program.ir import ProgramLimits
 from gpumux.types import Fault, Footprint, JobId, ProgramId
 
-CPU_S = 60  # a check that computes for longer is refused; the most operators a Program may have take 20 s
-WALL_S = 240  # the same, whatever it waits for: it is nice to the jobs that run
-MAX_KNOWN = 1024  # Programs remembered
-MAX_KNOWN_OPERATORS = 1 << 20  # of all of them: 8 bytes each
+CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 20 s
+WALL_S = 240  # limit of a check's wall time, which is longer because checks run at a higher niceness than jobs
+MAX_KNOWN = 1024  # cached results
+MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ def digest(encoded: bytes) -> bytes:
 class Checks:
     """Checks of all jobs. At most `at_once` processes."""
 
-    def __init__(self, at_once: int, limits: Limits, extra_ops: Sequence[str]) -> None:
+    def __init__(self, at_once: int, limits: ProgramLimits, extra_ops: Sequence[str]) -> None:
         self._at_once = at_once
         self._settings: dict[str, Any] = {
             "limits": asdict(limits), "extra_ops": list(extra_ops), "cpu_s": CPU_S, "wall_s": WALL_S,
@@ -56,14 +56,14 @@ class Checks:
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Check] = {}  # by token
         self._passed: dict[tuple[JobId, ProgramId], tuple[bytes, Footprint]] = {}
-        self._known: dict[bytes, ProgramChecked] = {}  # by digest, the one asked for last comes last
+        self._known: dict[bytes, ProgramChecked] = {}  # by digest, in order of use: the least recently used is first
         self._known_operators = 0
 
     def submit(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         self._waiting.append(Check(job, program, encoded, digest(encoded)))
 
     def known(self, job: JobId, program: ProgramId, encoded: bytes) -> ProgramChecked | None:
-        """The answer, if exactly these bytes have passed before, whoever sent them."""
+        """The cached result, if exactly these bytes have passed a check before, from any client."""
         name = digest(encoded)
         found = self._known.pop(name, None)
         if found is None:
@@ -82,24 +82,25 @@ class Checks:
             self._known_operators -= len(self._known.pop(next(iter(self._known))).operators)
 
     def footprint(self, job: JobId, program: ProgramId, encoded: bytes) -> Footprint | None:
-        """What the check of exactly these bytes found; None when they were not checked."""
+        """The memory that the check of exactly these bytes found; None if they were not checked."""
         found = self._passed.get((job, program))
         return found[1] if found and found[0] == digest(encoded) else None
 
-    def start(self, warm: WarmProcess) -> None:
-        """Start what there is room for."""
+    def start(self, server: ForkServer) -> None:
+        """Start queued checks, up to the bound."""
         while self._waiting and len(self._running) < self._at_once:
             check = self._waiting.popleft()
             ours, theirs = wire.pair()
             ours.setblocking(False)
             check.channel = Channel(ours)
             program = memory_file("gpumux-check", [check.encoded])
-            check.token = warm.fork("checker", self._settings, (theirs.detach(), program))
+            check.token = server.fork("checker", self._settings, (theirs.detach(), program))
             check.encoded = b""
             self._running[check.token] = check
 
     def exited(self, token: int, status: int | str) -> list[ProgramChecked | ProgramRefused]:
-        """A process ended: what there is to tell. Nothing when it is none of ours, or was cancelled."""
+        """Handle the end of a process. Returns the result of its check, or nothing if it was no check of these or was
+        cancelled."""
         check = self._running.pop(token, None)
         if check is None or check.channel is None:
             return []
@@ -118,7 +119,7 @@ class Checks:
         return list(self._running)
 
     def forget(self, job: JobId) -> list[int]:
-        """Drop a job's checks; tokens of the processes to kill."""
+        """Drop a job's checks. Returns the tokens of the processes to kill."""
         self._waiting = deque(check for check in self._waiting if check.job != job)
         for key in [key for key in self._passed if key[0] == job]:
             del self._passed[key]
@@ -128,7 +129,7 @@ class Checks:
         return [check.token for check in doomed]
 
     def close(self) -> None:
-        """The processes are gone, or about to go with the warm one."""
+        """Drop all checks. Their processes have ended, or end with the fork server."""
         for check in self._running.values():
             if check.channel is not None:
                 check.channel.close()

@@ -1,4 +1,4 @@
-"""The zygote seen from the daemon: ask it for processes, hear how they ended. No torch."""
+"""The daemon's side of the fork server: requests for processes, and reports of how they ended. No torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CLOSE_S = 10.0
 TUNABLES = "GLIBC_TUNABLES"
 
 
-class WarmProcess:
-    """`start` it, then `fork` and `kill`; call `receive` when its descriptor is readable and `flush` when
-    it is writable and `wants_write` says so. Tokens name its children.
-    `operators`: names it looks up; those torch lacks are its fact "unknown"."""
+class ForkServer:
+    """One fork server process, started by the constructor. Call `receive` when its descriptor is readable, and `flush`
+    when it is writable and `wants_write` is true. Tokens name its children. `operators`: names that it looks up; those
+    that torch lacks are its fact "unknown"."""
 
     def __init__(self, operators: Sequence[str] = ()) -> None:
         ours, theirs = channel.pair()
         self._code = CodeCache()
         with theirs:
-            # -P: modules lying in the daemon's working directory are nobody's to import.
-            arguments = [sys.executable, "-P", "-m", "gpumux.device.workers.zygote", str(theirs.fileno())]
+            # -P: no module is imported from the daemon's working directory.
+            arguments = [sys.executable, "-P", "-m", "gpumux.device.workers.fork_server_process", str(theirs.fileno())]
             arguments += operators
             self._process = subprocess.Popen(
                 arguments,
@@ -43,7 +43,7 @@ class WarmProcess:
         ours.setblocking(False)
         self.channel = Channel(ours)
         self.facts: dict[str, Any] | None = None  # once it is ready
-        self._warmed = False  # it forks nothing before that
+        self._warmed = False  # whether it has sent WARMED; it forks nothing before
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._token = 0
 
@@ -56,7 +56,7 @@ class WarmProcess:
         return bool(self._outbox)
 
     def fork(self, kind: str, settings: dict[str, Any], fds: Sequence[int]) -> int:
-        """Ask for a process; its token. The descriptors are taken over and closed once sent."""
+        """Ask for a process. Returns its token. Closes the descriptors once they are sent."""
         self._token += 1
         self._post(FORK, [self._token, kind, settings], fds)
         return self._token
@@ -73,13 +73,13 @@ class WarmProcess:
             except BlockingIOError:
                 return
             except OSError:
-                pass  # it is gone; `receive` will say so
+                pass  # it is gone; `receive` raises EOFError then
             self._outbox.popleft()
             _close(fds)
 
     def receive(self) -> list[tuple[int, int | str]]:
-        """Children that ended: token, and a wait status or the reason there never was a process.
-        Raises EOFError when the warm process itself is gone."""
+        """Children that ended: token, and a wait status or the reason why there was no process. Raises EOFError when
+        the fork server itself is gone."""
         ended: list[tuple[int, int | str]] = []
         while True:
             try:
@@ -88,7 +88,7 @@ class WarmProcess:
                 return ended
             except EOFError:
                 if ended:
-                    return ended  # said first; the end is still there at the next call
+                    return ended  # the next call raises EOFError
                 raise
             if tag == READY:
                 self.facts = unpack(body)
@@ -104,9 +104,9 @@ class WarmProcess:
         return self._warmed
 
     def close(self) -> str:
-        """End it, wait for it; how it ended, in words. Its children are killed by the kernel."""
+        """End it and wait for it. Returns how it ended, in words. The kernel kills its children."""
         if not self._warmed:
-            self._process.kill()  # nothing to lose, and it would not look at its channel for a second or two
+            self._process.kill()  # it has no children, and would not read its channel for a second or two
         self.channel.close()
         for _, fds in self._outbox:
             _close(fds)
@@ -125,15 +125,14 @@ class WarmProcess:
 
 
 def _heap() -> str:
-    """How glibc is to manage the memory of this process and of those it forks (mallopt(3)); other libraries look at
-    nothing of it.
+    """GLIBC_TUNABLES of the fork server and its children: how glibc manages their memory (mallopt(3)). Settings of the
+    environment override these.
 
-    Tensors are allocated on 64 bytes, which leaves a small gap before and after each. A gap that lies in a cache of
-    free blocks (tcache, fast bins), or is given to something small that stays, keeps the place of the tensor from being
-    joined again and from being used for an equal one in the next step: the heap grew to twice what a step holds. And
-    large blocks come from the heap, as they would otherwise be mapped anew in each step, page by page (a fifth of a
-    step of GPT-2). peak.py gives back what is free where the heap has grown beyond what was planned. What the
-    environment says counts more."""
+    Tensors are aligned to 64 bytes, which leaves a small gap before and after each. If such a gap lies in a cache of
+    free blocks (tcache, fast bins), or is given to a small object that stays, the tensor's freed block can't be merged
+    with it, nor reused for an equal tensor in the next step, and the heap grows. Large blocks come from the heap,
+    because glibc would otherwise map them anew in each step, page by page. peak.py returns free memory to the kernel
+    if the heap has grown beyond what was planned."""
     usual = ("tcache_count=0", "mxfast=0", "mmap_max=0", f"trim_threshold={1 << 30}")
     own = ":".join(f"glibc.malloc.{setting}" for setting in usual)
     said = os.environ.get(TUNABLES)
@@ -141,7 +140,7 @@ def _heap() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the gpumux that runs here found first."""
+    """The daemon's environment, with its own gpumux first in PYTHONPATH."""
     source = str(Path(gpumux.__file__).parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{inherited}" if inherited else source}
@@ -152,69 +151,70 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-# ---- Keeps a warm process running and listens to it, whatever becomes of it. No torch.
+# ---- Keeping a fork server running.
 
 
 class Owner(Protocol):
-    """Who is told what the warm process has to say."""
+    """Callbacks for the reports of the fork server."""
 
     def child_exited(self, token: int, status: int | str) -> None: ...
 
-    def can_fork(self, warm: WarmProcess) -> None:
-        """It is there and has room for requests."""
+    def can_fork(self, server: ForkServer) -> None:
+        """The fork server runs and accepts requests."""
 
-    def warm_lost(self, how: str) -> None:
-        """It died, and the kernel killed its children with it."""
+    def fork_server_lost(self, how: str) -> None:
+        """The fork server died, and the kernel killed its children with it."""
 
 
-class Keeper:
-    """`warm` is None before `start`, after `close`, and when a new one would not become ready either."""
+class ForkServerSupervisor:
+    """Starts the fork server, handles its messages, and starts another if it dies. `server` is None before `start`,
+    after `close`, and after a fork server died before it was ready."""
 
     def __init__(self, epoll: select.epoll, owner: Owner, operators: Sequence[str] = ()) -> None:
-        self.warm: WarmProcess | None = None
+        self.server: ForkServer | None = None
         self._epoll = epoll
         self._owner = owner
         self._operators = operators
         self._writes = False
 
     def start(self) -> None:
-        self.warm = WarmProcess(self._operators)
+        self.server = ForkServer(self._operators)
         self._writes = False
-        self._epoll.register(self.warm.channel.fileno(), select.EPOLLIN)
+        self._epoll.register(self.server.channel.fileno(), select.EPOLLIN)
 
     def watch(self) -> None:
-        """After requests: listen for room to send what did not go yet."""
-        if self.warm is not None and self.warm.wants_write != self._writes:
-            self._writes = self.warm.wants_write
+        """Watch for room to send, if requests are queued. Call it after requests."""
+        if self.server is not None and self.server.wants_write != self._writes:
+            self._writes = self.server.wants_write
             mask = select.EPOLLIN | (select.EPOLLOUT if self._writes else 0)
-            self._epoll.modify(self.warm.channel.fileno(), mask)
+            self._epoll.modify(self.server.channel.fileno(), mask)
 
     def hear(self) -> None:
-        """Send what waits, and pass on what it says."""
-        if self.warm is None:
+        """Send queued requests, and pass the fork server's reports to the owner."""
+        if self.server is None:
             return
-        self.warm.flush()
+        self.server.flush()
         try:
-            for token, status in self.warm.receive():
+            for token, status in self.server.receive():
                 self._owner.child_exited(token, status)
-            self._owner.can_fork(self.warm)
+            self._owner.can_fork(self.server)
         except EOFError:
-            self._lose(self.warm)
+            self._lose(self.server)
 
     def kill(self, token: int) -> None:
-        if self.warm is not None:
-            self.warm.kill(token)
+        if self.server is not None:
+            self.server.kill(token)
             self.watch()
 
     def close(self) -> None:
-        if self.warm is not None:
-            self.warm.close()
-            self.warm = None
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
-    def _lose(self, warm: WarmProcess) -> None:
-        how = f"ended with the process that started it, which {warm.close()}"
-        self.warm = None
-        # One that never got as far as being ready would not the next time either.
-        if warm.facts is not None:
+    def _lose(self, server: ForkServer) -> None:
+        how = f"ended with the process that started it, which {server.close()}"
+        self.server = None
+        # One that died before it was ready would do so again.
+        if server.facts is not None:
             self.start()
-        self._owner.warm_lost(how)
+        self._owner.fork_server_lost(how)

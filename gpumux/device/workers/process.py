@@ -1,4 +1,4 @@
-"""What a process of the CPU device does to itself right after fork. No torch."""
+"""Set-up of a process of the CPU device right after the fork. No torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def name_process(name: str) -> None:
 
 
 def settle(parent: int, name: str, keep: Iterable[int]) -> None:
-    """Own process group, no core dumps, no descriptors but `keep` and the standard ones. An interrupt at the
-    daemon's terminal is the daemon's to handle. Not a session of its own: the kernel would give each
-    session an equal part of the cores (autogroup), and niceness would mean nothing between jobs."""
+    """Give this process its own process group, no core dumps, and no descriptors but `keep` and the standard ones. It
+    ignores interrupts at the daemon's terminal, which the daemon handles. It gets no session of its own: the kernel
+    would give each session an equal part of the cores (autogroup), and niceness would have no effect between jobs."""
     die_with(parent)
     os.setpgid(0, 0)
     name_process(name)
@@ -40,11 +40,11 @@ def settle(parent: int, name: str, keep: Iterable[int]) -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     except OSError:
-        pass  # a hardened container may forbid it; the rest stands without
+        pass  # a hardened container may forbid it, and nothing depends on it
     wanted = {0, 1, 2, *keep}
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd not in wanted:
             try:
                 os.close(fd)
             except OSError:
-                pass  # the descriptor listdir itself used
+                pass  # the descriptor that listdir itself used

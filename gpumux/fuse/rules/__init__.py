@@ -1,6 +1,6 @@
 """Rules, by operator name: how one operator runs for all models at once.
 
-A module of this package registers its rules when it is imported; `load` imports them all.
+A module of this package registers its rules when it is imported; `load` imports them all. Start with `table.py`.
 """
 
 from __future__ import annotations

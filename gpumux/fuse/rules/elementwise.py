@@ -1,7 +1,7 @@
-"""Operators that work element by element, in place or not: the same operator, with the model dimension in front.
+"""Rules for elementwise operators, in place or not: the same operator, with the model dimension first.
 
-A number that differs between models becomes a tensor of B numbers, and the overload that takes a number the one
-that takes a tensor.
+A number that differs between models becomes a tensor of B numbers, and the overload that takes a number becomes the
+overload that takes a tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from gpumux.fuse.template import Varying
 from gpumux.program.ir import Op
 from gpumux.program.operators import ALLOWED
 
-# Pointwise, though torch does not tag them so.
+# Pointwise operators that torch does not tag as such.
 _MORE = frozenset(("copy_", "zero_", "fill_", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like",
                    "alias_copy", "detach_copy", "where", "masked_fill", "masked_fill_", "bernoulli.p", "nan_to_num",
-                   "softplus_backward", "mish_backward", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
+                   "softplus_backward", "mish_backward", "_prelu_kernel", "_prelu_kernel_backward",
+                   "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
 _NOT = frozenset(("renorm", "renorm_"))
 
 
@@ -31,14 +32,14 @@ def is_pointwise(func: Any) -> bool:
 
 
 def pointwise(call: Call) -> Any:
-    """For every operator for which `is_pointwise`."""
+    """The rule of every operator for which `is_pointwise` is true."""
     tensors = [v for v in flat(call.args) if isinstance(v, Operand)]
     rank = max((t.dim for t in tensors), default=0)
     special = _SCALARS.get(call.name)
     varying = dict(call.varying())
     if varying and special is not None:
         return special(call, rank)
-    # A gradient's kernel may ask for operands of one size: oneDNN's of gelu does.
+    # A gradient's kernel may need operands of one size, as oneDNN's of gelu does.
     whole = call.name.endswith("_backward")
     args = call.filled(lambda t: t.all(rank) if whole else operand(call, t, rank))
     func = call.func
@@ -51,8 +52,8 @@ def pointwise(call: Call) -> Any:
 
 
 def operand(call: Call, tensor: Operand, rank: int) -> torch.Tensor:
-    """One operand, ready to meet others of up to `rank` dimensions. What has no dimension in the template decides
-    no type there, and must not here, where it has one."""
+    """An operand that broadcasts with others of up to `rank` dimensions. A tensor without dimensions does not decide
+    the result's type; its stacked form has a dimension, so it is converted first."""
     if tensor.alike:
         return tensor.one()
     made = tensor.all(rank)
@@ -65,7 +66,7 @@ def operand(call: Call, tensor: Operand, rank: int) -> torch.Tensor:
 
 
 def _tensor_overload(func: Any, names: set[str]) -> Any:
-    """The overload of equal argument names that takes tensors where this one takes the numbers `names`."""
+    """The overload with equal argument names that takes tensors for the arguments `names`."""
     arguments = [a.name for a in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, overload)
@@ -80,11 +81,11 @@ def _tensor_overload(func: Any, names: set[str]) -> Any:
     raise Declined(f"{', '.join(sorted(names))} differs between models and {func} takes no tensor for it")
 
 
-# ---- numbers that have no overload of their own ----------------------------------------------------
+# ---- numbers without an overload of their own ------------------------------------------------------
 
 
 def _scaled_add(call: Call, rank: int) -> Any:
-    """self + alpha * other, alpha another for each model."""
+    """self + alpha * other, if alpha differs between models."""
     if "other" not in call.args or not isinstance(call["other"], Operand):
         return _added_number(call, rank)
     a, b = operand(call, call["self"], rank), operand(call, call["other"], rank)
@@ -155,20 +156,21 @@ def _bound(kind: str, a: torch.Tensor, v: Any) -> torch.Tensor:
 
 
 def _float(call: Call) -> torch.dtype:
-    """The type of the numbers that meet this call's tensors."""
+    """The dtype for numbers that are combined with this call's tensors."""
     return call["self"].dtype  # type: ignore[no-any-return]
 
 
 _SCALARS: dict[str, Callable[[Call, int], Any]] = {
     "add": _scaled_add, "add_": _scaled_add, "sub": _scaled_add, "sub_": _scaled_add,
     "addcmul": _scaled_product, "addcmul_": _scaled_product, "addcdiv": _scaled_product, "addcdiv_": _scaled_product,
-    "lerp": _interpolated, "lerp_": _interpolated, "fill_": _filled, "fill": _filled, "clamp": _clamped, "clamp_": _clamped,
+    "lerp": _interpolated, "lerp_": _interpolated, "fill_": _filled, "fill": _filled, "clamp": _clamped,
+    "clamp_": _clamped,
 }  # fmt: skip
 
 
 @rule("full")
 def full(call: Call) -> Any:
-    """A new tensor of numbers that differ between models; of equal ones, it is made once."""
+    """A new tensor of numbers that differ between models; one of equal numbers is made once."""
     value, size = call["fill_value"], call["size"]
     if not isinstance(value, Varying):
         raise Declined("nothing differs")
@@ -176,15 +178,15 @@ def full(call: Call) -> Any:
     return call.vector(value, dtype, len(size)).expand(call.models, *size).clone(memory_format=torch.contiguous_format)
 
 
-# ---- Optimizers over lists of tensors: the same operator on stacked lists, or, where numbers differ between models,
-# one
-# operator for each tensor (which is what a CPU does with such lists in any case).
+# ---- Optimizers over lists of tensors: the same operator on stacked lists. If numbers differ between models, one
+# operator for each tensor, as a CPU runs such lists in any case.
 
 
 _FOREACH = sorted(t.removeprefix("aten.") for t in ALLOWED if t.startswith("aten._foreach_"))
-_REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_mm")  # without overload
+_REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_mm")  # names without overload
 _ALONE = {"List": ("Tensor", "default", "Tensor_Tensor"), "Tensor": ("Tensor",), "default": ("default",),
-          "Scalar": ("Scalar", "default", "Tensor_Scalar"), "ScalarList": ("Scalar", "default", "Tensor_Scalar")}  # fmt: skip
+          "Scalar": ("Scalar", "default", "Tensor_Scalar"),
+          "ScalarList": ("Scalar", "default", "Tensor_Scalar")}  # fmt: skip
 
 
 @rule(*[t for t in _FOREACH if t.split(".")[0] not in _REDUCING])
@@ -195,7 +197,7 @@ def elementwise(call: Call) -> Any:
 
 
 def _lists_match(call: Call) -> bool:
-    """Whether operands that meet have the same dimensions: the model dimension in front then meets itself."""
+    """Whether operands of one element have equally many dimensions, so that their model dimensions align."""
     lists = [v for v in call.args.values() if isinstance(v, list) and v and isinstance(v[0], Operand)]
     alone = [v for v in call.args.values() if isinstance(v, Operand)]
     return not alone and all(len({o.dim for o in each}) == 1 for each in zip(*lists, strict=True))
@@ -214,12 +216,12 @@ def _one_by_one(call: Call) -> Any:
         args = tuple(a[i] if isinstance(a, tuple) else a for a in lists)
         alone = _with_value(target, args)
         out = (outs[i],) if isinstance(outs, tuple) and outs else (None,)
-        made.append(pointwise(Call(call.homes, Op(target, alone[0], (*alone[1], *call.op.kwargs), out))))
+        made.append(pointwise(Call(call.placements, Op(target, alone[0], (*alone[1], *call.op.kwargs), out))))
     return made if call.op.outs else None
 
 
 def _with_value(target: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """A factor that comes last in lists is given by name to a single tensor's operator."""
+    """The arguments for a single tensor's operator: a factor that comes last in lists is passed by name."""
     if target.split(".")[1].removesuffix("_") in ("addcmul", "addcdiv"):
         return args[:3], tuple(("value", v) for v in args[3:])
     return args, ()
@@ -239,8 +241,8 @@ def norms(call: Call) -> Any:
 
 @rule("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def fused_optimizer(call: Call) -> Any:
-    """One call over stacked lists. The kernels walk memory, so that every tensor must lie as its parameter does, and
-    they take one step count a parameter."""
+    """One call over stacked lists. The kernels walk memory in order, so that every tensor must have its parameter's
+    strides, and they take one step count a parameter."""
     if call.varies:
         raise Declined("its numbers differ between models")
     params = [o.all() for o in call["self"]]
@@ -252,9 +254,8 @@ def fused_optimizer(call: Call) -> Any:
                 raise Declined("step counts that differ between models")
             args[name] = [o.one() for o in value]
         elif isinstance(value, list) and value and isinstance(value[0], Operand):
-            args[name] = [
-                _as(o.all(), p, id(o.view) in written) for o, p in zip(value, params, strict=True)
-            ]  # gradients are written by none but AMP's unscaling
+            # Gradients are among these operands; only AMP's unscaling writes them.
+            args[name] = [_as(o.all(), p, id(o.view) in written) for o, p in zip(value, params, strict=True)]
         elif isinstance(value, Operand):
             if not value.alike:
                 raise Declined(f"{name} differs between models")

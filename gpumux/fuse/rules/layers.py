@@ -1,4 +1,4 @@
-"""Normalizations. Those with statistics by channel take the models as more channels, [N, B*C, ...] (HFTA, table 6)."""
+"""Rules for layers: normalizations, matrix products, pooling, indexing, embeddings, attention, convolutions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from gpumux.fuse.call import Call, Operand
 from gpumux.fuse.emit import Declined
-from gpumux.fuse.rules.table import apart, by_memory, parts, per_model, rule, written
+from gpumux.fuse.rules.table import in_memory_order, per_model, rule, split_models, split_results, writable_flat
 
 
 def _flat(operand: Operand | None) -> torch.Tensor | None:
@@ -21,21 +21,21 @@ def _flat(operand: Operand | None) -> torch.Tensor | None:
 
 @rule("native_batch_norm")
 def batch_norm(call: Call) -> Any:
-    """The running statistics are written, which the schema hides."""
+    """Batch norm with the models as more channels. The kernel writes the running statistics; its schema hides that."""
     changes: dict[str, Any] = {"input": call["input"].merged(1)}
     changes |= {name: _flat(call[name]) for name in ("weight", "bias")}
     done = []
     for name in ("running_mean", "running_var"):
         changes[name] = None
         if call[name] is not None and call.number("training"):
-            changes[name], finish = written(call[name])
+            changes[name], finish = writable_flat(call[name])
             done.append(finish)
         elif call[name] is not None:
             changes[name] = call[name].merged(0)
     out, mean, invstd = call.invoke(changes)
     for finish in done:
         finish()
-    return parts(((out, 1), (mean, 0), (invstd, 0)), call.models)
+    return split_results(((out, 1), (mean, 0), (invstd, 0)), call.models)
 
 
 @rule("native_batch_norm_backward")
@@ -44,7 +44,7 @@ def batch_norm_backward(call: Call) -> Any:
     for name in ("weight", "running_mean", "running_var", "save_mean", "save_invstd"):
         changes[name] = _flat(call[name])
     dx, dweight, dbias = call.invoke(changes)
-    return parts(zip((dx, dweight, dbias), (1, 0, 0), strict=True), call.models)
+    return split_results(zip((dx, dweight, dbias), (1, 0, 0), strict=True), call.models)
 
 
 @rule("native_group_norm")
@@ -52,27 +52,27 @@ def group_norm(call: Call) -> Any:
     models = call.models
     changes = {"input": call["input"].merged(1), "weight": _flat(call["weight"]), "bias": _flat(call["bias"])}
     changes |= {"C": models * call["C"], "group": models * call["group"]}
-    return parts(((t, 1) for t in call.invoke(changes)), models)
+    return split_results(((t, 1) for t in call.invoke(changes)), models)
 
 
 @rule("native_group_norm_backward")
 def group_norm_backward(call: Call) -> Any:
     changes: dict[str, Any] = {name: call[name].merged(1) for name in ("grad_out", "input", "mean", "rstd")}
     changes |= {"weight": _flat(call["weight"]), "C": call.models * call["C"], "group": call.models * call["group"]}
-    return parts(zip(call.invoke(changes), (1, 0, 0), strict=True), call.models)
+    return split_results(zip(call.invoke(changes), (1, 0, 0), strict=True), call.models)
 
 
 _NORMED = "normed"
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @rule("native_layer_norm")
 def layer_norm(call: Call) -> Any:
     x, weight, bias, shape = (call[n] for n in ("input", "weight", "bias", "normalized_shape"))
-    dense, back = (x.one(), _as_it_is) if x.alike else by_memory(x.all(), len(shape))[:2]
+    dense, back = (x.one(), _identity) if x.alike else in_memory_order(x.all(), len(shape))[:2]
     normed, mean, rstd = call.invoke({"input": dense, "weight": None, "bias": None})
     normed = back(normed)
     out = normed
@@ -84,24 +84,24 @@ def layer_norm(call: Call) -> Any:
         out = normed + bias.all(x.dim)
     saved = call.outputs()[1]
     if weight is not None and saved is not None:
-        call.homes.notes[_NORMED, saved.storage] = normed  # what the weight's gradient needs
+        call.placements.notes[_NORMED, saved.storage] = normed  # for the weight's gradient
     return tuple(t.expand(call.models, *t.shape[-x.dim :]) for t in (out, back(mean), back(rstd)))
 
 
 @rule("native_layer_norm_backward")
 def layer_norm_backward(call: Call) -> Any:
     """The gradient of the input is the kernel's, without weights. Those of weights and biases are sums over each
-    model's own samples, which the kernel would add up over all models."""
+    model's own samples; the kernel would sum over all models."""
     x, weight, shape = call["input"], call["weight"], call["normalized_shape"]
     wants_x, wants_weight, wants_bias = call["output_mask"]
     samples = list(range(1, 1 + x.dim - len(shape)))
     g = call["grad_out"].all()
     dx = dweight = dbias = None
     if wants_x:
-        dense, back, order = by_memory(x.all(), len(shape))
+        dense, back, order = in_memory_order(x.all(), len(shape))
         scaled = g if weight is None else g * weight.all(x.dim)
-        # The kernel copies what is not dense, and lays its result out so; fake tensors follow whichever operand comes
-        # first.
+        # The kernel copies operands that are not dense and gives its result a dense layout. Fake tensors take the
+        # layout of the first operand.
         changes = {
             "grad_out": scaled.permute(order).contiguous(),
             "input": dense.contiguous(),
@@ -111,7 +111,7 @@ def layer_norm_backward(call: Call) -> Any:
         changes |= {name: call[name].all().permute(order).contiguous() for name in ("mean", "rstd")}
         dx = back(call.invoke(changes | {"output_mask": [True, False, False]})[0])
     if wants_weight:
-        normed = call.homes.notes.get((_NORMED, call["mean"].view.storage))
+        normed = call.placements.notes.get((_NORMED, call["mean"].view.storage))
         if normed is None:
             normed = (x.all() - call["mean"].all()) * call["rstd"].all()
         dweight = _sum(g * normed, samples)
@@ -122,7 +122,7 @@ def layer_norm_backward(call: Call) -> Any:
 
 @rule("_weight_norm_interface")
 def weight_norm(call: Call) -> Any:
-    """[B, *size] and the norms [B, *size of g]: a direction and a length for each row (or column) of a weight."""
+    """[B, *size] and the norms [B, *size of g]: direction times length for each row (or column) of a weight."""
     v, g = call["v"].all(), call["g"].all()
     norms = torch.linalg.vector_norm(v, dim=_all_but(call), keepdim=True)
     return v * (g / norms), norms
@@ -136,25 +136,25 @@ def weight_norm_backward(call: Call) -> Any:
 
 
 def _all_but(call: Call) -> list[int]:
-    """The dimensions of all models' weights that are no rows of them: not the models', nor `dim`."""
+    """The dimensions within a row of the weights: all but the model dimension and `dim`."""
     weight: Operand = next(call.operands())
     return [d for d in range(1, 1 + weight.dim) if d != 1 + call["dim"]]
 
 
 def _sum(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    return tensor.sum(dims) if dims else tensor.clone()  # sum over no dimensions is over all
+    return tensor.sum(dims) if dims else tensor.clone()  # a sum over [] is over all dimensions
 
 
-# ---- Matrix products: one batched product, or one larger product where an operand is every model's (HFTA, table 6).
+# ---- Matrix products: one batched product, or one larger product if all models share an operand (HFTA, table 6).
 
 
 def product(a: Operand, b: Operand, models: int) -> Any:
     """a @ b for every model: [B, n, m]."""
     if a.alike and b.mergeable(1):  # [n, k] @ [k, B * m]: one product, with the models side by side
         wide = torch.mm(a.one(), b.merged(1))
-        return apart(wide, 1, models)
+        return split_models(wide, 1, models)
     if b.alike and a.mergeable(0):  # [B * n, k] @ [k, m]
-        return apart(torch.mm(a.merged(0), b.one()), 0, models)
+        return split_models(torch.mm(a.merged(0), b.one()), 0, models)
     return torch.bmm(a.all(), b.all())
 
 
@@ -168,13 +168,13 @@ def addmm(call: Call) -> Any:
     bias, a, b = call["self"], call["mat1"], call["mat2"]
     if not bias.alike and bias.dim == 1 and bias.mergeable(0) and a.alike and b.mergeable(1):
         wide = call.invoke({"self": bias.merged(0), "mat1": a.one(), "mat2": b.merged(1)})
-        return apart(wide, 1, call.models)
+        return split_models(wide, 1, call.models)
     return call.invoke({"self": bias.all(2), "batch1": a.all(), "batch2": b.all()}, torch.ops.aten.baddbmm.default)
 
 
 @rule("bmm")
 def bmm(call: Call) -> Any:
-    """[B, batch, n, k] @ [B, batch, k, m]; the models join the batch."""
+    """[B, batch, n, k] @ [B, batch, k, m]; the models are merged into the batch."""
     return _batched(call["self"], call["mat2"], call.models)
 
 
@@ -183,7 +183,7 @@ def _batched(a: Operand, b: Operand, models: int) -> Any:
         made = torch.bmm(a.merged(0), b.merged(0))
     else:
         made = torch.bmm(a.all().flatten(0, 1), b.all().flatten(0, 1))
-    return apart(made, 0, models)
+    return split_models(made, 0, models)
 
 
 @rule("baddbmm")
@@ -192,14 +192,14 @@ def baddbmm(call: Call) -> Any:
     size = (call.models * a.size[0], a.size[1], b.size[2])
     wide = bias.all(3).expand(call.models, a.size[0], a.size[1], b.size[2]).reshape(size)
     made = call.invoke({"self": wide, "batch1": a.all().flatten(0, 1), "batch2": b.all().flatten(0, 1)})
-    return apart(made, 0, call.models)
+    return split_models(made, 0, call.models)
 
 
 @rule("mv")
 def mv(call: Call) -> Any:
     matrix, vector = call["self"], call["vec"]
     if vector.alike and matrix.mergeable(0):
-        return apart(torch.mv(matrix.merged(0), vector.one()), 0, call.models)
+        return split_models(torch.mv(matrix.merged(0), vector.one()), 0, call.models)
     return torch.bmm(matrix.all(), vector.all().unsqueeze(2)).squeeze(2)
 
 
@@ -210,16 +210,16 @@ def dot(call: Call) -> Any:
 
 @rule("_trilinear")
 def trilinear(call: Call) -> Any:
-    """Products of three tensors, as of a bilinear layer: the models are one more dimension that all three have."""
+    """Products of three tensors, as in a bilinear layer: the models are one more dimension of all three."""
     changes: dict[str, Any] = {name: call[name].all() for name in ("i1", "i2", "i3")}
     changes |= {name: [d + 1 for d in call[name]] for name in ("expand1", "expand2", "expand3", "sumdim")}
     return call.invoke(changes | {"unroll_dim": call["unroll_dim"] + 1})
 
 
-# ---- Operators that treat every channel of every sample alike and by itself: pooling, resampling, padding by what is
-# there.
+# ---- Operators that process every channel of every sample by itself: pooling, resampling, padding with the operand's
+# own values.
 #
-# Models go among the samples or among the channels, whichever the operands lie ready for.
+# Models are merged into the samples or into the channels, whichever needs fewer copies.
 
 
 _UPSAMPLING = (
@@ -240,7 +240,7 @@ def by_channel(call: Call) -> Any:
     operands = {name: v for name, v in call.args.items() if isinstance(v, Operand)}
     found = re.search(r"([123])d", call.name)
     assert found is not None
-    leading = min(o.dim for o in operands.values()) - int(found[1])  # samples and channels, or channels
+    leading = min(o.dim for o in operands.values()) - int(found[1])  # 2: samples and channels, 1: channels
     if leading not in (1, 2):
         raise Declined("an operand without channels")
     dim = max(range(leading), key=lambda d: sum(o.mergeable(d) for o in operands.values()))
@@ -249,8 +249,8 @@ def by_channel(call: Call) -> Any:
         changes["input_size"] = [n * call.models if d == dim else n for d, n in enumerate(call["input_size"])]
     made = call.invoke(changes)
     if isinstance(made, torch.Tensor):
-        return parts([(made, dim)], call.models)[0]
-    return parts([(t, dim) for t in made], call.models)
+        return split_results([(made, dim)], call.models)[0]
+    return split_results([(t, dim) for t in made], call.models)
 
 
 _BY_SAMPLE = ("fractional_max_pool2d", "fractional_max_pool3d", "affine_grid_generator")
@@ -258,7 +258,7 @@ _BY_SAMPLE = ("fractional_max_pool2d", "fractional_max_pool3d", "affine_grid_gen
 
 @rule(*_BY_SAMPLE, *(f"{name}_backward" for name in _BY_SAMPLE))
 def by_sample(call: Call) -> Any:
-    """Models are so many more samples."""
+    """Models are merged into the samples."""
     operands = {name: v for name, v in call.args.items() if isinstance(v, Operand)}
     found = re.search(r"([23])d", call.name)
     if found is not None and call["self"].dim != int(found[1]) + 2:
@@ -268,8 +268,8 @@ def by_sample(call: Call) -> Any:
         changes["size"] = [call.models * call["size"][0], *call["size"][1:]]
     made = call.invoke(changes)
     if isinstance(made, torch.Tensor):
-        return parts([(made, 0)], call.models)[0]
-    return parts([(t, 0) for t in made], call.models)
+        return split_results([(made, 0)], call.models)[0]
+    return split_results([(t, 0) for t in made], call.models)
 
 
 # ---- Reads and writes at indices that torch.func does not batch.
@@ -277,7 +277,7 @@ def by_sample(call: Call) -> Any:
 
 @rule("index_put_", "index_put")
 def index_put(call: Call) -> Any:
-    """One number where a mask says so, as Rprop puts it."""
+    """Writes one number under a mask, as Rprop does."""
     x, indices, values = call["self"], call["indices"], call["values"]
     whole = len(indices) == 1 and isinstance(indices[0], Operand) and indices[0].dtype == torch.bool
     if not whole or indices[0].dim != x.dim or values.dim or not values.alike or call["accumulate"]:
@@ -287,7 +287,7 @@ def index_put(call: Call) -> Any:
 
 
 def _places(call: Call) -> torch.Tensor:
-    """[B, n]: where in each model's flat tensor. The operators count from the end, too."""
+    """[B, n]: indices into each model's flat tensor. Negative indices count from the end."""
     count = torch.Size(call["self"].size).numel()
     index = call["index"].all().reshape(call.models, -1)
     return torch.where(index < 0, index + count, index)
@@ -328,15 +328,15 @@ per_model(
 per_model("its kernel takes one matrix", "_pdist_forward", "_pdist_backward")
 
 
-# ---- Embedding tables, one under the other: [B*V, D], with each model's indices moved by V (HFTA, table 6).
+# ---- Embedding tables stacked by rows: [B*V, D], with each model's indices shifted by V (HFTA, table 6).
 
 
 def _moved(call: Call, indices: Operand, rows: int) -> torch.Tensor:
-    """[B, *size]: the indices of each model in the table of all."""
-    notes = call.homes.notes
+    """[B, *size]: the indices of each model in the stacked table."""
+    notes = call.placements.notes
     if ("rows", rows) not in notes:
-        storage = call.homes.emitter.add_const(array("q", [rows * b for b in range(call.models)]).tobytes())
-        notes["rows", rows] = call.homes.emitter.window(storage, "int64", (call.models,), (1,))
+        storage = call.placements.emitter.add_const(array("q", [rows * b for b in range(call.models)]).tobytes())
+        notes["rows", rows] = call.placements.emitter.window(storage, "int64", (call.models,), (1,))
     starts: torch.Tensor = notes["rows", rows]
     return indices.all() + starts.view(call.models, *[1] * indices.dim)
 
@@ -360,8 +360,8 @@ def embedding_dense_backward(call: Call) -> Any:
         {"grad_output": grad.all(), "indices": _moved(call, indices, rows), "num_weights": call.models * rows,
          "padding_idx": -1}
     )  # fmt: skip
-    tables = apart(made, 0, call.models)
-    if 0 <= padding < rows:  # the row of every model, and no other
+    tables = split_models(made, 0, call.models)
+    if 0 <= padding < rows:  # this row of every model
         tables.select(1, padding).zero_()
     return tables
 
@@ -369,25 +369,25 @@ def embedding_dense_backward(call: Call) -> Any:
 @rule("embedding_renorm_")
 def embedding_renorm(call: Call) -> Any:
     weight, indices = call["self"], call["indices"]
-    tables, finish = written(weight)
+    tables, finish = writable_flat(weight)
     call.invoke({"self": tables, "indices": _moved(call, indices, weight.size[0])})
     finish()
     return weight.all()
 
 
-# ---- Attention kernels: models are so many more samples of the batch.
+# ---- Attention kernels: models are merged into the batch.
 
 
 class Batch:
-    """[B, N, heads, ...] as [B*N, heads, ...], or N and B exchanged where the query lies so in memory."""
+    """[B, N, heads, ...] as [B*N, heads, ...], or N and B exchanged if the query is in that order in memory."""
 
     def __init__(self, call: Call) -> None:
         query = call["query"].all()
-        self.order = by_memory(query, 3)[2][:2]
+        self.order = in_memory_order(query, 3)[2][:2]
         self.lead = (query.shape[self.order[0]], query.shape[self.order[1]])
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Dimensions that only repeat (stride 0) still do so, where a copy must be made."""
+        """Merge models and samples. Dimensions of stride 0 keep it, also if a copy must be made."""
         tensor = tensor.permute(*self.order, *range(2, tensor.dim()))
         real = tensor
         for d in range(2, tensor.dim()):
@@ -400,7 +400,7 @@ class Batch:
         return split.permute(*self.order, *range(2, split.dim()))
 
     def mask(self, mask: Operand | None) -> torch.Tensor | None:
-        """[L, S], or [N or 1, heads or 1, L, S]."""
+        """The packed mask: [L, S], or [N or 1, heads or 1, L, S]."""
         if mask is None or (mask.alike and (mask.dim < 4 or mask.size[0] == 1)):
             return None if mask is None else mask.one()
         tensor = mask.all()
@@ -424,13 +424,13 @@ def flash_for_cpu(call: Call) -> Any:
 
 # ---- Convolutions, transposed or not, of one, two or three dimensions (HFTA, table 6).
 #
-# Models become groups: [N, B*C, ...] by weights [B*Cy, C/g, ...] in B*g groups. Where all models see one input, no
-# groups are needed for that: their filters stand side by side in one wide convolution.
+# Models become groups: [N, B*C, ...] by weights [B*Cy, C/g, ...] in B*g groups. If all models have one input, no
+# groups are needed: the filters are concatenated in one wide convolution.
 
 
 def _is_wide(call: Call, x: Operand, weight: Operand) -> bool:
-    """One input for all, without groups. The filters of a transposed convolution, [Cx, Cy, ...], must be copied to
-    stand side by side: not when the input is the smaller one to copy."""
+    """Whether to run one wide convolution: one input for all, without groups. The filters of a transposed convolution,
+    [Cx, Cy, ...], must be copied to be concatenated, so not if the input is cheaper to copy."""
     if not x.alike or call["groups"] != 1:
         return False
     return not call["transposed"] or prod(weight.size) <= prod(x.size)
@@ -439,18 +439,18 @@ def _is_wide(call: Call, x: Operand, weight: Operand) -> bool:
 @rule("convolution")
 def convolution(call: Call) -> Any:
     x, weight, bias = call["input"], call["weight"], call["bias"]
-    side = 1 if call["transposed"] else 0  # of the filters: output channels
+    side = 1 if call["transposed"] else 0  # dimension of the filters' output channels
     merged = None if bias is None else bias.merged(0)
     if _is_wide(call, x, weight):
         made = call.invoke({"input": x.one(), "weight": weight.merged(side), "bias": merged})
-    elif weight.alike and (bias is None or bias.alike):  # the models are so many more samples
+    elif weight.alike and (bias is None or bias.alike):  # models are merged into the samples
         one = None if bias is None else bias.one()
         made = call.invoke({"input": x.merged(0), "weight": weight.one(), "bias": one})
-        return apart(made, 0, call.models)
+        return split_models(made, 0, call.models)
     else:
         groups = call.models * call["groups"]
         made = call.invoke({"input": x.merged(1), "weight": weight.merged(0), "bias": merged, "groups": groups})
-    return apart(made, 1, call.models)
+    return split_models(made, 1, call.models)
 
 
 @rule("convolution_backward")
@@ -466,4 +466,4 @@ def convolution_backward(call: Call) -> Any:
     else:
         side = 0
         changes |= {"input": x.merged(1), "weight": weight.merged(0), "groups": call.models * call["groups"]}
-    return parts(zip(call.invoke(changes), (1, side, 0), strict=True), call.models)
+    return split_results(zip(call.invoke(changes), (1, side, 0), strict=True), call.models)

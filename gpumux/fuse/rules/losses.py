@@ -1,4 +1,4 @@
-"""Losses: the kernel's own loss of each sample of all models, reduced over one model's samples each.
+"""Rules for losses: the kernel's own loss of each sample of all models, reduced over one model's samples each.
 
 No gradient crosses from one model to another, so nothing needs scaling (HFTA, appendix C).
 """
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gpumux.fuse.call import Call, Operand
-from gpumux.fuse.rules.table import by_memory, rule
+from gpumux.fuse.rules.table import in_memory_order, rule
 
-NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for a reduction
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 
@@ -30,7 +30,7 @@ def elementwise_backward(call: Call) -> Any:
     grad = call["grad_output"].all(x.dim)
     if reduction == MEAN:
         grad = grad / max(1, torch.Size(x.size).numel())
-    size = (call.models, *x.size)  # some of the kernels take no gradient that broadcasts
+    size = (call.models, *x.size)  # some kernels take no gradient that broadcasts
     changes = call.filled(lambda o: o.all(x.dim)) | {"grad_output": grad.expand(size), "reduction": NONE}
     return call.invoke(changes)
 
@@ -43,13 +43,13 @@ def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
 
 
 class Samples:
-    """The samples of all models as one batch, [B*N, ...], in the order in which `x` has them in memory."""
+    """The samples of all models as one batch, [B*N, ...], in the order of `x` in memory."""
 
     def __init__(self, x: Operand) -> None:
-        """`x`: [N, C, ...] in one model, or [C]."""
+        """x: an operand of size [N, C, ...], or [C]."""
         self.single = x.dim == 1
         tensor = self._with_samples(x.all())
-        self.x, _, order = by_memory(tensor, tensor.dim() - 2)
+        self.x, _, order = in_memory_order(tensor, tensor.dim() - 2)
         self.order = order[:2]
         self._lead = self.x.shape[:2]
         self.x = self.x.flatten(0, 1)
@@ -65,13 +65,13 @@ class Samples:
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """[B*N, ...] -> [B, N, ...]."""
         split: torch.Tensor = packed.unflatten(0, self._lead)
-        split = split.permute(*self.order, *range(2, split.dim()))  # of two, an order is its own inverse
+        split = split.permute(*self.order, *range(2, split.dim()))  # an order of two is its own inverse
         return split.squeeze(1) if self.single else split
 
 
 def _weights(call: Call) -> torch.Tensor | None:
-    """How much each label counts, [B, N, ...]: the weight of its class, 0 where it is to be ignored. None: all the
-    same."""
+    """The weight of each label, [B, N, ...]: that of its class, 0 for ignored labels. None: all weights are 1, and
+    labels to ignore are left to the kernel."""
     weight, labels = call["weight"], call["target"].all()
     if weight is None:
         return None
@@ -83,7 +83,7 @@ def _weights(call: Call) -> torch.Tensor | None:
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll(call: Call) -> Any:
-    """Class weights can't go into one kernel, since they may be others for each model: they scale what comes out."""
+    """Class weights may differ between models, which one kernel can't take: they scale its results."""
     x, target, reduction = call["self"], call["target"], call["reduction"]
     samples = Samples(x)
     packed, scale = samples.pack(target.all()), _weights(call)
@@ -93,7 +93,7 @@ def nll(call: Call) -> Any:
     dims = list(range(1, loss.dim()))
     saved = call.outputs()[1]
     if saved is not None:
-        call.homes.notes["labels", saved.storage] = samples.order, packed, scale  # which the gradient needs again
+        call.placements.notes["labels", saved.storage] = samples.order, packed, scale  # for the gradient's rule
     if reduction == NONE:
         return loss, loss.new_zeros(call.models)
     counts = target.all() != call["ignore_index"] if scale is None else scale
@@ -106,7 +106,7 @@ def nll(call: Call) -> Any:
 def nll_backward(call: Call) -> Any:
     x, target, total = call["self"], call["target"], call["total_weight"]
     samples = Samples(x)
-    order, packed, scale = call.homes.notes.get(("labels", total.view.storage), (None, None, None))
+    order, packed, scale = call.placements.notes.get(("labels", total.view.storage), (None, None, None))
     if order != samples.order:
         packed, scale = samples.pack(target.all()), _weights(call)
     grad = call["grad_output"].all()
@@ -126,14 +126,14 @@ def nll_backward(call: Call) -> Any:
 
 
 def _labels(call: Call) -> torch.Tensor:
-    """[B, N], or [B, N, C] where a sample has several; [B] of a single sample, which may have its label in a list of
+    """The labels: [B, N], or [B, N, C] if a sample has several; [B] of a single sample, whose label may be in a list of
     one."""
     labels: torch.Tensor = call["target"].all()
     return labels.reshape(call.models) if call["self"].dim == 1 and "weight" in call.args else labels
 
 
 def _scale(call: Call) -> torch.Tensor | None:
-    """What the weight of a label's class multiplies its loss with, [B, N]."""
+    """The weight of each label's class, which scales its loss, [B, N]."""
     weight = call.args.get("weight")
     if weight is None:
         return None

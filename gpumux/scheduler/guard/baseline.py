@@ -1,11 +1,10 @@
-"""How long things take when no low work is beside them: solo estimates that notice drift.
+"""How long things take when no low work is beside them: solo estimates that notice when the work changed.
 
-A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the
-estimate is a median. Two samples in a row that disagree with it in the same direction are no noise:
-the work itself changed (another clock rate, other data), and they replace what was known. Where
-samples always differ (a CPU that other programs use, too) that would be found all the time, and each time
-low work would have to wait for a calibration: what counts as disagreement grows with the usual difference. There
-the mean is not the median either; `late` is by how much.
+A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the estimate is a median.
+Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another clock
+rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use, too),
+the difference that counts grows with the usual difference, since each such finding makes low work wait for a
+calibration. The mean is not the median there either; `late` is the difference.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from __future__ import annotations
 from math import ceil, log
 from typing import Final
 
-KEPT: Final = 5  # samples: a median of these ignores two bad ones
-CHANGED: Final = 0.10  # a sample this far off, relative, may mean that the work changed
-NOISY: Final = 3.0  # usual differences that a sample is off by before it may mean that
-USUAL_PART: Final = 0.1  # of the newest difference in the usual one: a change has no time to pass for noise
-KEEP: Final = 0.99  # of what samples told of their mean, with each new one: a hundred count
-DOUBT: Final = 8.0  # samples without a difference that this begins with
-ALIKE: Final = 0.05  # a difference, relative, that is none
+MEDIAN_OF: Final = 5  # samples: a median of these ignores two bad ones
+CHANGED: Final = 0.10  # relative difference of a sample that may mean that the work changed
+NOISY: Final = 3.0  # usual differences that it has to exceed as well
+USUAL_PART: Final = 0.1  # weight of the newest difference in the usual one: a change must not pass for noise
+DECAY: Final = 0.99  # for each new sample, of the weight of earlier ones in a mean: about a hundred count
+PRIOR_SAMPLES: Final = 8.0  # samples without a difference that such a mean begins with
+ALIKE: Final = 0.05  # relative difference that counts as none
 MOST_LATE: Final = 3.0  # times the estimate: what a sample counts for at most
-WANTED: Final = 2  # samples before an estimate is relied on
+ENOUGH_SAMPLES: Final = 2  # before an estimate is relied on
 
 
 class Baseline:
@@ -32,102 +31,90 @@ class Baseline:
     def __init__(self) -> None:
         self.value = 0.0
         self.count = 0  # samples ever taken
-        self.known = False  # there were as many as are wanted
+        self.known = False  # there were enough samples
         self.drifts = 0  # how often the work was found to have changed
-        self.noise = 0.0  # by what part of the lesser of the two samples usually differ from the estimate
+        self.noise = 0.0  # usual difference between a sample and the estimate, relative to the lesser of the two
         self.samples: list[float] = []
-        self.late = 0.0  # seconds by which samples are over the estimate on average, if they are
-        self._weight = 0.0  # of those samples
-        self._newest = 0.0  # by how much the newest one does, which shows later whether it is one of them
-        self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
+        self.late = 0.0  # seconds by which samples exceed the estimate on average
+        self._weight = 0.0  # of the samples in `late`
+        self._newest = 0.0  # difference of the newest sample, added to `late` once the next one shows it was no change
+        self._suspects = 0  # samples in a row that differ: positive when slower, negative when faster
 
     @property
     def suspect(self) -> bool:
-        """The newest sample disagrees with the estimate; another one will tell."""
+        """Whether the newest sample differs from the estimate, so that the next one decides."""
         return self._suspects != 0
 
     def add(self, seconds: float) -> bool:
         """Take a sample. True when it shows that the work changed."""
-        samples, value = self.samples, self.value
-        samples.append(seconds)
+        value = self.value
+        self.samples.append(seconds)
         self.count += 1
-        if self.count == WANTED:
+        if self.count == ENOUGH_SAMPLES:
             self.known = True
-        if seconds > value:
-            least, off = value, seconds - value
-        else:
-            least, off = seconds, value - seconds
+        least, off = min(value, seconds), abs(seconds - value)
         bound = NOISY * self.noise
         if least > 0.0:
-            self.noise += USUAL_PART * ((off / least if off < least else 1.0) - self.noise)
+            self.noise += USUAL_PART * (min(off / least, 1.0) - self.noise)
         if off <= (bound * least if bound > CHANGED else CHANGED * value):
             self._suspects = 0
-        elif self.count > WANTED:
+        elif self.count > ENOUGH_SAMPLES:
             step = 1 if seconds > value else -1
             self._suspects = self._suspects + step if self._suspects * step > 0 else step
             if abs(self._suspects) >= 2:
-                del samples[:-2]
+                del self.samples[:-2]
                 self._suspects = 0
                 self.drifts += 1
-                self.value = min(samples)
+                self.value = min(self.samples)
                 self._newest = 0.0
                 return True
-        self._weight = KEEP * self._weight + 1.0
+        self._weight = DECAY * self._weight + 1.0
         if self._newest or self.late:
-            late = self.late + (self._newest - self.late) / (self._weight + DOUBT)
-            self.late = late if late > 0.0 else 0.0
-        if off <= ALIKE * value or not value:
-            self._newest = 0.0
-        else:
-            most = MOST_LATE * value
-            self._newest = seconds - value if seconds - value < most else most
-        if len(samples) > KEPT:
-            gone = samples.pop(0)
-            # A sample that takes the place of one on the same side leaves the median where it was: most do.
-            if (gone > value and seconds >= value) or (gone < value and seconds <= value):
-                return False
-        self.value = sorted(samples)[(len(samples) - 1) // 2]
+            self.late = max(0.0, self.late + (self._newest - self.late) / (self._weight + PRIOR_SAMPLES))
+        self._newest = 0.0 if off <= ALIKE * value or not value else min(seconds - value, MOST_LATE * value)
+        if len(self.samples) > MEDIAN_OF:
+            del self.samples[0]
+        self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]
         return False
 
 
-# ---- How often a high job's steps lose much without low work: somebody else's doing, which low work has no part in
-# beside a step
-# either. On a CPU that other programs use every fourth step may; on a GPU of its own next to none.
+# ---- How often a high job's steps lose much without low work. On a CPU that other programs use that may be every
+# fourth step; on a GPU of its own next to none. As many steps beside low work lose much for the same reasons.
 
 
-CHANCE: Final = 0.01
-LIKELY: Final = 0.5  # no noise is taken to be likelier
-MOST_DOUBTS: Final = 5
+CHANCE: Final = 0.01  # how probable it may be that noise alone passes for the cost of a launch
+LIKELY: Final = 0.5  # noise is not taken to be more probable than this
+MOST_CONFIRMATIONS: Final = 5
 
 
-class Noise:
-    """Of steps without low work. Where all take the same time both figures are 0."""
+class StepNoise:
+    """Of steps without low work: `over` is the part that loses much, and `violations` how many violations (budget.py)
+    such steps cause on average. Both are 0.0 where all take the same time."""
 
-    __slots__ = ("_count", "_newest", "_over", "_toll", "over", "toll")
+    __slots__ = ("_count", "_newest", "_over", "_violations", "over", "violations")
 
     def __init__(self) -> None:
-        self.over = 0.0  # what part of the steps loses much
-        self.toll = 0.0  # tokens (budget.py) that each would cost on average
-        self._count = self._over = self._toll = 0.0
+        self.over = self.violations = 0.0
+        self._count = self._over = self._violations = 0.0
         self._newest: float | None = None
 
-    def add(self, toll: float) -> None:
-        """One more. It counts when the next one comes: the work may turn out to have changed."""
-        before, self._newest = self._newest, toll
+    def add(self, violations: float) -> None:
+        """One more step. It counts when the next one comes, since the work may turn out to have changed."""
+        before, self._newest = self._newest, violations
         if before is not None:
-            self._count = self._count * KEEP + 1.0
-            self._over = self._over * KEEP + (before > 0.0)
-            self._toll = self._toll * KEEP + before
-            doubtful = self._count + max(0.0, DOUBT - self._count / 4)  # what it begins with has faded after 32
-            self.over, self.toll = self._over / doubtful, self._toll / doubtful
+            self._count = self._count * DECAY + 1.0
+            self._over = self._over * DECAY + (before > 0.0)
+            self._violations = self._violations * DECAY + before
+            count = self._count + max(0.0, PRIOR_SAMPLES - self._count / 4)  # the prior has faded after 32
+            self.over, self.violations = self._over / count, self._violations / count
 
     def changed(self) -> None:
-        """The work takes another time by now, and the newest one was the first to."""
+        """The work changed, and the newest step was the first to show it."""
         self._newest = None
 
-    def doubts(self) -> int:
-        """How many launches in a row have to seem to cost much before that is believed: so many that it happens by
-        chance once in a hundred times, but not more than a few."""
+    def confirmations(self) -> int:
+        """How many launches in a row have to seem costly before that is believed: so many that noise causes it with
+        probability CHANCE, but not more than a few."""
         if self.over <= CHANCE:
             return 1
-        return min(ceil(log(CHANCE) / log(min(self.over, LIKELY))), MOST_DOUBTS)
+        return min(ceil(log(CHANCE) / log(min(self.over, LIKELY))), MOST_CONFIRMATIONS)

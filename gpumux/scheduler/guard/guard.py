@@ -1,10 +1,20 @@
-"""The guard: whether low work may run now beside the high jobs, on which share of the device, and why not.
+"""The guard: may low work run now beside the high jobs, on which share of the device, and if not, why.
 
-It sees every launch and its end, and decides by what it measured: solo baselines (`baseline.py`),
-what each low program costs each range of each high program (`costs.py`, `attribution.py`), when ranges
-and steps come (`arrivals.py`), what each high job may still lose and what that should buy
-(`budget.py`), and what was found to hurt (`costs.py`). `admit` changes nothing but a note of its
-answer, which `launched` and `settled` take up.
+It follows every launch and its end, and decides by what it measured. Its parts:
+
+    view        what the device is doing (`device_view.py`)
+    costs       what high programs take alone, and lose beside each low program (`costs.py`, `baseline.py`)
+    high_jobs   for each high job: when its steps arrive (`arrivals.py`) and its slowdown budget (`budget.py`)
+    decisions   why low jobs are held, and until when that stays so (`decisions.py`)
+    learner     follows launches, and updates all of these (`learning.py`, `attribution.py`)
+
+`admit` is the question. It answers by the first of these that applies:
+
+1. No high step is expected before the launch would be over: it may run.
+2. The job is held by an earlier decision that is not stale: it stays held.
+3. High work runs: `_beside` weighs what the launch costs each running high step, by where in the step it would begin
+   and on which share of the device (`timing.py`, `costs.py`).
+4. High jobs are idle: `_between_steps` weighs what it costs if a next step arrives while the launch is out.
 """
 
 from __future__ import annotations
@@ -12,398 +22,435 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard.answers import Answer, Hold, Rest
-from gpumux.scheduler.guard.arrivals import Cost, overlap_cost
-from gpumux.scheduler.guard.costs import FLOOR_S, GAP, KNOWN, MOMENTS, WORTH_S, Ban, Pair, Place, Plan, Spot
-from gpumux.scheduler.guard.high_job import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
-from gpumux.scheduler.guard.learning import LEAST_SPEED, Record
-from gpumux.scheduler.guard.scene import Running, Scene
-from gpumux.scheduler.guard.timing import (
-    appointment,
-    between,
-    exposed,
-    foreseen,
-    may_look,
-    may_risk,
-    may_try,
-    next_loses,
-    where,
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.guard.arrivals import OverlapCost, overlap_cost
+from gpumux.scheduler.guard.bans import Ban, Bans
+from gpumux.scheduler.guard.costs import (
+    KNOWN_RANGES,
+    MOMENTS,
+    NOISE_FLOOR_S,
+    ON_ARRIVAL,
+    WORTH_S,
+    LaunchKind,
+    LaunchOption,
+    LaunchPlan,
+    LowCosts,
 )
-from gpumux.scheduler.jobs import Job, PairKey, Piece, Span, Step
-from gpumux.scheduler.windows import Board
-from gpumux.types import Priority
+from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S, Cutting
+from gpumux.scheduler.guard.decisions import (
+    HOLD_ALL,
+    MOMENT_LIMITED,
+    Decisions,
+    Hold,
+    LaunchDecision,
+    LowWindow,
+)
+from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
+from gpumux.scheduler.guard.high_job import (
+    HELD_LONG_STEPS,
+    LEARNING_STEPS,
+    LEAST_PRICE,
+    AwaitedSteps,
+    CostsByProgram,
+    HighJob,
+)
+from gpumux.scheduler.guard.learning import LEAST_SPEED, CostLearner
+from gpumux.scheduler.guard.timing import (
+    expected_arrival,
+    exposed_part,
+    hold_for_arrival,
+    launch_position,
+    may_explore,
+    may_explore_now,
+    may_explore_unknown,
+    next_step_loss,
+    next_timed_launch,
+)
+from gpumux.scheduler.jobs import Job, JobStep, LowKey, LowPiece, Span
+from gpumux.scheduler.windows import Outstanding, Windows
+from gpumux.types import DeviceInfo, JobId, LaunchId, Priority
 
-# ---- Who the guard holds, and until when: what it said of a low job's next piece, for as long as that stands.
+_HIGH: Final = Priority.HIGH
 
-
-EVERYBODY: Final = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
-PINCHING: Final = frozenset(("tail", "next", "price", "budget"))
-
-
-class Waiting(Record):
-    """What was answered. Nobody is asked again whom nothing new can free."""
-
-    def answer(self, job: Job, now: float) -> Answer | None:
-        """What it was told in this event, or before it if that stands."""
-        answer = job.held
-        if answer is None or answer in self.answers:
-            return answer
-        return answer if self.resting and answer.stands(self.low_version, now) else None
-
-    def _hold(self, job: Job, answer: Answer) -> None:
-        """This is the answer; what the job was told earlier in the event is not."""
-        told, before = self.answers, job.held
-        job.held = answer
-        if told and before is not None:
-            for at in range(len(told)):
-                if told[at] is before:
-                    told[at] = answer
-                    return
-        told.append(answer)
-
-    def recut(self, job: Job) -> None:
-        """A program of the job has come, or is cut another way: what was said of its pieces is of others."""
-        if job.held is not None:
-            self.unheld(job)
-            self.rest = None
-
-    def waits(self, job: Job) -> None:
-        """A client waits for a step of the job. Where it is held for the sake of an idle high job that comes only after
-        it, that is no longer so; any other answer stands."""
-        track = job.held.track if job.held is not None else None
-        if track is not None and track.after is job and track.idle_since < inf:
-            self.unheld(job)
-        self.rest = None  # it may not have been asked at all
-
-    def holds_all(self, job: Job) -> bool:
-        """Whether what holds this job, just asked about, holds every low job."""
-        answer = job.held
-        hold = answer.hold if answer is not None else None
-        return hold is not None and hold.piece < 0 and hold.reason in EVERYBODY
-
-    def settled(self, now: float) -> float:
-        """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        wake, reason, holds = inf, "", self.holds
-        rest: Rest | None = None
-        first = self.asked
-        if first is not None:
-            rest = self._rest
-            if rest is None:
-                rest = self._rest = Rest(first, self.entered, self.low_version)
-            else:
-                rest.begin(first, self.entered, self.low_version)
-        for answer in self.answers:
-            job, hold = answer.job, answer.hold
-            assert job is not None
-            assert hold is not None
-            if job.hold is not hold:
-                holds.hold(job, hold, now)
-            if hold.until < wake:
-                wake = hold.until
-            if not reason:
-                reason = hold.reason
-            if hold.reason in PINCHING:
-                self._pinched = True
-                if hold.reason == "budget" and answer.track is not None:
-                    answer.track.account.short = True
-            if rest is not None:
-                rest.add(answer)
-        holds.note(reason, now)
-        if rest is not None:
-            rest.until, rest.partial, self.rest = wake, self.partial, rest
-        return wake
+STRETCH: Final = 1.02  # of a low piece's predicted time: when it is taken to end
+OLD_STEPS: Final = 128  # steps after which the cost of a launch elsewhere is no reason to wait for that place
 
 
-# ----
+class SlowdownGuard:
+    """Decides about low launches so that high jobs keep their max_slowdown."""
 
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
+        self.shares = info.shares
+        self.high_jobs: dict[JobId, HighJob] = {}
+        self.view = DeviceView()
+        self.costs = CostsByProgram()
+        self.bans = Bans()
+        self.awaited_steps = AwaitedSteps()
+        self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
+        self.low_window = LowWindow(config.low_launches, config.low_idle_launches)
+        self.decisions = Decisions(self.view, self.low_window)
+        self.learner = CostLearner(
+            high_jobs=self.high_jobs, view=self.view, costs=self.costs, bans=self.bans, low_window=self.low_window,
+            cutting=self.cutting,
+        )  # fmt: skip
 
-_LOW: Final = Priority.LOW
+    # ---- the question
 
-STRETCH: Final = 1.02  # of a low piece's predicted time: where it is taken to end
-STALE: Final = 128  # steps after which what a launch costs elsewhere is no longer waited for
-PLACED: Final = frozenset(("tail", "next", "price", "budget", "ban"))  # what another moment may be free of
-
-
-class Guard(Waiting):
-    """What may be done. Asked by the policy for each low job that could launch."""
-
-    def admit(self, job: Job, board: Board, now: float) -> float:
-        """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
+    def admit(self, job: Job, windows: Windows, now: float) -> float:
+        """The share of the device the low job's next piece may be launched with; 0.0: it is held. Changes nothing but
+        what is noted about the decision."""
+        view, decisions = self.view, self.decisions
         step = job.head_step()
         at, program = step.launched, step.program
         seconds, span = (step.pieces[at], step.spans[at]) if at else (program.pieces[0], program.spans[0])
-        takes = self.lag + self.margin + seconds * STRETCH
-        start = self._low_until if self._low_until > now and board.low.launches else now
-        if start + takes < self._calm:
+        takes = view.launch_overhead + view.overrun + seconds * STRETCH
+        start = max(now, view.low_until) if view.low_launches else now
+        if start + takes < view.calm:
             return 1.0
-        held = job.held
-        if held is not None and (held.step is not step or not held.stands(self.low_version, now)):
-            held = None
-        if held is not None and now < held.soonest:  # nor does it end before that step by now
-            self._hold(job, held)
+        cached = decisions.cached(job, step, now)
+        if cached is not None and now < cached.earliest_arrival:  # it is not over before that step now, either
+            decisions.hold(cached)
             return 0.0
-        self.asking = job
-        scene = self.scene
-        if self.seen != now or self._seen_version != self.version:
-            scene.look(board, now)
-            self.seen, self._seen_version, self._calm = now, self.version, scene.calm
-        end = scene.free_at + takes
-        if end < scene.calm:
+        view.refresh(windows, self.high_jobs, now)
+        end = view.free_at + takes
+        if end < view.calm:
             return 1.0
-        if held is not None:
-            self._hold(job, held)
+        if cached is not None:
+            decisions.hold(cached)
             return 0.0
-        if scene.running:
-            answer = self._beside(program.piece(span, seconds), scene, now)
+        if view.running:
+            decision = self._beside(job, step, program.low_piece(span, seconds))
         else:
-            answer = Answer(1.0, seconds)
-            if scene.idle:
-                self._between(answer, program.whole, span, scene, end, now)
-        if answer.hold is None:
-            self.admitted = answer
-            return answer.share
-        answer.job, answer.step = job, step
-        self._hold(job, answer)
-        track = answer.track
-        assert track is not None
-        if answer.need < track.awaited:
-            track.awaited = answer.need
-        if scene.low_out and answer.hold.until == inf:
-            answer.low_seen = self.low_version
+            decision = LaunchDecision(job, step, 1.0, seconds)
+            if view.idle:
+                self._between_steps(decision, program.whole_key, span, end)
+        if decision.hold is None:
+            decisions.admitted = decision
+            return decision.share
+        decisions.hold(decision)
+        high = decision.high
+        assert high is not None
+        high.least_need = min(high.least_need, decision.need)
+        if view.low_out and decision.hold.until == inf:
+            decision.low_version = view.low_version
         return 0.0
 
-    def _beside(self, piece: Piece, scene: Scene, now: float) -> Answer:
-        """The answer while high work runs."""
-        for high in scene.running:
-            if not may_risk(high.track) and high.model.never(piece.program.key, piece.span):
-                return Answer(1.0, piece.seconds).untried(high.track, high.at)
-        alone = scene.running[0] if len(scene.running) == 1 else None
-        answer = self._place(alone, piece, scene, now) if alone is not None else None
-        if answer is None:
-            answer = self._consider(piece, 1.0, scene, now)
-            # Between steps a smaller share would only last longer.
-            if len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
-                answer = self._best_share(piece, answer, scene, now)
-            if alone is not None and answer.hold is not None and answer.hold.reason in PLACED:
-                answer.hold.until = appointment(alone, self._plan(alone, piece), scene, now, self.reach)
-        return answer
+    # ---- while high work runs
 
-    def _between(self, answer: Answer, key: PairKey, span: Span, scene: Scene, end: float, now: float) -> None:
-        """Whether what runs until `end` has to wait for the next step of a job that is idle."""
-        latest: Hold | None = None
-        for track in scene.idle:
-            if track.after is not None and self._comes_after(track):
-                continue
-            soonest = foreseen(track, key)
-            if end < soonest:
-                answer.trusting = True
-                continue
-            held = between(track, key, span, answer, scene, end, soonest, now)
-            if held is None:
-                continue
-            learning = held.reason == "gap" and track.steps < LEARNING_STEPS and may_look(track)
-            model = track.model
-            if learning and model is not None and may_try(track, None, model.pair(key), (GAP, 3, span), None, now):
-                answer.probed = answer.exploring = track
-            elif latest is None or held.until > latest.until:  # before that it would be asked in vain
-                latest = held
-                answer.held(held, track)
-                answer.soonest = 0.0 if track.gaps.erratic else soonest
+    def _beside(self, job: Job, step: JobStep, piece: LowPiece) -> LaunchDecision:
+        """The decision while high pieces run."""
+        view = self.view
+        for running in view.running:
+            if not may_explore_unknown(running.high) and running.costs.never_ran(piece.program.key, piece.span):
+                return LaunchDecision(job, step, 1.0, piece.seconds).hold_unknown(running.high, running.at)
+        alone = view.running[0] if len(view.running) == 1 else None
+        if alone is not None:
+            planned = self._planned(alone, job, step, piece)
+            if planned is not None:
+                return planned
+        decision = self._consider(job, step, piece, 1.0)
+        # Between steps a smaller share would only last longer.
+        if len(self.shares) > 1 and (decision.expected > NOISE_FLOOR_S or decision.hold is not None):
+            decision = self._best_share(decision, piece)
+        if alone is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
+            decision.hold.until = next_timed_launch(alone, self._plan(alone, piece), view)
+        return decision
 
-    def _comes_after(self, track: Track) -> bool:
-        """Whether the idle job's next step comes only after the low step that is asked about."""
-        job = self.asking
-        return job is not None and track.after is job and job.head_step().id <= track.after_step
-
-    def _plan(self, high: Running, piece: Piece) -> Plan:
-        if high.asked is piece:
-            assert high.plan is not None
-            return high.plan
-        model, account = high.model, high.track.account
-        places = model.places.get(piece.program.key)
-        if places is None or len(places.pairs) < len(self.shares):
-            for share in self.shares:
-                places = model.pair(piece.program.on(share)).places
-        assert places is not None
-        track = high.track
-        daring, idle = track.daring(places.fed), track.from_idle
-        plan = places.plan(
-            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs, track.pause(),
-        )  # fmt: skip
-        high.asked, high.plan = piece, plan
-        return plan
-
-    def _place(self, high: Running, piece: Piece, scene: Scene, now: float) -> Answer | None:
-        """The answer for a launch that would begin together with a high piece; None if this one would not."""
-        at, wraps, moment, _ = high.where or where(high, scene, now, self.reach)
+    def _planned(self, running: RunningPiece, job: Job, step: JobStep, piece: LowPiece) -> LaunchDecision | None:
+        """The decision for a launch that would begin at a moment of the high step that repeats; None if this one would
+        not, or if another moment is no better."""
+        view = self.view
+        at, wraps, moment, _ = launch_position(running, view)
         if moment not in MOMENTS:
             return None
-        plan, index = self._plan(high, piece), 3 * at + moment
-        place = plan.at[index]
-        if place is None or (place.tried and not wraps and self._spent(high, place, piece, scene)):
-            until = appointment(high, plan, scene, now, self.reach)
-            at_end = at == len(high.model.refs)
-            reason, beside = ("gap", -1) if at_end else ("tail", at)
-            answer = Answer(1.0, piece.seconds).refused(reason, high.track, beside, None, until)
+        plan, index = self._plan(running, piece), 3 * at + moment
+        option = plan.at[index]
+        if option is None or (option.tried and not wraps and self._unaffordable(running, option, piece)):
+            until = next_timed_launch(running, plan, view)
+            reason, high_piece = ("gap", -1) if at == len(running.costs.solo_s) else ("tail", at)
+            hold = Hold(reason, running.high.job.id, piece=high_piece, until=until)
+            decision = LaunchDecision(job, step, 1.0, piece.seconds).hold_for(running.high, hold)
         else:
             tried = plan.tried[index]
-            answer = self._consider(piece, place.share, scene, now)
-            if answer.hold is not None and not place.tried and tried is not None:
-                answer = self._consider(piece, tried.share, scene, now)
-            if answer.hold is None or answer.hold.reason not in PLACED:
-                return answer
-            until = appointment(high, plan, scene, now, self.reach)
+            decision = self._consider(job, step, piece, option.share)
+            if decision.hold is not None and not option.tried and tried is not None:
+                decision = self._consider(job, step, piece, tried.share)
+            if decision.hold is None or decision.hold.reason not in MOMENT_LIMITED:
+                return decision
+            until = next_timed_launch(running, plan, view)
             if until < inf:
-                answer.hold.until = until
+                decision.hold.until = until
         if until == inf and not wraps:
-            answer.need = plan.rest(index)
-        return answer
+            decision.need = plan.rest(index)
+        return decision
 
-    def _spent(self, high: Running, place: Place, piece: Piece, scene: Scene) -> bool:
-        """Whether what the step may still lose is less than a launch at the place was seen to cost, and nothing else
-        matters."""
-        track = high.track
-        pending = scene.pending if scene.pending > high.late else high.late
-        if track.account.used + pending + place.upper <= track.account.limit or track.calibrating:
+    def _plan(self, running: RunningPiece, piece: LowPiece) -> LaunchPlan:
+        """Where the low piece may begin in the high step that runs."""
+        if running.plan is not None and running.planned is piece:
+            return running.plan
+        high, costs = running.high, running.costs
+        placement = costs.placement(piece.program, self.shares)
+        plan = placement.plan(
+            piece.span, piece.seconds, price=high.budget.price, limit=high.budget.limit, step=high.steps,
+            exploration=high.exploration(placement.last_launch_step), from_idle=high.from_idle, solo_s=costs.solo_s,
+            pause=high.pause(),
+        )  # fmt: skip
+        running.planned, running.plan = piece, plan
+        return plan
+
+    def _unaffordable(self, running: RunningPiece, option: LaunchOption, piece: LowPiece) -> bool:
+        """Whether the step may lose less by now than such a launch was seen to cost, and that alone decides."""
+        high = running.high
+        pending = max(self.view.pending, running.late)
+        if high.budget.used + pending + option.upper <= high.budget.limit or high.calibrating:
             return False
-        return not high.model.pair(piece.program.on(place.share)).any_ban
+        return not running.costs.beside(piece.program.low_key(option.share)).any_ban
 
-    def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
-        """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
-        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in EVERYBODY:
+    def _best_share(self, whole: LaunchDecision, piece: LowPiece) -> LaunchDecision:
+        """The decision for the share that gives most low work a second, after its cost; `whole` is that for the whole
+        device."""
+        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in HOLD_ALL:
             return whole
-        best, most = whole, _worth(piece, whole, scene)
+        best, most = whole, self._worth(whole, piece)
         for share in self.shares[1:]:
-            other = self._consider(piece, share, scene, now)
-            worth = _worth(piece, other, scene)
+            other = self._consider(whole.job, whole.step, piece, share)
+            worth = self._worth(other, piece)
             if worth > most:
                 best, most = other, worth
         return best
 
-    def promoted(self, job: Job, begun: Step | None, now: float) -> None:
-        """A low job, of which nothing is out, is a high one from now on. `begun`: its step of which pieces ran already;
-        the whole of it tells nothing, since its beginning had nobody's care."""
-        self.version += 1
-        track = job.track = self.tracks[job.id] = Track(job)
-        track.ended = now  # it has waited for the guard, and not for the host
-        if begun is not None:
-            begun.model = self.models.of(begun.program.key, begun.bounds, begun.pieces, self.tracks)
-            track.adopt(begun.model)
-            track.began, track.shared, track.beside = now, True, True
-            track.account.begin(track.solo_step())
+    def _worth(self, decision: LaunchDecision, piece: LowPiece) -> float:
+        """Low seconds gained by the launch, less its cost; a high second is worth at least two low ones."""
+        if decision.hold is not None:
+            return -inf
+        price = max([LEAST_PRICE, *[running.high.budget.price for running in self.view.running]])
+        return piece.seconds - price * decision.expected - WORTH_S * decision.seconds
 
-    def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
-        key, seconds = piece.program.on(share), piece.seconds
-        answer = Answer(share, seconds / share)
-        answer.beside = scene.running
-        for high in scene.running:
-            track, model = high.track, high.model
-            if track.calibrating:
-                return answer.refused("calibration", track, -1)
-            pair = model.pair(key)
-            speed = pair.speed
-            if share < 1.0 and not pair.known:
-                speed = share * model.pair(piece.program.whole).speed
-            alike = pair.lows.get(piece.span)
-            lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
-            answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
-            if pair.known < KNOWN and pair.known < len(pair.cells):
-                if track.pieces < track.explored + 2:
-                    return answer.refused("learning", track, high.at)
-                if scene.low_out:  # everybody waits, or there would always be somebody out
-                    return answer.refused("learning", track, -1)
-                answer.exploring = track
-            cost, ahead, spot = self._cost(high, pair, piece, scene, lasts, answer, now)
-            if answer.unknown and not may_risk(track):
-                return answer.untried(track, high.at)
-            refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
-            start = scene.free_at
-            if not refused and next_loses(high, pair.cells, start, start + STRETCH * lasts) > track.account.limit:
+    def _consider(self, job: Job, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
+        """The decision for a launch on this share now, beside each of the high pieces that run."""
+        view = self.view
+        key, seconds = piece.program.low_key(share), piece.seconds
+        decision = LaunchDecision(job, step, share, seconds / share)
+        decision.beside = view.running
+        for running in view.running:
+            high, costs = running.high, running.costs
+            if high.calibrating:
+                return decision.hold_for(high, Hold("calibration", high.job.id))
+            low_costs = costs.beside(key)
+            speed = low_costs.speed
+            if share < 1.0 and not low_costs.known:
+                speed = share * costs.beside(piece.program.whole_key).speed
+            alike = low_costs.lows.get(piece.span)
+            lasts = alike.seconds if alike is not None else seconds / max(speed, LEAST_SPEED)
+            decision.seconds = lasts if alike is not None else max(decision.seconds, lasts)
+            if low_costs.known < min(KNOWN_RANGES, len(low_costs.ranges)):
+                if high.pieces < high.explored_piece + 2:
+                    return decision.hold_for(high, Hold("learning", high.job.id, piece=running.at))
+                if view.low_out:  # all low jobs wait, or some low launch would always be out
+                    return decision.hold_for(high, Hold("learning", high.job.id))
+                decision.exploring = high
+            cost, next_step, kind = self._cost(running, low_costs, piece, lasts, decision)
+            if decision.unknown and not may_explore_unknown(high):
+                return decision.hold_unknown(high, running.at)
+            refused, ban = self._refused(running, low_costs, piece, cost, kind, next_step)
+            if not refused and next_step_loss(running, low_costs.ranges, view, STRETCH * lasts) > high.budget.limit:
                 refused = "next"
             if not refused:
-                answer.expected = max(answer.expected, cost.expected)
-            elif scene.low_out or not may_try(track, self._plan(high, piece), pair, spot, ban, now, answer.exposed):
-                return answer.refused(refused, track, cost.piece if ban is None else cost.banned, ban)
+                decision.expected = max(decision.expected, cost.expected)
+            elif view.low_out or not may_explore(
+                high, self._plan(running, piece), low_costs, kind, ban, view.now, decision.exposed
+            ):
+                hold = Hold(refused, high.job.id, piece=cost.piece if ban is None else cost.banned, ban=ban)
+                return decision.hold_for(high, hold)
             else:
-                answer.probe, answer.probed, answer.exploring = ban, track, track
-        if scene.idle:
-            self._between(
-                answer, key, piece.span, scene, scene.free_at + (self.lag + self.margin + seconds * STRETCH), now
-            )
-        return answer
+                decision.probe, decision.probed, decision.exploring = ban, high, high
+        if view.idle:
+            end = view.free_at + (view.launch_overhead + view.overrun + seconds * STRETCH)
+            self._between_steps(decision, key, piece.span, end)
+        return decision
 
     def _cost(
-        self, high: Running, pair: Pair, piece: Piece, scene: Scene, lasts: float, answer: Answer, now: float
-    ) -> tuple[Cost, bool, Spot]:
-        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; whether it
-        begins with the next step only; and where."""
-        refs, start, span = high.model.refs, scene.free_at, piece.span
-        at, wraps, moment, until = high.where or where(high, scene, now, self.reach)
-        spot = (at, moment, span)
-        if answer.spots is None:
-            answer.spots = [(pair, spot)]
-        else:
-            answer.spots.append((pair, spot))
-        answer.exposed = 1.0 if wraps and at < len(refs) else exposed(high, at, until, start, lasts)
-        places, expected, upper = pair.places, 0.0, 0.0
-        known = pair.launches.get(spot)
+        self, running: RunningPiece, low_costs: LowCosts, piece: LowPiece, lasts: float, decision: LaunchDecision
+    ) -> tuple[OverlapCost, bool, LaunchKind]:
+        """What the launch costs the high job: as launches of the same kind did, or else by the ranges it will overlap;
+        whether only the next step loses by it; and its kind."""
+        view = self.view
+        solo_s, start, span = running.costs.solo_s, view.free_at, piece.span
+        at, next_step, moment, until = launch_position(running, view)
+        kind = (at, moment, span)
+        decision.kinds = [*(decision.kinds or ()), (low_costs, kind)]
+        decision.exposed = 1.0 if next_step and at < len(solo_s) else exposed_part(running, at, until, start, lasts)
+        placement, expected, upper = low_costs.placement, 0.0, 0.0
+        known = low_costs.launches.get(kind)
         if known is not None:
             expected, upper = max(0.0, known.mean), known.upper
-        elif moment in MOMENTS and places.of(span).learned:
-            answer.exploring = high.track
-            expected = places.expected(span, at, moment, pair.effects) * (answer.exposed if at == len(refs) else 1.0)
-            return Cost(expected, places.feared(span, expected), at, -1), wraps, spot
+        elif moment in MOMENTS and placement.of(span).learned:
+            decision.exploring = running.high
+            part = decision.exposed if at == len(solo_s) else 1.0
+            expected = placement.expected(span, at, moment, low_costs.effects) * part
+            return OverlapCost(expected, placement.worst_case(span, expected), at, -1), next_step, kind
         else:
-            known = pair.lows.get(span)
+            known = low_costs.lows.get(span)
             if known is not None:
-                expected = answer.exposed * max(0.0, known.mean, places.of(span).base)
-                upper = answer.exposed * max(known.upper, known.worst, places.of(span).worst)
+                anywhere = placement.of(span)
+                expected = decision.exposed * max(0.0, known.mean, anywhere.base)
+                upper = decision.exposed * max(known.upper, known.worst, anywhere.worst)
         if known is not None and (
-            not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.count > 1)
+            not low_costs.any_ban or (moment in MOMENTS and kind in low_costs.launches and known.count > 1)
         ):
-            return Cost(expected, max(0.0, upper), at, -1), wraps, spot
+            return OverlapCost(expected, max(0.0, upper), at, -1), next_step, kind
         end = start + STRETCH * lasts
-        cost = overlap_cost(refs, pair.cells, high.at, high.until, high.more, start, end)
+        cost = overlap_cost(solo_s, low_costs.ranges, running.at, running.until, running.more, start, end)
         if known is not None:
             cost.expected, cost.upper = expected, max(0.0, upper)
-            return cost, wraps, spot
-        answer.exploring = high.track
-        whole = high.model.pairs.get(piece.program.whole)
+            return cost, next_step, kind
+        decision.exploring = running.high
+        whole = running.costs.by_low.get(piece.program.whole_key)
         known = whole.lows.get(span) if whole is not None else None
         if known is None:
-            answer.unknown = True
-            return cost, wraps, spot
+            decision.unknown = True
+            return cost, next_step, kind
         # On a smaller share it costs about as much, but over more steps.
-        spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
-        expected = max(0.0, answer.exposed * known.mean)
-        cost.expected, cost.upper = expected, max(cost.upper, known.upper * spread)
-        return cost, wraps, spot
+        spread = decision.exposed * (min(1.0, running.costs.total / lasts) if lasts > 0.0 else 1.0)
+        cost.expected, cost.upper = max(0.0, decision.exposed * known.mean), max(cost.upper, known.upper * spread)
+        return cost, next_step, kind
 
     def _refused(
-        self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, spot: Spot, ahead: bool
-    ) -> tuple[str, Ban | None]:
-        track = high.track
-        if cost.banned >= 0 and track.steps - pair.places.fed < STARVED:
-            return "ban", pair.cells[cost.banned].ban
+        self, running: RunningPiece, low_costs: LowCosts, piece: LowPiece, cost: OverlapCost, kind: LaunchKind,
+        next_step: bool,
+    ) -> tuple[str, Ban | None]:  # fmt: skip
+        """Why a launch with this cost has to wait, and the ban if there is one; "": it has not."""
+        high = running.high
+        if cost.banned >= 0 and high.steps - low_costs.placement.last_launch_step < HELD_LONG_STEPS:
+            return "ban", low_costs.ranges[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
-        account, pending = track.account, scene.pending if scene.pending > high.late else high.late
-        if (cost.upper if ahead else account.used + pending + cost.upper) > account.limit:
-            return "tail", None  # as `refuses` would say: nothing else matters then
-        best, plan = pair.best(piece.span, track.steps - STALE), self._plan(high, piece)
-        at, moment, _ = spot
-        least = min(best, plan.cost)
-        avoidable = cost.expected - least if least < cost.expected else 0.0
-        if moment in MOMENTS and (place := plan.at[3 * at + moment]) is not None:
-            if place.share != pair.share:
-                place = plan.tried[3 * at + moment] or place
-            avoidable = (place.score - plan.score) / account.price
-        return account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
+        budget, pending = high.budget, max(self.view.pending, running.late)
+        if (cost.upper if next_step else budget.used + pending + cost.upper) > budget.limit:
+            return "tail", None
+        plan = self._plan(running, piece)
+        at, moment, _ = kind
+        least = min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)
+        avoidable = max(0.0, cost.expected - least)
+        if moment in MOMENTS and (option := plan.at[3 * at + moment]) is not None:
+            if option.share != low_costs.share:
+                option = plan.tried[3 * at + moment] or option
+            avoidable = (option.score - plan.score) / budget.price
+        refused = budget.refuses(
+            cost.expected, cost.upper, avoidable=avoidable, pending=pending, gain=piece.seconds, next_step=next_step
+        )
+        return refused, None
 
+    # ---- while high jobs are idle
 
-def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:
-    """Low seconds gained in a second of the launch; a high second is worth at least two low ones."""
-    if answer.hold is not None:
-        return -inf
-    price = max([LEAST_PRICE, *[high.track.account.price for high in scene.running]])
-    return piece.seconds - price * answer.expected - WORTH_S * answer.seconds
+    def _between_steps(self, decision: LaunchDecision, key: LowKey, span: Span, end: float) -> None:
+        """Hold the launch, which is over at `end`, where it has to wait for the next step of an idle high job."""
+        view = self.view
+        latest: Hold | None = None
+        for high in view.idle:
+            if high.waits_for is decision.job and decision.step.id <= high.waits_for_step:
+                continue  # its next step comes only after this low step
+            arrival = expected_arrival(high, key)
+            if end < arrival:
+                decision.relies_on_arrivals = True
+                continue
+            hold = hold_for_arrival(high, key, span, decision, view, end, arrival)
+            if hold is None:
+                continue
+            costs = high.costs
+            if hold.reason == "gap" and costs is not None and high.steps < LEARNING_STEPS and may_explore_now(high):
+                kind = (ON_ARRIVAL, 3, span)
+                if may_explore(high, None, costs.beside(key), kind, None, view.now):
+                    decision.probed = decision.exploring = high
+                    continue
+            if latest is None or hold.until > latest.until:  # before that it would be held in any case
+                latest = hold
+                decision.hold_for(high, hold)
+                decision.earliest_arrival = 0.0 if high.arrivals.unpredictable else arrival
+
+    # ---- what happens
+
+    def begin_event(self) -> None:
+        self.decisions.begin_event()
+
+    def end_event(self, now: float) -> float:
+        """When to reconsider held jobs at the latest; inf: an event will come."""
+        return self.decisions.end_event(now)
+
+    def step_submitted(self, job: Job, step: JobStep, delay: float, now: float) -> None:
+        """A step of a high job was queued. The scheduler was given it `delay` seconds after it came."""
+        self.view.changed()
+        self.view.expect_high_work()
+        high = self.high_jobs.get(job.id)
+        if high is not None and high.idle_since < inf:
+            self.view.became_busy(high)
+            high.step_arrived(step, delay, now, self.learner.low_reported)
+
+    def client_waits(self, job: Job, step: JobStep, before: list[HighJob]) -> None:
+        """A client waits for this step of the low job, and gives these high jobs a step only after it."""
+        for high in before:
+            self.awaited_steps.add(job, step.id, high)
+        self.decisions.awaited(job)
+
+    def launched(self, launch: Outstanding, windows: Windows) -> None:
+        self.view.changed()
+        if launch.job.priority is _HIGH:
+            self.learner.high_launched(launch, windows)
+            return
+        decisions = self.decisions
+        decision, decisions.admitted = decisions.admitted, None
+        decisions.forget(launch.job)
+        decisions.holds.end(launch.job, launch.at)
+        self.learner.low_launched(launch, decision, windows)
+
+    def done(self, launch: Outstanding, started: float, ended: float, seconds: float, windows: Windows) -> None:
+        """The launch ran from `started` to `ended`, of which `seconds` on the device."""
+        self.view.changed()
+        if launch.job.priority is _HIGH:
+            self.learner.high_done(launch, ended, windows)
+        else:
+            self.learner.low_done(launch, started, ended, seconds, windows)
+
+    def lost(self, launch: LaunchId) -> None:
+        """The launch will not end: it failed, or the device lost its job."""
+        self.view.low_launches.pop(launch, None)
+
+    def paused(self, job: Job, now: float) -> None:
+        """The job was paused or resumed."""
+        self.decisions.holds.end(job, now)
+        high = self.high_jobs.get(job.id)
+        if high is not None:
+            self.view.changed()
+            self.view.expect_high_work()
+            high.changed()
+            self.view.idle_jobs_changed()
+
+    def promoted(self, job: Job, begun: JobStep | None, now: float) -> None:
+        """A low job with no piece out is a high one from now on. `begun`: its step of which pieces ran already. That
+        step tells nothing as a whole, since its beginning was not protected."""
+        self.view.changed()
+        high = self.high_jobs[job.id] = HighJob(job)
+        high.ended = now  # it waited for the guard, and not for the host
+        if begun is not None:
+            costs = self.costs.of(begun.program.key, begun.bounds, begun.pieces, self.high_jobs)
+            high.step_costs[begun.id] = costs
+            high.adopt(costs)
+            high.began, high.shared, high.beside_high = now, True, True
+            high.budget.begin_step(high.solo_step())
+
+    def forget(self, job: Job, now: float) -> None:
+        """The job is closing, or changes its class."""
+        self.view.changed()
+        self.view.expect_high_work()  # a job that was idle for longer may be considered again
+        high = self.high_jobs.pop(job.id, None)
+        if high is not None:
+            high.changed()
+            if high.idle_since < inf:
+                self.view.became_busy(high)
+            self.awaited_steps.remove(high)
+        self.awaited_steps.forget(job)
+        self.decisions.job_gone(job, now)
+        self.learner.forget(job)
+        if self.bans.forget(job.id):
+            for costs in self.costs.all():
+                costs.drop_lifted_bans()

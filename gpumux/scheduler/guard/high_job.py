@@ -1,4 +1,4 @@
-"""One high job as the guard follows it: its step that runs, its account, its promise."""
+"""One high job as the guard follows it: the step that runs, when its steps arrive, and what it may lose."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard.arrivals import Gaps, Surprise
+from gpumux.scheduler.guard.arrivals import ArrivalTrust, InterArrivals
 from gpumux.scheduler.guard.attribution import OVERLAPPING
-from gpumux.scheduler.guard.baseline import WANTED, Baseline
-from gpumux.scheduler.guard.budget import MOST_WAITED_S, UNSEEN_S, Account
-from gpumux.scheduler.guard.costs import ALWAYS, CAREFUL, IF_STUCK, Bounds, HighModel
-from gpumux.scheduler.jobs import Job, Step
+from gpumux.scheduler.guard.baseline import ENOUGH_SAMPLES, Baseline
+from gpumux.scheduler.guard.budget import MOST_DELAY_S, UNSEEN_S, SlowdownBudget
+from gpumux.scheduler.guard.costs import EXPLORE_ALWAYS, EXPLORE_IF_STUCK, EXPLORE_NEVER, Bounds, HighCosts
+from gpumux.scheduler.jobs import Job, JobStep
 from gpumux.types import JobId, StepId
 
-FIRST_CLEAN: Final = 3  # steps without low work a program begins with
-CLEAN_EVERY: Final = 64  # steps after which another one is wanted
-TRIES: Final = 4  # steps a calibration may take at most: low work still out spoils some
-STARVED: Final = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
-SPARE: Final = 2.0  # tokens there have to be for a try where low work does not starve
+FIRST_SOLO_STEPS: Final = 3  # steps without low work that a job begins with
+SOLO_EVERY: Final = 64  # steps after which another one without low work is wanted
+CALIBRATION_TRIES: Final = 4  # steps a calibration may take: low work that is still out spoils some
+HELD_LONG_STEPS: Final = 16  # steps for which low work was held: from then on more may be explored
+SPARE_VIOLATIONS: Final = 2.0  # violations left that exploration needs while low work does run
 LEAST_PRICE: Final = 2.0  # low seconds for a high second: below it credit is not short
-LEARNING_STEPS: Final = 200  # in which what is not known is tried as long as there is credit
-KNOWN_STEPS: Final = 300  # after which what low work costs is learned from only
-WATCH_AGAIN: Final = 32
-WATCH_EVERY: Final = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
-UNSTEADY: Final = 0.3  # of what a step may lose: what pauses may differ by
-RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
-COMING: Final = 64  # steps of which is known how many came while another one ran
-USUAL: Final = 0.9  # how probable it is that a launch meets the next step where what it costs is known with that
-RECENT: Final = 256  # steps whose slowdown is reported
+LEARNING_STEPS: Final = 200  # in which unknown launches are explored as long as there is credit
+KNOWN_STEPS: Final = 300  # after which only one step in WATCH_EVERY is learned from
+WATCH_AGAIN: Final = 32  # steps that are all learned from after several were slower than known costs explain
+WATCH_EVERY: Final = 4
+UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ and still count as equal
+RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
+USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
+QUEUED_STEPS: Final = 64  # steps over which it is averaged how many came while another one ran
+RECENT_STEPS: Final = 256  # steps whose slowdown is reported
 
 
-class Turn:
-    """How often something changed that holds depend on: whoever was held by another count is asked again."""
+class Version:
+    """Version of what decisions depend on. A decision made under an older version is stale."""
 
     __slots__ = ("count",)
 
@@ -41,276 +41,313 @@ class Turn:
         self.count = 0
 
 
-class Track:
+class HighJob:
+    """What the guard knows of one high job. Times are seconds."""
+
     __slots__ = (
-        "account",
-        "after",
-        "after_step",
-        "arrived",
-        "awaited",
-        "began",
-        "behind",
-        "beside",
-        "calibrating",
-        "caught",
-        "clean_at",
-        "company",
-        "ended",
-        "excess",
-        "explored",
-        "explored_step",
-        "from_idle",
-        "gaps",
-        "host_wait",
-        "idle_since",
-        "job",
-        "late",
-        "left",
-        "model",
-        "over",
-        "pieces",
-        "probed",
-        "queued",
-        "ratios",
-        "shared",
-        "shared_steps",
-        "soonest",
-        "steps",
-        "surprise",
-        "surprised",
-        "tried",
-        "tries",
-        "turn",
-        "watched_until",
-        "watching",
-        "whole",
+        "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "budget", "calibrating",
+        "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
+        "from_idle", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps", "least_need",
+        "over", "passed", "pieces", "probed_step", "queued_part", "ratios", "shared", "shared_steps", "step_costs",
+        "step_version", "steps", "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step",
+        "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
-        # What every decision reads lies together, as it is laid out where this is compiled: a line of memory fetched
-        # for one is there for the next.
         self.job = job
-        self.gaps = Gaps()
-        self.model: HighModel | None = None  # of the newest step launched
-        self.account = Account(job.spec.max_slowdown)
-        self.idle_since = inf  # inf: it is not
-        self.soonest = 0.0  # the next step is not expected before this, while it is in the future
-        self.behind = 0  # gaps no longer than it has been idle for by now, as of the last look (scene.py)
-        self.steps = 0
-        self.calibrating = FIRST_CLEAN  # steps without low work still wanted
-        self.watching = True  # what low work costs this step is charged to launches, to learn from
-        self.surprise = Surprise()
-        self.ended = 0.0  # of its newest piece, by the device's word
-        self.pieces = 0
-        self.turn = Turn()  # of what a hold for its sake depends on
-        self.whole = Turn()  # the same of one that nothing lifts before its step is over
-        self.awaited = (
-            inf  # those held for its sake need not be asked again in this step while it can't lose so much more
+        self.costs: HighCosts | None = None  # of the newest step launched
+        self.step_costs: dict[StepId, HighCosts] = {}  # of each step that has pieces out
+        self.budget = SlowdownBudget(job.spec.max_slowdown)
+        self.arrivals = InterArrivals()
+        self.trust = ArrivalTrust()
+        # Decisions to hold low work for this job:
+        self.version = Version()  # of everything they depend on
+        self.step_version = Version()  # of those that nothing changes before the step is over
+        self.least_need = inf  # they stay as they are in this step while it can't lose this many seconds more
+        # Between its steps:
+        self.idle_since = inf  # inf: it is not idle
+        self.earliest_arrival = 0.0  # no step is expected before this time, if it is in the future
+        self.passed = 0  # known pauses that are no longer than this one, as of the last look
+        self.idle_from = 0.0  # when the job became idle before its newest step came
+        self.arrived = 0.0  # when a step last found the job idle
+        self.waits_for: Job | None = (
+            None  # low job whose step `waits_for_step` the client waits for before it steps this
         )
-        self.after: Job | None = (
-            None  # the low job, and its step, for which the client waits before it steps this one (awaited.py)
-        )
-        self.after_step = StepId(-1)
-        self.left = 0.0  # when the job had become idle before its newest step came
-        self.arrived = 0.0  # when a step came that found the job idle
-        # Of the step that runs:
+        self.waits_for_step = StepId(-1)
+        # The step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
         self.shared = False  # low work ran beside it
-        self.beside = False  # other high work did
-        self.tried = False  # low work was let out to find out what it costs
+        self.beside_high = False  # another high job's work ran beside it
+        self.tried = False  # low work was launched to find out what it costs
         self.excess = 0.0
-        self.caught: set[str] = set()  # low programs that were out when it came, and relied on it not to
-        self.surprised = 0.0  # seconds it lost by coming while low work was out
-        # Of its life:
+        self.arrival_loss = 0.0  # seconds it lost by coming while low work was out
+        self.arrival_programs: set[str] = set()  # low programs that relied on it not to come yet
+        # All its steps:
+        self.steps = 0
+        self.pieces = 0
+        self.ended = 0.0  # when its newest piece ended, by the device's clock
         self.shared_steps = 0
-        self.company = 0  # steps beside other high work
-        self.explored = -9  # `pieces` when an unknown pair was last tried
-        self.explored_step = -1  # `steps` when that was
-        self.probed = -(1 << 30)  # `steps` when a ban was last probed
+        self.steps_beside_high = 0
+        self.over = 0  # steps slower than promised on average
+        self.ratios: deque[float] = deque(maxlen=RECENT_STEPS)
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
-        self.over = 0  # steps over the target
-        self.ratios: deque[float] = deque(maxlen=RECENT)
+        self.queued_part = 0.0  # part of its steps that come while another one runs
+        self.late_steps = 0  # steps in a row beside low work that lost more than they may
+        # Learning:
+        self.calibrating = FIRST_SOLO_STEPS  # steps without low work still wanted
+        self.calibration_tries = 0
+        self.last_solo_step = 0  # `steps` when there last was one
+        self.watching = True  # launches beside the step that runs are charged, and learned from
         self.watched_until = KNOWN_STEPS
-        self.queued = 0.0  # the part of its steps that come while another one runs
-        self.late = 0  # steps in a row beside low work that lost more than they may
-        self.clean_at = 0  # `steps` when there last was one
-        self.tries = 0
+        self.explored_piece = -9  # `pieces` when an unknown launch was last explored
+        self.explored_step = -1  # `steps` when that was
+        self.probed_step = -(1 << 30)  # `steps` when a ban was last probed
+
+    # ---- decisions to hold low work
 
     def changed(self) -> None:
-        """Whoever is held for its sake is to be asked again."""
-        self.whole.count += 1
-        self._ask_again()
+        """Decisions to hold low work for this job are stale."""
+        self.step_version.count += 1
+        self._reconsider()
 
-    def moved(self) -> None:
-        """Its step went on to another piece: so is whoever may run beside what is left of it. Nobody is while it
-        calibrates."""
-        if not self.calibrating and self.account.used + self.awaited <= self.account.limit:
-            self._ask_again()
+    def piece_changed(self) -> None:
+        """The step went on to another piece: decisions are stale, unless the step can't lose enough in any case."""
+        if not self.calibrating and self.budget.used + self.least_need <= self.budget.limit:
+            self._reconsider()
 
-    def _ask_again(self) -> None:
-        self.turn.count += 1
-        self.awaited = inf
+    def _reconsider(self) -> None:
+        self.version.count += 1
+        self.least_need = inf
 
-    def adopt(self, model: HighModel) -> None:
-        """The job's next step belongs to `model`."""
-        if model is not self.model:
-            self.model = model
-            if not model.step_known() and not self.calibrating:
-                self.calibrate(WANTED)
-
-    def calibrate(self, steps: int) -> None:
-        self.calibrating, self.tries = steps, 0
+    # ---- what is known
 
     def solo_step(self) -> float:
-        """Seconds its step takes without low work, as far as is known."""
-        model = self.model
-        if model is None:
+        """Seconds a step takes without low work, as far as is known."""
+        costs = self.costs
+        if costs is None:
             return 0.0
-        return model.total if self.beside else model.step_seconds(self.from_idle)
+        return costs.total if self.beside_high else costs.step_seconds(self.from_idle)
 
     def pause(self) -> float:
-        """Seconds between its steps, where each leaves about as many: what begins with the pause then costs the next
-        step what it did before. 0.0: there are none, or they differ by more than a step may lose."""
-        gaps = self.gaps
-        steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
-        return gaps.short if self.from_idle and steady else 0.0
-
-    def came(self, step: Step, waited: float, now: float, low_heard: float) -> None:
-        """A step came that found the job idle, having lain unseen for `waited` seconds. `low_heard`: when anything of
-        low work last began or ended."""
-        step.from_idle = True
-        if waited > 0.0:
-            step.waited = waited
-            if now - low_heard <= waited + MOST_WAITED_S:
-                step.charged = min(waited, MOST_WAITED_S)
-        self.changed()
-        self.gaps.add(now - self.idle_since)
-        self.left, self.idle_since, self.arrived = self.idle_since, inf, now
+        """Seconds between steps, if pauses hardly differ: a launch at the end of a step then costs the next one the
+        same every time. 0.0: there are no pauses, or they differ."""
+        arrivals = self.arrivals
+        steady = OVERLAPPING * (arrivals.usual - arrivals.least) <= UNSTEADY * self.budget.limit
+        return arrivals.short if self.from_idle and steady else 0.0
 
     def may_meet(self, beyond: float) -> float:
-        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, and at times not:
-        what launches cost on average doesn't say what that step loses. 0.0: it meets it nearly always, which is known
-        then, or never."""
+        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, so that the mean
+        cost of such launches does not say what that step loses. 0.0: it meets the next step nearly always or never."""
         if beyond <= 0.0:
             return 0.0
-        queued, gaps = self.queued, self.gaps
-        if queued <= RARE and gaps.sorted:
-            seconds = beyond - gaps.sorted[0]
+        queued, arrivals = self.queued_part, self.arrivals
+        seconds = beyond
+        if queued <= RARELY and arrivals.sorted:
+            seconds = beyond - arrivals.sorted[0]
             if seconds <= 0.0:
                 return 0.0
-        else:
-            seconds = beyond
-        chance = queued + (1.0 - queued) * gaps.within(0, 0.0, beyond)
-        return seconds if RARE < chance < USUAL else 0.0
+        chance = queued + (1.0 - queued) * arrivals.chance_within(0, 0.0, beyond)
+        return seconds if RARELY < chance < USUALLY else 0.0
 
-    def daring(self, fed: int) -> int:
-        """Whether places may be tried where a step may lose more than it should, by low work that was launched last in
-        step `fed`."""
-        account = self.account
-        if self.steps < LEARNING_STEPS or (account.tokens >= SPARE and account.price > LEAST_PRICE):
-            return ALWAYS
-        return IF_STUCK if account.tokens >= 1.0 and self.steps - fed >= STARVED else CAREFUL
+    def exploration(self, last_launch_step: int) -> int:
+        """Which untried launches may be explored although a step may lose too much by them (costs.EXPLORE_...), of a
+        low program that was last launched in step `last_launch_step`."""
+        budget = self.budget
+        if self.steps < LEARNING_STEPS or (budget.violations_left >= SPARE_VIOLATIONS and budget.price > LEAST_PRICE):
+            return EXPLORE_ALWAYS
+        held_long = self.steps - last_launch_step >= HELD_LONG_STEPS
+        return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER
 
-    def end_step(self, step: Step, ended: float) -> None:
-        """The last piece of the step is done: settle with the account, and see whether calibration is due."""
-        model, account, shared = self.model, self.account, self.shared
-        assert model is not None
-        seconds, from_idle, beside = ended - self.began, self.from_idle, self.beside
-        baseline = model.steps[1 if from_idle else 0]
-        if not shared and not beside:
+    # ---- what happens
+
+    def adopt(self, costs: HighCosts) -> None:
+        """The job's next step is one of the program and cut that `costs` are of."""
+        if costs is not self.costs:
+            self.costs = costs
+            if not costs.step_known() and not self.calibrating:
+                self.calibrate(ENOUGH_SAMPLES)
+
+    def calibrate(self, steps: int) -> None:
+        """Hold low work until so many steps ran without it."""
+        self.calibrating, self.calibration_tries = steps, 0
+
+    def step_arrived(self, step: JobStep, delay: float, now: float, low_reported: float) -> None:
+        """A step came while the job was idle. The scheduler was given it `delay` seconds late; low work last began or
+        ended at `low_reported`."""
+        step.from_idle = True
+        if delay > 0.0:
+            step.arrival_delay = delay
+            if now - low_reported <= delay + MOST_DELAY_S:
+                step.delay_charged = min(delay, MOST_DELAY_S)
+        self.changed()
+        self.arrivals.add(now - self.idle_since)
+        self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
+
+    def end_step(self, step: JobStep, ended: float) -> None:
+        """The step's last piece is done: update baselines, budget and arrival trust, and begin a calibration where one
+        is due."""
+        costs, budget, shared = self.costs, self.budget, self.shared
+        assert costs is not None
+        seconds, from_idle, beside_high = ended - self.began, self.from_idle, self.beside_high
+        baseline = costs.steps[1 if from_idle else 0]
+        if not shared and not beside_high:
             if baseline.known:
-                account.alone(seconds - baseline.value)
+                budget.solo_step_ended(seconds - baseline.value)
             if baseline.add(seconds):
-                account.noise.changed()
-                self.calibrate(WANTED)
-        if beside:
-            solo, excess, known = model.total, self.excess, True
+                budget.noise.changed()
+                self.calibrate(ENOUGH_SAMPLES)
+        if beside_high:
+            solo, excess, known = costs.total, self.excess, True
         else:
-            solo, known = model.step_seconds(from_idle), model.step_known()
+            solo, known = costs.step_seconds(from_idle), costs.step_known()
             excess = seconds - solo if known else self.excess
-        charged = step.charged
-        account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late, charged)
-        lost = excess + step.waited  # by the client
-        excess += charged
-        if known and account.learned:
-            surprise, trusted = self.surprise, self.surprise.trusted
-            surprise.step(self.surprised, self.caught, excess, account.most, account.credit, account.noise.over)
-            if surprise.trusted is not trusted:
-                self.gaps.trust(surprise.trusted)
-                if trusted:
-                    account.relieved()
-        self.steps = steps = self.steps + 1
+        budget.end_step(
+            excess, shared=shared, explored=self.tried, unseen=UNSEEN_S if from_idle else 0.0, late=baseline.late,
+            delay=step.delay_charged,
+        )  # fmt: skip
+        lost = excess + step.arrival_delay  # by the client
+        excess += step.delay_charged
+        if known and budget.learned:
+            self._update_trust(excess)
+        self.steps += 1
         if shared:
-            self.late = late = self.late + 1 if excess > account.limit else 0
-            # It is not so well known, then, unless steps are that late without low work, too.
-            if late >= account.doubts:
-                self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
-        self.watching = steps < self.watched_until or steps % WATCH_EVERY == 0
-        if steps == LEARNING_STEPS:
-            account.learn_no_more()
-        self._calibrated(not shared, baseline)
+            self.late_steps = self.late_steps + 1 if excess > budget.limit else 0
+            # Launches then cost more than is known, unless steps without low work are as late.
+            if self.late_steps >= budget.confirmations:
+                self.watched_until = max(self.watched_until, self.steps + WATCH_AGAIN)
+        self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
+        if self.steps == LEARNING_STEPS:
+            budget.end_learning()
+        self._end_calibration(not shared, baseline)
         if known and solo > 0.0:
             ratio = 1.0 + lost / solo
             self.ratios.append(ratio)
             if shared:
                 self.shared_steps += 1
-            if ratio > 1.0 + account.slack:
+            if ratio > 1.0 + budget.slack:
                 self.over += 1
-        if beside:
-            self.company += 1
-        if steps > 1:  # nobody saw whether the first one found it idle
-            self.queued += ((0.0 if from_idle else 1.0) - self.queued) / (steps - 1 if steps < COMING else COMING)
-        if self.caught:
-            self.caught.clear()
-        self.excess, self.surprised, self.shared, self.beside, self.tried = 0.0, 0.0, False, False, False
+        if beside_high:
+            self.steps_beside_high += 1
+        if self.steps > 1:  # of the first one it is not known whether it found the job idle
+            count = self.steps - 1 if self.steps < QUEUED_STEPS else QUEUED_STEPS
+            self.queued_part += ((0.0 if from_idle else 1.0) - self.queued_part) / count
+        self.step_costs.pop(step.id, None)
+        self.arrival_programs.clear()
+        self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
 
-    def _calibrated(self, clean: bool, baseline: Baseline) -> None:
-        if clean:
-            self.clean_at = self.steps
+    def _update_trust(self, excess: float) -> None:
+        trust, budget, before = self.trust, self.budget, self.trust.trusted
+        trust.step_ended(
+            self.arrival_loss, self.arrival_programs, excess=excess, most=budget.most, credit=budget.credit,
+            noise=budget.noise.over,
+        )  # fmt: skip
+        if trust.trusted is not before:
+            self.arrivals.set_predictable(trust.trusted)
+            if before:
+                budget.restore_tail()
+
+    def _end_calibration(self, solo: bool, baseline: Baseline) -> None:
+        """A step ended, `solo` if without low work: count it, and begin a calibration if it is time."""
+        if solo:
+            self.last_solo_step = self.steps
         if self.calibrating:
-            self.tries += 1
-            if clean:
+            self.calibration_tries += 1
+            if solo:
                 self.calibrating -= 1
                 if not self.calibrating and baseline.suspect:
                     self.calibrating = 1
-            if self.tries >= TRIES:
+            if self.calibration_tries >= CALIBRATION_TRIES:
                 self.calibrating = 0
-                self.clean_at = self.steps
-        elif self.steps - self.clean_at >= CLEAN_EVERY:
+                self.last_solo_step = self.steps
+        elif self.steps - self.last_solo_step >= SOLO_EVERY:
             self.calibrate(1)
 
 
-# ---- The models of high programs: one for each program and cut, the newest of what was ever seen.
+# ---- Low steps that a client waits for before it steps its high jobs again.
+#
+# One program may step a high job and low jobs in turn. Its high job then looks like any other that pauses between two
+# steps, and low work would be held for its next step. That step can't come: it is sent by the thread that waits for the
+# low step. The client says so (ClientWaits). Until the low step is answered, it is not held for those high jobs while
+# they are idle. Everything else stays: low work is held for other high jobs, other low steps are held for these, and a
+# high step that runs is protected as ever.
 
 
-MOST_MODELS: Final = 1024 + 64  # high programs remembered: all that may be in use, and some that were
+class AwaitedSteps:
+    """Low jobs for one of whose steps a client waits. `jobs` are these, the longest awaited first, and `waiting` the
+    high jobs that get no step before, by low job."""
+
+    __slots__ = ("jobs", "waiting")
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.waiting: dict[JobId, list[HighJob]] = {}
+
+    def add(self, low: Job, step: StepId, high: HighJob) -> None:
+        """The high job gets no step before this one of the low job is answered."""
+        self.remove(high)
+        high.waits_for, high.waits_for_step = low, step
+        if low.id not in self.waiting:
+            self.waiting[low.id] = []
+            self.jobs.append(low)
+        self.waiting[low.id].append(high)
+
+    def remove(self, high: HighJob) -> None:
+        """The high job may get a step at any time again."""
+        low = high.waits_for
+        if low is None:
+            return
+        high.waits_for = None
+        self.waiting[low.id].remove(high)
+        if not self.waiting[low.id]:
+            del self.waiting[low.id]
+            self.jobs.remove(low)
+
+    def answered(self, low: Job, step: StepId) -> None:
+        """This step of the low job was answered."""
+        for high in list(self.waiting.get(low.id, ())):
+            if high.waits_for_step <= step:
+                self.remove(high)
+
+    def forget(self, low: Job) -> None:
+        """The job is gone, or is a high one now."""
+        for high in list(self.waiting.get(low.id, ())):
+            self.remove(high)
+
+
+# ---- The costs of high programs: one HighCosts for each program and cut.
+
+
+MOST_PROGRAMS: Final = 1024 + 64  # high programs remembered: all that may be in use, and some that were
 MOST_CUTS: Final = 4  # of each
 
 
-class Models:
-    def __init__(self) -> None:
-        self._cuts: dict[str, dict[Bounds, HighModel]] = {}  # by program
+class CostsByProgram:
+    """What is known of each high program under each of its cuts. The oldest are forgotten first."""
 
-    def of(self, key: str, bounds: Bounds, predicted: Sequence[float], tracks: Mapping[JobId, Track]) -> HighModel:
-        """The program's under that cut. A new cut inherits from the newest; what no track runs makes room."""
+    def __init__(self) -> None:
+        self._cuts: dict[str, dict[Bounds, HighCosts]] = {}  # by program
+
+    def of(self, key: str, bounds: Bounds, predicted: Sequence[float], high_jobs: Mapping[JobId, HighJob]) -> HighCosts:
+        """Costs of the program under that cut. A new cut inherits from the newest. Programs that none of `high_jobs`
+        runs make room."""
         cuts = self._cuts.setdefault(key, {})
-        model = cuts.get(bounds)
-        if model is None:
+        costs = cuts.get(bounds)
+        if costs is None:
             newest = next(reversed(cuts.values())) if cuts else None
-            model = newest.recut(bounds, predicted) if newest else HighModel(key, bounds, predicted)
-            cuts[bounds] = model
+            costs = newest.recut(bounds, predicted) if newest else HighCosts(key, bounds, predicted)
+            cuts[bounds] = costs
             if len(cuts) > MOST_CUTS:
                 del cuts[next(iter(cuts))]
-            if len(self._cuts) > MOST_MODELS:
-                used = {track.model.key for track in tracks.values() if track.model is not None}
+            if len(self._cuts) > MOST_PROGRAMS:
+                used = {high.costs.key for high in high_jobs.values() if high.costs is not None}
                 del self._cuts[next(key for key in self._cuts if key not in used)]
-        return model
+        return costs
 
-    def cuts(self, key: str) -> Collection[HighModel]:
-        """All of one program."""
+    def cuts(self, key: str) -> Collection[HighCosts]:
+        """Costs of one program under all its cuts."""
         return self._cuts[key].values()
 
-    def all(self) -> Iterator[HighModel]:
+    def all(self) -> Iterator[HighCosts]:
         for cuts in self._cuts.values():
             yield from cuts.values()

@@ -1,8 +1,8 @@
-"""What the guard remembers: every launch and its end, what each cost, and what follows from that.
+"""What the guard learns from every launch and its end.
 
-Solo baselines and estimates (`costs.py`) are learned here, ranges are banned and freed
-(`costs.py`), and each high job's account is kept (`high_job.py`). What may be done is asked elsewhere
-(`guard.py`).
+A low launch is followed until all high pieces beside it are done (`attribution.py` says which launches made a high
+piece late). From that follow the costs of low programs (`costs.py`), bans, and each high job's baselines and budget
+(`high_job.py`).
 """
 
 from __future__ import annotations
@@ -11,401 +11,309 @@ from collections.abc import Collection
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.awaited import Awaited
-from gpumux.scheduler.config import CoreConfig
 from gpumux.scheduler.guard import attribution
-from gpumux.scheduler.guard.answers import Answer, Holds, Rest
-from gpumux.scheduler.guard.costs import CREDIBLE, Ban, Bans, HighModel, Why
-from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S, Cutting
-from gpumux.scheduler.guard.high_job import Models, Track
-from gpumux.scheduler.guard.scene import Scene
-from gpumux.scheduler.jobs import Job, JobState, Step
-from gpumux.scheduler.windows import Board, Launch
-from gpumux.types import DeviceInfo, JobId, Priority
+from gpumux.scheduler.guard.attribution import LowLaunch, LowLaunches
+from gpumux.scheduler.guard.bans import Ban, Bans, Why
+from gpumux.scheduler.guard.costs import MIN_SAMPLES, HighCosts
+from gpumux.scheduler.guard.cutting import Cutting
+from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
+from gpumux.scheduler.guard.device_view import DeviceView
+from gpumux.scheduler.guard.high_job import CostsByProgram, HighJob
+from gpumux.scheduler.jobs import Job, JobState, JobStep
+from gpumux.scheduler.windows import Outstanding, Windows
+from gpumux.types import JobId, Priority
 
-# ---- Whether low work is to be banned beside a range, or freed again: after each step that shows what it cost.
+_HIGH: Final = Priority.HIGH
+
+LEAST_SPEED: Final = 0.05  # of low work beside high work
+BAN_RATIO: Final = 3.0  # times what other ranges cost: a range that costs more is banned
+MOST_OVERRUN_S: Final = 1e-3
+MOST_LAUNCH_DELAY_S: Final = 1e-3
+SMOOTHING: Final = 0.1  # part of the newest sample in launch delay and overhead
+OVERRUN_FADES: Final = 0.996  # for each step of a high job
+ADAPT_EVERY: Final = 16  # steps
 
 
-LEAST_SPEED: Final = 0.05
-WORSE: Final = 3.0  # times what other ranges cost: a range that does is banned
+class CostLearner:
+    """Follows launches of both classes. The other parts of the guard are passed in, and updated."""
+
+    def __init__(
+        self, *, high_jobs: dict[JobId, HighJob], view: DeviceView, costs: CostsByProgram, bans: Bans,
+        low_window: LowWindow, cutting: Cutting,
+    ) -> None:  # fmt: skip
+        self._high_jobs, self._view, self._costs, self._bans = high_jobs, view, costs, bans
+        self._low_window, self._cutting = low_window, cutting
+        self.harvested = 0.0  # device seconds of low work beside high jobs or in their pauses
+        self.low_reported = 0.0  # when a low launch was last made or ended
+        self._to_judge: list[tuple[HighCosts, HighJob, LowLaunch, int]] = []  # with the high piece
+        self._last_high: Job | None = None  # the high job of which a piece ended last
+        self._last_end = 0.0  # when that was
+        self._other_end = 0.0  # when a piece of another high job ended last
+
+    # ---- launches
+
+    def low_launched(self, launch: Outstanding, decision: LaunchDecision | None, windows: Windows) -> None:
+        """A low launch was made. `decision` is None where none was needed."""
+        view, step, now = self._view, launch.step, launch.at
+        view.low_version += 1
+        self.low_reported = now
+        low = LowLaunch(launch, step.program.low_key(launch.share))
+        first = not view.low_launches
+        low.alone = first and not windows.high.launches
+        low.beside_high = bool(windows.high.launches or view.idle_jobs)
+        start = now if first else max(now, view.low_until)
+        low.due = view.low_until = start + (decision.seconds if decision is not None else launch.predicted)
+        view.low_launches[launch.id] = low
+        if decision is None:
+            low.relies_on_arrivals = low.beside_high
+            return
+        low.relies_on_arrivals, low.expected, low.exposed = (
+            decision.relies_on_arrivals, decision.expected, decision.exposed,
+        )  # fmt: skip
+        low.kinds, low.idle_costs = decision.kinds, decision.idle_costs
+        for running in decision.beside or ():
+            placement = running.costs.placements.get(step.program.key)
+            if placement is not None:
+                placement.last_launch_step = running.high.steps
+        if decision.exploring is not None:
+            decision.exploring.watching = True
+            decision.exploring.explored_piece = decision.exploring.pieces
+            decision.exploring.explored_step = decision.exploring.steps
+            low.exploring = True
+        if decision.probed is not None:
+            decision.probed.probed_step = decision.probed.steps
+            self._bans.probes += 1
+            if decision.probe is not None:
+                decision.probe.probing = True
+
+    def high_launched(self, launch: Outstanding, windows: Windows) -> None:
+        """A high launch was made."""
+        job, step = launch.job, launch.step
+        self._view.expect_high_work()  # a step that waited for a transfer, say, was not submitted just now
+        high = self._high_jobs.get(job.id)
+        if high is None:
+            high = self._high_jobs[job.id] = HighJob(job)
+        due = high.ended
+        if launch.piece:
+            if high.least_need < inf:
+                high.piece_changed()
+        else:
+            if not high.calibrating:
+                high.changed()
+            self._adopt(high, step)
+            if job.outstanding == 1:
+                high.budget.begin_step(high.solo_step())
+            due = max(due, step.submitted)
+        if launch.at > due and len(windows.high.launches) == 1:
+            high.host_wait += launch.at - due
+
+    def _adopt(self, high: HighJob, step: JobStep) -> None:
+        """A step of the high job begins."""
+        before = high.costs
+        costs = self._costs.of(step.program.key, step.bounds, step.pieces, self._high_jobs)
+        high.step_costs[step.id] = costs
+        if before is not costs:
+            high.adopt(costs)
+            if before is not None:
+                recut_bans(self._bans, high.job.id, costs, self._costs.cuts(costs.key))
+
+    # ---- ends of launches
+
+    def low_done(self, launch: Outstanding, started: float, ended: float, seconds: float, windows: Windows) -> None:
+        """A low launch ran from `started` to `ended`, of which `seconds` on the device."""
+        view = self._view
+        low = view.low_launches.pop(launch.id)
+        view.low_version += 1
+        self.low_reported = ended
+        if ended > self._cutting.until:
+            self._cutting.reset()
+        low.began, low.ended = max(started, low.at), ended
+        if not launch.count_before:
+            delay = low.began - low.at
+            if delay < MOST_LAUNCH_DELAY_S:
+                view.launch_delay += (SMOOTHING if view.launch_delay else 1.0) * (delay - view.launch_delay)
+        if low.alone:
+            late = ended - low.at - low.predicted
+            if late < low.predicted:
+                view.launch_overhead += SMOOTHING * (max(0.0, late) - view.launch_overhead)
+        if low.beside_high:
+            self.harvested += seconds
+            if ended > low.began:
+                low.speed = low.predicted / (ended - low.began)
+            for low_costs, _ in low.kinds or ():
+                low_costs.speed += 0.2 * (low.speed - low_costs.speed)
+            for range_cost in low.charged_ranges or ():
+                attribution.update_speed(range_cost, low.speed)
+        view.recent.add(low, bool(windows.high.launches))
+
+    def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
+        """A high launch ended."""
+        job, step, piece = launch.job, launch.step, launch.piece
+        high = self._high_jobs.get(job.id)
+        if high is None:
+            return  # the job is closing
+        start = max(high.ended, launch.at)
+        ended = max(ended, start)
+        high.ended = ended
+        high.pieces += 1
+        if piece == 0:
+            high.began, high.from_idle = start, step.from_idle
+        costs = high.step_costs[step.id]
+        beside_high = self._beside_high(job, start, ended, windows)
+        view = self._view
+        recent, seconds = view.recent, ended - start
+        found: LowLaunches = []
+        if view.low_launches or recent.last_end > start:
+            found = attribution.beside(view.low_launches.values(), recent, start, ended)
+        if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
+            for low in found:
+                low.kinds = low.idle_costs = None
+        if recent.open:
+            recent.settle(start, high.steps, high.budget)
+        if found:
+            self._shared(high, costs, piece, seconds, beside_high, found)
+        elif costs.learn(piece, seconds, beside_high, high.from_idle) and not high.calibrating:
+            high.calibrate(2)
+        if beside_high:
+            high.beside_high = True
+        if piece + 1 == len(step.pieces):
+            self._step_done(high, job, step, ended)
+        elif job.paused:  # it is not known when the rest of the step comes
+            high.changed()
+        elif high.least_need < inf:
+            high.piece_changed()
+
+    def _beside_high(self, job: Job, start: float, ended: float, windows: Windows) -> bool:
+        """Whether another high job had a launch on the device since `start`."""
+        if self._last_high is not job:
+            self._other_end, self._last_high = self._last_end, job
+        self._last_end = ended
+        if self._other_end > start:
+            return True
+        out = windows.high.launches
+        return len(out) != job.outstanding and attribution.other_launches(out, job, ended)
+
+    def _shared(
+        self, high: HighJob, costs: HighCosts, piece: int, seconds: float, beside_high: bool, found: LowLaunches
+    ) -> None:
+        """A high piece of `seconds` ended that ran beside these low launches."""
+        high.shared = True
+        baseline = costs.reference(piece, beside_high, high.from_idle)
+        if high.watching and any(low.exploring for low in found):
+            high.tried = True
+        if baseline.count:
+            excess = seconds - baseline.value
+            high.excess += excess
+            excess -= baseline.late
+            high.budget.used += excess
+            if high.from_idle and excess > 0.0:
+                part = attribution.relied_on_arrivals(found, high.idle_from, high.arrived, high.arrival_programs)
+                high.arrival_loss += excess * part
+            if high.watching:
+                self._charge(high, costs, piece, excess, found)
+        elif high.watching and not high.calibrating:
+            high.calibrate(1)
+
+    def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
+        """The high piece was `excess` seconds late: charge these launches for it."""
+        if piece == 0 and high.from_idle:
+            before, since = attribution.split_by_arrival(found, high.arrived)
+            if before:
+                overrun = self._view.overrun + attribution.overrun(before, high.arrived) / 2
+                self._view.overrun = min(overrun, MOST_OVERRUN_S)
+                if not since:
+                    attribution.charge_arrival(excess, before)
+                    return
+                late = max([(low.ended or high.ended) - high.arrived for low in before])
+                part = min(excess, attribution.OVERLAPPING * late)
+                attribution.charge_arrival(part, before)
+                found, excess = since, excess - part
+        for low in attribution.charge(costs, piece, excess, found, high.budget):
+            if low.job.state is not JobState.CLOSING:
+                self._to_judge.append((costs, high, low, piece))
+
+    def _step_done(self, high: HighJob, job: Job, step: JobStep, ended: float) -> None:
+        view = self._view
+        high.end_step(step, ended)
+        high.changed()
+        solo_s = high.solo_step()
+        self._cutting.step_ended(high, solo_s, ended)
+        if view.recent.end_step(view.low_launches.values()):
+            high.watching = True
+        for costs, other, low, piece in self._to_judge:
+            if other is high:
+                judge(self._bans, costs, high, low, piece, ended)
+        self._to_judge = [each for each in self._to_judge if each[1] is not high]
+        high.budget.begin_step(solo_s)
+        if high.steps % ADAPT_EVERY == 0:
+            assert high.costs is not None
+            high.costs.fill_unknown()
+            self._low_window.adapt(high.budget.full)
+        view.overrun *= OVERRUN_FADES
+        if job.inflight == 1:  # the step that just ended
+            view.expect_high_work()
+            high.idle_since, high.earliest_arrival, high.passed = ended, 0.0, 0
+            view.became_idle(high)
+
+    def forget(self, job: Job) -> None:
+        """The job is closing, or changes its class."""
+        if self._last_high is job:
+            self._last_high = None
+        self._to_judge = [each for each in self._to_judge if each[1].job is not job and each[2].job is not job]
 
 
-def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
-    """After a step: is low work of this kind to be banned beside the range, or to be freed again?"""
-    pair, account = model.pair(low.key), track.account
-    cell = pair.cells[piece]
-    ban = cell.ban
-    if not cell.to_judge(account.slack):
+# ---- Whether low work is to be banned beside a range, or a ban to be lifted: after each step that shows what it cost.
+
+
+def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: int, now: float) -> None:
+    """Impose, lengthen or lift the ban of low work of this kind beside the range."""
+    low_costs, budget = costs.beside(low.key), high.budget
+    range_cost = low_costs.ranges[piece]
+    ban = range_cost.ban
+    if not range_cost.to_judge(budget.slack):
         return
-    now_run = track.model
-    if now_run is not None and now_run is not model and now_run.key == model.key:  # under another cut by now
-        return
-    rate = cell.newest if ban is not None else min(cell.mean, cell.median)
+    newest = high.costs
+    if newest is not None and newest is not costs and newest.key == costs.key:
+        return  # the program was cut anew
+    rate = range_cost.newest if ban is not None else min(range_cost.mean, range_cost.median)
     rate = max(rate, 0.0)
     ratio = 1.0 / (1.0 - rate)
-    length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
+    speed = max(range_cost.speed, low_costs.speed, LEAST_SPEED)
+    overlap = min(min(low.step.pieces) / speed, costs.solo_s[piece] * ratio)
     why: Why | None = None
-    if ratio > 1.0 + account.slack and length * rate > account.limit:
-        why = "tail"
-    elif ratio > 1.0 + account.slack and pair.known > 1 and rate > WORSE * pair.elsewhere(piece) + account.slack:
-        why = "price"
+    if ratio > 1.0 + budget.slack:
+        if overlap * rate > budget.limit:
+            why = "tail"
+        elif low_costs.known > 1 and rate > BAN_RATIO * low_costs.elsewhere(piece) + budget.slack:
+            why = "price"
     if ban is None:
-        if why and cell.count >= CREDIBLE:
-            operators = (model.bounds[piece], model.bounds[piece + 1])
-            low_id, share = low.job.id, low.key.share
-            cell.ban = Ban(track.job.id, low_id, operators, share, ratio, cell.count, why, now, now, program=model.key)
-            bans.impose(cell.ban, model.total)
+        if why and range_cost.count >= MIN_SAMPLES:
+            range_cost.ban = Ban(
+                high=high.job.id, low=low.job.id, operators=(costs.bounds[piece], costs.bounds[piece + 1]),
+                program=costs.key, share=low.key.share, ratio=ratio, samples=range_cost.count, why=why, since=now,
+            )  # fmt: skip
+            bans.impose(range_cost.ban, costs.total)
     elif why:
         ban.ratio, ban.samples = ratio, ban.samples + 1
-        bans.lengthen(ban, now, model.total)
+        bans.lengthen(ban, now, costs.total)
     else:
         bans.lift(ban)
-        cell.ban = None
-        cell.restart()
-        cell.add(rate)
-    pair.restate(piece)
+        range_cost.ban = None
+        range_cost.restart()
+        range_cost.add(rate)
+    low_costs.publish(piece)
 
 
-def recut(bans: Bans, high: JobId, model: HighModel, cuts: Collection[HighModel]) -> None:
-    """The high job runs `model` from now on, one of `cuts` of the same program. A ban that is none there would never be
-    probed."""
+def recut_bans(bans: Bans, high: JobId, costs: HighCosts, cuts: Collection[HighCosts]) -> None:
+    """The high job runs the cut `costs` from now on, one of `cuts` of the same program. Lift its bans that no range of
+    that cut has: they would never be probed."""
     if len(cuts) == 1:
         return
-    mine = [ban for ban in bans.active if ban.high == high and ban.program == model.key]
+    mine = [ban for ban in bans.active if ban.high == high and ban.program == costs.key]
     if mine:
-        still = model.bans()
+        still = costs.bans()
         for ban in mine:
             if ban not in still:
                 bans.lift(ban)
     for cut in cuts:
-        cut.unban()
-
-
-# ----
-
-
-_LOW: Final = Priority.LOW
-_HIGH: Final = Priority.HIGH
-MOST_MARGIN_S: Final = 1e-3
-MOST_REACH_S: Final = 1e-3
-REACH_PART: Final = 0.1
-MARGIN_FADES: Final = 0.996  # for each step of a high job
-ADAPT_EVERY: Final = 16  # steps
-
-
-class Record:
-    """What happened. Told by the machine, for every launch of either class."""
-
-    # A dict of more than 30 attributes has no fast way to them.
-    __slots__ = (
-        "_calm", "_last_end", "_last_high", "_low_heard", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
-        "answers", "asked", "asking", "awaited",
-        "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
-        "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version", "wide", "width",
-    )  # fmt: skip
-
-    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
-        self.shares = info.shares
-        self.narrow, self.wide = config.low_launches, config.low_idle_launches
-        self.width = self.narrow  # low launches outstanding beside a high job
-        self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
-        self.models = Models()
-        self.tracks: dict[JobId, Track] = {}
-        self.idle: list[Track] = []  # high jobs between steps, those longest so first
-        self.bans = Bans()
-        self.holds = Holds()
-        self.recent = attribution.Recent()
-        self.awaited = Awaited()
-        self.asking: Job | None = None  # the job the newest question was about
-        self.answers: list[Answer] = []  # of this event: who is held, and why
-        self.admitted: Answer | None = None  # of the launch that is being made, where there was a question
-        self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
-        self._touched: list[tuple[HighModel, Track, Launch, int]] = []
-        self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
-        self.reach = 0.0  # seconds from launching a low piece to the moment the device begins with it
-        self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
-        self.version = 0  # of what an answer depends on, but for the time
-        self.low_version = 0  # of low launches that are out
-        self.scene = Scene(self.idle, self.recent.launches)  # of the version and time `seen`
-        self.seen, self._seen_version = -1.0, 0
-        self.asked: Job | None = None  # the first of those who were all asked in this event, and held
-        self.entered, self.partial = 0, False  # who was ever ready by then; low work was out, so nobody else was asked
-        self.rest: Rest | None = None
-        self._rest: Rest | None = None  # the same, to be used again
-        self.resting = False  # who was held before this event still is, and nobody was asked
-        self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
-        self._low_until = 0.0  # when the newest low launch should be over
-        self._low_heard = 0.0  # when anything last began or ended of it
-        self._pinched = False  # low work had to wait for what high work may lose
-        self._last_high: Job | None = None  # who ended last
-        self._last_end = 0.0  # and when
-        self._other_high = 0.0  # when somebody else ended last
-
-    def submitted(self, job: Job, step: Step, waited: float, now: float) -> None:
-        """A step of a high job was queued, having lain unseen for `waited` seconds."""
-        self.version += 1
-        self._calm = 0.0
-        track = job.track
-        if track is not None and track.idle_since < inf:
-            self.scene.came(track)
-            track.came(step, waited, now, self._low_heard)
-
-    def paused(self, job: Job, now: float) -> None:
-        """The job was paused or resumed."""
-        self.holds.freed(job, now)
-        track = job.track
-        if track is not None:
-            self.version += 1
-            self._calm = 0.0
-            track.changed()
-            self.scene.changed()
-
-    def unheld(self, job: Job) -> None:
-        """What was said of its next piece is no longer so."""
-        if self.answers and job.held in self.answers:
-            self.answers.remove(job.held)
-        job.held = None
-
-    def launched(self, launch: Launch, board: Board, now: float) -> None:
-        self.version += 1
-        launch.began = launch.at = now
-        if launch.job.priority is _HIGH:
-            self._launched_high(launch, board)
-            return
-        low, high = board.low, board.high
-        job, step = launch.job, launch.step
-        self.low_version += 1
-        self._low_heard = now
-        answer, self.admitted = self.admitted, None
-        if job.held is not None:
-            self.unheld(job)
-        launch.key = step.program.on(launch.share)
-        first = len(low.launches) == 1
-        launch.alone = first and not high.launches
-        launch.beside_high = bool(high.launches or self.idle)
-        start = now if first or self._low_until < now else self._low_until
-        launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
-        if job.hold is not None:
-            self.holds.freed(job, now)
-        launch.trusting = launch.beside_high if answer is None else answer.trusting
-        if answer is None:
-            return
-        launch.expected = answer.expected
-        launch.spots, launch.gaps, launch.exposed = answer.spots, answer.gaps, answer.exposed
-        if answer.beside is not None:
-            for high_job in answer.beside:
-                places = high_job.model.places.get(step.program.key)
-                if places is not None:
-                    places.fed = high_job.track.steps
-        if answer.exploring is not None:
-            answer.exploring.watching = True
-            answer.exploring.explored = answer.exploring.pieces
-            answer.exploring.explored_step = answer.exploring.steps
-            launch.tried = True
-        if answer.probed is not None:
-            answer.probed.probed = answer.probed.steps
-            self.bans.probes += 1
-            if answer.probe is not None:
-                answer.probe.probing = True
-
-    def _launched_high(self, launch: Launch, board: Board) -> None:
-        job, step = launch.job, launch.step
-        self._calm = 0.0  # steps that waited for a transfer, say, weren't submitted just now
-        track = job.track
-        if track is None:
-            track = job.track = self.tracks[job.id] = Track(job)
-        due = track.ended
-        if launch.piece:
-            if track.awaited < inf:
-                track.moved()
-        else:
-            if not track.calibrating:
-                track.changed()
-            before = track.model
-            model = step.model = self.models.of(step.program.key, step.bounds, step.pieces, self.tracks)
-            if before is not model:
-                track.adopt(model)
-                if before is not None:
-                    recut(self.bans, job.id, model, self.models.cuts(model.key))
-            if job.outstanding == 1:
-                track.account.begin(track.solo_step())
-            if due < step.submitted:
-                due = step.submitted
-        if launch.at > due and len(board.high.launches) == 1:
-            track.host_wait += launch.at - due
-
-    def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
-        """The launch ran from `started` to `ended`."""
-        self.version += 1
-        if launch.job.priority is _HIGH:
-            self._done_high(launch, ended, board)
-            return
-        self.low_version += 1
-        self._low_heard = ended
-        if ended > self.cutting.until:
-            self.cutting.over()
-        at, predicted = launch.at, launch.predicted
-        launch.began = began = started if started > at else at
-        launch.ended = ended
-        if not launch.count_before:
-            reach = began - at
-            if reach < MOST_REACH_S:
-                self.reach += (REACH_PART if self.reach else 1.0) * (reach - self.reach)
-        if launch.alone:
-            late = ended - at - predicted
-            if late < predicted:
-                self.lag += 0.1 * ((late if late > 0.0 else 0.0) - self.lag)
-        if launch.beside_high:
-            seconds = ended - began
-            if seconds > 0.0:
-                launch.speed = predicted / seconds
-            if launch.spots is not None:
-                for pair, _ in launch.spots:
-                    pair.speed += 0.2 * (launch.speed - pair.speed)
-            if launch.touched is not None:
-                for cell in launch.touched:
-                    attribution.went(cell, launch.speed)
-        self.recent.add(launch, bool(board.high.launches))
-
-    def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
-        job, step, piece = launch.job, launch.step, launch.piece
-        track = job.track
-        if track is None:
-            return  # the job is closing
-        start = track.ended if track.ended > launch.at else launch.at
-        if ended < start:
-            ended = start
-        track.ended = ended
-        track.pieces += 1
-        if piece == 0:
-            track.began = start
-            track.from_idle = step.from_idle
-        model = step.model
-        assert model is not None
-        low, high = board.low, board.high
-        if self._last_high is not job:
-            self._other_high, self._last_high = self._last_end, job
-        self._last_end = ended
-        # Whether another high job had a launch on the device, too. Mostly all that are out are its own.
-        beside = self._other_high > start or (
-            len(high.launches) != job.outstanding and attribution.others(high.launches, job, ended)
-        )
-        recent, span = self.recent, ended - start
-        if low.launches or recent.last_end > start:
-            found = attribution.beside(low.launches, recent, start, ended)
-        else:
-            found = attribution.NOBODY
-        if found and not track.watching:  # what low work costs is well known, and this step only pays for it
-            for out in found:
-                out.spots = out.gaps = None
-        if recent.open:
-            recent.settle(start, track.steps, track.account)
-        if found:
-            track.shared = True
-            baseline = model.reference(piece, beside, track.from_idle) if beside or not piece else model.solo[piece]
-            if track.watching:
-                for out in found:
-                    if out.tried:
-                        track.tried = True
-            if baseline.count:
-                excess = span - baseline.value
-                track.excess += excess
-                excess -= baseline.late
-                track.account.used += excess
-                if track.from_idle and excess > 0.0:
-                    track.surprised += excess * attribution.trusting(found, track.left, track.arrived, track.caught)
-                if track.watching:
-                    self._blame(track, model, launch, ended, excess, found)
-            elif track.watching and not track.calibrating:
-                track.calibrate(1)
-        elif model.learn(piece, span, beside, track.from_idle) and not track.calibrating:
-            track.calibrate(2)
-        if beside:
-            track.beside = True
-        if piece + 1 == len(step.pieces):
-            self._step_done(track, job, step, ended, board)
-        elif job.paused:  # what is left of its step comes who knows when
-            track.changed()
-        elif track.awaited < inf:
-            track.moved()
-
-    def _blame(
-        self, track: Track, model: HighModel, launch: Launch, ended: float, excess: float, found: attribution.Found
-    ) -> None:
-        """The launch ended `excess` seconds late: these are what it was late by, and are learned of."""
-        piece = launch.piece
-        if piece == 0 and track.from_idle:
-            early, later = attribution.early(found, track.arrived)
-            if early:
-                self.margin = min(self.margin + attribution.unforeseen(early, track.arrived) / 2, MOST_MARGIN_S)
-                if not later:
-                    attribution.arrived(excess, early)
-                    return
-                late = max([(low.ended or ended) - track.arrived for low in early])
-                part = min(excess, attribution.OVERLAPPING * late)
-                attribution.arrived(part, early)
-                found, excess = later, excess - part
-        for low in attribution.share_out(model, piece, excess, found, track.account):
-            if low.job.state is not JobState.CLOSING:
-                self._touched.append((model, track, low, piece))
-
-    def _step_done(self, track: Track, job: Job, step: Step, ended: float, board: Board) -> None:
-        track.end_step(step, ended)
-        track.changed()
-        solo_s = track.solo_step()
-        self.cutting.stepped(track, solo_s, ended)
-        if self.recent.end_step(board.low.launches):
-            track.watching = True
-        if self._touched:
-            others = []
-            for touched in self._touched:
-                model, whose, low, piece = touched
-                if whose is track:
-                    judge(self.bans, model, track, low, piece, ended)
-                else:
-                    others.append(touched)
-            self._touched = others
-        track.account.begin(solo_s)
-        if track.steps % ADAPT_EVERY == 0:
-            self._adapt(track)
-        self.margin *= MARGIN_FADES
-        if job.inflight == 1:  # the step that just ended
-            self._calm = 0.0
-            track.idle_since, track.soonest, track.behind = ended, 0.0, 0
-            self.scene.left(track)
-
-    def _adapt(self, track: Track) -> None:
-        """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
-        model, account = track.model, track.account
-        assert model is not None
-        model.guess()
-        if self._pinched:
-            self.width = max(self.width - 1, self.narrow)
-        elif account.full:
-            self.width = min(self.width + 1, self.wide)
-        self._pinched = False
-
-    def forgotten(self, job: Job, now: float) -> None:
-        """Nothing of the job is left."""
-        self.version += 1
-        track = self.tracks.pop(job.id, None)
-        job.track = None
-        if track is not None:
-            track.changed()
-            if track.idle_since < inf:
-                self.scene.came(track)
-            self.awaited.remove(track)
-        if job.awaited_by is not None:
-            self.awaited.forget(job)
-        if self.asking is job:
-            self.asking = None
-        self.unheld(job)
-        if self._last_high is job:
-            self._last_high = None
-        self.rest = self._rest = self.asked = None
-        self._calm = 0.0  # one that was idle for longer may be looked out for again
-        self.holds.freed(job, now)
-        if self.bans.forget(job.id):
-            for model in self.models.all():
-                model.unban()
-        self._touched = [t for t in self._touched if t[1].job is not job and t[2].job is not job]
+        cut.drop_lifted_bans()

@@ -1,361 +1,367 @@
-"""When a launch may run between a high job's steps: what an arrival would lose by it, and how long to wait for a better
-moment.
-
-While a job stays away, the chance that it comes within the next so many seconds only rises, until one of
-the gaps it took before has passed without it. So a launch that has to wait may have another answer right
-after such a gap, and at no other time: the wait is computed, not polled.
-"""
+"""When a low launch may run: beside which part of a high step it would begin, at which moment to make it, what it costs
+if a high step arrives meanwhile, and when one may be explored that should be held."""
 
 from __future__ import annotations
 
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard.answers import Answer, Hold
-from gpumux.scheduler.guard.arrivals import MANY, Gaps, overlap_cost
+from gpumux.scheduler.guard.arrivals import ENOUGH_INTERVALS, InterArrivals, overlap_cost
 from gpumux.scheduler.guard.attribution import OVERLAPPING
-from gpumux.scheduler.guard.budget import TOKEN_RATE
+from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.budget import VIOLATION_RATE
 from gpumux.scheduler.guard.costs import (
-    CAREFUL,
-    CREDIBLE,
-    HEARD,
-    MID,
+    AFTER_START,
+    EXPLORE_NEVER,
+    MIDDLE,
+    MIN_SAMPLES,
     MOMENTS,
     PROBE_EVERY,
     START,
-    Ban,
-    Cell,
-    Pair,
-    Plan,
-    Spot,
+    LaunchKind,
+    LaunchPlan,
+    LowCosts,
+    RangeCost,
 )
-from gpumux.scheduler.guard.high_job import LEARNING_STEPS, RARE, STARVED, Track
-from gpumux.scheduler.guard.scene import Running, Scene
-from gpumux.scheduler.jobs import PairKey, Span
+from gpumux.scheduler.guard.decisions import Hold, LaunchDecision
+from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
+from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS, LEARNING_STEPS, RARELY, HighJob
+from gpumux.scheduler.jobs import LowKey, Span
 
-# ---- When a low launch may be made that should not be, to find out what it costs.
-
-
-HOPELESS: Final = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
+# ---- Exploration: launches that should be held, made to find out what they cost.
 
 
-def may_risk(track: Track) -> bool:
-    """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as
-    there is a token to lose by it. So programs nobody knows may be as many as they like."""
-    return track.steps < LEARNING_STEPS or (track.account.tokens >= 1.0 and track.explored_step < track.steps)
+TOO_COSTLY: Final = 1.25  # times what a step may lose: a piece that cost more wherever it was launched
 
 
-def may_look(track: Track) -> bool:
-    """Whether it is the time to let out one launch that should not be made while the job is new: one a step, and not
-    where the job has lost what it may."""
-    return track.account.balance > 0.0 and track.explored_step < track.steps
+def may_explore_unknown(high: HighJob) -> bool:
+    """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as a
+    violation is left to lose by it."""
+    return high.steps < LEARNING_STEPS or (high.budget.violations_left >= 1.0 and high.explored_step < high.steps)
 
 
-def may_try(
-    track: Track, plan: Plan | None, pair: Pair, spot: Spot, ban: Ban | None, now: float, felt: float = 1.0
+def may_explore_now(high: HighJob) -> bool:
+    """Whether a new job bears one launch that should be held: one a step, and not where it has lost what it may."""
+    return high.budget.balance > 0.0 and high.explored_step < high.steps
+
+
+def may_explore(
+    high: HighJob,
+    plan: LaunchPlan | None,
+    low_costs: LowCosts,
+    kind: LaunchKind,
+    ban: Ban | None,
+    now: float,
+    exposed: float = 1.0,
 ) -> bool:
-    """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
-    and what is not known while the job is new, or low work starves, or long after it was known. `plan`: where the low
-    piece may begin, beside high work; `felt`: the part of the launch that high work is there to feel."""
-    learning = track.steps < LEARNING_STEPS
-    if not learning and (track.account.tokens < 1.0 or track.explored_step >= track.steps):
-        return False  # one a step, or a token would buy as many tries as there are low jobs
+    """Whether one launch that should be held is made to find out what it costs.
+
+    That is so where a ban has expired; and for unknown costs while the job is new, while low work does not get to run,
+    or long after they were measured. `plan` says where the low piece may begin, beside high work; `exposed` is the part
+    of the launch that runs beside high work.
+    """
+    budget, learning = high.budget, high.steps < LEARNING_STEPS
+    if not learning and (budget.violations_left < 1.0 or high.explored_step >= high.steps):
+        return False  # one a step: a single violation must not pay for a launch of every low job
     if ban is not None:
         return ban.until <= now and not ban.probing
-    if learning and not may_look(track):
+    if learning and not may_explore_now(high):
         return False
-    fed = pair.places.fed
+    last_launch_step = low_costs.placement.last_launch_step
     if plan is not None:
-        high_piece, moment, _ = spot
+        high_piece, moment, _ = kind
         if moment in MOMENTS:
-            place = plan.at[3 * high_piece + moment]
-            if place is None or place.tried or place.share != pair.share:
+            option = plan.at[3 * high_piece + moment]
+            if option is None or option.tried or option.share != low_costs.share:
                 return False
-            waits = float(track.steps - fed)
-            if not learning:  # it can be tried for so long only
-                waits = min(waits, (track.account.tokens - 1.0) / TOKEN_RATE)
-            patient = waits < 2 * STARVED
-            return track.daring(fed) != CAREFUL and not (patient and place.score > plan.score)
+            held_steps = float(high.steps - last_launch_step)
+            if not learning:  # violations left limit for how long it can be explored
+                held_steps = min(held_steps, (budget.violations_left - 1.0) / VIOLATION_RATE)
+            patient = held_steps < 2 * HELD_LONG_STEPS
+            return high.exploration(last_launch_step) != EXPLORE_NEVER and not (patient and option.score > plan.score)
         if plan.score < inf:
             return False
-    fresh = track.steps - PROBE_EVERY
-    known, alike = pair.launches.get(spot), pair.lows.get(spot[2])
-    if known is not None and known.seen > fresh:
+    stale = high.steps - PROBE_EVERY
+    known, alike = low_costs.launches.get(kind), low_costs.lows.get(kind[2])
+    if known is not None and known.last_step > stale:
         return False
-    if alike is not None and alike.count >= CREDIBLE and alike.seen > fresh:
-        hopeless = felt * alike.peak > HOPELESS * track.account.limit
-        if hopeless:
-            return False
-    return learning or track.steps - fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
+    measured = alike is not None and alike.count >= MIN_SAMPLES and alike.last_step > stale
+    if measured and alike is not None and exposed * alike.peak > TOO_COSTLY * budget.limit:
+        return False
+    held_long = high.steps - last_launch_step >= HELD_LONG_STEPS
+    return learning or held_long or high.steps - high.probed_step >= PROBE_EVERY
 
 
-# ----
+# ---- Between a high job's steps: what an arrival would lose by a launch, and how long to wait for a better moment.
+#
+# While a job stays idle, the chance that it gets a step within the next seconds only rises, until one of its earlier
+# pauses has passed without a step. So the decision about a launch that has to wait may change right after such a pause,
+# and at no other time: when to reconsider is computed, not polled.
 
 
-PLENTY: Final = 128  # gaps there have to be for the shortest to tell anything where they are not relied on
+ENOUGH_TO_DISTRUST: Final = 128  # known pauses for the shortest to count where arrivals are not relied on
 SPOILS: Final = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
-ASIDE_S: Final = 50e-6  # after the moment a step is expected, which should not find the core busy
-AHEAD: Final = 16  # moments weighed: then it is time to look again
+AFTER_ARRIVAL_S: Final = 50e-6  # after the moment a step is expected, which should not find the scheduler busy
+MOST_LOOKAHEAD: Final = 16  # moments examined before reconsidering
 
 
-def between(
-    track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene, end: float, soonest: float, now: float
+def expected_arrival(high: HighJob, key: LowKey) -> float:
+    """The idle job's next step is not expected before this, as far as the low program may rely on its arrivals."""
+    arrivals, since = high.arrivals, high.idle_since
+    if not arrivals.unpredictable:
+        return high.earliest_arrival
+    if high.trust.trusts(key.program):
+        return since + arrivals.earliest(high.passed)
+    return since + (0.5 * arrivals.sorted[0] if len(arrivals.sorted) >= ENOUGH_TO_DISTRUST else 0.0)
+
+
+def hold_for_arrival(
+    high: HighJob,
+    key: LowKey,
+    span: Span,
+    decision: LaunchDecision,
+    view: DeviceView,
+    end: float,
+    earliest: float,
 ) -> Hold | None:
-    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step,
-    which is not expected before `soonest` (`foreseen`)."""
-    gaps, since, model = track.gaps, track.idle_since, track.model
-    if model is None or since == inf:
+    """Why a launch of the low piece `span`, over at `end`, has to wait for an idle job's next step, which is not
+    expected before `earliest`; None: it has not. Notes in `decision` what the launch is expected to cost."""
+    arrivals, since, costs, now = high.arrivals, high.idle_since, high.costs, view.now
+    if costs is None or since == inf:
         return None
-    waited, seconds, behind = now - since, end - now, track.behind
-    if behind >= len(gaps.sorted):
+    idle_s, seconds, passed = now - since, end - now, high.passed
+    if passed >= len(arrivals.sorted):
         return None
-    if track.calibrating and gaps.within(behind, waited, seconds) > SPOILS:
-        clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
-        return Hold("calibration", track.job.id, -1, None, since + clear)
-    if answer.gaps is None:
-        answer.gaps = [model]
-    else:
-        answer.gaps.append(model)
-    delay = model.delay(key, span)
-    if delay is not None:
-        known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.mean
-        if mean < 0.0:
-            mean = 0.0
-        # Where it was seen seldom, another one may reach further into the step.
-        worst = max(known, OVERLAPPING * seconds) if delay.count < CREDIBLE and not may_risk(track) else known
-        few = worst > known
-    elif may_risk(track):
-        answer.exploring = track
+    if high.calibrating and arrivals.chance_within(passed, idle_s, seconds) > SPOILS:
+        clear = time_until_bearable(
+            arrivals, passed, seconds, mean=0.0, worst=inf, room=0.0, affordable=0.0, rare=SPOILS
+        )
+        return Hold("calibration", high.job.id, until=since + clear)
+    decision.idle_costs = [*(decision.idle_costs or ()), costs]
+    known = costs.arrival_cost(key, span)
+    if known is not None:
+        seen_worst, mean = max(known.upper, known.worst), max(0.0, known.mean)
+        # Where there were few such launches, another one may reach further into the step.
+        few = known.count < MIN_SAMPLES and not may_explore_unknown(high) and OVERLAPPING * seconds > seen_worst
+        worst = OVERLAPPING * seconds if few else seen_worst
+    elif may_explore_unknown(high):
+        decision.exploring = high
         return None
     else:
-        known, few = 0.0, True
+        seen_worst, few = 0.0, True
         worst = mean = OVERLAPPING * seconds
-    account = track.account
-    if scene.free_at > now and scene.free_at > soonest:
-        pair = model.pair(key)
-        if (alike := pair.lows.get(span)) is not None:  # it would begin after the step only
-            worst = max(worst, alike.upper, pair.places.of(span).worst)
-    # A launch that is over so soon after the step came can't delay it by much more.
-    most = OVERLAPPING * (end - soonest) if soonest > now else inf  # as `outlasted` says
-    expected = mean if mean < most else most
-    if expected > answer.expected:
-        answer.expected = expected
-    room, budget = account.limit - scene.pending, account.balance + account.credit
-    # As `bearable` says, without a look at the chance where it makes no difference.
-    if (worst <= room or most <= room) and expected <= budget:
+    budget = high.budget
+    if view.free_at > now and view.free_at > earliest:  # it may begin after the step does
+        low_costs = costs.beside(key)
+        if (alike := low_costs.lows.get(span)) is not None:
+            worst = max(worst, alike.upper, low_costs.placement.of(span).worst)
+    most = most_delay(end, earliest, now)
+    decision.expected = max(decision.expected, min(mean, most))
+    room, affordable = budget.limit - view.pending, budget.balance + budget.credit
+    rare = RARELY if high.trust.trusts(key.program) else 0.0
+    if bearable(1.0, most, mean, worst, room, affordable, rare) or bearable(
+        arrivals.chance_within(passed, idle_s, seconds), most, mean, worst, room, affordable, rare
+    ):
         if worst > room:
-            answer.trusting = True
+            decision.relies_on_arrivals = True
         return None
-    rare = RARE if track.surprise.trusts(key.low) else 0.0
-    chance = gaps.within(behind, waited, seconds)
-    if (chance <= rare or worst <= room or most <= room) and chance * expected <= budget:
-        if worst > room:
-            answer.trusting = True
-        return None
-    if scene.low_out:  # would it have to wait with nothing before it, too?
-        seconds -= scene.free_at - now
-        asked, room, reach = now + seconds, room + scene.pending, OVERLAPPING * seconds
-        worst = reach if few and reach > known else known
-        if delay is None:
+    if view.low_out:  # would it have to wait with nothing before it, too?
+        seconds -= view.free_at - now
+        end, room, reach = now + seconds, room + view.pending, OVERLAPPING * seconds
+        worst = max(reach, seen_worst) if few else seen_worst
+        if known is None:
             mean = reach
-        chance, most = gaps.within(behind, waited, seconds), outlasted(asked, soonest, now)
-        if asked < soonest or bearable(chance, most, mean, worst, room, budget, rare):
-            return _gap(track, inf, rare)  # until what is out has ended
-    return _gap(track, since + wait(gaps, behind, seconds, mean, worst, room, budget, rare), rare)
+        chance, most = arrivals.chance_within(passed, idle_s, seconds), most_delay(end, earliest, now)
+        if end < earliest or bearable(chance, most, mean, worst, room, affordable, rare):
+            return _gap(high, inf, rare)  # until what is out has ended
+    wait = time_until_bearable(
+        arrivals, passed, seconds, mean=mean, worst=worst, room=room, affordable=affordable, rare=rare
+    )
+    return _gap(high, since + wait, rare)
 
 
-def _gap(track: Track, until: float, rare: float) -> Hold:
-    hold = Hold("gap", track.job.id, -1, None, until)
-    hold.foreseen = rare > 0.0
+def _gap(high: HighJob, until: float, rare: float) -> Hold:
+    hold = Hold("gap", high.job.id, until=until)
+    hold.arrival_expected = rare > 0.0
     return hold
 
 
-def foreseen(track: Track, key: PairKey) -> float:
-    """The idle job's next step is not expected before this, as far as the low program may rely on its gaps."""
-    gaps, since = track.gaps, track.idle_since
-    if not gaps.erratic:
-        return track.soonest
-    if track.surprise.trusts(key.low):
-        return since + gaps.soonest(track.behind)
-    return since + (0.5 * gaps.sorted[0] if len(gaps.sorted) >= PLENTY else 0.0)  # so soon none came by far
-
-
 def bearable(
-    chance: float, most: float, mean: float, worst: float, room: float, budget: float, rare: float = RARE
+    chance: float, most: float, mean: float, worst: float, room: float, affordable: float, rare: float = RARELY
 ) -> bool:
-    """Whether a launch may run that costs a step which comes during it, with probability `chance`, `mean` seconds,
-    `worst` at worst, but no more than `most`. `room`: seconds a step may still lose; `budget`: seconds the job can pay
-    on average. An arrival that is no more probable than `rare` counts for the budget only."""
-    if chance > rare and (worst if worst < most else most) > room:
+    """Whether a launch may be made during which a step comes with probability `chance`, and then loses `mean` seconds,
+    `worst` at worst, but no more than `most`. `room`: seconds a step may still lose; `affordable`: seconds the job can
+    pay on average. An arrival no more probable than `rare` counts for the average only."""
+    if chance > rare and min(worst, most) > room:
         return False
-    return chance * (mean if mean < most else most) <= budget
+    return chance * min(mean, most) <= affordable
 
 
-def outlasted(end: float, soonest: float, now: float) -> float:
-    """Seconds that a launch which is over at `end` can delay a step that won't come before `soonest`."""
-    return OVERLAPPING * (end - soonest) if soonest > now else inf
+def most_delay(end: float, earliest: float, now: float) -> float:
+    """Seconds by which a launch that is over at `end` can delay a step that does not come before `earliest`."""
+    return OVERLAPPING * (end - earliest) if earliest > now else inf
 
 
-def wait(
-    gaps: Gaps,
-    first: int,
+def time_until_bearable(
+    arrivals: InterArrivals,
+    passed: int,
     seconds: float,
+    *,
     mean: float,
     worst: float,
     room: float,
-    budget: float,
-    rare: float = RARE,
+    affordable: float,
+    rare: float = RARELY,
 ) -> float:
-    """How long a job that has been away for longer than `first` of its gaps has to have been so to be asked about
-    again: until a launch of `seconds` is bearable right after a gap has passed, or there is so much to look at that it
-    is left for then. After `gaps.longest` it is bearable, whatever it costs."""
-    known, count, longest = gaps.sorted, len(gaps.sorted), gaps.longest + ASIDE_S
-    if first >= count or (rare <= 0.0 and worst > room):
+    """How long a job has to have been idle for a launch of `seconds` to be reconsidered. It has been idle for longer
+    than `passed` of its known pauses.
+
+    That is when the launch is bearable right after such a pause has passed, or after MOST_LOOKAHEAD of them. After
+    `arrivals.longest` it is bearable whatever it costs.
+    """
+    known, count, longest = arrivals.sorted, len(arrivals.sorted), arrivals.longest + AFTER_ARRIVAL_S
+    if passed >= count or (rare <= 0.0 and worst > room):
         return longest
     apart = 0.0
-    if budget < 0.0 or (worst > room and rare * count < 1.0):  # only where the next arrival is far enough away
-        apart = seconds + ASIDE_S
-        if budget >= 0.0 and room > 0.0:
+    if affordable < 0.0 or (worst > room and rare * count < 1.0):  # only where the next arrival is far enough away
+        apart = seconds + AFTER_ARRIVAL_S
+        if affordable >= 0.0 and room > 0.0:
             apart -= room / OVERLAPPING
-        if gaps.denser(first, apart):
+        if arrivals.denser(passed, apart):
             return longest
-    looked, longer = 0, known[first]
-    for behind in range(first + 1, count):  # this is `bearable` and `outlasted`, written out: calls would cost most
-        at, coming = longer, known[behind]
-        longer = coming
-        if coming - at < apart:
+    looked = 0
+    for behind in range(passed + 1, count):
+        at, coming = known[behind - 1] + AFTER_ARRIVAL_S, known[behind]
+        if coming - known[behind - 1] < apart:
             continue
-        at += ASIDE_S
-        if at >= gaps.longest:
+        if at >= arrivals.longest:
             break
         if coming <= at:  # that one has passed by then, too
             continue
-        if looked == AHEAD:
+        if looked == MOST_LOOKAHEAD:
             return at
         looked += 1
-        end, left = at + seconds, count - behind
-        if left < MANY:
-            coming *= 0.5
-        if end < coming:
+        end = at + seconds
+        earliest = coming if count - behind >= ENOUGH_INTERVALS else 0.5 * coming
+        if end < earliest:
             return at
-        most = OVERLAPPING * (end - coming) if coming > at else inf
-        expected, bears = mean if mean < most else most, worst <= room or most <= room
-        if bears and expected <= budget:
+        most = most_delay(end, earliest, at)
+        if bearable(1.0, most, mean, worst, room, affordable, rare):
             return at
-        chance = gaps.within(behind, at, seconds)
-        if (bears or chance <= rare) and chance * expected <= budget:
+        chance = arrivals.chance_within(behind, at, seconds)
+        if bearable(chance, most, mean, worst, room, affordable, rare):
             return at
     return longest
 
 
-# ---- When a low launch would begin in a high step, and when to make one so that it begins at a moment that repeats.
+# ---- While a high step runs: where in it a launch would begin, and when to make one that begins at a chosen moment.
 #
-# The device is reached some time after the core decides, and nothing but a timer marks most moments: so the core asks
-# to be woken that much earlier. High steps repeat, and while low work is held they run as they do alone: when their
-# pieces begin is known to a few microseconds.
+# The device begins with a launch some time after it was made, and only a timer marks most moments, so the guard asks to
+# be woken that much earlier. High steps repeat, and while low work is held they run as they do alone: when their pieces
+# begin is known to a few microseconds.
 
 
 TIMED_S: Final = 8e-6  # a launch that begins so close to a moment begins at it
-HEARD_S: Final = 100e-6  # one that begins no later is launched as soon as the host has heard that the high piece began
+AFTER_START_S: Final = 100e-6  # one that begins no later was made as soon as the high piece was reported to have begun
+FIRST_HALF: Final = 3  # other launches, by the half of the high piece in which they begin
+SECOND_HALF: Final = 4
 
 
-def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
-    """Where in the high step a launch made now would begin: the piece (one more than there are: at its end, before a
-    pause), whether the step after the one that runs loses by it, START or the half of it, and the piece's end. Worked
-    out once a look."""
-    found = high.where
+def launch_position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, float]:
+    """Where in the high step a launch made now would begin: the piece (one more than there are: at the step's end,
+    before a pause), whether only the next step loses by it, the moment or half of the piece, and the piece's end."""
+    found = running.position
     if found is None:
-        found = high.where = _where(high, scene, now, reach)
+        found = running.position = _position(running, view)
     return found
 
 
-def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
-    refs, at, began = high.model.refs, high.at, high.began
-    start = now + reach
-    if start < scene.free_at:
-        start = scene.free_at
-    until, wraps = high.until + scene.pending, False
+def _position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, float]:
+    solo_s, at, began = running.costs.solo_s, running.at, running.began
+    start = max(view.now + view.launch_delay, view.free_at)
+    until, next_step = running.until + view.pending, False
     while start > until - TIMED_S:
-        if at + 1 < len(refs):
+        if at + 1 < len(solo_s):
             at += 1
-        elif high.more and not wraps:
-            at, wraps = 0, True
-        elif start - until <= TIMED_S and not (high.late or high.more):
-            return len(refs), True, START, until
+        elif running.more and not next_step:
+            at, next_step = 0, True
+        elif start - until <= TIMED_S and not (running.late or running.more):
+            return len(solo_s), True, START, until
         else:
             break
-        began, until = until, until + refs[at]
-    if abs(start - began) <= TIMED_S and not (high.late and at != high.at):
-        return at, wraps, START, until
-    if start - began <= HEARD_S and start > began and not wraps:
-        return at, wraps, HEARD, until
+        began, until = until, until + solo_s[at]
+    if abs(start - began) <= TIMED_S and not (running.late and at != running.at):
+        return at, next_step, START, until
+    if start - began <= AFTER_START_S and start > began and not next_step:
+        return at, next_step, AFTER_START, until
     if abs(2 * start - until - began) <= 2 * TIMED_S:
-        return at, wraps, MID, until
-    return at, wraps, 4 if 2 * (start - began) >= until - began else 3, until
+        return at, next_step, MIDDLE, until
+    return at, next_step, SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF, until
 
 
-def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: float) -> float:
-    """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will
-    come."""
-    account, refs = high.track.account, high.model.refs
+def next_timed_launch(running: RunningPiece, plan: LaunchPlan, view: DeviceView) -> float:
+    """When to reconsider the launch so that it begins at a moment of the plan that only a timer marks; inf: an event
+    will come before there is one."""
+    budget, solo_s = running.high.budget, running.costs.solo_s
     if not plan.timed:
         return inf
-    if not high.more and len(refs) not in plan.timed and account.used + scene.pending + plan.lightest > account.limit:
+    used, limit = budget.used + view.pending, budget.limit
+    if not running.more and len(solo_s) not in plan.timed and used + plan.lightest > limit:
         return inf
-    at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
-    used, limit = account.used + scene.pending, account.limit
-    timed, soon = plan.timed, now + TIMED_S
-    purse = inf if account.full and used <= 0.0 else account.balance + account.credit
-    for _ in range(len(refs) + 1):
-        for moment, upper, cost in timed.get(at, ()):
-            when = (begins + 0.5 * refs[at] if moment == MID else begins) - reach
-            if when > soon and used + upper <= limit and (wraps or upper == -inf or used + cost <= purse):
+    at, begins, next_step = running.at, running.until + view.pending - solo_s[running.at], False
+    soon = view.now + TIMED_S
+    affordable = inf if budget.full and used <= 0.0 else budget.balance + budget.credit
+    for _ in range(len(solo_s) + 1):
+        for moment, upper, cost in plan.timed.get(at, ()):
+            when = (begins + 0.5 * solo_s[at] if moment == MIDDLE else begins) - view.launch_delay
+            bears = used + upper <= limit and (next_step or upper == -inf or used + cost <= affordable)
+            if when > soon and bears:
                 return when
-        if at == len(refs):
+        if at == len(solo_s):
             break
-        begins += refs[at]
+        begins += solo_s[at]
         at += 1
-        if at == len(refs):
-            if wraps:
+        if at == len(solo_s):
+            if next_step:
                 break
-            used, wraps = 0.0, True
-            if high.more:
+            used, next_step = 0.0, True
+            if running.more:
                 at = 0
     return inf
 
 
-def exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
-    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel:
-    the rest falls between its steps."""
-    pause = high.track.gaps.short
-    if high.more or pause <= 0.0 or lasts <= 0.0:
+def exposed_part(running: RunningPiece, at: int, until: float, start: float, lasts: float) -> float:
+    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that runs beside high work. The
+    rest falls between the job's steps."""
+    pause = running.high.arrivals.short
+    if running.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
-    ends = leaves(high, at, until)
+    ends = step_end(running, at, until)
     beyond = start + lasts - ends
     if beyond <= 0.0:
         return 1.0
-    felt = ends - start if ends > start else 0.0
+    exposed = max(0.0, ends - start)
     if beyond > pause:
-        felt += beyond - pause
-    return felt / lasts if felt < lasts else 1.0
+        exposed += beyond - pause
+    return exposed / lasts if exposed < lasts else 1.0
 
 
-def leaves(high: Running, at: int, until: float) -> float:
-    """When the step is over of which piece `at` ends at `until`."""
-    refs, rest = high.model.refs, 0.0
-    for piece in range(at + 1, len(refs)):
-        rest += refs[piece]
+def step_end(running: RunningPiece, at: int, until: float) -> float:
+    """Predicted end of the step, given that its piece `at` ends at `until`."""
+    rest = 0.0
+    for seconds in running.costs.solo_s[at + 1 :]:
+        rest += seconds
     return until + rest
 
 
-def next_loses(high: Running, cells: list[Cell], begins: float, ends: float) -> float:
-    """What the next step may lose by a launch from `begins`, while this one runs or soon after, until `ends`, of a pair
-    with these cells: 0.0 where such a launch meets it nearly always, as what such launches cost says that then, or
-    never."""
-    assert high.where is not None
-    at, wraps, _, until = high.where
-    refs = high.model.refs
-    if wraps or at == len(refs):
+def next_step_loss(running: RunningPiece, ranges: list[RangeCost], view: DeviceView, lasts: float) -> float:
+    """What the next high step may lose by a low launch of `lasts` seconds that begins while this step runs or soon
+    after. 0.0 where such a launch meets the next step nearly always, as its known cost includes that then, or never."""
+    assert running.position is not None
+    at, next_step, _, until = running.position
+    solo_s = running.costs.solo_s
+    if next_step or at == len(solo_s):
         return 0.0
-    meets = min(high.track.may_meet(ends - leaves(high, at, until)), ends - begins)
-    return overlap_cost(refs, cells, 0, refs[0], False, 0.0, meets).upper if meets > 0.0 else 0.0
+    begins, ends = view.free_at, view.free_at + lasts
+    meets = min(running.high.may_meet(ends - step_end(running, at, until)), ends - begins)
+    return overlap_cost(solo_s, ranges, 0, solo_s[0], False, 0.0, meets).upper if meets > 0.0 else 0.0

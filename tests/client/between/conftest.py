@@ -1,4 +1,4 @@
-"""The plain runs have as many threads as the daemon."""
+"""Plain runs with as many threads as the daemon."""
 
 from __future__ import annotations
 

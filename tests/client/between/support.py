@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpumux import client
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
+from gpumux.errors import StaleGradient
 
 
 def batches(count: int, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
@@ -27,7 +28,7 @@ X, Y = DATA[0]
 
 
 def network() -> nn.Module:
-    """With buffers that a step changes."""
+    """A model with buffers that a step changes."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
@@ -41,7 +42,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Script:
-    """What a script has in hand. `step(x, y)` gives the loss; `job` is None in the plain run."""
+    """The objects of a script. `step(x, y)` returns the loss; `job` is None in the plain run."""
 
     model: Any
     optimizer: Any
@@ -53,7 +54,7 @@ class Script:
         return [loss.item() for loss in losses]
 
     def state(self) -> Any:
-        """All there is, by reading it as a script would."""
+        """All state, read as a script reads it."""
         return self.model.state_dict(), self.optimizer.state_dict()
 
 
@@ -74,7 +75,7 @@ def whole(model: Any, optimizer: Any) -> Callable[..., Any]:
 
 
 def without_zeroing(model: Any, optimizer: Any) -> Callable[..., Any]:
-    """The loop zeroes the gradients, outside."""
+    """A step whose loop zeroes the gradients."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
@@ -116,19 +117,37 @@ def made(
 
 
 def same(script: Callable[[Script], Any], endpoint: str, **how: Any) -> Any:
-    """Run `script` both ways; what it returns, and the model and optimizer it leaves, must be equal bit for bit."""
+    """Run `script` both ways. Its results, and the model, the optimizer, the gradients and the generator after it, must
+    be equal bit for bit."""
     found = []
     for at in (None, endpoint):
         with made(at, **how) as one:
             out = script(one)
             out = detached(out)
-        found.append((out, detached((one.model.state_dict(), one.optimizer.state_dict()))))
-    assert_equal(found[1], found[0])
+        left = detached((one.model.state_dict(), one.optimizer.state_dict()))
+        drawn = torch.get_rng_state() if not how.keys() & {"rng", "seed"} else None
+        found.append((out, left, gradients(one.model), drawn))
+    assert_equal([found[1][:2], found[1][3]], [found[0][:2], found[0][3]])
+    for ours, plain in zip(found[1][2], found[0][2], strict=True):
+        assert (ours is None) == (plain is None)
+        if not isinstance(ours, StaleGradient):
+            assert_equal(ours, plain)
     return found[0][0]
 
 
+def gradients(model: Any) -> list[Any]:
+    """The gradient of each parameter, or the error that reading it raises, because not all are kept."""
+    found: list[Any] = []
+    for p in model.parameters():
+        try:
+            found.append(None if p.grad is None else p.grad.detach().clone())
+        except StaleGradient as error:
+            found.append(error)
+    return found
+
+
 def detached(value: Any) -> Any:
-    """A copy that nothing changes any more."""
+    """A copy that shares no memory with a later state."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, StepFuture):
@@ -146,5 +165,7 @@ def assert_equal(ours: Any, plain: Any) -> None:
             assert type(mine) is type(theirs)
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine, theirs), f"{mine} is {theirs} in the plain run"
+            if theirs.is_floating_point():
+                assert torch.equal(mine.signbit(), theirs.signbit()), f"{mine} is {theirs} in the plain run"
         else:
             assert mine == theirs, f"{mine} is {theirs} in the plain run"

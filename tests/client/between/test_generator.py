@@ -1,5 +1,5 @@
-"""Rows R1 to R9 of docs/architecture.md, "Between two steps": random draws of a job are those of the plain script, and
-the script finds torch's generator where the plain script would.
+"""Rows R1 to R9 of docs/plain-loop.md, "Between two steps": random draws of a job are those of the plain script, and
+torch's generator has the state that it has in the plain script.
 
 Each script runs twice: with the step itself, and with `job.step`.
 """
@@ -28,7 +28,7 @@ from tests.client.parity import assert_same
 from tests.threads import one_thread
 
 Step = Callable[..., Any]
-Run = Callable[..., Any]  # (step, example, model, optimizer) -> a context manager that gives what the loop calls
+Run = Callable[..., Any]  # (step, example, model, optimizer) -> a context manager for the function that the loop calls
 
 
 def network(dropout: float = 0.3) -> torch.nn.Module:
@@ -56,7 +56,7 @@ X, Y = torch.randn(48, 16, generator=torch.Generator().manual_seed(3)), torch.ar
 
 
 def same_in_both(script: Callable[[Run], list[Any]], endpoint: str, **options: Any) -> None:
-    """Runs `script` plainly and through the daemon, and compares what it returns, and the generator behind it."""
+    """Run `script` plainly and through the daemon, and compare its results and the state of the generator after it."""
 
     @contextmanager
     def plainly(step: Step, example: Any, model: Any = None, optimizer: Any = None) -> Iterator[Step]:
@@ -83,8 +83,7 @@ def _values(results: list[Any]) -> list[Any]:
 
 @pytest.fixture(params=["skipped", "waited for"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator is brought behind a step by skipping, and by waiting for the answer: whichever is quicker is
-    chosen."""
+    """The generator is advanced past a step by skipping or by waiting for the answer; the quicker way is chosen."""
     waits = request.param == "waited for"
     monkeypatch.setattr(client_generator, "waits", lambda words, step_s: waits or words is None)
 
@@ -110,7 +109,7 @@ def test_r1_r3_a_script_that_seeds_builds_and_shuffles_gets_the_plain_bits(endpo
 
 
 def test_r3_batches_stacked_where_the_device_reads_them_draw_alike(endpoint: str) -> None:
-    """With `job.collate`, whose batches lie in a slot before the generator's state is known."""
+    """With `job.collate`, which lays batches into a slot before the generator's state is known."""
 
     def script(loader_of: Callable[[Any], DataLoader[Any]], step: Any) -> list[Any]:
         seen: list[Any] = []
@@ -208,7 +207,7 @@ def test_r7_two_jobs_in_turn_and_a_local_model_share_the_generator(endpoint: str
 
 
 def noisy_draws(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of words that depend on the data, a normal number that is kept for the next call, and recomputation."""
+    """Numbers of words that depend on data, a normal number kept for the next call, and recomputation."""
     noise = torch.randn(3)  # fewer than 16 are drawn in pairs, and one is left over
     counts = torch.poisson(x.abs() * 3)
     again = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False)
@@ -230,7 +229,7 @@ def test_r8_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
 
 @pytest.mark.usefixtures("either_way")
 def test_r1_recomputed_dropout_draws_once(endpoint: str) -> None:
-    """Under checkpointing: what is recomputed takes no further words."""
+    """With checkpointing, recomputation takes no further words."""
 
     def script(run: Run) -> list[Any]:
         torch.manual_seed(17)
@@ -254,7 +253,7 @@ def test_r1_recomputed_dropout_draws_once(endpoint: str) -> None:
 
 
 def test_r9_steps_in_several_threads_draw_each_number_once(endpoint: str) -> None:
-    """In which order they draw is undefined, as in the plain run; that two draw the same is not."""
+    """The order in which threads draw is undefined, as in the plain run, but no two draw the same numbers."""
     torch.manual_seed(23)
     start = torch.get_rng_state()
     drawn: list[torch.Tensor] = []
@@ -353,7 +352,7 @@ SIZES = [(1,), (2,), (3,), (6,), (14,), (15,), (16,), (4, 8), (64, 33), (1000,),
 def test_skipping_the_words_an_operator_takes_is_as_good_as_running_it(
     target: str, dtype: str, contiguous: bool
 ) -> None:
-    """From whatever state: with a normal number kept for the next call, or none."""
+    """From a state with a normal number kept for the next call, and from one without."""
     args, run = DRAWING[target]
     for size in SIZES:
         wide = (size[0], 2 * size[-1]) if len(size) > 1 else (2 * size[0],)

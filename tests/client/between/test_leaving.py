@@ -1,4 +1,4 @@
-"""Rows L1 and L2 of docs/architecture.md, "Between two steps": how a script leaves a job."""
+"""Rows L1 and L2 of docs/plain-loop.md, "Between two steps": how a script leaves a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = 60.0
 
 
 def trained(steps: int) -> Any:
-    """What the plain loop ends with."""
+    """The state at the end of the plain loop."""
     torch.manual_seed(7)
     model = network()
     optimizer = adam(model)

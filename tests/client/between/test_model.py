@@ -1,4 +1,4 @@
-"""Rows M1 to M19 of docs/architecture.md, "Between two steps": what a script does to the model."""
+"""Rows M1 to M19 of docs/plain-loop.md, "Between two steps": what a script does to the model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Encoder(nn.Module):
 def test_m1_an_evaluation_takes_the_path_it_takes_without_gpumux(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fast path is closed to tensors with torch functions and to modules with hooks."""
+    """Tensors with torch functions and modules with hooks do not take the fast path."""
     taken: list[bool] = []
     fast = torch._transformer_encoder_layer_fwd
 
@@ -136,8 +136,8 @@ def test_m2_a_torch_function_by_whatever_reference(reference: Any, early: bool, 
     same(script, endpoint, make=network_with_alias)
 
 
-# What asks no `__torch_function__`, by torch.overrides.get_ignored_functions() or for want of a tensor among its
-# arguments.
+# Functions that call no `__torch_function__`, by torch.overrides.get_ignored_functions() or because no argument is a
+# tensor.
 UNASKED = {
     "tensor": lambda p: torch.tensor(p),
     "as_tensor": lambda p: torch.as_tensor(p),
@@ -186,7 +186,7 @@ def test_m2_what_asks_no_torch_function(name: str, endpoint: str) -> None:
             out.append(UNASKED[name](s.model[0].weight))
             s.train(1, i)
             if s.job is not None:
-                assert s.job._guard.stale  # so that the next way is asked of a tensor that is behind
+                assert s.job._staleness.stale  # so that the next way reads a stale tensor
         return out
 
     same(script, endpoint)
@@ -201,7 +201,7 @@ def test_m2_scripts_that_make_tensors_still_compile() -> None:
 
 
 def test_m2_functions_are_pickled_by_their_names() -> None:
-    """As a DataLoader's collate function is, for workers that are spawned, which know nothing of gpumux."""
+    """As a DataLoader pickles its collate function for spawned workers, which do not import gpumux."""
     overrides.install()
     for function, name in (
         (torch.tensor, b"tensor"),
@@ -229,13 +229,13 @@ def _makes_tensors(x: float) -> Tensor:
     return torch.stack([torch.tensor(x), torch.as_tensor(1.0)])
 
 
-# Row M2 says so: a tensor of no dimension that is taken as a plain number.
+# Row M2: a 0-dim tensor that is used as a plain number.
 _NOT_SEEN = {f"torch.{name}" for name in ("arange", "eye", "full", "randperm", "range", "scalar_tensor")}
 
 
 def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
-    """All of torch's list: also those that a new torch adds. In a process of its own, since some change torch's
-    settings."""
+    """All functions of torch's list, also those that a new torch adds. In a process of its own, because some change
+    torch's settings."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.client.between.unasked"], capture_output=True, text=True, timeout=300
     )
@@ -396,11 +396,17 @@ def fill(model: Any) -> None:
         "M14 numpy of a parameter",
     ],
 )  # fmt: skip
-def test_m6_m7_m8_m9_m11_m14_a_write_is_noticed_and_load_state_answers_it(write: Any, endpoint: str) -> None:
+@pytest.mark.parametrize(
+    "then",
+    [lambda s: None, lambda s: len(s.optimizer.state), lambda s: s.model[0].bias.grad],
+    ids=["at once", "optimizer's state read", "gradient looked at"],
+)
+def test_m6_m7_m8_m9_m11_m14_a_write_is_noticed_and_load_state_answers_it(then: Any, write: Any, endpoint: str) -> None:
     def script(s: Script) -> Any:
         s.train(2)
         torch.manual_seed(1)
         write(s.model)
+        then(s)
         if s.job is not None:
             with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
                 s.step(*DATA[2])

@@ -1,4 +1,4 @@
-"""Rows O1 to O9 of docs/architecture.md, "Between two steps": what a script does to the optimizer."""
+"""Rows O1 to O9 of docs/plain-loop.md, "Between two steps": what a script does to the optimizer."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_o3_schedules(schedule: Any, endpoint: str) -> None:
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
-    """With what a scheduler would add, which a job wants to know before."""
+    """With the entries that a scheduler would add, which must exist before the job is submitted."""
     known = {"initial_lr": 0.1 / 25, "max_lr": 0.1, "min_lr": 0.1 / 25 / 1e4}
     return [{"params": list(model.parameters()), **known}]
 
@@ -163,7 +163,7 @@ def test_o4_groups(endpoint: str) -> None:
         out = s.train(1)
         s.optimizer.add_param_group({"params": list(s.model[3].parameters()), "lr": 0.01})
         out += s.train(2, 1)
-        s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})  # which no step gives a gradient
+        s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})  # a parameter without a gradient
         out += s.train(1, 3)
         del s.optimizer.param_groups[1:]
         return out + s.train(1, 4)
@@ -245,10 +245,16 @@ def test_o5_the_state_is_of_its_own_type_again(endpoint: str) -> None:
     ],
     ids=["in place", "by data", "replaced", "cleared", "the whole", "load_state_dict", "counter"],
 )
-def test_o6_writing_it_is_noticed_and_load_state_answers_it(write: Any, endpoint: str) -> None:
+@pytest.mark.parametrize(
+    "then",
+    [lambda s: None, lambda s: s.model(X), lambda s: s.model[0].weight.grad is None, lambda s: s.model[0].weight.sum()],
+    ids=["at once", "model called", "gradient looked at", "parameter read"],
+)
+def test_o6_writing_it_is_noticed_and_load_state_answers_it(then: Any, write: Any, endpoint: str) -> None:
     def script(s: Script) -> Any:
         s.train(2)
         write(s)
+        then(s)
         if s.job is not None:
             with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
                 s.step(*DATA[2])
@@ -256,6 +262,124 @@ def test_o6_writing_it_is_noticed_and_load_state_answers_it(write: Any, endpoint
         return s.train(2, 2)
 
     same(script, endpoint)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda entry: entry.clear(),
+        lambda entry: entry.__setitem__("step", torch.tensor(0.0)),
+        lambda entry: entry.update(exp_avg=torch.ones(8, 6)),
+    ],
+    ids=["cleared", "counter replaced", "moment replaced"],
+)
+@pytest.mark.parametrize("then", ["train", "read", "model"])
+def test_o6_an_entry_that_the_script_holds_is_written_while_it_is_behind(then: str, write: Any, endpoint: str) -> None:
+    """By a reference to the dictionary, without reading `optimizer.state`."""
+
+    def script(s: Script) -> Any:
+        out: list[Any] = s.train(2)
+        entry = s.optimizer.state[s.model[0].weight]
+        out += s.train(1, 2)
+        write(entry)
+        if then == "model":
+            out.append(s.model(X).sum())
+        if s.job is not None:
+            with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+                s.optimizer.state.keys() if then == "read" else s.step(*DATA[3])
+            s.job.load_state()
+        return out + s.train(2, 3)
+
+    same(script, endpoint)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda o, p: o.state.clear(),
+        lambda o, p: o.state.pop(p),
+        lambda o, p: o.state.__setitem__(p, {}),
+        lambda o, p: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    ],
+    ids=["cleared", "popped", "emptied", "loaded"],
+)
+def test_o6_what_load_state_takes_away_keeps_its_values(write: Any, endpoint: str) -> None:
+    """By the script's own reference to state that later steps replace."""
+
+    def script(s: Script) -> Any:
+        out: list[Any] = s.train(2)
+        weight = s.model[0].weight
+        moment, gradient = s.optimizer.state[weight]["exp_avg"], s.model[0].weight.grad
+        write(s.optimizer, weight)
+        weight.grad = None
+        if s.job is not None:
+            s.job.load_state()
+        return [*out, *s.train(2, 2), moment.clone(), gradient.clone()]
+
+    same(script, endpoint, step=without_zeroing)
+
+
+def by_variable(model: Any, optimizer: Any) -> Any:
+    state = optimizer.state
+    weight = model[0].weight
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if weight in state:
+            loss = loss + state[weight]["momentum_buffer"].square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def by_the_optimizer(model: Any, optimizer: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if model[0].weight in optimizer.state:
+            loss = loss + optimizer.state[model[0].weight]["momentum_buffer"].square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def test_o5_a_step_reads_the_state_by_the_optimizer_and_by_no_variable(endpoint: str) -> None:
+    with pytest.raises(errors.CaptureError, match=r"reads state, which is the optimizer's state") as refused:
+        same(lambda s: s.train(3), endpoint, step=by_variable, optimize=momentum)
+    assert "optimizer.state[parameter]" in refused.value.remedy
+    same(lambda s: s.train(3), endpoint, step=by_the_optimizer, optimize=momentum)
+
+
+def test_o5_optimizers_that_share_a_state_dictionary_are_refused(endpoint: str) -> None:
+    model = network()
+    one, other = momentum(model), momentum(model)
+    other.state = one.state
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        one.step()
+        return loss
+
+    with pytest.raises(errors.CaptureError, match="one state dictionary"):
+        client.submit(step, example=(X, Y), model=model, optimizer=[one, other], endpoint=endpoint)
+
+
+def test_o5_looking_at_the_state_of_a_parameter_that_has_none_is_no_write(endpoint: str) -> None:
+    """The optimizer's defaultdict makes an empty entry."""
+
+    def script(s: Script) -> Any:
+        s.model[0].weight.requires_grad_(False)
+        out: list[Any] = s.train(2)
+        out.append(len(s.optimizer.state[s.model[0].weight]))
+        return out + s.train(2, 2)
+
+    same(script, endpoint, optimize=momentum)
 
 
 def test_o7_another_optimizer_by_the_same_name(endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""Every row of the list in docs/architecture.md, "Between two steps", has a test that names it."""
+"""Every row of the list in docs/plain-loop.md, "Between two steps", has a test that names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = [*HERE.glob("test_*.py"), HERE.parent / "test_recovery.py"]
-DOCUMENT = HERE.parents[2] / "docs" / "architecture.md"
+DOCUMENT = HERE.parents[2] / "docs" / "plain-loop.md"
 ROW = re.compile(r"^\| ([A-Z]\d+) \|", re.MULTILINE)
 
 

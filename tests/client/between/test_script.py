@@ -1,4 +1,4 @@
-"""A script as people write it, in plain torch and with the fewest lines changed: all that it leaves is equal."""
+"""A typical script, in plain torch and with the fewest lines changed for a job: all state at its end is equal."""
 
 from __future__ import annotations
 

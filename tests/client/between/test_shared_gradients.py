@@ -1,5 +1,5 @@
-"""Row G3 of docs/architecture.md, "Between two steps": gradients that share memory, and gradients that are put away and
-put back."""
+"""Row G3 of docs/plain-loop.md, "Between two steps": gradients that share memory, and gradients that are removed and
+restored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear() -> nn.Module:
 
 
 class Flat(nn.Linear):
-    """Its gradients are windows onto one buffer, as some libraries lay them."""
+    """A model whose gradients are views of one buffer, as in some libraries."""
 
     def __init__(self, window: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
         super().__init__(6, 3)
@@ -43,12 +43,12 @@ class Flat(nn.Linear):
 
 
 def flat_by_data() -> nn.Module:
-    """Windows with version counters of their own."""
+    """Views with version counters of their own."""
     return Flat(lambda flat: flat.data)
 
 
 def each(act: Callable[[Script, int], Any], step: Any = without_zeroing, make: Any = linear) -> Callable[[Script], Any]:
-    """A script that calls `act` after every step, and gives what it returned."""
+    """A script that calls `act` after every step, and returns its results."""
 
     def script(s: Script) -> Any:
         out: list[Any] = []
@@ -106,7 +106,7 @@ def refused(script: Callable[[Script], Any], endpoint: str, **how: Any) -> None:
 
 
 def test_g3_cleared_gradients_leave_the_flat_buffer_as_it_was(endpoint: str) -> None:
-    """Where its values are known; a reader that finds them gone is told."""
+    """If its values are known; otherwise reading it raises an error."""
 
     def act(s: Script, i: int) -> list[Any]:
         out = [s.model.flat.clone()]
@@ -241,6 +241,22 @@ def test_g3_windows_given_later_go_on_from_their_values(endpoint: str) -> None:
     same(each(act), endpoint, make=linear, step=without_zeroing, optimize=momentum)
 
 
+@pytest.mark.parametrize("write", [Tensor.zero_, torch.zero_, lambda t: t.mul_(0.5), lambda t: t.fill_(0.0)])
+@pytest.mark.parametrize("then", ["train", "read", "end"])
+def test_g3_memory_given_as_windows_can_not_be_written_once_a_step_added(then: str, write: Any, endpoint: str) -> None:
+    """The job has a copy of it, which the write would miss."""
+
+    def script(s: Script) -> Any:
+        memory = torch.ones(21)
+        out: list[Any] = s.train(1)
+        windows_of(memory, s)
+        out += s.train(1, 1)
+        write(memory)
+        return out + (s.train(2, 2) if then == "train" else [s.model.weight.grad.sum()] if then == "read" else [])
+
+    refused(script, endpoint, make=linear, step=without_zeroing, optimize=momentum)
+
+
 @pytest.mark.parametrize("way", ["windows", "one for two", "one window for two", "row", "by data"])
 def test_g3_what_the_script_holds_of_memory_it_gave_is_never_silently_old(way: str, endpoint: str) -> None:
     """A step adds to it in the plain loop."""
@@ -269,7 +285,7 @@ def test_g3_what_the_script_holds_of_memory_it_gave_is_never_silently_old(way: s
 
 
 def test_g3_memory_given_and_replaced_by_the_step_keeps_its_values(endpoint: str) -> None:
-    """As methods of several tasks give one gradient in parts of a long vector."""
+    """As in methods for several tasks, which set gradients as parts of one long vector."""
 
     def whole(model: Any, optimizer: Any) -> Any:
         def step(x: Tensor, y: Tensor) -> Tensor:
@@ -333,7 +349,7 @@ def test_g3_memory_given_and_written_between_two_steps_that_only_read_it(endpoin
 
 
 def test_g3_data_of_every_gradient_after_every_step(endpoint: str) -> None:
-    """And no step is captured again for it."""
+    """No step is captured again for it."""
 
     def act(s: Script, i: int) -> None:
         for p in s.model.parameters():
@@ -448,8 +464,7 @@ WAYS = [given_before_each, given_once, given_as_windows, given_and_replaced_late
 @pytest.mark.parametrize("step", [without_zeroing, whole, functional, zeroing_last], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("script", WAYS, ids=lambda f: f.__name__)
 def test_g3_what_is_given_is_added_to_by_steps_that_add_in_place_alone(script: Any, step: Any, endpoint: str) -> None:
-    """A step that adds to it and then takes the gradient away leaves the sum in the script's tensor, which never comes
-    back."""
+    """A step adds to it and then removes the gradient: the sum belongs in the script's tensor, but is never fetched."""
     lost = step is zeroing_last or (step is without_zeroing and script is given_as_windows)
     (refused if lost else same)(script, endpoint, make=linear, step=step, optimize=momentum)
 
@@ -543,7 +558,7 @@ def test_g3_a_second_job_on_the_model_sets_no_gradients(endpoint: str) -> None:
 
 @pytest.mark.parametrize("make", [Flat, flat_by_data])
 def test_g3_others_of_a_flat_buffer_are_written_after_one_was_replaced(make: Any, endpoint: str) -> None:
-    """With a step between that changes nothing, so that what was fetched is still what the daemon holds."""
+    """With a step between that changes nothing, so that the fetched values are still the daemon's."""
 
     def script(s: Script) -> Any:
         def norms() -> Tensor:

@@ -1,4 +1,4 @@
-"""Things that share memory because a step made them so: optimizer state, gradients, buffers of modules."""
+"""Tensors that a step made to share memory: optimizer state, gradients, buffers of modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpumux import errors
-from tests.client.between.support import DATA, Script, X, made, momentum, same, whole, without_zeroing
+from tests.client.between.support import DATA, Script, X, made, momentum, same, whole, without_update, without_zeroing
 
 STEPS = 5
 
@@ -43,7 +43,7 @@ class OfAll(torch.optim.Optimizer):
 
 
 class KeepsGradient(OfAll):
-    """Its state holds the gradient itself."""
+    """An optimizer whose state holds the gradient itself."""
 
     def kept(self, p: Any) -> Any:
         return p.grad
@@ -78,7 +78,7 @@ class KeepsWindow(KeepsGradient):
 
 
 class FlatState(OfAll):
-    """One buffer, made in the first step, and windows onto it."""
+    """One buffer, made in the first step, and views of it."""
 
     def all(self, params: list[Any]) -> None:
         if not self.state[params[0]]:
@@ -106,7 +106,7 @@ class OneForAll(OfAll):
 
 
 class PassesOn(OfAll):
-    """What was the newest becomes the one before, in the same memory."""
+    """The newest entry becomes the previous one, in the same memory."""
 
     def all(self, params: list[Any]) -> None:
         for p in params:
@@ -221,7 +221,8 @@ ACTS = [
     backward_here,
     loaded,
 ]
-OPTIMIZERS = [KeepsGradient, KeepsDetached, KeepsWindow, FlatState, OneForAll, PassesOn, SharesAtTimes]
+KEEPERS = [KeepsGradient, KeepsDetached, KeepsWindow]
+OPTIMIZERS = [FlatState, OneForAll, PassesOn, SharesAtTimes]
 
 
 STYLES = [whole, zeros_first, zeros_last]
@@ -234,16 +235,76 @@ STYLES = [whole, zeros_first, zeros_last]
 )
 @pytest.mark.parametrize("optimize", OPTIMIZERS, ids=lambda f: f.__name__)
 def test_state_that_a_step_made_to_share_memory(optimize: Any, act: Any, step: Any, endpoint: str) -> None:
-    refused = None
-    try:
-        same(each(act), endpoint, make=Square, optimize=optimize, step=step)
-    except errors.StaleGradient as error:
-        refused = error
-    assert refused is None or (optimize, act) == (KeepsWindow, zero_gradients)  # zeros in part of what is behind
+    same(each(act), endpoint, make=Square, optimize=optimize, step=step)
+
+
+@pytest.mark.parametrize("optimize", KEEPERS, ids=lambda f: f.__name__)
+def test_state_that_keeps_gradients_which_the_step_clears(optimize: Any, endpoint: str) -> None:
+    same(each(read), endpoint, make=Square, optimize=optimize, step=zeros_last)
+
+
+def accumulate_then_apply(s: Script) -> Any:
+    """`apply` leaves the gradients to the optimizer's state alone."""
+
+    def apply() -> None:
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+
+    update = apply if s.job is None else s.job.add(apply, example=())
+    out: list[Any] = []
+    for i in range(6):
+        out += s.train(1, i)
+        if i == 2:
+            out += [p.grad.clone() for p in s.model.parameters()]
+        if i % 2:
+            update()
+        if i == 3:
+            out += [state["last"].clone() for state in s.optimizer.state.values()]
+    return out
+
+
+@pytest.mark.parametrize("optimize", KEEPERS, ids=lambda f: f.__name__)
+def test_gradients_that_a_step_leaves_to_the_optimizer_s_state(optimize: Any, endpoint: str) -> None:
+    same(accumulate_then_apply, endpoint, make=Square, optimize=optimize, step=without_update)
+
+
+class KeepsCopy(KeepsGradient):
+    """As the refusal of the others says."""
+
+    def kept(self, p: Any) -> Any:
+        return p.grad.clone()
+
+
+@pytest.mark.parametrize("step", [whole, without_zeroing, zeros_first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("optimize", KEEPERS, ids=lambda f: f.__name__)
+def test_state_that_keeps_gradients_which_are_there_between_steps_is_refused(
+    optimize: Any, step: Any, endpoint: str
+) -> None:
+    """A `p.grad.zero_()` of the script would write to the optimizer's state, and a step to the script's tensor."""
+    with (
+        pytest.raises(errors.CaptureError, match=r"last shares memory with the gradient of one\.weight") as refused,
+        made(endpoint, Square, optimize, step),
+    ):
+        raise AssertionError("refused before")
+    assert "p.grad.clone()" in refused.value.remedy
+    same(each(zero_gradients), endpoint, make=Square, optimize=KeepsCopy, step=step)
+
+
+def test_state_that_the_script_made_to_keep_gradients_is_refused(endpoint: str) -> None:
+    with made(endpoint, Square, KeepsGradient, zeros_last) as s:
+        before = s.train(1)
+        backward_here(s, 0)
+        s.optimizer.step()
+        with pytest.raises(errors.CaptureError, match="shares memory with the gradient") as refused:
+            s.job.load_state()
+        assert "clone" in refused.value.remedy
+        s.optimizer.zero_grad()  # the gradients are the state's alone
+        s.job.load_state()
+        assert before[0] != s.train(1)[0]
 
 
 def backward_and_step_here(s: Script) -> Any:
-    """Before the first step: the state is there already, and holds the gradient."""
+    """Before the first step the state exists already and holds the gradient."""
     backward_here(s, 0)
     s.optimizer.step()
     if s.job is not None:
@@ -302,13 +363,12 @@ def read_gradients(s: Script, i: int) -> list[Any]:
     return [p.grad.clone() for p in s.model.parameters()]
 
 
-@pytest.mark.parametrize("optimize", [momentum, KeepsGradient], ids=["momentum", "keeps gradients"])
 @pytest.mark.parametrize("act", [nothing, halved, read_gradients, read_model_at_times], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("change", [one_for_two, windows, overlapping_windows, the_parameter_itself])
-def test_gradients_that_a_step_made_to_share_memory(change: Any, act: Any, optimize: Any, endpoint: str) -> None:
-    if act is halved and (optimize is KeepsGradient or change is the_parameter_itself):
+def test_gradients_that_a_step_made_to_share_memory(change: Any, act: Any, endpoint: str) -> None:
+    if act is halved and change is the_parameter_itself:
         act = nothing  # a write to other state, which is refused
-    same(each(act), endpoint, make=Square, optimize=optimize, step=gives(change))
+    same(each(act), endpoint, make=Square, optimize=momentum, step=gives(change))
 
 
 class Buffers(nn.Module):
@@ -375,7 +435,111 @@ def test_buffers_that_change_places_share_nothing(change: Any, endpoint: str) ->
     same(each(read_model_at_times), endpoint, make=lambda: Buffers(change), optimize=momentum)
 
 
-# ---- what a step replaces, while the script holds the tensors that stood there
+# ---- tensors that a step replaces while the script holds the old ones
+
+
+class HoldsFirst(nn.Module):
+    """A buffer that each step replaces, and its first tensor, held in the way `how`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("most", torch.zeros(3))
+        first = self.most
+        self.first: Any = {"attribute": first, "list": [first], "window": first[:2], "copy": first.clone()}.get(how)
+        self.closure = (lambda: first) if how == "closure" else None
+        if how == "copy":
+            self.register_buffer("own", self.first)
+            del self.first
+
+    def at_first(self) -> Any:
+        if self.closure is not None:
+            return self.closure()
+        if "own" in self._buffers:
+            return self.own
+        return self.first[0] if isinstance(self.first, list) else self.first
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        moved = (self.most.sum() - self.at_first().sum()).abs()
+        self.most = torch.maximum(self.most, y.detach().amax(0))
+        return y * (1 + moved)
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "window", "closure"])
+def test_m21_a_step_that_reads_what_a_buffer_was_before_it_was_replaced_is_refused(how: str, endpoint: str) -> None:
+    """The variable and the buffer are one tensor at first, and two from the first step on."""
+    with (
+        pytest.raises(errors.CaptureError, match=r"first.* holds the tensor of most, which the step replaces") as found,
+        made(endpoint, lambda: HoldsFirst(how), momentum),
+    ):
+        raise AssertionError("refused before")
+    assert ".clone()" in found.value.remedy
+
+
+def holds_gradient(model: Any, optimizer: Any) -> Callable[..., Any]:
+    first = model.weight.grad
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) + first.sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def holds_moment(model: Any, optimizer: Any) -> Callable[..., Any]:
+    first = optimizer.state[model.weight]["norm"]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) + first.sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("step", [holds_gradient, holds_moment], ids=lambda f: f.__name__)
+def test_m21_a_step_that_reads_a_gradient_or_state_from_before_it_was_replaced_is_refused(
+    step: Any, endpoint: str
+) -> None:
+    def stepped(model: Any) -> Any:
+        optimizer = Replaces(model)
+        F.cross_entropy(model(X), DATA[9][1]).backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["norm"] = state["norm"].reshape(1)  # one of no dimension is a number of the client's
+        return optimizer
+
+    with (
+        pytest.raises(errors.CaptureError, match=r"first holds the tensor of .*weight.*, which the step replaces"),
+        made(endpoint, lambda: nn.Linear(6, 3), stepped, step),
+    ):
+        raise AssertionError("refused before")
+
+
+def returning(model: Any, optimizer: Any) -> Callable[..., Any]:
+    step = whole(model, optimizer)
+    return lambda x, y: (step(x, y), model.one.weight)
+
+
+def test_m22_a_parameter_that_the_step_returns_is_a_copy_of_that_step(endpoint: str) -> None:
+    """So is what a plain step returns when it is cloned at once."""
+
+    with made(endpoint, Square, momentum, returning) as s:
+        ours = [step.result()[1] for step in [s.step(*DATA[i]) for i in range(3)]]
+    with made(None, Square, momentum, returning) as s:
+        plain = [s.step(*DATA[i])[1].detach().clone() for i in range(3)]
+    assert all(map(torch.equal, ours, plain))
+    assert not torch.equal(ours[0], ours[2])
+
+
+def test_what_a_buffer_was_is_kept_in_a_buffer_of_its_own(endpoint: str) -> None:
+    same(lambda s: s.train(4), endpoint, make=lambda: HoldsFirst("copy"), optimize=momentum)
 
 
 class Keeps(nn.Module):
@@ -436,7 +600,7 @@ def state_of(s: Script) -> list[Any]:
 
 
 def held(what: Callable[[Script], list[Any]], at_once: Callable[[int], bool]) -> Callable[[Script], Any]:
-    """Holds what stands there after every step; reads it there and then `at_once`, and all in the end."""
+    """Holds the present tensors after every step; reads them `at_once`, and all at the end."""
 
     def script(s: Script) -> Any:
         out: list[Any] = []
@@ -456,7 +620,7 @@ def always(i: int) -> bool:
 
 
 def same_or_stale(script: Callable[[Script], Any], endpoint: str, **how: Any) -> bool:
-    """Whether it ran through."""
+    """Whether the script ran to its end."""
     try:
         same(script, endpoint, **how)
     except errors.StaleState as error:
@@ -468,7 +632,7 @@ def same_or_stale(script: Callable[[Script], Any], endpoint: str, **how: Any) ->
 @pytest.mark.parametrize("first", [False, True])
 def test_m20_a_buffer_that_is_replaced_and_read_before(first: bool, endpoint: str) -> None:
     ran = same_or_stale(held(buffers_of, always), endpoint, make=lambda: Keeps(first), optimize=momentum)
-    assert ran is not first  # what it was when the step replaced it was never here
+    assert ran is not first  # its values when the step replaced it were never fetched
 
 
 @pytest.mark.parametrize("at_once", [lambda i: False, lambda i: i % 2 == 0, lambda i: i == 3])
@@ -487,7 +651,7 @@ def test_a_window_onto_a_buffer_that_is_replaced(endpoint: str) -> None:
 
 
 def test_a_model_whose_buffers_are_replaced_goes_on(endpoint: str) -> None:
-    """Evaluated here, moved by load_state, averaged: with the buffers that stand there now."""
+    """Evaluated locally, pushed by load_state, averaged: with the present buffers."""
 
     def script(s: Script) -> Any:
         out: list[Any] = []
@@ -510,18 +674,17 @@ def test_a_model_whose_buffers_are_replaced_goes_on(endpoint: str) -> None:
 @pytest.mark.parametrize("optimize", [Replaces, PassesOn, SharesAtTimes, KeepsGradient, KeepsDetached, KeepsWindow])
 @pytest.mark.parametrize("at_once", [lambda i: False, always, lambda i: i == 3])
 def test_state_that_is_replaced_and_read_before(at_once: Any, optimize: Any, endpoint: str) -> None:
-    """Whoever gets at the state has it fetched."""
+    """All ways to read the state fetch it."""
     script = held(state_of, at_once)
-    if optimize is SharesAtTimes:  # is half of what it was, which was never here
-        assert same_or_stale(script, endpoint, make=Square, optimize=optimize) is False
-    elif optimize is KeepsDetached:  # which tensor of several over the same memory, nobody can tell
-        same(lambda s: script(s)[:-1], endpoint, make=Square, optimize=optimize)
+    how = {"make": Square, "optimize": optimize, "step": zeros_last if optimize in KEEPERS else whole}
+    if optimize is SharesAtTimes:  # half of values that were never fetched
+        assert same_or_stale(script, endpoint, **how) is False
     else:
-        same(script, endpoint, make=Square, optimize=optimize)
+        same(script, endpoint, **how)
 
 
 def test_state_that_is_replaced_while_it_is_behind(endpoint: str) -> None:
-    """Written in place by a step, and thrown away by the next."""
+    """Written in place by a step, and dropped by the next."""
 
     def script(when: int) -> Callable[[Script], Any]:
         def run(s: Script) -> Any:

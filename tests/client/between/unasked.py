@@ -1,5 +1,5 @@
-"""Prints the functions of torch that never ask a tensor's class, and into whose results its values come all the same,
-unfetched."""
+"""Prints the functions of torch that bypass `__torch_function__` and whose results depend on a tensor's stale
+values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpumux.capture import fetching as overrides
-from gpumux.capture.fetching import Keeper, hold, plainly
+from gpumux.capture.fetching import ReadHandler, mark_stale, without_fetching
 from gpumux.capture.state import Part
 
-# They change settings, go to files, or are modes.
+# Functions that change settings, write files, or are modes.
 _ACT = (
     "set_",
     "manual_seed",
@@ -36,7 +36,7 @@ _ACT = (
 )
 
 
-class _Counting(Keeper):
+class _Counting(ReadHandler):
     """Counts what is fetched."""
 
     fetches = 0
@@ -44,7 +44,7 @@ class _Counting(Keeper):
     def fetch(self, parts: frozenset[Part]) -> None:
         self.fetches += 1
 
-    def hold(self, tensor: Tensor, part: Part | None, index: int = -1) -> None: ...
+    def mark_stale(self, tensor: Tensor, part: Part | None, index: int = -1) -> None: ...
     def gradient(self, index: int) -> Tensor | None: ...
     def gradient_set(self, index: int, value: Tensor | None) -> None: ...
     def gradient_zeroed(self, index: int, value: Tensor) -> None: ...
@@ -69,13 +69,13 @@ def _result(
 ) -> tuple[bool, list[Tensor]]:
     """Whether it fetched, and the tensors that it gave."""
     keeper = _Counting()
-    hold(tensor, keeper, Part.MODEL)
+    mark_stale(tensor, keeper, Part.MODEL)
     torch.manual_seed(0)
     try:
         out = pytree.tree_leaves(function(*arguments(tensor)))
     except Exception:  # noqa: BLE001  it takes no such arguments
         return False, []
-    with plainly():
+    with without_fetching():
         return keeper.fetches > 0, [x.detach().clone() for x in out if isinstance(x, Tensor)]
 
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.daemon.snapshots.store import GENERATIONS, GENERATOR, NOTES, Owner, Store, buffer_name
+from gpumux.daemon.snapshots.store import GENERATIONS, GENERATOR, NOTES, SnapshotOwner, Store, buffer_name
 from gpumux.errors import SnapshotFailed, UnknownJob
 
 JOB, OTHER = "ab" * 16, "cd" * 16
-MINE = Owner(1000, JOB)
-NOBODY: frozenset[Owner] = frozenset()
+MINE = SnapshotOwner(1000, JOB)
+NOBODY: frozenset[SnapshotOwner] = frozenset()
 
 
 def tensors(seed: int, *sizes: int) -> dict[str, np.ndarray]:
@@ -28,16 +28,16 @@ def tensors(seed: int, *sizes: int) -> dict[str, np.ndarray]:
 
 
 def save(
-    store: Store, number: int, owner: Owner = MINE, name: str = "sweep", sizes: tuple[int, ...] = (300, 0, 7)
+    store: Store, number: int, owner: SnapshotOwner = MINE, name: str = "sweep", sizes: tuple[int, ...] = (300, 0, 7)
 ) -> int:
     return store.save(owner, number, tensors(number, *sizes), {"name": name})
 
 
-def files(store: Store, owner: Owner = MINE) -> list[Path]:
+def files(store: Store, owner: SnapshotOwner = MINE) -> list[Path]:
     return sorted((store.root / str(owner.uid) / owner.job).iterdir())
 
 
-def number_read(store: Store, *numbers: int, owner: Owner = MINE) -> tuple[int | None, list[int]]:
+def number_read(store: Store, *numbers: int, owner: SnapshotOwner = MINE) -> tuple[int | None, list[int]]:
     found, bad = store.read(owner, numbers)
     return (None if found is None else found.number), bad
 
@@ -189,34 +189,34 @@ def test_another_history_under_the_same_numbers_goes(tmp_path: Path):
 def test_finding_by_name(tmp_path: Path):
     store = Store(tmp_path)
     save(store, 1, name="../../etc/passwd")
-    save(store, 4, Owner(1000, OTHER), name="sweep")
-    save(store, 9, Owner(2000, JOB), name="theirs")
+    save(store, 4, SnapshotOwner(1000, OTHER), name="sweep")
+    save(store, 9, SnapshotOwner(2000, JOB), name="theirs")
     assert store.find(1000, "../../etc/passwd").owner == MINE
     assert store.find(1000, "sweep").numbers == (4,)
     with pytest.raises(UnknownJob, match="theirs") as unknown:
         store.find(1000, "theirs")
     assert "'sweep'" in unknown.value.remedy  # one's own are listed, others' are not
-    assert [k.owner for k in store.kept(2000)] == [Owner(2000, JOB)]
+    assert [k.owner for k in store.kept(2000)] == [SnapshotOwner(2000, JOB)]
 
 
 def test_only_ids_become_names(tmp_path: Path):
     store = Store(tmp_path)
     for job in ("../" + "a" * 29, "A" * 32, "ab", ""):
         with pytest.raises(ValueError, match="no job id"):
-            save(store, 1, Owner(1000, job))
+            save(store, 1, SnapshotOwner(1000, job))
         with pytest.raises(ValueError, match="no job id"):
-            store.read(Owner(1000, job), [1])
+            store.read(SnapshotOwner(1000, job), [1])
 
 
 def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
     store = Store(tmp_path)
     save(store, 1)
-    save(store, 1, Owner(1000, OTHER))
+    save(store, 1, SnapshotOwner(1000, OTHER))
     for kept in store.kept():
         for path in files(store, kept.owner):
             os.utime(path, (1000.0, 1000.0))
     assert store.expire(1000.0, NOBODY) == []
-    assert store.expire(1001.0, frozenset({MINE})) == [Owner(1000, OTHER)]
+    assert store.expire(1001.0, frozenset({MINE})) == [SnapshotOwner(1000, OTHER)]
     assert [kept.owner for kept in store.kept()] == [MINE]
     store.forget(MINE)
     assert list(store.kept()) == []
@@ -226,12 +226,12 @@ def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
 def test_a_users_limit(tmp_path: Path):
     store = Store(tmp_path)
     one = save(store, 1)
-    save(store, 1, Owner(1000, OTHER))
-    theirs = Owner(2000, JOB)
+    save(store, 1, SnapshotOwner(1000, OTHER))
+    theirs = SnapshotOwner(2000, JOB)
     save(store, 1, theirs)
     store.make_room(MINE, one, 3 * one, NOBODY)
     assert len(list(store.kept(1000))) == 2
     with pytest.raises(SnapshotFailed, match="are allowed"):
-        store.make_room(MINE, one, 2 * one, frozenset({Owner(1000, OTHER)}))  # both are open
+        store.make_room(MINE, one, 2 * one, frozenset({SnapshotOwner(1000, OTHER)}))  # both are open
     store.make_room(MINE, one, 2 * one, NOBODY)  # the other one is only kept, and gives way
     assert [kept.owner for kept in store.kept()] == [MINE, theirs]

@@ -10,24 +10,17 @@ from itertools import pairwise
 import pytest
 
 from gpumux.device.base import JobLost, Launch, LaunchDone
-from gpumux.device.cpu.executor import Answers
-from gpumux.device.cpu.jobs import Executor, answer, obituary, unheard
+from gpumux.device.cpu.executor import StepAnswers
+from gpumux.device.cpu.jobs import ExecutorRecord, answer, obituary, unheard
+from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.run.schedule import Schedule
 from gpumux.device.workers.channel import (
-    COUNT,
     DONE,
     DONE_BODY,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
     PAGE_TIMES,
     PAGE_TIMES_AT,
-    RAN_AT,
-    READ_AT,
-    RING_AT,
-    RING_ENTRY,
-    RING_STEPS,
-    RING_STRIDE,
-    TAKEN_AT,
     Channel,
     pair,
 )
@@ -48,14 +41,14 @@ def executor(page):
     """Its process is not there; its page is."""
     ours, theirs = pair()
     with ours, theirs:
-        yield Executor(JOB, 1, Channel(ours), page)
+        yield ExecutorRecord(JOB, 1, Channel(ours), page)
 
 
 @pytest.fixture
 def answers(page):
-    """What the process would answer with, and the client's end of its lane."""
+    """What the process would answer with, and the client's end of its channel."""
     ours, theirs = pair()
-    answers = Answers(page)
+    answers = StepAnswers(page)
     answers.use(ours.detach(), *FORM)
     with theirs:
         theirs.settimeout(10.0)
@@ -120,12 +113,10 @@ def test_an_answer_lost_after_we_counted_on_it_fails_the_job(executor, answers):
 
 
 def test_what_lies_on_the_page_lies_apart():
-    parts = [(0, 4), (PAGE_TIMES_AT, PAGE_TIMES.size), (PAGE_LAUNCH_AT, PAGE_LAUNCH.size)]
-    parts += [(at, COUNT.size) for at in (TAKEN_AT, RAN_AT, READ_AT)] + [(RING_AT, RING_STEPS * RING_STRIDE)]
-    parts.sort()
+    fields = [(PAGE_TIMES_AT, PAGE_TIMES), (PAGE_LAUNCH_AT, PAGE_LAUNCH), (PAGE_MEMORY_AT, PAGE_MEMORY)]
+    parts = sorted([(0, 4), *((at, field.size) for at, field in fields)])
     assert all(at % 8 == 0 for at, _ in parts)
     assert all(at + size <= beyond for (at, size), (beyond, _) in pairwise([*parts, (mmap.PAGESIZE, 0)]))
-    assert RING_ENTRY.size <= RING_STRIDE
 
 
 def test_seconds_are_summed_over_pieces_and_never_negative(answers):

@@ -9,7 +9,7 @@ import pytest
 from gpumux.device.base import ProgramChecked
 from gpumux.device.workers import checks
 from gpumux.device.workers.checks import Checks, digest
-from gpumux.program.ir import Limits
+from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
 
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
@@ -21,7 +21,7 @@ def passed(encoded: bytes, operators: int = 1) -> ProgramChecked:
 
 @pytest.fixture
 def found() -> Checks:
-    return Checks(2, Limits(), ())
+    return Checks(2, ProgramLimits(), ())
 
 
 def test_equal_bytes_are_known_whoever_sends_them(found: Checks):

@@ -36,7 +36,7 @@ def device() -> Iterator[CpuDevice]:
 
 @pytest.fixture
 def own_device() -> Iterator[CpuDevice]:
-    """One whose zygote a test may kill."""
+    """One whose fork server a test may kill."""
     device = CpuDevice(threads=1, cores=2)
     device.open()
     yield device
@@ -65,9 +65,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def zygote(device: CpuDevice) -> int:
-    assert device._warm is not None
-    return device._warm.pid
+def fork_server(device: CpuDevice) -> int:
+    assert device._fork_server is not None
+    return device._fork_server.pid
 
 
 class Neighbour:
@@ -146,10 +146,10 @@ def samples_operator(program: Program) -> str:
 
 def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevice) -> None:
     neighbour = Neighbour(driver)
-    before = set(children(zygote(device)))
+    before = set(children(fork_server(device)))
     job = driver.open()
     job.load(samples.counter(), [4])
-    (pid,) = set(children(zygote(device))) - before
+    (pid,) = set(children(fork_server(device))) - before
     os.kill(pid, signal.SIGKILL)
     lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     assert isinstance(lost, JobLost)
@@ -160,12 +160,12 @@ def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevi
     neighbour.check()
 
 
-def test_the_zygotes_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver, own_device: CpuDevice) -> None:
+def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver, own_device: CpuDevice) -> None:
     driver, device = own, own_device
     job = driver.open()
     program = job.load(samples.counter(), [4])
     launches = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
-    old = zygote(device)
+    old = fork_server(device)
     executors = children(old)
     os.kill(old, signal.SIGKILL)
     lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
@@ -178,16 +178,16 @@ def test_the_zygotes_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver
             assert event.launch in launches
     assert executors
     assert not [pid for pid in executors if Path(f"/proc/{pid}/exe").exists()]
-    assert zygote(device) != old
+    assert fork_server(device) != old
     Neighbour(driver).check()
 
 
-def test_a_check_that_dies_with_the_zygote_is_answered(own: Driver, own_device: CpuDevice) -> None:
+def test_a_check_that_dies_with_the_fork_server_is_answered(own: Driver, own_device: CpuDevice) -> None:
     driver, device = own, own_device
     Neighbour(driver).check()  # so that it has got as far as forking
     job = driver.open()
     driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear(rows=23)))  # which was never checked
-    os.kill(zygote(device), signal.SIGKILL)
+    os.kill(fork_server(device), signal.SIGKILL)
     answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobLost))
     assert not isinstance(answer, ProgramChecked)
 
@@ -200,7 +200,7 @@ def test_nothing_is_left_after_close() -> None:
     job = driver.open()
     driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
     with ExitStack() as stack:
-        pids = [zygote(device), *children(zygote(device))]
+        pids = [fork_server(device), *children(fork_server(device))]
         watches = [os.pidfd_open(pid) for pid in pids]
         for watch in watches:
             stack.callback(os.close, watch)
@@ -208,7 +208,7 @@ def test_nothing_is_left_after_close() -> None:
         device.close()
         for (
             watch
-        ) in watches:  # the kernel kills a checker with its zygote, and it dies once it has a processor for that
+        ) in watches:  # the kernel kills a checker with its fork server, and it dies once it has a processor for that
             assert select.select([watch], [], [], GIVE_UP_S)[0], "a process is left"
     for held in driver.jobs.values():
         for data in held.data.values():
@@ -217,7 +217,7 @@ def test_nothing_is_left_after_close() -> None:
 
 def test_executors_ignore_an_interrupt_and_have_a_process_group_of_their_own(driver: Driver, device: CpuDevice) -> None:
     neighbour = Neighbour(driver)
-    for pid in children(zygote(device)):
+    for pid in children(fork_server(device)):
         assert os.getpgid(pid) == pid
         assert os.getsid(pid) == os.getsid(0), "niceness counts only within a session"
         os.kill(pid, signal.SIGINT)
@@ -253,7 +253,7 @@ def test_a_check_that_computes_for_too_long_is_refused(driver: Driver, monkeypat
 
 def checkers(device: CpuDevice) -> list[int]:
     """The processes that check something, which have told their name."""
-    named = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in children(zygote(device))]
+    named = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in children(fork_server(device))]
     return [pid for pid, name in named if name == "gpumux-checker"]
 
 
@@ -281,10 +281,10 @@ def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
 def test_equal_programs_are_checked_in_one_process(driver: Driver, device: CpuDevice, monkeypatch: pytest.MonkeyPatch):
     """A second job's check is answered from what the first one's found."""
     forked: list[str] = []
-    warm = device._warm
-    assert warm is not None
-    fork = warm.fork
-    monkeypatch.setattr(warm, "fork", lambda kind, *rest: (forked.append(kind), fork(kind, *rest))[1])
+    server = device._fork_server
+    assert server is not None
+    fork = server.fork
+    monkeypatch.setattr(server, "fork", lambda kind, *rest: (forked.append(kind), fork(kind, *rest))[1])
     program = samples.sgd_linear(rows=21)
     answers = []
     for _ in range(2):

@@ -14,7 +14,7 @@ import torch
 from gpumux.device.cpu.jobs import OWN_BYTES
 from gpumux.device.run.interpreter import Interpreter, outputs
 from gpumux.program.ir import Op, Program, TensorRef
-from tests.device.cpu.test_crashes import CASE, children, zygote
+from tests.device.cpu.test_crashes import CASE, children, fork_server
 from tests.device.cpu.test_equality import Bench
 from tests.device.harness import Driver
 from tests.program import samples
@@ -128,9 +128,9 @@ def test_batches_of_many_shapes_leave_nothing_of_each_other_behind() -> None:
             for _ in range(4):  # operator by operator, then as graphs
                 job.step(program)
             largest = rows << 18
-        executors = [pid for pid in children(zygote(device)) if resident(pid) > 0]
+        executors = [pid for pid in children(fork_server(device)) if resident(pid) > 0]
         assert len(executors) == 1
-        before = resident(zygote(device))
+        before = resident(fork_server(device))
         # Two temporaries of the largest are alive at once; all that was made is 30 times as much.
         assert resident(executors[0]) - before < 3 * largest + (96 << 20)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumux.device.run import interpreter as stopwatch
-from gpumux.device.run.interpreter import Stopwatch, Waits, waited
+from gpumux.device.run.interpreter import CoreWaits, Stopwatch, waited
 from tests.device.cpu.test_equality import Bench, as_in_an_executor  # noqa: F401
 from tests.program import samples
 
@@ -47,13 +47,13 @@ def test_where_the_kernel_counts_nothing_the_clock_is_believed(
 
 
 def test_who_asks_often_hears_the_same(statistics: Path) -> None:
-    waits = Waits()
+    waits = CoreWaits()
     assert waits.seconds() == 0.0
     statistics.write_text("6000000 400000000 9\n")
     assert waits.seconds() == waited() == pytest.approx(0.4)
     stopwatch._counted.cache_clear()
     statistics.unlink()
-    assert Waits().seconds() == 0.0
+    assert CoreWaits().seconds() == 0.0
 
 
 def test_it_is_the_thread_that_asks_whose_waiting_counts() -> None:

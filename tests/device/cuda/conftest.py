@@ -1,4 +1,4 @@
-"""One device on a fake GPU for the tests of a file, and what drives it."""
+"""One device on a fake GPU for all tests of a file, and a driver for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Rules of the driver calls that the device relies on, as tests of a `card`. The fake driver is held to them, the real
-one on a stand-in for libcuda, and the real one on a GPU: whoever has a `card` imports them. Needs no torch."""
+one on a stand-in for libcuda, and the real one on a GPU: test modules with a `card` fixture import them. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gpumux.device.cuda.driver import Driver, Pinned
 
 @dataclass
 class Card:
-    """A driver that is open; `settle` lets the GPU do all it was given."""
+    """An open driver; `settle` has the GPU do all its work."""
 
     driver: Driver
     settle: Callable[[], None]
@@ -53,7 +54,7 @@ def test_a_value_is_stored_when_the_stream_gets_there(card: Card, pinned: Callab
 
 
 def test_an_event_holds_another_stream_back(card: Card, pinned: Callable[[int], Pinned]) -> None:
-    """Stream b stores 2 after stream a stored 1 in the same place, though b is the more important one."""
+    """Stream b stores 2 after stream a stored 1 in the same place, though b has the higher priority."""
     memory = pinned(64)
     numbers = memory.view().cast("I")
     a, b = (card.driver.stream(priority) for priority in card.priorities)

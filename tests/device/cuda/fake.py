@@ -1,8 +1,8 @@
-"""A GPU made of host memory: streams that run what they are given in order, when they are let, and graphs that do
-again what was captured, at the same addresses, with the same numbers.
+"""A GPU made of host memory. Streams run their work in order when `advance` lets them. Graphs repeat the operators that
+were captured, at the same addresses and with the same numbers.
 
-tests/device/cuda/test_driver.py holds the fake driver to the rules that tests/gpu holds the real one to. What it can't
-show: how long anything takes, kernels that run at once, and memory that a captured graph uses again.
+tests/device/cuda/test_driver.py holds the fake driver to the rules that tests/gpu holds the real one to. The fake does
+not show how long work takes, kernels that run at once, or memory that a captured graph uses again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.device.base import Device
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.driver import Driver, Facts, Pinned, fault
+from gpumux.device.cuda.driver import Driver, GpuProperties, Pinned, fault
 from tests.device.harness import wait_polled
 
 MEMORY = 1 << 34
@@ -44,7 +44,7 @@ class Event:
 
 
 class FakeDriver:
-    """`auto`: the GPU gets on whenever somebody asks whether something is over; else only when told to (`advance`)."""
+    """`auto`: the GPU proceeds whenever the driver is queried; else only when `advance` is called."""
 
     def __init__(self, *, auto: bool = True) -> None:
         self.auto = auto
@@ -65,7 +65,7 @@ class FakeDriver:
     # ---- the GPU
 
     def advance(self, count: int = 1 << 30) -> int:
-        """Run up to `count` things, those of the most important streams first; how many there were."""
+        """Run up to `count` items of work, those of the highest-priority streams first. Returns how many it ran."""
         done = 0
         while done < count and self._one():
             done += 1
@@ -83,7 +83,7 @@ class FakeDriver:
         """Run until a stream is empty."""
         with self.lock:
             while self.streams[handle].work:
-                assert self._one(), "the stream waits for something that nobody gave the GPU"
+                assert self._one(), "the stream waits for something that was never given to the GPU"
 
     def enqueue(self, call: str, handle: int, work: Callable[[], object]) -> None:
         self._check(call)
@@ -92,12 +92,12 @@ class FakeDriver:
             self.streams[handle].work.append(lambda: (work(), True)[1])
 
     def break_with(self, name: str) -> None:
-        """Every call fails from now on, as after a kernel that went out of its bounds."""
+        """Have every later call fail, as after a kernel that accessed memory out of bounds."""
         self.broken = name
 
     def _check(self, call: str) -> None:
         if self.broken:
-            raise fault(self.broken, call, "the fake was told so")
+            raise fault(self.broken, call, "the fake was set so")
 
     def _new(self) -> int:
         self._handle += 1
@@ -105,9 +105,9 @@ class FakeDriver:
 
     # ---- the protocol
 
-    def open(self, ordinal: int) -> Facts:
+    def open(self, ordinal: int) -> GpuProperties:
         self.opened = True
-        return Facts("a GPU of host memory", MEMORY, 132, (9, 0), 13000, (0, -5))
+        return GpuProperties("a GPU of host memory", MEMORY, 132, (9, 0), 13000, (0, -5))
 
     def enter(self) -> None:
         self._check("enter")
@@ -127,7 +127,7 @@ class FakeDriver:
 
     def partition(self, multiprocessors: int) -> tuple[int, int]:
         if not self.green:
-            raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxCreate", "the fake was told to have no green contexts")
+            raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxCreate", "the fake was set to have no green contexts")
         has = -(-multiprocessors // 8) * 8  # as on Hopper
         handle = self._new()
         self.partitions[handle] = has
@@ -252,7 +252,7 @@ class FakeDriver:
 
 
 class Recording(TorchDispatchMode):
-    """Remembers every operator with its very tensors and numbers, and undoes what they did."""
+    """Records every operator with its tensors and numbers, and undoes their effects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Recording(TorchDispatchMode):
 
 
 class _Opaque:
-    """Compiled code, as the name of an operator."""
+    """Compiled code in the place of an operator."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -417,7 +417,7 @@ class FakeCompute:
         self.occupied.append(seconds)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
-        """What compiled code does shows to no dispatch mode: it is recorded as one call."""
+        """Dispatch modes do not see what compiled code does, so it is recorded as one call."""
         recording = self.driver.captured
         if recording is None:
             return call(*arguments)
@@ -448,7 +448,7 @@ def fake_compute(driver: Driver, ordinal: int) -> FakeCompute:
 
 
 def poll_wait(device: Device) -> None:
-    """The fake GPU gets on with its work, and the device is waited for."""
+    """Let the fake GPU run its work, and wait for the device."""
     if isinstance(device, CudaDevice) and isinstance(device._driver, FakeDriver) and device._driver.auto:
         device._driver.advance()
     wait_polled(device)

@@ -11,8 +11,8 @@ from gpumux.device.cuda.operators import FORMS, Number
 
 
 class Call(NamedTuple):
-    """`fed` and `options` are what the form takes; `plain(value)` is the operator on equal tensors, and what it wrote
-    to."""
+    """A call of a form with the arguments `fed` and `options`. `plain(value)`: the result of the operator on equal
+    tensors."""
 
     target: str
     form: Callable[..., Any]
@@ -29,7 +29,7 @@ def number_of(value: float, device: str = "cpu") -> Number:
 
 
 def calls(dtype: torch.dtype, number: Number) -> Iterator[Call]:
-    """All that torch has an operator for. Tensors lie where the number does."""
+    """Calls of all forms whose operator this torch has. Tensors lie on the number's device."""
     generator = torch.Generator().manual_seed(1)
     device = number.f64.device
 

@@ -1,6 +1,6 @@
-"""What only a GPU has kernels for, written for the CPU by its definition: so that Programs for a GPU can run on one of
-host memory. What real kernels keep for a backward is kept here too, in other sizes and shapes than a Program could
-know."""
+"""Operators that only GPUs have kernels for, written for the CPU by their definition, so that Programs for a GPU run on
+a GPU of host memory. What real kernels keep for a backward is kept here, too, in other sizes and shapes than a Program
+could know."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def _rnn(
     x: Tensor, weights: Sequence[Tensor], each: int, hx: Tensor, cx: Tensor | None, mode: int, layers: int,
     batch_first: bool, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    told = (list(weights), each > 3, layers, 0.0, train, bidirectional, batch_first)
+    arguments = (list(weights), each > 3, layers, 0.0, train, bidirectional, batch_first)
     if mode == 2:
         assert cx is not None
-        return torch.lstm(x, (hx, cx), *told)
+        return torch.lstm(x, (hx, cx), *arguments)
     layer = (torch.rnn_relu, torch.rnn_tanh, None, torch.gru)[mode]
     assert layer is not None
-    return layer(x, hx, *told)  # type: ignore[no-any-return]
+    return layer(x, hx, *arguments)  # type: ignore[no-any-return]
 
 
 def cudnn_rnn(
@@ -125,9 +125,17 @@ def cudnn_rnn_backward(
         leaves = [t.clone().detach().requires_grad_() for t in (x, hx, *([cx] if cx is not None else []), *weights)]
         states = 2 if cx is not None else 1
         made = _rnn(
-            leaves[0], leaves[1 + states :], each, leaves[1], leaves[2] if states == 2 else None, mode, layers, batch_first,
-            train, bidirectional,
-        )  # fmt: skip
+            leaves[0],
+            leaves[1 + states :],
+            each,
+            leaves[1],
+            leaves[2] if states == 2 else None,
+            mode,
+            layers,
+            batch_first,
+            train,
+            bidirectional,
+        )
         given = [
             g.clone() if g is not None else torch.zeros_like(m) for m, g in zip(made, (grad_out, grad_hy, grad_cy))
         ]
@@ -159,9 +167,16 @@ def _attention(
 
 
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, dropout_p: float = 0.0, is_causal: bool = False, *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seed = torch.randint(1 << 30, ()) if dropout_p > 0 else torch.zeros((), dtype=torch.int64)
     out, sums = _attention(q, k, v, bias, dropout_p, is_causal, seed, scale)
     rows = (
@@ -217,7 +232,7 @@ def _below(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def of_a_gpu() -> Iterator[None]:
-    """Inside, this process's CPU has them."""
+    """Inside this context the CPU has these operators."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, kernel in KERNELS.items():

@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import math
 import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client
@@ -26,54 +21,13 @@ from gpumux.capture.lower import Lowered
 from gpumux.errors import GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
-from tests.conftest import PREFIX
-
-START_S = 120.0
-
-
-@contextmanager
-def serving(code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A daemon that is to end with exit code `code`."""
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        endpoint = f"ipc://{directory}/gpumux.sock"
-        command = [sys.executable, "-m", "tests.device.cuda.served", "--endpoint", endpoint, "--metrics-port", "-1"]
-        log = Path(directory) / "log"
-        with log.open("w") as stderr:
-            daemon = subprocess.Popen(command, stderr=stderr)
-        try:
-            for _ in range(int(START_S * 10)):
-                if " serves " in log.read_text() or daemon.poll() is not None:
-                    break
-                with suppress(subprocess.TimeoutExpired):
-                    daemon.wait(0.1)
-            assert " serves " in log.read_text(), log.read_text()
-            yield endpoint, daemon
-        finally:
-            daemon.terminate()
-            ended = daemon.wait(START_S)
-        assert ended == code, log.read_text()
-        for path in Path(directory).glob("*.lock"):
-            path.unlink()
+from tests.device.cuda.serving import START_S, close, serving
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     with serving() as (endpoint, _):
         yield endpoint
-
-
-def close(want: Any, got: Any, tolerance: float) -> None:
-    """But for where the random generator stands: a job on a GPU has one of its own, and never moves the client's."""
-    a, b = (
-        [leaf for leaf in pytree.tree_leaves(run) if getattr(leaf, "shape", None) != torch.get_rng_state().shape]
-        for run in (want, got)
-    )
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        if isinstance(x, torch.Tensor):
-            torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
-        elif isinstance(x, float):
-            assert y == pytest.approx(x)
 
 
 def training(make_optimizer: Callable[..., Any], steps: int = 12, schedule: bool = False) -> Callable[[], Work]:

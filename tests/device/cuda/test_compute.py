@@ -1,4 +1,4 @@
-"""What is asked of torch's CUDA graphs and when, with stand-ins that keep the rules of theirs."""
+"""The calls made of torch's CUDA graphs, on stand-ins that keep the rules of the real ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL = (0, 7)
 
 class Graph:
     """Its position in the random stream lies in memory made when a capture begins, as in torch; a capture that
-    `breaks` can't be ended, and is then nobody's."""
+    `breaks` can't be ended, and holds no memory then."""
 
     breaks = empty = False
     fails = ""
@@ -57,8 +57,8 @@ def gpu() -> FakeDriver:
 
 @pytest.fixture
 def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What torch's allocator is told of pools."""
-    told: list[Any] = []
+    """The calls of torch's allocator about memory pools."""
+    calls: list[Any] = []
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     @contextmanager
@@ -74,8 +74,8 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
     for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
-        monkeypatch.setattr(torch._C, name, lambda *args, name=name: told.append((name, *args)), raising=False)
-    yield told
+        monkeypatch.setattr(torch._C, name, lambda *args, name=name: calls.append((name, *args)), raising=False)
+    yield calls
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 

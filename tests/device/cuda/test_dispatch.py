@@ -1,13 +1,15 @@
-"""What the CUDA device does with its GPU, on one of host memory that gets on only when it is told to."""
+"""What the CUDA device does with its GPU, on one of host memory that proceeds only when `advance` is called."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from gpumux.device.base import JobLost, JobUnloaded, ProgramLoaded, ProgramRefus
 from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.driver import fault
+from gpumux.device.cuda.jobs import CudaJob
 from gpumux.device.cuda.operators import FORMS
 from gpumux.device.cuda.program import HOST_S
 from gpumux.errors import DeviceLost, JobFailed
@@ -23,8 +26,7 @@ from gpumux.program.ir import Op, Program, ProgramBuilder, ScalarRef, Storage, T
 from gpumux.types import Priority
 from tests.device.cuda.fake import MEMORY, FakeCompute, fake_device, poll_wait
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
-from tests.device.harness import Case, Driver
-from tests.device.test_contract import floats, numbers
+from tests.device.harness import Case, Driver, floats, numbers
 from tests.program import samples
 
 
@@ -118,6 +120,28 @@ def test_times_of_a_jobs_pieces_follow_each_other(driver: Driver) -> None:
         assert earlier.started <= earlier.ended <= later.started
 
 
+def test_a_step_begins_when_its_batch_has_come_and_not_when_the_step_before_ended(
+    driver: Driver, shared: CudaDevice
+) -> None:
+    """So an event is recorded between its batch and its first piece, and none before a piece that is queued behind
+    another of its step. Two pieces of a job are out at a time."""
+    job, number = captured(driver, chain(2), fine=True)
+    gpu, goes_on = gpu_of(shared), threading.Event()
+    gpu.log.clear()
+    launches = [launch for slot in (0, 1) for launch in job.launch(number, [1.0], slot)]
+    stream = shared._jobs[job.job].stream
+    work = gpu.streams[stream].work
+    work.insert(len(work) - 1, goes_on.is_set)  # the second piece stays unfinished
+    driver.done(launches[0])
+    calls = [call for call, on in gpu.log if on == stream]
+    fed = ["wait", "copy_within", "record"]  # its stage is filled; it is taken
+    first, second = ["record", "graph", "record", "write_value"], ["graph", "copy_out", "record", "write_value"]
+    goes_on.set()
+    for launch in launches[1:]:
+        driver.done(launch)
+    assert calls == [*fed, *first, *second, *fed, *first]
+
+
 def test_nothing_is_freed_while_a_launch_is_out(driver: Driver, shared: CudaDevice) -> None:
     """The fake's graphs fail when they are dropped, or run after it, with a launch out."""
     job, number = captured(driver, samples.counter(), [4])
@@ -196,7 +220,7 @@ def test_unloading_during_a_capture_gives_everything_back(driver: Driver, shared
 def test_pieces_that_cant_be_captured_stay_operator_by_operator(
     failing: set[int], driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever they are, steps compute what they did, in whatever order, and the log says once why they are slower."""
+    """Whichever pieces those are, steps compute the same in any order, and the log says once why they are slower."""
     compute, gpu = compute_of(shared), gpu_of(shared)
     job = driver.open()
     number = job.load(crossing())
@@ -244,7 +268,7 @@ def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
 
     def fail() -> None:
         tried.set()
-        raise RuntimeError("an error nobody thought of")
+        raise RuntimeError("an unexpected error")
 
     compute.before_capture = fail
     try:
@@ -270,7 +294,7 @@ def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_trace
     gpu = gpu_of(shared)
 
     def fail(start: int, end: int) -> float:
-        raise fault("CUDA_ERROR_INVALID_HANDLE", "cuEventElapsedTime", "the fake was told so")
+        raise fault("CUDA_ERROR_INVALID_HANDLE", "cuEventElapsedTime", "the fake was set so")
 
     with monkeypatch.context() as patched:
         patched.setattr(gpu, "elapsed", fail)
@@ -294,7 +318,7 @@ def test_what_a_job_held_and_cant_be_given_back_does_not_end_the_device(
         raise JobFailed("cuEventDestroy failed: CUDA_ERROR_INVALID_HANDLE")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared._engine, "sweep", fail)
+        patched.setattr(shared._engine, "drop_unused", fail)
         driver.unload(job.job)
     assert [record.exc_info is not None for record in caplog.records if "given back" in record.message] == [True]
     other.step(kept, [1.0])
@@ -462,6 +486,102 @@ def test_memory_goes_back_to_the_driver_only_while_nothing_runs(driver: Driver, 
     while compute.trims == before and monotonic() < deadline:
         driver.poll()
     assert compute.trims > before
+
+
+class Trims:
+    """Counts how often the device has the worker give memory back."""
+
+    def __init__(self, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        submit, trim = device._worker.submit, device._engine.trim
+
+        def count(work: Callable[[], Any], done: Callable[[Any, BaseException | None], None], priority: int) -> None:
+            self.asked += work == trim
+            submit(work, done, priority)
+
+        monkeypatch.setattr(device._worker, "submit", count)
+
+
+def test_memory_goes_back_once_after_a_job_and_not_while_a_launch_is_out(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+    leaving = driver.open()
+    leaving.load(samples.counter(), [4])
+    driver.poll()
+    trims, goes_on = Trims(shared, monkeypatch), threading.Event()
+    launches = job.launch(number, [1.0])
+    gpu_of(shared).streams[shared._jobs[job.job].stream].work.appendleft(goes_on.is_set)
+    driver.unload(leaving.job)
+    driver.poll()
+    meanwhile = trims.asked
+    goes_on.set()
+    for launch in launches:
+        driver.done(launch)
+    for _ in range(3):
+        driver.poll()
+    assert (meanwhile, trims.asked) == (0, 1)
+
+
+def test_memory_stays_while_the_worker_captures(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two pieces of a capture it does what is urgent, here the end of another job."""
+    job = driver.open()
+    number = job.load(chain())
+    shared._jobs[job.job].programs[number].cuts.aim(1e-9)
+    leaving = driver.open()
+    leaving.load(samples.counter(), [4])
+    begun, gates = threading.Semaphore(0), [threading.Event(), threading.Event()]
+    closed = iter(gates)
+
+    def before() -> None:
+        gate = next(closed, None)
+        if gate is not None:
+            begun.release()
+            assert gate.wait(60)
+
+    monkeypatch.setattr(compute_of(shared), "before_capture", before)
+    for _ in range(2):
+        job.step(number, [1.0])
+    assert begun.acquire(timeout=60)
+    trims = Trims(shared, monkeypatch)
+    shared.unload(leaving.job)
+    gates[0].set()
+    assert begun.acquire(timeout=60)  # the second piece's capture has begun, behind the end of the other job
+    driver.until(JobUnloaded, leaving.job)
+    driver.poll()
+    meanwhile = trims.asked
+    gates[1].set()
+    driver.until(Recut, job.job)
+    for _ in range(3):
+        driver.poll()
+    assert (meanwhile, trims.asked) == (0, 1)
+
+
+def test_memory_stays_while_another_job_is_let_go_of(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (captured(driver, samples.counter(), [4])[0] for _ in range(2))
+    driver.poll()
+    trims, gate, release = Trims(shared, monkeypatch), threading.Event(), shared._engine.release
+    held = shared._jobs[second.job]
+
+    def slow(job: CudaJob, stream: int) -> None:
+        assert job is not held or gate.wait(60)
+        release(job, stream)
+
+    monkeypatch.setattr(shared._engine, "release", slow)
+    shared.unload(first.job)
+    shared.unload(second.job)
+    driver.until(JobUnloaded, first.job)
+    driver.poll()
+    meanwhile = trims.asked
+    gate.set()
+    driver.until(JobUnloaded, second.job)
+    for _ in range(3):
+        driver.poll()
+    assert (meanwhile, trims.asked) == (0, 1)
 
 
 def test_a_sticky_error_ends_the_device_and_closing_it_still_works() -> None:

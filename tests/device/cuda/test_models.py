@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 import gpumux
 from gpumux.capture.tracer import Tracer
-from gpumux.device.cuda import operators as asking
-from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda import operators
 from gpumux.fuse import member as members
 from gpumux.program.check import check
 from gpumux.program.codec import encode
@@ -28,7 +27,7 @@ def traced(name: str, monkeypatch: pytest.MonkeyPatch) -> Program:
     made = work(name, dropout=0.1)
     step, example = made.functions[0]
     optimizers: list[Optimizer] = made.optimizers
-    member = members.Member(name, step, made.models, optimizers, 1, ("cpu", "cuda"), twice=False)
+    member = members.Member(name, step, made.models, optimizers, max_variants=1, devices=("cpu", "cuda"), twice=False)
     try:
         return member.choose(example, {}).made.lowered.program
     finally:
@@ -40,17 +39,17 @@ def test_every_operator_of_a_workload_is_known_on_a_gpu(name: str, monkeypatch: 
     program = traced(name, monkeypatch)
     check(encode(program))
     for index, op in enumerate(program.ops):
-        asking.refuse(index, op)
-        retarget.call(index, op, lambda target: target not in RECORDED["without_kernel"])
-    retarget.kept_draws(program)
+        operators.refuse_uncapturable(index, op)
+        operators.call(index, op, lambda target: target not in RECORDED["without_kernel"])
+    operators.kept_draws(program)
     targets = {op.target for op in program.ops}
     if name in ("transformer", "bert_medium", "cnn"):
         assert "aten.native_dropout.default" in targets
     if name in ("transformer", "bert_medium"):
         assert "aten._scaled_dot_product_efficient_attention_backward.default" in targets
     assert "aten.bernoulli_.float" not in targets
-    told = {target for target in targets if target in RECORDED["without_kernel"]}
-    assert told <= {
+    replaced = {target for target in targets if target in RECORDED["without_kernel"]}
+    assert replaced <= {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     }

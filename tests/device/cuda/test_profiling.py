@@ -1,22 +1,22 @@
-"""Operator times from an instrumented twin of the captured pieces."""
+"""Operator times from captured pieces with events between operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import monotonic
 
 import pytest
 
 from gpumux.device.base import JobLost, ProgramProfiled, Recut
 from gpumux.device.cuda import profiling
-from gpumux.device.cuda.cuts import STEPS, Twin
+from gpumux.device.cuda.cuts import STEPS, InstrumentedCut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
 from gpumux.program.profile import StepProfile, loads
 from gpumux.types import JobId, Priority, ProgramId
 from tests.device.cuda.fake import FakeDriver
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
-from tests.device.harness import Driver, LoadedJob
-from tests.device.test_contract import floats, numbers
+from tests.device.harness import Driver, LoadedJob, floats, numbers
 from tests.program import samples
 
 
@@ -55,13 +55,13 @@ def test_steps_that_run_anyway_are_measured_and_nothing_else_runs(
     assert f"median of {STEPS} steps" in profile.note
     assert len(profile.ops) == len(job.programs[number].ops)
     assert numbers(job.transfer([0], [4])[:4]) == (2.0 + steps,)
-    twins = compute_of(shared).graphs[plain:]
-    assert twins
+    instrumented_cuts = compute_of(shared).graphs[plain:]
+    assert instrumented_cuts
     driver.unload(job.job)
-    assert all(graph.dropped for graph in twins)
+    assert all(graph.dropped for graph in instrumented_cuts)
 
 
-def test_a_step_runs_through_the_twin_from_end_to_end_or_not_at_all(
+def test_a_step_runs_through_the_instrumented_graphs_from_end_to_end_or_not_at_all(
     driver: Driver,
     shared: CudaDevice,
     patient: None,
@@ -71,13 +71,13 @@ def test_a_step_runs_through_the_twin_from_end_to_end_or_not_at_all(
     gpu = gpu_of(shared)
     shared.profile(job.job, number)
     loaded = shared._jobs[job.job].programs[number]
-    while loaded.twin is None:
+    while loaded.instrumented is None:
         driver.poll()
     gpu.auto = False
     for slot in (0, 1):
         job.put(number, 0, floats(1, 2, 3, 4), slot)
     launches = [launch for slot in (0, 1) for launch in job.launch(number, [0.5], slot)]
-    assert loaded.twin.step == job.steps - 2
+    assert loaded.instrumented.step == job.steps - 2
     gpu.auto = True
     for launch in launches:
         driver.done(launch)
@@ -85,12 +85,12 @@ def test_a_step_runs_through_the_twin_from_end_to_end_or_not_at_all(
         assert numbers(job.get(number, 0, 16, slot)) == pytest.approx([21, 22, 23, 24])
 
 
-def test_a_step_that_a_new_cut_meets_midway_ends_through_the_twin_it_began_with(
+def test_a_step_that_a_new_cut_meets_midway_ends_through_the_graphs_it_began_with(
     driver: Driver,
     shared: CudaDevice,
     patient: None,
 ) -> None:
-    """What crosses from piece to piece lies elsewhere in the twin's graphs than in the others'."""
+    """What crosses from piece to piece lies elsewhere in the instrumented graphs than in the others."""
     job, number = captured(driver, crossing())
     loaded = shared._jobs[job.job].programs[number]
     launch = shared.launch
@@ -101,25 +101,25 @@ def test_a_step_that_a_new_cut_meets_midway_ends_through_the_twin_it_began_with(
         launch(piece)
         driver.done(piece.launch)
     shared.profile(job.job, number)
-    while loaded.twin is None:
+    while loaded.instrumented is None:
         driver.poll()
     shared.regrade(job.job, Priority.HIGH)  # captured anew when a step has ended
     gpu_of(shared).auto = False
     launch(first[-1])
     launch(second[0])
-    twin = loaded.twin
-    assert twin.step == second[0].step
+    instrumented = loaded.instrumented
+    assert instrumented.step == second[0].step
     gpu_of(shared).auto = True
     driver.done(second[0].launch)
     driver.until(Recut, job.job)
-    assert loaded.twin is not twin
+    assert loaded.instrumented is not instrumented
     for piece in second[1:]:
         launch(piece)
         driver.done(piece.launch)
     for slot in (0, 1):
         assert numbers(job.get(number, 0, 16, slot)) == pytest.approx(crossed([1, 2, 3, 4], 0.5 + slot))
     assert "captured pieces" in steps_until_profiled(driver, job, number)[0].note
-    assert all(graph.dropped for graph in twin.graphs if graph is not None)
+    assert all(graph.dropped for graph in instrumented.graphs if graph is not None)
 
 
 def test_a_job_that_stands_still_is_told_the_times_of_its_timed_step(
@@ -132,6 +132,36 @@ def test_a_job_that_stands_still_is_told_the_times_of_its_timed_step(
     shared.profile(job.job, number)
     assert "one by one" in profiled(driver, job.job).note
     job.step(number, [1.0])
+
+
+def test_a_request_that_has_waited_for_long_is_not_answered_while_a_step_runs_through_the_instrumented_graphs(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step is one of those it waits for: its times are there when it has ended."""
+    job, number = captured(driver, samples.counter(), [4])
+    shared.profile(job.job, number)
+    loaded = shared._jobs[job.job].programs[number]
+    while loaded.instrumented is None:
+        driver.poll()
+    instrumented = loaded.instrumented
+    gpu_of(shared).auto = False
+    launches = job.launch(number, [1.0])
+    assert instrumented.step is not None
+    monkeypatch.setattr(shared._profiles, "_clock", lambda: monotonic() + 2 * profiling.WAIT_S)
+    wrote: list[int] = []
+    write = shared._profiles._write
+    monkeypatch.setattr(shared._profiles, "_write", lambda of: (wrote.append(instrumented.steps), write(of))[1])
+    for _ in range(3):
+        driver.poll()
+    gpu_of(shared).auto = True
+    for launch in launches:
+        driver.done(launch)
+    monkeypatch.setattr(shared._profiles, "_clock", lambda: monotonic() + 4 * profiling.WAIT_S)
+    assert "median of 1 steps" in profiled(driver, job.job).note
+    assert wrote == [1]
 
 
 def test_requests_are_answered_in_order_through_another_cut(
@@ -162,9 +192,9 @@ def test_a_job_that_ends_leaves_no_request_behind(
     job.step(number, [1.0])
     if lost:
         job.launch(number, [])
-        told = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
-        assert isinstance(told, ProgramProfiled)
-        assert told.fault is not None
+        answer = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
+        assert isinstance(answer, ProgramProfiled)
+        assert answer.fault is not None
         driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     driver.unload(job.job)
     assert not [event for event in driver.unread if isinstance(event, ProgramProfiled) and event.job == job.job]
@@ -195,7 +225,7 @@ def test_a_program_that_runs_operator_by_operator_is_measured_all_the_same(drive
     number = job.load(samples.counter(), [4])
 
     def fail() -> None:
-        raise RuntimeError("an error nobody thought of")
+        raise RuntimeError("an unexpected error")
 
     compute.before_capture = fail
     try:
@@ -213,10 +243,10 @@ def test_times_that_cant_be_read_fail_their_request_alone(
 ) -> None:
     job, number = captured(driver, samples.counter(), [4])
 
-    def fail(self: Twin) -> None:
+    def fail(self: InstrumentedCut) -> None:
         raise JobFailed("cuEventElapsedTime failed: CUDA_ERROR_INVALID_HANDLE")
 
-    monkeypatch.setattr(Twin, "read", fail)
+    monkeypatch.setattr(InstrumentedCut, "read", fail)
     shared.profile(job.job, number)
     while not any(isinstance(event, ProgramProfiled) for event in driver.unread):
         job.step(number, [1.0])
@@ -227,16 +257,16 @@ def test_times_that_cant_be_read_fail_their_request_alone(
 
 
 @pytest.fixture
-def marked() -> Iterator[Callable[[list[float]], Twin]]:
-    """A twin of one piece whose events were reached at given times."""
+def marked() -> Iterator[Callable[[list[float]], InstrumentedCut]]:
+    """An instrumented cut of one piece whose events were reached at given times."""
     gpu = FakeDriver(auto=False)
 
-    def make(at: list[float]) -> Twin:
+    def make(at: list[float]) -> InstrumentedCut:
         events = [gpu.event(timed=True) for _ in at]
-        return Twin(1, [None], [events], gpu)
+        return InstrumentedCut(1, [None], [events], gpu)
 
-    def set_times(twin: Twin, at: list[float]) -> None:
-        for event, when in zip(twin._marks[0], at, strict=True):
+    def set_times(instrumented: InstrumentedCut, at: list[float]) -> None:
+        for event, when in zip(instrumented._marks[0], at, strict=True):
             gpu.events[event].at = when
 
     make.set_times = set_times  # type: ignore[attr-defined]
@@ -244,35 +274,37 @@ def marked() -> Iterator[Callable[[list[float]], Twin]]:
     assert not gpu.events
 
 
-def test_what_the_events_cost_is_taken_off_and_the_median_counts(marked: Callable[[list[float]], Twin]) -> None:
-    twin = marked([0.0] * 4)
+def test_what_the_events_cost_is_taken_off_and_the_median_counts(
+    marked: Callable[[list[float]], InstrumentedCut],
+) -> None:
+    instrumented = marked([0.0] * 4)
     for step, slow in enumerate((1.0, 1.0, 5.0, 1.0, 9.0)):
-        twin.begins(step, 1)
-        assert twin.runs(step)
+        instrumented.begins(step, 1)
+        assert instrumented.runs(step)
         for cut in (1, 0):
-            twin.begins(step + 100, cut)  # another step meanwhile
-            assert not twin.runs(step + 100)
-        marked.set_times(twin, [0.0, 2e-6, 2e-6 + slow * 12e-6, 3e-6 + slow * 12e-6])  # type: ignore[attr-defined]
-        twin.read()
-    assert twin.complete
-    twin.begins(7, 1)
-    assert not twin.runs(7)
-    first, second = twin.op_s()
+            instrumented.begins(step + 100, cut)  # another step meanwhile
+            assert not instrumented.runs(step + 100)
+        marked.set_times(instrumented, [0.0, 2e-6, 2e-6 + slow * 12e-6, 3e-6 + slow * 12e-6])  # type: ignore[attr-defined]
+        instrumented.read()
+    assert instrumented.complete
+    instrumented.begins(7, 1)
+    assert not instrumented.runs(7)
+    first, second = instrumented.op_s()
     assert first == pytest.approx(10e-6)
     assert second == pytest.approx(0.5e-6)  # less than an event: at least the resolution
-    twin.drop()
-    twin.read()  # asked for before, done after: nothing
+    instrumented.drop()
+    instrumented.read()  # asked for before, done after: nothing
 
 
-def test_a_twin_is_dropped_when_it_has_measured(driver: Driver, shared: CudaDevice, patient: None) -> None:
+def test_an_instrumented_cut_is_dropped_when_it_has_measured(driver: Driver, shared: CudaDevice, patient: None) -> None:
     """And not when the job ends."""
     job, number = captured(driver, samples.counter(), [4])
     plain = len(compute_of(shared).graphs)
     shared.profile(job.job, number)
     steps_until_profiled(driver, job, number)
-    twins = compute_of(shared).graphs[plain:]
+    instrumented_cuts = compute_of(shared).graphs[plain:]
     for _ in range(2):
         job.step(number, [1.0])
-    assert twins
-    assert all(graph.dropped for graph in twins)
+    assert instrumented_cuts
+    assert all(graph.dropped for graph in instrumented_cuts)
     assert numbers(job.transfer([0], [4])[:4])

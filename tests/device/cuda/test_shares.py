@@ -2,69 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 
 import pytest
 
-from gpumux.device.base import Launch
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.launches import Flights
-from gpumux.device.cuda.streams import WANTED, Partitions
-from gpumux.program.ir import Program
-from gpumux.types import LaunchId, Priority, ProgramId, StepId
+from gpumux.device.cuda.launches import LaunchTracker
+from gpumux.device.cuda.streams import DEFAULT_SHARES, RUN_STREAMS, Partitions
+from gpumux.types import Priority
 from tests.device.cuda.fake import FakeDriver, fake_device
-from tests.device.cuda.running import captured, compute_of, crossed, crossing, gpu_of
-from tests.device.harness import Driver, LoadedJob
-from tests.device.test_contract import floats, numbers
+from tests.device.cuda.running import captured, compute_of, crossed, crossing, gpu_of, launched, ready, step
+from tests.device.harness import Driver, floats, numbers
 from tests.program import samples
-
-_numbers = itertools.count(1 << 40)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[CudaDevice]:
-    device = fake_device(shares=WANTED)
+    device = fake_device(shares=DEFAULT_SHARES)
     info = device.open()
     assert info.shares == (1.0, 72 / 132, 40 / 132)  # as many multiprocessors as can be set apart
     yield device
     device.close()
     gpu = gpu_of(device)
     assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered, gpu.partitions] == [{}] * 5
-
-
-def cut_fine(device: CudaDevice, job: LoadedJob, number: ProgramId) -> None:
-    """Pretend that operators take long, so that the program falls into many pieces."""
-    device._jobs[job.job].programs[number].cuts.aim(1e-9)
-
-
-def step(driver: Driver, job: LoadedJob, number: ProgramId, value: float, shares: list[float], slot: int = 0) -> None:
-    """One step, its pieces on these shares in turn."""
-    launches = []
-    job.steps += 1
-    for piece in range(len(job.pieces[number])):
-        launch = LaunchId(next(_numbers))
-        share = shares[piece % len(shares)]
-        driver.device.launch(
-            Launch(launch, job.job, StepId(job.steps), number, job.cut[number], piece, slot, (value,), 0, share)
-        )
-        launches.append(launch)
-    for launch in launches:
-        driver.done(launch)
-
-
-def ready(driver: Driver, device: CudaDevice, made: Program) -> tuple[LoadedJob, ProgramId]:
-    from gpumux.device.base import Recut
-
-    job = driver.open()
-    number = job.load(made)
-    cut_fine(device, job, number)
-    for _ in range(2):
-        job.step(number, [1.0])
-    driver.until(Recut, job.job)
-    assert len(job.pieces[number]) > 10
-    return job, number
 
 
 def test_pieces_on_any_shares_in_any_order_compute_the_same(driver: Driver, shared: CudaDevice) -> None:
@@ -91,6 +52,22 @@ def test_a_confined_piece_runs_in_its_partition_behind_what_the_job_runs_elsewhe
     assert len([call for call, _ in gpu.log if call == "wait"]) >= len(seen) - 1  # one between two streams
 
 
+def test_a_piece_that_waits_for_one_elsewhere_begins_when_that_has_ended(driver: Driver, shared: CudaDevice) -> None:
+    """And not when the piece of another job has, behind which it is queued on its stream."""
+    jobs = [ready(driver, shared, crossing()) for _ in range(RUN_STREAMS + 1)]
+    half = shared._partitions.shares[1]
+    gpu = gpu_of(shared)
+    gpu.log.clear()
+    launches = [launch for job, number in jobs[1:] for launch in launched(driver, job, number, 1.0, [half])]
+    job, number = jobs[0]
+    launches += launched(driver, job, number, 1.0, [1.0, half])
+    calls = [call for call, stream in gpu.log if stream == shared._jobs[job.job].stream]
+    assert calls.count("graph") > 2  # of both jobs
+    assert calls[-5:] == ["wait", "record", "graph", "record", "write_value"]
+    for launch in launches:
+        driver.done(launch)
+
+
 def test_high_jobs_are_captured_for_the_whole_alone_and_run_there(driver: Driver, shared: CudaDevice) -> None:
     before = len(compute_of(shared).graphs)
     job, number = captured(driver, samples.counter(), [4], priority=Priority.HIGH)
@@ -105,7 +82,7 @@ def test_a_step_whose_operators_are_measured_runs_on_the_whole(driver: Driver, s
     half = shared._partitions.shares[1]
     shared.profile(job.job, number)
     loaded = shared._jobs[job.job].programs[number]
-    while loaded.twin is None:
+    while loaded.instrumented is None:
         driver.poll()
     gpu = gpu_of(shared)
     gpu.log.clear()
@@ -133,9 +110,9 @@ def test_where_there_is_no_such_thing_the_whole_is_all_there_is(
     facts = gpu.open(0)
     facts = replace(facts, driver_version=12020) if old_driver else facts
     with caplog.at_level(logging.WARNING):
-        partitions = Partitions(gpu, facts, WANTED, 0)
+        partitions = Partitions(gpu, facts, DEFAULT_SHARES, 0)
     assert partitions.shares == (1.0,)
-    assert not partitions.turns
+    assert not partitions.pools
     assert "can't be confined" in caplog.text
     partitions.close()
     assert not gpu.streams
@@ -155,30 +132,37 @@ def test_unless_asked_for_nothing_is_confined() -> None:
     assert not gpu.partitions
 
 
-def test_flights_of_one_job_on_two_streams_land_in_order() -> None:
-    """The second stream is looked at first, before the first has ended, and is found to be over after it."""
+@pytest.mark.parametrize("first", ["early", "late"])
+def test_launches_of_one_job_on_two_streams_complete_in_order(first: str) -> None:
+    """Whichever stream is looked at first, before anything has ended, and though all is over at the second look."""
     gpu = FakeDriver(auto=False)
-    flights: Flights[str] = Flights(gpu, lambda: 100.0, -5)
+    tracker: LaunchTracker[str] = LaunchTracker(gpu, lambda: 100.0, -5)
     early, late = gpu.stream(0), gpu.stream(0)
-    flights.launch("before", late, 0.0, lambda: None)
-    flights.launch("first", early, 0.0, lambda: None)
+    tracker.launch("before", late if first == "late" else early, 0.0, lambda: None)
+    tracker.launch("between", early if first == "late" else late, 0.0, lambda: None)
+    tracker.launch("first", early, 0.0, lambda: None)
     event = gpu.event(timed=False)
     gpu.record(event, early)
     gpu.wait(late, event)
-    flights.launch("second", late, 0.0, lambda: None)
-    reached, looked = flights._ring.reached, []
+    tracker.launch("second", late, 0.0, lambda: None)
 
-    def ring(number: int) -> bool:
-        looked.append(number)
-        if len(looked) == 2:  # between two looks the GPU does all it has
-            gpu.advance()
-        return reached(number)
+    class Memory:
+        """The page-locked memory; between two looks at it the GPU does all it has."""
 
-    flights._ring.reached = ring  # type: ignore[method-assign, assignment]
-    order = [landed.what for _ in range(3) for landed in flights.landed()]
+        looks = 0
+
+        def __getitem__(self, place: int) -> int:
+            self.looks += 1
+            if self.looks == 2:
+                gpu.advance()
+            return stored[place]
+
+    stored = tracker._stored
+    tracker._stored = Memory()  # type: ignore[assignment]
+    order = [completed.what for _ in range(3) for completed in tracker.completed()]
     assert order.index("first") < order.index("second")
-    assert sorted(order) == ["before", "first", "second"]
+    assert sorted(order) == ["before", "between", "first", "second"]
     gpu.destroy_event(event)
     for stream in (early, late):
         gpu.destroy_stream(stream)
-    flights.close()
+    tracker.close()

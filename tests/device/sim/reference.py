@@ -16,7 +16,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class Asked:
-    """A launch asked of the host at `at`."""
+    """A launch that the host gets at `at`."""
 
     at: float
     launch: int
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass
 class Sample:
-    """What was true between two events."""
+    """The state between two events."""
 
     start: float
     end: float
@@ -205,7 +205,7 @@ class Reference:
         return r.sms - sum(held, Fraction(0))
 
     def set_rates(self) -> None:
-        """The bandwidth part by bisection: another way to the same numbers."""
+        """Rates with the bandwidth part found by bisection, unlike in the engine."""
         spec = self.spec
         jobs = [r for r in self.running if r.blocks]
         factors = [r.kernel.sensitivity if len(jobs) > 1 else 1.0 for r in jobs]

@@ -1,4 +1,4 @@
-"""What the simulated device does beside what every device must (tests/device/test_contract.py)."""
+"""What the simulated device does beyond the contract (tests/device/test_contract.py)."""
 
 from __future__ import annotations
 

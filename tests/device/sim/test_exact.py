@@ -1,4 +1,4 @@
-"""The engine against the reference without aggregation, on random launches, and what both must keep."""
+"""The engine against the reference without aggregation, on random launches, and invariants of both."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim import gpu as work
+from gpumux.device.sim import gpu as model
 from gpumux.device.sim.cost import A100, GpuSpec, Kernel, solo_seconds
 from gpumux.device.sim.gpu import SM_UNITS, Finished, Gpu, Stream, granted, rate
 from tests.device.sim.reference import Asked, Reference
 
-SPEC = replace(A100, name="small", sms=6, bandwidth=1e11, shares=(1.0, 0.5), share_multiple=1, queue_length=5, graph_node_s=1e-7,
-               stream_depth=2)  # fmt: skip
+SPEC = replace(
+    A100,
+    name="small",
+    sms=6,
+    bandwidth=1e11,
+    shares=(1.0, 0.5),
+    share_multiple=1,
+    queue_length=5,
+    graph_node_s=1e-7,
+    stream_depth=2,
+)
 # No two of its times are a nanosecond apart: to the engine that is one instant, and to a float perhaps another.
 CALM = replace(SPEC, graph_s=0.0, graph_node_s=0.0, call_s=0.0, transmit_s=0.0, launch_gap_s=0.0, node_gap_s=0.0)
 LONG = settings(deadline=None, max_examples=120)
@@ -73,7 +82,7 @@ def test_aggregated_waves_are_the_same_as_single_blocks(
     reference = Reference(spec, graphs, priorities)
     wanted = {d.launch: d for d in reference.run(asked)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "GRAIN", 0.0)
+        patch.setattr(model, "GRAIN", 0.0)
         gpu, done = engine(spec, asked, graphs, priorities)
     assert set(wanted) == {d.launch for d in done}
     for d in done:
@@ -183,7 +192,7 @@ def test_bandwidth_is_used_up_and_never_exceeded(groups: list[tuple[float, float
 
 
 def test_cohorts_that_share_an_end_change_times_by_little() -> None:
-    """What GRAIN costs: two jobs that share the device for long, with and without it."""
+    """The error of GRAIN: two jobs that share the device for long, with and without it."""
     off = []
     for seed in range(16):
         rng = Random(seed)
@@ -191,7 +200,7 @@ def test_cohorts_that_share_an_end_change_times_by_little() -> None:
         asked = [Asked(0.0, n, "ab"[n], 1 - n, jobs[n]) for n in range(2)]
         rough = sorted(engine(A100, asked)[1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(work, "GRAIN", 0.0)
+            patch.setattr(model, "GRAIN", 0.0)
             exact = sorted(engine(A100, asked)[1])
         off += [r.ended / e.ended - 1 for r, e in zip(rough, exact, strict=True)]
     assert max(map(abs, off)) < 0.03

@@ -1,4 +1,4 @@
-"""What the simulated GPU promises, one behaviour a test."""
+"""The behaviour of the simulated GPU, one rule in each test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compute(blocks: int, block_us: float, per_sm: int = 1, sensitivity: float = 
 
 
 def run(gpu: Gpu) -> dict[int, Finished]:
-    """Everything that was launched, to its end."""
+    """Run all launches to their end."""
     done: list[Finished] = []
     while gpu.next_event() < inf:
         done += gpu.advance(gpu.next_event())

@@ -14,7 +14,8 @@ SPACE = {1: (9,), 2: (7, 6), 3: (5, 4, 5)}
 
 
 def stack(dim: int, transposed: bool) -> nn.Sequential:
-    """The first sees what all models see, the others what the model made; with and without groups and biases."""
+    """The first layer sees the common batch, the others the model's own activations; with and without groups and
+    biases."""
     kind = getattr(nn, f"Conv{'Transpose' if transposed else ''}{dim}d")
     return nn.Sequential(
         kind(4, 6, 3, padding=1), nn.Tanh(), kind(6, 4, 2, stride=2, groups=2, bias=False), nn.Tanh(),
@@ -39,7 +40,7 @@ def test_a_first_layer_with_groups(transposed: bool):
 
 
 def test_one_input_for_all_is_not_copied():
-    """Filters side by side: the input stays one tensor, and nothing but the convolution touches it."""
+    """The filters are concatenated: the input stays one tensor, and only the convolution touches it."""
     array = check(steady(lambda: nn.Conv2d(3, 4, 3)), batches(2, 3, 6, 6))
     program = array.programs[0]
     sizes = [
@@ -51,7 +52,7 @@ def test_one_input_for_all_is_not_copied():
 
 
 def test_the_gradient_of_an_input_that_all_models_share():
-    """It is another for each model: the filters side by side would add it up."""
+    """The gradient differs between models: with concatenated filters it would be their sum."""
 
     class Penalty(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Through(nn.Module):
-    """A layer, and what is done with its output."""
+    """A layer, followed by an operation on its output."""
 
     def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -60,16 +60,21 @@ def test_cross_entropy_of_images(per_model: bool):
 
 
 MARGINS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "one label": lambda out, w, y: F.multi_margin_loss(out, y) + F.multi_margin_loss(out, y, 2, weight=w, reduction="sum"),
-    "some labels": lambda out, w, y: (
-        F.multilabel_margin_loss(out, some(y)) + F.multilabel_margin_loss(out, some(y), reduction="none").square().mean()
+    "one label": lambda out, w, y: (
+        F.multi_margin_loss(out, y) + F.multi_margin_loss(out, y, 2, weight=w, reduction="sum")
     ),
-    "one sample": lambda out, w, y: F.multi_margin_loss(out[0], y[:1], weight=w) + F.multilabel_margin_loss(out[0], some(y)[0]),
+    "some labels": lambda out, w, y: (
+        F.multilabel_margin_loss(out, some(y))
+        + F.multilabel_margin_loss(out, some(y), reduction="none").square().mean()
+    ),
+    "one sample": lambda out, w, y: (
+        F.multi_margin_loss(out[0], y[:1], weight=w) + F.multilabel_margin_loss(out[0], some(y)[0])
+    ),
 }  # fmt: skip
 
 
 def some(y: Tensor) -> Tensor:
-    """[N, 4]: a label or two, and what ends the list."""
+    """[N, 4]: a label or two, and the end mark of the list."""
     return torch.stack([y, torch.where(y > 1, 0, -1), torch.full_like(y, -1), y], 1)
 
 

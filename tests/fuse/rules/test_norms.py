@@ -133,7 +133,7 @@ def test_layer_norm_between_convolutions_and_of_one_sample():
 
 @pytest.mark.parametrize("per_model", [False, True])
 def test_a_layer_norm_of_another_epsilon_for_each_model(per_model: bool):
-    """Forward runs once a model, backward for all: the operands of one kernel then lie in different orders."""
+    """Forward runs once a model, backward for all: the operands of one kernel then have different orders in memory."""
 
     def factory(config: Config) -> Any:
         return steady(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=10.0 ** -(config.seed + 2))))(config)

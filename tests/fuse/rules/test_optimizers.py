@@ -31,7 +31,8 @@ EVERY: dict[str, list[dict[str, Any]]] = {
     "RAdam": [{"weight_decay": 0.1, "decoupled_weight_decay": True}, {"foreach": True}],
     "RMSprop": [{"centered": True, "momentum": 0.9}, {"foreach": True, "weight_decay": 0.1}],
     "Rprop": [{"maximize": True}, {"foreach": True}],
-    "SGD": [{"momentum": 0.9, "nesterov": True}, {"foreach": True, "weight_decay": 0.1, "momentum": 0.9}, {"fused": True}],
+    "SGD": [{"momentum": 0.9, "nesterov": True}, {"foreach": True, "weight_decay": 0.1, "momentum": 0.9},
+            {"fused": True}],
 }  # fmt: skip
 # They decide in Python by what tensors hold, or take sparse gradients alone; nothing of them can be captured.
 REFUSED = {"Adafactor", "LBFGS", "SparseAdam"}

@@ -15,7 +15,7 @@ LENGTH = 3
 
 
 class Recurrent(nn.Module):
-    """A layer and the states it starts from, which are learnt."""
+    """A layer with learnt initial states."""
 
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()

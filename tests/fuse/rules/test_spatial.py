@@ -36,7 +36,8 @@ class Sum(nn.Module):
 
 def pools(dim: int) -> list[Callable[[Tensor], Tensor]]:
     kinds = [
-        getattr(nn, f"MaxPool{dim}d")(2, padding=1), getattr(nn, f"AvgPool{dim}d")(2), getattr(nn, f"AdaptiveAvgPool{dim}d")(3),
+        getattr(nn, f"MaxPool{dim}d")(2, padding=1), getattr(nn, f"AvgPool{dim}d")(2),
+        getattr(nn, f"AdaptiveAvgPool{dim}d")(3),
         getattr(nn, f"AdaptiveMaxPool{dim}d")(3), getattr(nn, f"AdaptiveAvgPool{dim}d")(1),
     ]  # fmt: skip
     return [*kinds, lambda x: kinds[0](x[0])]  # the last without samples

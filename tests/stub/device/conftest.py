@@ -25,6 +25,7 @@ def case() -> Iterator[Case]:
         _stub.live("exec"),
     )
     yield Case("cuda", wide=stub_device, narrow=lambda: stub_device(parallel=1), wait=wait_polled, shares_process=True)
+    assert _stub.violations() == []  # while the devices of the session were closed, after the last test
     kinds = ("stream", "event", "pinned", "registered", "exec")
     assert tuple(map(_stub.live, kinds)) == before, f"{kinds}: what the devices made is not all given back"
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from gpumux.device.base import Recut
-from gpumux.device.cuda.streams import WANTED
-from tests.device.cuda.test_shares import crossing, cut_fine, step
-from tests.device.harness import Case, Driver
-from tests.device.test_contract import floats, numbers
+from gpumux.device.cuda.streams import DEFAULT_SHARES
+from tests.device.cuda.running import crossing, cut_fine, step
+from tests.device.harness import Case, Driver, floats, numbers
 from tests.stub.device.compute import stub_device
 from tests.stub.inside.stub import Stub
 
@@ -19,7 +18,7 @@ from tests.stub.inside.stub import Stub
 @pytest.fixture
 def driver(case: Case) -> Iterator[Driver]:
     greens = Stub().live("context")
-    device = stub_device(shares=WANTED)
+    device = stub_device(shares=DEFAULT_SHARES)
     info = device.open()
     assert info.shares == (1.0, 72 / 132, 40 / 132)
     made = Driver(case, device)

@@ -14,7 +14,7 @@ _first.open(0)  # what a first context opens stays for the process' life, and is
 
 @pytest.fixture
 def stub() -> Iterator[Stub]:
-    """No test may leave a call against the rules unread, nor anything it made."""
+    """Fails a test that leaves a broken rule unread, or a handle that it made."""
     kinds = ("context", "stream", "event", "graph", "exec", "pinned", "registered", "device")
     _stub.reset()
     before = {kind: _stub.live(kind) for kind in kinds}

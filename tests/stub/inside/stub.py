@@ -1,4 +1,4 @@
-"""What the stand-in for libcuda tells tests beside what it does (libcuda.c)."""
+"""What the stand-in for libcuda reports to tests (libcuda.c)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stub:
         return self.library.stub_violations().decode().splitlines()
 
     def live(self, what: str) -> int:
-        """How many handles or ranges of memory of a kind there are."""
+        """The number of handles or ranges of memory of a kind."""
         return int(self.library.stub_live(what.encode()))
 
     def called(self) -> dict[str, int]:
@@ -33,15 +33,15 @@ class Stub:
         return found
 
     def fail(self, call: str, status: int, after: int = 0) -> None:
-        """The call fails, once, when it was made `after` more times."""
+        """Have the call fail once, after `after` more calls."""
         self.library.stub_fail(call.encode(), status, after)
 
     def sticky(self, status: int) -> None:
-        """Every call fails from now on."""
+        """Have every later call fail."""
         self.library.stub_break(status)
 
     def hold(self, on: bool) -> None:
-        """Streams keep what they are given until they are let go."""
+        """Have streams run nothing until they are released."""
         self.library.stub_hold(int(on))
 
     def devices(self, count: int) -> None:

@@ -56,8 +56,8 @@ def test_a_machine_without_a_gpu_is_a_matter_of_configuration(stub: Stub) -> Non
 
 def test_every_error_that_only_a_new_process_helps_against_is_known_for_one() -> None:
     """By what this release of the bindings says of each."""
-    told = {result.name for result in bindings().CUresult if "terminated and relaunched" in (result.__doc__ or "")}
-    assert told - STICKY.keys() == set()
+    sticky = {result.name for result in bindings().CUresult if "terminated and relaunched" in (result.__doc__ or "")}
+    assert sticky - STICKY.keys() == set()
 
 
 # ---- every failed call is noticed
@@ -65,7 +65,7 @@ def test_every_error_that_only_a_new_process_helps_against_is_known_for_one() ->
 
 @dataclass
 class World:
-    """What calls are about."""
+    """The handles that calls take."""
 
     gpu: CudaDriver
     stream: int
@@ -130,7 +130,7 @@ def _mark(world: World) -> None:
 
 
 def _made(make: str, destroy: str, *arguments: Any, **named: Any) -> Callable[[World], None]:
-    """Make and destroy."""
+    """Make a handle and destroy it."""
 
     def act(world: World) -> None:
         handle = getattr(world.gpu, make)(*arguments, **named)

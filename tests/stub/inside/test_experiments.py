@@ -1,4 +1,4 @@
-"""The experiments that need no kernel's result, to their ends. What they find means nothing here."""
+"""The experiments that need no kernel's result, to their ends. Their figures mean nothing on the stand-in."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_it_runs_to_its_end(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, constant, value)
     out = tmp_path / "found.json"
     assert experiment.main(module.EXPERIMENT, ["--repeats", "1", "--out", str(out)]) == 0
-    told = json.loads(out.read_text())
-    assert told["device"]["name"] == "Stub GPU"
-    assert told["rows"]
-    assert told["answer"]
+    result = json.loads(out.read_text())
+    assert result["device"]["name"] == "Stub GPU"
+    assert result["rows"]
+    assert result["answer"]
     if name == "same_address":  # here it is really done: a file mapped by two processes
-        assert told["answer"].startswith("yes, at 1 of 1 hints")
+        assert result["answer"].startswith("yes, at 1 of 1 hints")
 
 
 def test_no_experiment_breaks_a_rule() -> None:

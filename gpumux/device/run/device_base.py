@@ -1,0 +1,184 @@
+"""What devices repeat that check Programs in processes of their own and keep a schedule of commands. No torch."""
+
+from __future__ import annotations
+
+import os
+import select
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from gpumux.device import base as dev
+from gpumux.device.base import DeviceEvent, Segment
+from gpumux.device.run.commands import (
+    NO_FORK_SERVER,
+    UNKNOWN_JOB,
+    ProfileCommand,
+    TransferCommand,
+    of_job,
+)
+from gpumux.device.run.schedule import Schedule
+from gpumux.device.workers.channel import Descriptors
+from gpumux.device.workers.checks import Checks
+from gpumux.device.workers.fork_server import ForkServer, ForkServerSupervisor
+from gpumux.errors import ConfigError
+from gpumux.program.ir import ProgramLimits
+from gpumux.types import Fault, JobId, ProgramId, TransferId
+
+
+class DeviceJob(Protocol):
+    """What the base needs of a device's record of a job."""
+
+    unloading: bool
+
+    @property
+    def memory(self) -> int: ...
+
+
+J = TypeVar("J", bound=DeviceJob)
+
+
+class DeviceBase(ABC, Generic[J]):
+    """Jobs, their schedule, the checks of their Programs and the events of a device. `J`: its record of a job.
+    `parallel`: pieces that run at once; `preempts`: as Schedule takes it; `checks_at_once`: processes that check."""
+
+    def __init__(
+        self,
+        *,
+        parallel: int,
+        checks_at_once: int,
+        allow_ops: Sequence[str],
+        limits: ProgramLimits,
+        preempts: bool = False,
+    ) -> None:
+        self._allow_ops = allow_ops
+        self._checks_at_once = checks_at_once
+        self._checks = Checks(checks_at_once, limits, allow_ops)
+        self._schedule: Schedule[Any] = Schedule(parallel, preempts=preempts)
+        self._jobs: dict[JobId, J] = {}
+        self._events: list[DeviceEvent] = []
+        self._total = 0  # bytes of memory; 0 while the device is not open
+
+    # ---- what each device does in its own way
+
+    @abstractmethod
+    def _is_live(self, job: J) -> bool:
+        """Whether commands of the job are carried out: it is neither lost nor being unloaded."""
+
+    @abstractmethod
+    def _carry_out(self, job: J, command: Any) -> None:
+        """Begin a command, whose turn has come."""
+
+    @abstractmethod
+    def _drop_job(self, job: J) -> None:
+        """Unload a job, whose commands are not answered."""
+
+    def _fault_of(self, job: JobId) -> Fault:
+        """Why a command of a job that is not live is refused."""
+        return UNKNOWN_JOB
+
+    # ---- the contract (base.Device)
+
+    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+        self._checks.submit(job, program, encoded)
+        if self._fork_server is not None:
+            self._checks.start(self._fork_server)
+            self._supervisor.watch()
+        else:
+            self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
+
+    def transfer(
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+    ) -> None:
+        if self._live(job) is None:
+            self._emit(dev.TransferDone(job, transfer, self._fault_of(job)))
+            return
+        held = Descriptors((os.dup(segment.fd),))
+        self._submit(job, TransferCommand(transfer, tuple(buffers), held, segment.nbytes, into_device), None)
+
+    def profile(self, job: JobId, program: ProgramId) -> None:
+        if self._live(job) is None:
+            self._emit(dev.ProgramProfiled(job, program, b"", self._fault_of(job)))
+            return
+        self._submit(job, ProfileCommand(program), None)
+
+    def unload(self, job: JobId) -> None:
+        for token in self._checks.forget(job):
+            self._supervisor.kill(token)
+        held = self._jobs.get(job)
+        if held is None:
+            self._emit(dev.JobUnloaded(job))
+            return
+        if held.unloading:
+            return
+        self._events = [event for event in self._events if not of_job(event, job)]
+        self._drop_job(held)
+
+    def memory(self) -> dev.MemoryFigures:
+        by_job = {job: held.memory for job, held in self._jobs.items()}
+        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+
+    # ---- opening
+
+    def _open_epoll(self) -> None:
+        """Make the epoll instance that the caller waits on, and the descriptor that wakes it."""
+        self._epoll = select.epoll()
+        try:
+            self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self._epoll.close()
+            raise
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+
+    def _start_supervisor(self) -> None:
+        """Start the process that forks others."""
+        self._supervisor = ForkServerSupervisor(self._epoll, self, self._allow_ops)
+        self._supervisor.start()
+
+    def _require_fork_server(self, purpose: str) -> dict[str, Any]:
+        """What the process that forks others reported of torch. Raises ConfigError if that process is not ready, or
+        torch lacks operators that `allow_ops` names."""
+        if self._fork_server is None or self._fork_server.facts is None:
+            remedy = "see what it printed; try python -c 'import torch'"
+            raise ConfigError(f"the process that {purpose} did not start", remedy)
+        unknown = self._fork_server.facts["unknown"]
+        if unknown:
+            raise ConfigError(
+                f"allow_ops names {', '.join(unknown)}, which torch does not have", "mend [access] allow_ops"
+            )
+        return self._fork_server.facts
+
+    # ---- jobs and their commands
+
+    def _live(self, job: JobId) -> J | None:
+        held = self._jobs.get(job)
+        return held if held is not None and self._is_live(held) else None
+
+    def _submit(self, job: JobId, command: Any, stream: int | None) -> None:
+        self._schedule.submit(job, command, stream)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for job, command in self._schedule.hand_over():
+            self._carry_out(self._jobs[job], command)
+
+    def _emit(self, *events: DeviceEvent) -> None:
+        """Add events, and make the descriptor readable. Without events it may be called by any thread."""
+        self._events.extend(events)
+        os.eventfd_write(self._wakeup, 1)
+
+    # ---- the process that forks others (fork_server.Owner)
+
+    @property
+    def _fork_server(self) -> ForkServer | None:
+        return self._supervisor.server
+
+    def can_fork(self, server: ForkServer) -> None:
+        self._checks.start(server)
+
+    def child_exited(self, token: int, status: int | str) -> None:
+        self._events.extend(self._checks.exited(token, status))
+
+    def fork_server_lost(self, how: str) -> None:
+        for token in self._checks.running:
+            self._events.extend(self._checks.exited(token, how))

@@ -1,0 +1,205 @@
+"""Steps that come when none was expected: what they lose by it is noticed, and gaps are no longer relied on."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumux.device.sim.cost import Kernel
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.guard import arrivals as surprise
+from gpumux.scheduler.guard import cutting
+from gpumux.scheduler.guard.arrivals import ArrivalTrust
+from gpumux.scheduler.guard.baseline import DECAY
+
+from .test_decisions import STEP_S, track
+from .test_guard_scenarios import chain, explained, held_seconds, high, ident, low
+from .test_guard_scenarios import world as simulated
+from .test_low_work_alone import GAP_S, pausing
+from .world import World
+
+MOST, CREDIT = 1e-4, 5e-5  # seconds that a step may lose, at most and on average
+
+
+def after(lost: float, excess: float, steps: int = 1, noise: float = 0.0) -> ArrivalTrust:
+    made = ArrivalTrust()
+    for _ in range(steps):
+        made.step_ended(lost, ["low"], excess=excess, most=MOST, credit=CREDIT, noise=noise)
+    return made
+
+
+def test_steps_that_lose_too_much_on_arrival_end_the_trust_and_others_bring_it_back() -> None:
+    made = after(2 * MOST, 2 * MOST)
+    assert made.trusted, "one may be chance"
+    made.step_ended(2 * MOST, ["low"], excess=2 * MOST, most=MOST, credit=CREDIT, noise=0.0)
+    assert not made.trusted
+    steps = 0
+    while not made.trusted:
+        made.step_ended(0.0, [], excess=0.0, most=MOST, credit=CREDIT, noise=0.0)
+        steps += 1
+    assert steps == pytest.approx(1 / surprise.VIOLATION_RATE, rel=0.02)
+
+
+def test_what_a_step_loses_later_is_no_surprise() -> None:
+    assert after(0.4 * MOST, 2 * MOST, 9).trusted
+    assert after(0.0, 9 * MOST, 99).trusted
+
+
+def test_steps_that_lose_the_credit_on_average_end_it_too() -> None:
+    assert after(0.9 * CREDIT, 0.9 * CREDIT, 1000).trusted
+    assert not after(1.1 * CREDIT, 1.1 * CREDIT, 1000).trusted
+
+
+def test_one_step_that_lost_everything_does_not_pass_for_many_that_lose_much() -> None:
+    made = after(99 * CREDIT, 99 * CREDIT)
+    assert made.mean_loss > cutting.DEAR * CREDIT
+    assert made.capped_loss < 0.1 * cutting.DEAR * CREDIT
+
+
+def test_a_few_too_many_are_held_against_whom_they_were_lost_to() -> None:
+    made = after(2 * MOST, 2 * MOST, 2)
+    assert not made.trusts("low")
+    assert made.trusts("other")
+    made.step_ended(2 * MOST, ["other"], excess=2 * MOST, most=MOST, credit=CREDIT, noise=0.0)
+    assert not made.trusts("other")
+    while not made.trusted:
+        made.step_ended(0.0, [], excess=0.0, most=MOST, credit=CREDIT, noise=0.0)
+    assert made.trusts("low")
+    assert made.trusts("other")
+
+
+def test_however_many_programs_there_are_more_than_a_few_too_many_are_held_against_all() -> None:
+    made, programs = ArrivalTrust(), 0
+    while made.trusts(f"low{programs}"):
+        made.step_ended(2 * MOST, [f"low{programs}"], excess=2 * MOST, most=MOST, credit=CREDIT, noise=0.0)
+        programs += 1
+    assert programs == 3, "one there was a token for, two that were owed"
+    assert not made.trusts("who never ran")
+
+
+def test_where_steps_are_late_of_themselves_so_many_are_no_surprise() -> None:
+    assert not after(2 * MOST, 2 * MOST, 5).trusted
+    assert after(2 * MOST, 2 * MOST, 5, noise=1.0).violations_left == after(0.0, 0.0).violations_left
+
+
+LATE_S = 2e-3
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_what_a_step_loses_by_coming_is_what_it_loses_beside_what_relied_on_it_not_to(caught: bool) -> None:
+    """A step comes long before it was expected, while a low piece is out; or as soon as that has ended, and another one
+    is launched beside it."""
+    world = World("guarded")
+    pausing(world, 13, {"low": (2e-3,)})
+    track = world.core._state.guard.high_jobs["high"]
+    world.elapse(2e-3)
+    world.step("low", 0)
+    assert world.launches, "the next step is expected in 8 ms"
+    if not caught:
+        world.done(min(world.launches), 2e-3)
+    world.step("high", 100)
+    if not caught:
+        world.step("low", 1)
+    high_launch = next(number for number, piece in world.launches.items() if piece.job == "high")
+    world.elapse(1e-3 + LATE_S - 1e-4)
+    track.budget.end_learning()
+    before = track.trust.mean_loss
+    world.done(high_launch, 1e-4)
+    lost = (track.trust.mean_loss - DECAY * before) / (1.0 - DECAY)
+    assert lost == pytest.approx(LATE_S if caught else 0.0, rel=0.2, abs=1e-9)
+    assert track.arrival_loss == 0.0, "it is the step's, and that is over"
+
+
+def test_without_trust_a_piece_that_would_be_over_before_the_next_step_is_expected_waits() -> None:
+    for trusted in (True, False):
+        world = World("guarded")
+        pausing(world, 13, {"low": (2e-3,)})
+        track = world.core._state.guard.high_jobs["high"]
+        track.steps, track.budget.violations_left = 300, 0.0
+        while not trusted and track.trust.trusts("low"):
+            track.trust.step_ended(2 * MOST, ["another"], excess=2 * MOST, most=MOST, credit=CREDIT, noise=0.0)
+        track.arrivals.set_predictable(track.trust.trusted)
+        world.elapse(2e-3)
+        world.step("low", 0)
+        assert bool(world.launches) is trusted
+        told = "\n".join(world.core.explain("low"))
+        assert ("may come at any time, as steps came when none was expected" in told) is not trusted
+    world.elapse(2 * GAP_S)
+    assert {piece.job for piece in world.launches.values()} == {"low"}, "away for longer than ever, it holds nobody"
+
+
+FULL = Kernel("full", 432, 100e-6, 4, 0)
+OTHERS = {
+    "short": low((FULL._replace(name="short", block_s=30e-6),) * 30, "short"),
+    "long": low((FULL._replace(name="long", blocks=1728, block_s=60e-6),) * 8, "long"),
+}
+
+
+@pytest.mark.parametrize("rate", [20.0, 100.0, 400.0])
+@pytest.mark.parametrize("other", list(OTHERS))
+def test_the_promise_holds_where_steps_come_at_random(rate: float, other: str) -> None:
+    """Of random gaps two neighbours are nearly always far enough apart for a low piece to end between them."""
+    simulation = simulated(high((FULL,) * 5, rate=rate), OTHERS[other])
+    job = simulation.run(steps=900, warmup_steps=300).job("high")
+    assert job.mean_slowdown <= 1.05
+    assert job.p99_slowdown <= 1.10
+    held = held_seconds(simulation, other)
+    assert held["gap"] > 0.5 * held.total()
+    assert "may come at any time" in explained(simulation, other)
+    assert "Its steps came when none was expected" in explained(simulation, "high")
+
+
+def test_it_is_the_gaps_that_are_not_relied_on_that_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArrivalTrust, "step_ended", lambda *_, **__: None)
+    simulation = simulated(high((FULL,) * 5, rate=100.0), OTHERS["short"])
+    assert simulation.run(steps=900, warmup_steps=300).job("high").p99_slowdown > 1.2
+
+
+def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it() -> None:
+    """What a step of 2 ms may lose is more than one operator costs it that it meets, and less than three do."""
+    simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
+    simulation.run(steps=30)
+    assert chain(simulation, "short") == [4, 10], "three of 30 us each"
+    result = simulation.run(steps=600, warmup_steps=400)
+    assert chain(simulation, "short") == [4, 10, 30]
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    assert result.job("short").relative_throughput > 0.4
+    assert "pieces of about 0.030 ms, not 0.300" in explained(simulation, "short")
+
+
+def test_a_cut_finer_than_that_is_for_as_long_as_anybody_needs_a_finer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "AWAY_S", 0.5)
+    simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
+    for _ in range(20):
+        simulation.run(seconds=simulation.now + 0.5)
+        if len(chain(simulation, "short")) > 2:
+            break
+    simulation.run(seconds=simulation.now + 1.0)
+    assert chain(simulation, "short") == [4, 10, 30]
+    simulation.feed(ev.PauseRequested(ident(simulation, "high")))
+    simulation.run(seconds=simulation.now + 1.0)
+    assert chain(simulation, "short") == [4, 10, 30, 4]
+
+
+@pytest.mark.parametrize(("part", "finest"), [(0.2, False), (0.3, True)])
+def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_while_it_is_out(
+    part: float, finest: bool
+) -> None:
+    """Though they seldom lose too much by it: with pieces of a third a budget harvests more."""
+    of, cut = track("high"), cutting.Cutting(300e-6)
+    cut.step_ended(of, STEP_S, 1.0)
+    assert cut.changed
+    assert cut.target_s == pytest.approx(100e-6)
+    cut.changed, of.trust.capped_loss = False, part * of.budget.credit
+    cut.step_ended(of, STEP_S, 2.0)
+    assert cut.finest is cut.changed is finest
+    assert cut.target_s == pytest.approx(30e-6 if finest else 100e-6)
+    cut.changed, of.trust.capped_loss = False, 0.0
+    cut.step_ended(of, STEP_S, 3.0)
+    assert (cut.finest, cut.changed) == (finest, False), "it cost less because it was finer"
+
+
+def test_steps_that_come_at_random_but_can_bear_to_meet_low_work_leave_it_most_of_the_time() -> None:
+    result = simulated(high((FULL,) * 50, rate=60.0), OTHERS["short"]).run(steps=320, warmup_steps=220)
+    assert result.job("high").p99_slowdown <= 1.10
+    assert result.job("short").relative_throughput > 0.5
