@@ -564,20 +564,28 @@ def test_m16_another_thread_reads_the_model(endpoint: str) -> None:
 
 
 def test_m16_another_thread_reads_while_this_one_steps(endpoint: str) -> None:
+    """What it sees is the whole state after one of the steps, never parts of two, and never older than before."""
+    with made(None) as plain:
+        after = [plain.model.state_dict()["0.weight"].clone()]
+        for i in range(len(DATA)):
+            plain.train(1, i)
+            after.append(plain.model.state_dict()["0.weight"].clone())
     with made(endpoint) as s:
         done = threading.Event()
-        seen: list[bool] = []
+        seen: list[Tensor] = []
 
         def read() -> None:
             while not done.is_set():
-                seen.append(bool(s.model[0].weight.isfinite().all()))
+                seen.append(s.model[0].weight.detach().clone())
 
         thread = threading.Thread(target=read)
         thread.start()
-        s.train(20)
+        s.train(len(DATA))
         done.set()
         thread.join()
-        assert all(seen)
+    which = [[i for i, weight in enumerate(after) if torch.equal(weight, found)] for found in seen]
+    assert all(which)
+    assert sorted(which) == which
 
 
 def test_m16_a_forked_process_can_not_fetch(endpoint: str) -> None:

@@ -206,15 +206,31 @@ def test_o5_reading_the_state_that_the_daemon_made(read: Any, endpoint: str) -> 
     same(script, endpoint)
 
 
-def test_o5_what_was_found_there_before_is_up_to_date_later(endpoint: str) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda entry, moment, count, state: moment.sum(),
+        lambda entry, moment, count, state: count + 0,
+        lambda entry, moment, count, state: count.item(),
+        lambda entry, moment, count, state: entry["exp_avg_sq"].sum(),
+        lambda entry, moment, count, state: [e["exp_avg"].clone() for e in state.values()],
+        lambda entry, moment, count, state: [int(e["step"]) for e in state.values()],
+    ],
+    ids=["moment", "counter", "counter's item", "entry", "state", "counters in the state"],
+)
+def test_o5_what_was_found_there_before_is_up_to_date_later(read: Any, endpoint: str) -> None:
+    """Each reference is the first that is read after a step, so that no other read has fetched the state for it."""
+
     def script(s: Script) -> Any:
         s.train(1)
-        entry = s.optimizer.state[s.model[0].weight]
-        moment, count, state = entry["exp_avg"], entry["step"], s.optimizer.state
-        s.train(2, 1)
-        out = [moment.sum(), count + 0]
-        s.train(1, 3)
-        return [*out, entry["exp_avg_sq"].sum(), len(state), state[s.model[3].bias]["exp_avg"]]
+        state = s.optimizer.state
+        entry = state[s.model[0].weight]
+        held = entry, entry["exp_avg"], entry["step"], state
+        out = []
+        for i in range(1, 4):
+            s.train(1, i)
+            out.append(read(*held))
+        return out
 
     same(script, endpoint)
 
@@ -291,6 +307,21 @@ def test_o6_an_entry_that_the_script_holds_is_written_while_it_is_behind(then: s
         return out + s.train(2, 3)
 
     same(script, endpoint)
+
+
+def test_o6_a_load_state_that_fails_leaves_the_scripts_entries(endpoint: str) -> None:
+    """Here a backward pass should have added to a gradient that is in the daemon."""
+    with made(endpoint, step=without_zeroing) as s:
+        weight = s.model[0].weight
+        s.train(2)
+        entry = s.optimizer.state[weight]
+        twice = (2 * weight).sum()
+        s.train(1, 2)
+        mine = entry["exp_avg"] = torch.ones(8, 6)
+        twice.backward()
+        with pytest.raises(errors.StaleGradient):
+            s.job.load_state()
+        assert entry["exp_avg"] is mine
 
 
 @pytest.mark.parametrize(
