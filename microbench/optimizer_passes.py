@@ -165,7 +165,7 @@ def program_of(make: Make, options: dict[str, Any], constants: ConstantScalars |
     second = function.choose((), {}, first.after(state.keep))
     assert isinstance(second, Choice)
     guard.remove()
-    return second.made.lowered.program
+    return second.program.lowered.program
 
 
 def of_program(program: Program) -> float:

@@ -16,18 +16,42 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
 from torch.jit import _builtins, _freeze, _script
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from gpumux.capture.state import DESCRIBES, Part
 from gpumux.errors import StaleGradient, StaleState
 
 without_fetching = torch._C.DisableTorchFunctionSubclass  # with without_fetching(): nothing is fetched
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context for gpumux's own tensor work. Inside, no mode, transform or trace of torch is active in this thread, and
+    reading a local tensor fetches nothing."""
+    tracing = torch._C._get_tracing_state()
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if tracing is not None:
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if tracing is not None:
+                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 class ReadHandler(Protocol):

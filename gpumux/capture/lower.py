@@ -115,7 +115,7 @@ class ExitPlaces:
         self._refuse_shared_buffers(raw)
         self._refuse_shared_gradients()
         fresh = [leaf for leaf in self._leaves.values() if leaf.place is None]
-        self._settle()
+        self._choose_places()
         self.anew = frozenset([*(self.of(leaf.path) for leaf in fresh), *(place for place, _ in raw.replaced)])
         self.kept = self._kept(keep)
 
@@ -141,7 +141,7 @@ class ExitPlaces:
         for index, view in sorted(raw.gradients.items()):
             yield _Leaf(("grad", index), f"grad.{self._table.param_names[index]}", view)
 
-    def _settle(self) -> None:
+    def _choose_places(self) -> None:
         taken = _Taken()
         for _, tensor in self._table.tensors:
             place = self._table.place(tensor)

@@ -35,17 +35,17 @@ class _Place(NamedTuple):
 class SideEffects:
     """Compares the places that a fingerprint found before and after a trace."""
 
-    def __init__(self, prints: Fingerprint, number: Callable[[Any], bool] = lambda value: False) -> None:
+    def __init__(self, fingerprint: Fingerprint, number: Callable[[Any], bool] = lambda value: False) -> None:
         """`number`: whether a value is a number of the trace that differs from step to step."""
         self._number = number
-        self._prints = prints
-        self._buffers = [(m, dict(m._buffers)) for m in prints.modules]
-        self._params = [(m, dict(m._parameters)) for m in prints.modules]
-        self._spaces = [(name, s, skip, dict(s)) for name, s, skip in prints.spaces]
-        self._fields = [(label, o, {n: _field(o, n) for n in names}) for label, o, names in prints.fields]
-        self._lists = [(label, items, list(items)) for label, items in prints.lists]
-        self._cells = [(name, c, _content(c)) for name, c in prints.cells]
-        self._strange = [(o, dict(o.state)) for _, o in prints.strangers]
+        self._fingerprint = fingerprint
+        self._buffers = [(m, dict(m._buffers)) for m in fingerprint.modules]
+        self._params = [(m, dict(m._parameters)) for m in fingerprint.modules]
+        self._spaces = [(name, s, skip, dict(s)) for name, s, skip in fingerprint.spaces]
+        self._fields = [(label, o, {n: _field(o, n) for n in names}) for label, o, names in fingerprint.fields]
+        self._lists = [(label, items, list(items)) for label, items in fingerprint.lists]
+        self._cells = [(name, c, _content(c)) for name, c in fingerprint.cells]
+        self._others = [(o, dict(o.state)) for _, o in fingerprint.other_optimizers]
 
     def replaced_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(old, new) of every buffer that the step replaced. Restores the old ones. Raises CaptureError if a new one
@@ -73,9 +73,9 @@ class SideEffects:
                     )
         return found
 
-    def refuse_strangers(self) -> None:
+    def refuse_other_optimizers(self) -> None:
         """Raises CaptureError if the step used an optimizer that was not submitted."""
-        for label, optimizer in self._prints.strangers:
+        for label, optimizer in self._fingerprint.other_optimizers:
             if _holds_fake(list(optimizer.state.values()), 4):
                 raise CaptureError(
                     f"the step uses the optimizer {label} ({type(optimizer).__name__}), which was not given",
@@ -141,7 +141,7 @@ class SideEffects:
             module._buffers.update(before)
         for module, params in self._params:
             module._parameters.update(params)
-        for optimizer, state in self._strange:
+        for optimizer, state in self._others:
             optimizer.state.clear()
             optimizer.state.update(state)
         for put in self.restorers():

@@ -588,7 +588,7 @@ class StalenessHooks:
                 self.gradients.note_fetched(adopted)
             if Part.MODEL in parts:
                 self.gradients.put()
-            self._settle(parts)  # in the other parts, the script's changes still count as writes
+            self._take_present(parts)  # in the other parts, the script's changes still count as writes
             self._note(parts)
 
     def _let_go(self, parts: frozenset[Part]) -> None:
@@ -631,11 +631,11 @@ class StalenessHooks:
                     optimizer.state = state
             watch_modules(self, Part.MODEL in behind)
             with without_fetching():
-                self._settle()
+                self._take_present()
 
     # ---- local writes
 
-    def _settle(self, parts: frozenset[Part] = ALL) -> None:
+    def _take_present(self, parts: frozenset[Part] = ALL) -> None:
         """Take the present tensors of these parts as those that the next check expects."""
         if Part.MODEL in parts:
             self._tensors = [t for _, t in self._table.tensors]
@@ -689,7 +689,7 @@ class StalenessHooks:
             if written or ((bytes_too or counted) and any(s.changed() for s in self._sums.values())):
                 self._refuse_write()
             if counted:
-                self._settle()
+                self._take_present()
 
     def check_states(self) -> None:
         """Raises LocalWrite if an optimizer's stale dictionary, or an entry in it, was replaced, because a fetch would

@@ -229,12 +229,12 @@ class IdentityCheck:
         everything = [*chain.from_iterable(read), *chain.from_iterable(self._parts)]
         return everything, lengths, list(map(call, self._contents))
 
-    def settle(self) -> None:
+    def remember(self) -> None:
         """Take the present objects as those that `unchanged` compares with."""
         self._seen = self._now()
 
     def unchanged(self) -> bool:
-        """Whether all objects are the same as at the last `settle`. Raises KeyError if a watched name is gone."""
+        """Whether all objects are the same as at the last `remember`. Raises KeyError if a watched name is gone."""
         if self._seen is None:
             return False
         objects, lengths, contents = self._now()

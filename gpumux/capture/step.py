@@ -23,7 +23,7 @@ from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
-from gpumux.capture.tracer import HostResult, RawTrace, Settled, TensorResult, Tracer, refuse_odd_tensors
+from gpumux.capture.tracer import HostResult, RawTrace, TensorResult, TraceAgain, Tracer, refuse_odd_tensors
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op
@@ -160,7 +160,7 @@ class Phase:
 
     entry: Structure
     raw: RawTrace
-    made: dict[frozenset[int], StepProgram] = field(default_factory=dict)
+    programs: dict[frozenset[int], StepProgram] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class Case:
     """One combination of batch shapes and Python values, with the phases of the optimizer in it."""
 
     key: Any
-    prints: Fingerprint
+    fingerprint: Fingerprint
     hyper: HyperReader
     phases: list[Phase] = field(default_factory=list)
 
@@ -176,7 +176,7 @@ class Case:
         if self.key != key:
             return False
         with without_fetching():
-            return self.prints.holds()
+            return self.fingerprint.holds()
 
     def difference(self, key: Any) -> str:
         """A description of how a call differs from this case."""
@@ -184,7 +184,7 @@ class Case:
             return "another batch shape or type"
         try:
             with without_fetching():
-                return ", ".join(c.name for c in self.prints.changes()[:3])
+                return ", ".join(c.name for c in self.fingerprint.changes()[:3])
         except NotRepeatable as gone:
             return gone.message
 
@@ -203,18 +203,18 @@ class State:
 class Choice:
     """What one call runs: the Program, the call's numbers, and the batch tensors."""
 
-    made: StepProgram
+    program: StepProgram
     values: list[Number]
     tensors: list[torch.Tensor]
 
     def after(self, keep: frozenset[int]) -> State:
         """The host side of the state after this call."""
-        scalars, host, _ = self.made.lowered.counts
-        return State(self.made.lowered.exit, self.values[scalars : scalars + host], keep)
+        scalars, host, _ = self.program.lowered.counts
+        return State(self.program.lowered.exit, self.values[scalars : scalars + host], keep)
 
-    def settle(self, table: StateTable) -> None:
+    def apply(self, table: StateTable) -> None:
         """Make the call's changes to local objects: hyperparameters, flags, and the places where it leaves tensors."""
-        lowered = self.made.lowered
+        lowered = self.program.lowered
         scalars, host, _ = lowered.counts
         for (i, j, key, k), value in zip(lowered.groups, self.values[scalars + host :], strict=False):
             group = table.optimizers[i].param_groups[j]
@@ -226,7 +226,7 @@ class Choice:
                 group[key] = type(group[key])(items)
         for flag in lowered.flags:
             flag.again()
-        for mark in self.made.left:
+        for mark in self.program.left:
             mark()
         for optimizer in table.optimizers:
             optimizer._opt_called = True  # learning-rate schedulers check whether step() ever ran
@@ -265,22 +265,22 @@ class StepFunction:
         self._max_variants = max_variants
         self._executed: Executed = {}  # user code seen to run in a trace
         self._cases: list[Case] = []  # most recently used first
-        self._settling: list[Change] | None = None  # None before the first trace
+        self._first_changes: list[Change] | None = None  # None before the first trace
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
         missing. Raises CaptureError or a subclass. Does not change the job."""
         try:
             return self._choose(args, kwargs, state)
-        except Settled as settled:
-            self._settling = settled.changes
+        except TraceAgain as again:
+            self._first_changes = again.changes
             self._cases.clear()
         try:
             return self._choose(args, kwargs, state)
         except CaptureError:
-            for change in self._settling:
+            for change in self._first_changes:
                 change.restore()
-            self._settling = None
+            self._first_changes = None
             raise
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
@@ -295,23 +295,23 @@ class StepFunction:
             env[f"s{i}"] = value
         for phase in case.phases:
             if phase.entry is state.structure:
-                made = phase.made.get(state.keep) or self._made(phase, state)
-                if isinstance(made, KeepMore):
-                    return made
-                values = made.lowered.evaluator.run(env)
-                if values is None and self._constants_changed(made, env):
-                    made = self._made(phase, state)
-                    if isinstance(made, KeepMore):
-                        return made
-                    values = made.lowered.evaluator.run(env)
+                found = phase.programs.get(state.keep) or self._program(phase, state)
+                if isinstance(found, KeepMore):
+                    return found
+                values = found.lowered.evaluator.run(env)
+                if values is None and self._constants_changed(found, env):
+                    found = self._program(phase, state)
+                    if isinstance(found, KeepMore):
+                        return found
+                    values = found.lowered.evaluator.run(env)
                 if values is not None:
-                    return Choice(made, values, tensors)
-        made = self._capture(case, args, kwargs, state)
-        if isinstance(made, KeepMore):
-            return made
-        values = made.lowered.evaluator.run(env)
+                    return Choice(found, values, tensors)
+        found = self._capture(case, args, kwargs, state)
+        if isinstance(found, KeepMore):
+            return found
+        values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
-        return Choice(made, values, tensors)
+        return Choice(found, values, tensors)
 
     def _case(self, key: Any, tensors: list[torch.Tensor]) -> Case:
         for i, case in enumerate(self._cases):
@@ -329,9 +329,9 @@ class StepFunction:
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         table = self._table
-        prints = Fingerprint(self.fn, table.models, table.optimizers, table.params, self._executed, table.identity)
-        prints.settle()
-        case = Case(key, prints, HyperReader(table.optimizers))
+        fingerprint = Fingerprint(self.fn, table.models, table.optimizers, table.params, self._executed, table.identity)
+        fingerprint.remember()
+        case = Case(key, fingerprint, HyperReader(table.optimizers))
         self._cases.insert(0, case)
         return case
 
@@ -358,26 +358,26 @@ class StepFunction:
                 "let the number reach an operator instead of a Python decision, or update it less often",
             )
         try:
-            phase = Phase(state.structure, self._trace(case.prints, args, kwargs, state))
+            phase = Phase(state.structure, self._trace(case.fingerprint, args, kwargs, state))
         except BaseException:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
-        case.prints.settle()  # with what the trace found, and with the hooks that are set now
-        made = self._made(phase, state)
-        if not isinstance(made, KeepMore):
-            self._refuse_old_tensors(case.prints, {place.buffer for place in made.lowered.anew})
-            self._refuse_state_dictionaries(case.prints)
+        case.fingerprint.remember()  # with what the trace found, and with the hooks that are set now
+        found = self._program(phase, state)
+        if not isinstance(found, KeepMore):
+            self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
+            self._refuse_state_dictionaries(case.fingerprint)
             phases.append(phase)
-        return made
+        return found
 
-    def _refuse_old_tensors(self, prints: Fingerprint, anew: set[int]) -> None:
+    def _refuse_old_tensors(self, fingerprint: Fingerprint, anew: set[int]) -> None:
         """Raises CaptureError if a Python variable holds a tensor that the step replaces as a buffer, a gradient or
         optimizer state: in the plain loop the variable keeps the old tensor, but the job has one place for both."""
         if not anew:
             return
         with without_fetching():
-            found = ((name, self._table.lookup(tensor)) for name, tensor in prints.tensors())
+            found = ((name, self._table.lookup(tensor)) for name, tensor in fingerprint.tensors())
             old = next(((name, place[0]) for name, place in found if place is not None and place[0] in anew), None)
         if old is not None:
             raise CaptureError(
@@ -387,7 +387,7 @@ class StepFunction:
                 " or keep a copy in a buffer of a module: .clone()",
             )
 
-    def _refuse_state_dictionaries(self, prints: Fingerprint) -> None:
+    def _refuse_state_dictionaries(self, fingerprint: Fingerprint) -> None:
         """Raises CaptureError if the step reads an optimizer's state, or an entry of it, by a Python variable: the
         daemon's state is in `optimizer.state` alone."""
         names: dict[int, str] = {}
@@ -396,7 +396,7 @@ class StepFunction:
             names |= {id(entry): "an entry of the optimizer's state" for entry in state.values()}
             names[id(state)] = "the optimizer's state"
         held = next(
-            ((name, names[id(v)]) for name, v in prints.values() if isinstance(v, dict) and id(v) in names), None
+            ((name, names[id(v)]) for name, v in fingerprint.values() if isinstance(v, dict) and id(v) in names), None
         )
         if held is not None:
             raise CaptureError(
@@ -404,27 +404,27 @@ class StepFunction:
                 "let the step read optimizer.state itself: optimizer.state[parameter][...]",
             )
 
-    def _trace(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+    def _trace(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         with self._staleness.suspended():
-            settle = self._settling is None
-            self._settling = self._settling or []
+            may_change = self._first_changes is None
+            self._first_changes = self._first_changes or []
             try:
                 by_device = self._by_device
                 first = self._tracer.trace(
-                    self.fn, args, kwargs, state.structure, state.host, prints, settle, by_device
+                    self.fn, args, kwargs, state.structure, state.host, fingerprint, may_change, by_device
                 )
-                known = not prints.extend(first.executed)
+                known = not fingerprint.extend(first.executed)
                 if not self._twice:
                     return first
                 second = self._tracer.trace(
-                    self.fn, args, kwargs, state.structure, state.host, prints, by_device=by_device
+                    self.fn, args, kwargs, state.structure, state.host, fingerprint, by_device=by_device
                 )
-                part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
+                part = self._trace_part(fingerprint, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
         difference = first_difference(first, second)
         if difference is not None and not known:
-            raise Settled([])  # the first trace may have changed what was not yet watched
+            raise TraceAgain([])  # the first trace may have changed what was not yet watched
         if difference is not None:
             raise NotRepeatable(
                 f"{self.name} does not do the same thing twice: {difference}",
@@ -435,11 +435,11 @@ class StepFunction:
             return first
         return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
 
-    def _trace_part(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+    def _trace_part(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
         try:
             return self._tracer.trace(
-                self.fn, part_args, part_kwargs, state.structure, state.host, prints, by_device=self._by_device
+                self.fn, part_args, part_kwargs, state.structure, state.host, fingerprint, by_device=self._by_device
             )
         except CaptureError as error:
             raise NotSplittable(
@@ -448,16 +448,16 @@ class StepFunction:
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
 
-    def _constants_changed(self, made: StepProgram, env: dict[str, Number]) -> bool:
+    def _constants_changed(self, program: StepProgram, env: dict[str, Number]) -> bool:
         """Whether constants of the Program have other values now. In the next Program they are numbers of each step."""
         if self._constants is None:
             return False
-        changed = self._constants.changed(made.lowered.written, env)
+        changed = self._constants.changed(program.lowered.written, env)
         if changed:
             log.info("%s: %s changes, and is a number of each step from now on", self.name, ", ".join(changed))
         return bool(changed)
 
-    def _made(self, phase: Phase, state: State) -> StepProgram | KeepMore:
+    def _program(self, phase: Phase, state: State) -> StepProgram | KeepMore:
         with without_fetching():  # looking up where local tensors lie must not fetch them
             return self._lower(phase, state)
 
@@ -478,10 +478,10 @@ class StepFunction:
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
         raw = phase.raw
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
-        made = StepProgram(
+        found = StepProgram(
             replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade,
             left=raw.left,
         )  # fmt: skip
-        made.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
-        phase.made[state.keep] = made
-        return made
+        found.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
+        phase.programs[state.keep] = found
+        return found

@@ -272,7 +272,7 @@ class RawTrace:
 _capturing = threading.RLock()  # one trace at a time, because it replaces functions of modules
 
 
-class Settled(Exception):
+class TraceAgain(Exception):
     """The first trace changed Python variables (a lazily filled configuration). They keep their new values, and
     another trace must not change them again. Never raised to users."""
 
@@ -297,16 +297,18 @@ class Tracer:
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], prints: Fingerprint, settle: bool = False, by_device: bool = True,
+        host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool = False, by_device: bool = True,
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors, from the structure `entry`. Restores the local state.
-        Raises CaptureError or a subclass, and with `settle` Settled."""
+        Raises CaptureError or a subclass, and with `may_change` TraceAgain."""
         with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs():
-            return self._trace(fn, args, kwargs, entry, host_values, prints, settle, by_device and self._by_device)
+            return self._trace(
+                fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device
+            )
 
     def _trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], prints: Fingerprint, settle: bool, by_device: bool,
+        host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool, by_device: bool,
     ) -> RawTrace:  # fmt: skip
         scope = Scope(source.user_line)
         tape = RngTape()
@@ -327,8 +329,8 @@ class Tracer:
         )  # fmt: skip
         refuse_around(self.table.gpu)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        before = prints.read()
-        left = SideEffects(prints, rec.is_number)
+        before = fingerprint.read()
+        left = SideEffects(fingerprint, rec.is_number)
         position = 0
         fakes: list[Any] = []
         for leaf in leaves:
@@ -340,7 +342,7 @@ class Tracer:
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with self._stage(rec, entry, host_values) as groups:
             torch.clear_autocast_cache()  # it may hold real casts, and would keep fake ones
-            drawn = prints.random_states()
+            drawn = fingerprint.random_states()
             try:
                 with (
                     patched(scope, tape, self.table.gpu),
@@ -354,17 +356,17 @@ class Tracer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 refuse_batch_gradients(leaves, fakes)
-                refuse_draws(fn, drawn, prints.random_states())
-                left.refuse_strangers()
+                refuse_draws(fn, drawn, fingerprint.random_states())
+                left.refuse_other_optimizers()
                 replaced = left.replaced_buffers()
-                changes = prints.changes(before)
+                changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replaced = self._replaced(rec, replaced)
                 raw.executed = observer.found
                 self._restorers += left.restorers()
             except BaseException as error:
                 left.restore()
-                _undo(prints, before)
+                _undo(fingerprint, before)
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
@@ -377,8 +379,8 @@ class Tracer:
             finally:
                 torch.clear_autocast_cache()
         stuck = [c for c in changes if not c.flag]
-        if stuck and settle:
-            raise Settled(stuck)
+        if stuck and may_change:
+            raise TraceAgain(stuck)
         for change in changes:
             change.restore()
         if stuck:
@@ -553,10 +555,10 @@ class Tracer:
         raise unusable(path, value, self.table)
 
 
-def _undo(prints: Fingerprint, before: list[Reading]) -> None:
+def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:
     """Restore Python values after a failed trace, as far as they can still be read."""
     try:
-        for change in prints.changes(before):
+        for change in fingerprint.changes(before):
             change.restore()
     except NotRepeatable:
         return

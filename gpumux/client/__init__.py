@@ -2,7 +2,7 @@
 one for many models of one kind.
 
 May import `capture`, `wire` and `program`. Start with `submit.py`, then `job.py`, which composes `local_model.py`,
-`recovery.py`, `pending.py` and `remote.py`; `session.py` and `transport.py` talk to the daemon.
+`recovery.py`, `future.py` and `remote.py`; `session.py` and `transport.py` talk to the daemon.
 """
 
 from __future__ import annotations

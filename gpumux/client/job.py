@@ -2,7 +2,8 @@
 
 `Job` composes the parts of a job. `LocalModel` (local_model.py) keeps the local model and optimizers a copy of the
 daemon's state. `Recovery` (recovery.py) holds the session and replaces it when the daemon is gone. `Pending`
-(pending.py) holds the unanswered steps, `Remote` (remote.py) the Programs and buffers in the daemon.
+(future.py) holds the unanswered steps, `Remote` (remote.py) the Programs and buffers in the daemon,
+`BatchSlots` (collate.py) the choice of the slot of a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -29,11 +30,11 @@ from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
-from gpumux.client.future import StepFuture
+from gpumux.client.collate import BatchSlots
+from gpumux.client.future import Pending, StepFuture
 from gpumux.client.local_model import LocalModel
-from gpumux.client.pending import Pending
 from gpumux.client.recovery import Recovery, make_recorder
-from gpumux.client.remote import Remote, RemoteProgram, Slotted
+from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed, SnapshotFailed
@@ -104,7 +105,7 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
 # ---- the job
 
 
-class Job(Slotted):
+class Job:
     """A training or inference job, opened by `gpumux.client.submit`. Verbs may be called from any thread; steps run in
     call order."""
 
@@ -138,6 +139,7 @@ class Job(Slotted):
         self._local = LocalModel(
             self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery
         )
+        self._batch_slots = BatchSlots(self._remote, recovery)
         self._warm_state = self._local.state
         self._staleness = self._local.staleness
         self._functions: list[_Function] = []
@@ -169,7 +171,7 @@ class Job(Slotted):
     # ---- what the parts hold ---------------------------------------------------------------------
 
     @property
-    def _session(self) -> Session:  # type: ignore[override]  # Slotted declares an attribute and only reads it
+    def _session(self) -> Session:
         return self._recovery.session
 
     @property
@@ -246,9 +248,9 @@ class Job(Slotted):
         return choices
 
     def _upload(self, choice: Choice) -> int:
-        if choice.made.number is None:
-            choice.made.number = self._remote.upload(choice.made.lowered)
-        return choice.made.number
+        if choice.program.number is None:
+            choice.program.number = self._remote.upload(choice.program.lowered)
+        return choice.program.number
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -262,6 +264,14 @@ class Job(Slotted):
         with self._lock:
             return self._persist(lambda: self._submit_step(function, batch, named))
 
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """A `collate_fn` for torch.utils.data.DataLoader: stacks samples as torch's does, but straight into the shared
+        memory that step() hands to the device, so that step() copies nothing. The batch is the step's once step() was
+        called with it: don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1,
+        and for the first batches of a shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as
+        step() does."""
+        return self._batch_slots.collate(samples)
+
     def _submit_step(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
@@ -270,7 +280,7 @@ class Job(Slotted):
             self._local.keep_gradients(choice.keep)
             choice = function.choose(batch, named, self._state)  # raises where the gradients' values are gone
             assert isinstance(choice, Choice)
-        number = choice.made.number
+        number = choice.program.number
         if number is None:
             number = self._upload(choice)
         snapshots = self._recovery.snapshots
@@ -281,13 +291,13 @@ class Job(Slotted):
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None, oldest)
             self._check_open()
         # Only now, because the job may have been recovered during the wait, with other slots.
-        program, slot, filled = self._pick_slot(number, choice.tensors)
+        program, slot, filled = self._batch_slots.pick(number, choice.tensors)
         if program.program.generator is None:
             return self._send_step(function, choice, program, slot, filled, None)
         with client_generator.lock:
             state = client_generator.state()
             future = self._send_step(function, choice, program, slot, filled, state)
-            self._move_generator(future, program, choice.made.lowered.words)
+            self._move_generator(future, program, choice.program.lowered.words)
         return future
 
     def _send_step(
@@ -305,7 +315,7 @@ class Job(Slotted):
             inputs = choice.tensors if generator is None else [*choice.tensors, generator]
             frames = [] if filled else program.fill(slot, inputs)
             self._pending.add(step, future, number, slot, choice)
-            scalars = choice.values[: choice.made.lowered.counts[0]]
+            scalars = choice.values[: choice.program.lowered.counts[0]]
             if recorder is not None:
                 # From the slot, because the batch itself may lie on a GPU.
                 entry = recorder.step(step, program, scalars, program.slots[slot].inputs)
@@ -317,7 +327,7 @@ class Job(Slotted):
                 recorder.log.remove_newest(entry)
             raise
         self._next_step = step + 1
-        self._remote.waits.turns.stepped(step)
+        self._remote.waits.thread.stepped(step)
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
         self._local.advance(choice)
@@ -421,7 +431,7 @@ class Job(Slotted):
                     self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
                     self._staleness.remove()
                     self._session.unregister(self.id)
-                    self._remote.waits.turns.forget()
+                    self._remote.waits.thread.forget()
                     self._remote.release()
                     self._session.close()
 

@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import torch
 
-from gpumux.capture.fetching import FetchingState, fetch_arguments, without_fetching
+from gpumux.capture.fetching import FetchingState, fetch_arguments, without_fetching, without_modes
 from gpumux.capture.local_state import dictionaries, install, load_local
 from gpumux.capture.source import user_line
 from gpumux.capture.staleness import StalenessHooks, of_job
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.step import Choice, State, StepProgram
 from gpumux.capture.structure import Structure, from_local
-from gpumux.client.alone import alone
-from gpumux.client.pending import Pending
+from gpumux.client.future import Pending
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
 from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
@@ -73,25 +72,25 @@ class LocalModel:
     def advance(self, choice: Choice) -> None:
         """Apply the host side of a step that was submitted: counters, and the hyperparameters and flags it changed."""
         before, self.state = self.state, choice.after(self.state.keep)
-        choice.settle(self._table)
+        choice.apply(self._table)
         self._unread += 1
         changed = self.state.structure is not before.structure or self.state.host != before.host
-        self.staleness.replaced(choice.made.replaces, before.structure, self.state.structure)
-        if choice.made.writes or changed or choice.made.remade & self.staleness.gradients.set_by_script:
-            self._fall_behind(choice.made, before.structure)
+        self.staleness.replaced(choice.program.replaces, before.structure, self.state.structure)
+        if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
+            self._fall_behind(choice.program, before.structure)
 
     # ---- verbs
 
     def sync(self) -> None:
         """Job.sync()."""
         with self._recovery.lock:
-            with alone():
+            with without_modes():
                 self.take_gradients()
             self._bring(ALL)
 
     def state_dict(self) -> dict[str, Any]:
         """Job.state_dict()."""
-        with self._recovery.lock, alone():
+        with self._recovery.lock, without_modes():
             self.staleness.check_writes(bytes_too=True)
             with self.staleness.suspended():
                 found: dict[str, Any] = self._recovery.persist(
@@ -101,7 +100,7 @@ class LocalModel:
 
     def load_state(self, state: dict[str, Any] | None = None) -> None:
         """Job.load_state()."""
-        with self._recovery.lock, alone():
+        with self._recovery.lock, without_modes():
             self._recovery.ensure_open()
             behind = self.staleness.stale
             with self._replaced_states(behind), self.staleness.written_entries():
@@ -142,9 +141,9 @@ class LocalModel:
             for optimizer, its in replaced:
                 optimizer.state = its
 
-    def _fall_behind(self, made: StepProgram, before: Structure) -> None:
+    def _fall_behind(self, program: StepProgram, before: Structure) -> None:
         """A step has changed the state in the daemon. `before`: the structure in front of the step."""
-        self.staleness.gradients.stepped(before, made.remade, made.replaces.written)
+        self.staleness.gradients.stepped(before, program.remade, program.replaces.written)
         self.staleness.newer()
         self.unsynced += 1
         self._unkept.clear()
@@ -161,7 +160,7 @@ class LocalModel:
                 hooks.check_states()
             if parts:
                 try:
-                    with alone():
+                    with without_modes():
                         self._log_read(parts)
                         self._bring(parts)
                 except GpumuxError as error:
@@ -172,7 +171,7 @@ class LocalModel:
     def _bring(self, parts: frozenset[Part]) -> None:
         if not parts:
             return
-        with alone():
+        with without_modes():
             self._recovery.persist(lambda: self._install(parts))
             self.staleness.fetched(parts)
         if not self.staleness.stale:
@@ -233,7 +232,7 @@ class LocalModel:
         kept, dropped, written = dict(structure.kept), dict(structure.dropped), []
         taken = structure.buffers(self._table, {Part.OPTIMIZER, Part.GRADIENTS})
         in_daemon = dict(state.structure.kept).keys()  # also those kept only because others share their memory
-        with alone():
+        with without_modes():
             for i, own in places.items():
                 value = changes[i]
                 assert value is not None
@@ -340,7 +339,7 @@ class LocalModel:
             self._remote.give_up_s = limit
             started = time.monotonic()
             parts = self.staleness.stale
-            with alone(), self._replaced_states(parts):
+            with without_modes(), self._replaced_states(parts):
                 try:
                     if Part.MODEL in parts:
                         self.staleness.gradients.accumulated()

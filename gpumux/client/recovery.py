@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from gpumux.capture.state import StateTable
-from gpumux.client.pending import Pending
+from gpumux.client.future import Pending
 from gpumux.client.remote import Remote, RemoteProgram, lay
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session

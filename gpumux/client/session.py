@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from gpumux.client.stepping_thread import SteppingThread, is_high
 from gpumux.client.transport import START_IT, Connection, Pump, handshake, hello, resolve_endpoint
-from gpumux.client.turns import Turns, is_high
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, SimulatedDeviceWarning, from_code
 from gpumux.wire import messages as m
 from gpumux.wire.channel import FROM_DAEMON, ClientChannel
@@ -469,7 +469,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 # ---- Waits for a job's work, which log the reason if they last long.
 #
-# Where a thread steps several jobs in turn (turns.py), a wait that lasts tells the daemon which step it waits for, so
+# Where a thread steps several jobs in turn (stepping_thread.py), a wait that lasts tells the daemon which step it waits for, so
 # that the daemon does not hold that step back for the sake of the thread's other jobs. A long wait, or many that are
 # long together, ask the daemon for the reason, and log it if the user can do something about it.
 
@@ -490,7 +490,7 @@ class Waits:
     """Waits for one job's steps and transfers. `high`: it was submitted as a high job."""
 
     def __init__(self, job: str, high: bool) -> None:
-        self.turns = Turns(job, high)
+        self.thread = SteppingThread(job, high)
         self._job = job
         self._high = high
         self._at_once = 0  # further waits to report to the daemon at once
@@ -508,8 +508,8 @@ class Waits:
             if timeout <= 0.0:
                 return session.wait(predicate, timeout)
             until = time.monotonic() + timeout
-        if session.holds_low_work and self.turns.others():
-            return self._in_turn(session, predicate, until, self.turns.newest if step is None else step)
+        if session.holds_low_work and self.thread.others():
+            return self._in_turn(session, predicate, until, self.thread.newest if step is None else step)
         return self._patiently(session, predicate, until, step)
 
     def _in_turn(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
@@ -521,7 +521,7 @@ class Waits:
             return True
         if until is not None and until <= time.monotonic():
             return False
-        others = self.turns.names()
+        others = self.thread.names()
         session.post(m.StepAwaited(0, self._job, step, others, False))
         answered = False
         try:
@@ -540,7 +540,7 @@ class Waits:
         if session.wait(predicate, LONG_S if until is None else _at_most(LONG_S, until)):
             return True
         began = time.monotonic() - LONG_S
-        step = self.turns.newest if step is None else step
+        step = self.thread.newest if step is None else step
         try:
             if self._long_s >= self._enough_s:
                 self._ask(session, step, 0.0)

@@ -328,7 +328,7 @@ class BaseArray(ABC):
         for slots in fused.slots:
             owners = [b for b, slot in enumerate(slots) if slot is not None]
             model = owners[0]
-            key = self._line(first + model, choices[model].made.lowered.binding[slots[model] or 0])
+            key = self._line(first + model, choices[model].program.lowered.binding[slots[model] or 0])
             found.append((key, first + model, len(owners)))
         return [*found, (STREAM, first, len(choices))] if fused.streams else found
 
@@ -336,13 +336,13 @@ class BaseArray(ABC):
         """The keys of each model's state slots, for a run of models."""
         tables = [m.table for m in self._members[first : first + len(choices)]]
         return [
-            [key_of(table, index) for index in choice.made.lowered.binding]
+            [key_of(table, index) for index in choice.program.lowered.binding]
             for table, choice in zip(tables, choices, strict=True)
         ]
 
     def _together(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
         """The numbers that the steps return, as tensors [B]."""
-        hosts = [c.values[sum(c.made.lowered.counts) :] for c in choices]
+        hosts = [c.values[sum(c.program.lowered.counts) :] for c in choices]
         return [torch.tensor([h[i] for h in hosts]) for i in range(len(hosts[0]))]
 
     @property
@@ -523,7 +523,7 @@ class Array(BaseArray):
         for member, choice in zip(self._members, choices, strict=True):
             member.advance(choice)
         self._last = [variant for variant, _ in runs]
-        lowered = choices[0].made.lowered
+        lowered = choices[0].program.lowered
         tensors = results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
         return lowered.value(tensors, self._together(choices))
 

@@ -281,7 +281,7 @@ class ArrayJob(BaseArray):
         lines = list(dict.fromkeys(key for key, _, _ in keys))
         sizes = [self._memory.lines[key].numel() for key in lines]
         parts = [(at := lines.index(key), sizes[at], sizes[at] // len(self) * model) for key, model, _ in keys]
-        plain: Lowered = choices[0].made.lowered
+        plain: Lowered = choices[0].program.lowered
         lowered = replace(
             plain, program=on_lines(fused.program, parts), binding=tuple(map(self._slot, lines)),
             counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
@@ -372,7 +372,7 @@ class _ArrayChoice(Choice):
         state = self.array.job._state
         return State(state.structure, state.host, keep)
 
-    def settle(self, table: StateTable) -> None:
+    def apply(self, table: StateTable) -> None:
         self.array._dirty = True
         for member, choice in zip(self.array._members, self.choices, strict=True):
             member.advance(choice)

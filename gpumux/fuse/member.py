@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gpumux.capture.fetching import without_modes
 from gpumux.capture.local_state import Pull, dictionaries, install, load_local
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import ALL, Part, Place, StateTable, byte_view
 from gpumux.capture.step import Choice, KeepMore, State, StepFunction
 from gpumux.capture.structure import Structure, from_local
 from gpumux.capture.tracer import Tracer
-from gpumux.client.alone import alone
 from gpumux.client.arguments import several
 from gpumux.client.job import example_arguments
 from gpumux.client.snapshots import SnapshotMetadata
@@ -88,7 +88,7 @@ class Member:
     def advance(self, choice: Choice) -> None:
         """Apply the Python side effects of a step that has run."""
         self.state = choice.after(self.state.keep)
-        choice.settle(self.table)
+        choice.apply(self.table)
         self.guard.newer()
 
     def _take_gradients(self) -> None:
@@ -109,7 +109,7 @@ class Member:
 
     def install(self, pull: Pull) -> None:
         """Copy the array's state into the local model and optimizer."""
-        with alone():
+        with without_modes():
             install(self.table, self.state, pull, mine=self.guard.gradients.written())
             self.guard.fetched(ALL)
 

@@ -231,7 +231,7 @@ class Variants:
     def get(self, choices: Sequence[Choice], first: int, per_model: bool, partly: bool = False) -> Variant:
         """The fused Program for the next step of consecutive models. partly: models may be at different steps of their
         optimizers, and share only the operators they have in common. Raises NotFusible."""
-        key = (first, per_model, *[id(c.made) for c in choices])
+        key = (first, per_model, *[id(c.program) for c in choices])
         found = self._made.get(key)
         if found is not None and found.holds(choices):
             return found
@@ -239,10 +239,10 @@ class Variants:
         known = self.kind(choices[0])
         values = [c.values for c in choices]
         partly = partly or self.partial
-        count = 0 if partly else choices[0].made.lowered.counts[0]  # partly alike: no scalar is assumed equal
+        count = 0 if partly else choices[0].program.lowered.counts[0]  # partly alike: no scalar is assumed equal
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
-        programs = [c.made.lowered.program for c in choices]
+        programs = [c.program.lowered.program for c in choices]
         template = align_partly(programs, self._names(choices, first)) if partly else align(programs, differs)
         fused, whole = self._fuse(template, values, per_model)
         if self._options.compile:
@@ -272,11 +272,11 @@ class Variants:
 
     def same(self, one: Choice, other: Choice, model: int) -> None:
         """Raise NotFusible unless two models, the first and number `model`, run the same step."""
-        align([one.made.lowered.program, other.made.lowered.program], last=model)
+        align([one.program.lowered.program, other.program.lowered.program], last=model)
 
     def kind(self, choice: Choice) -> int:
         """A number that is equal for Programs that differ only in numbers, of models whose state is bound alike."""
-        made = choice.made
+        made = choice.program
         found = self._kinds.get(id(made))
         if found is None:
             found = hash((_bare(made.lowered.program), made.lowered.binding))

@@ -69,7 +69,7 @@ def capture(task: Task, work: TrialWork, config: Config, batch: Batch, *, phases
                 choice = member.choose(batch, {})
                 if member.state.structure is before:
                     break
-        return CapturedStep(first.made.lowered.program, choice.made.lowered.program, choice.values)
+        return CapturedStep(first.program.lowered.program, choice.program.lowered.program, choice.values)
     finally:
         member.release()
 

@@ -53,7 +53,7 @@ def chosen(job: Job, batch: Any) -> Program:
     """The choice for the next step on this batch."""
     choice = job._functions[0][0].choose(batch, {}, job._state)
     assert isinstance(choice, Choice)
-    return choice.made.lowered.program
+    return choice.program.lowered.program
 
 
 def captured_program(endpoint: str, model: nn.Module, *models: nn.Module, **options: Any) -> Program:

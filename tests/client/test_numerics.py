@@ -87,7 +87,7 @@ def for_a_gpu(model: nn.Module, x: torch.Tensor) -> tuple[StateTable, Numerics]:
     """What a daemon on a GPU is told of a model on the CPU."""
     member = Member("step", lambda x: model(x), [model], [], max_variants=1, devices=("cpu", "cuda"), twice=False)
     try:
-        return member.table, member.choose((x,), {}).made.lowered.program.numerics
+        return member.table, member.choose((x,), {}).program.lowered.program.numerics
     finally:
         member.release()
 

@@ -309,6 +309,6 @@ def test_a_draw_nobody_uses_still_moves_the_stream_on(endpoint: str) -> None:
         return F.dropout(model(x), 0.5)
 
     with client.submit(draws, example=(X,), model=model, endpoint=endpoint) as job:
-        (made,) = [phase.made for phase in job._functions[0][0]._cases[0].phases]
+        (made,) = [phase.programs for phase in job._functions[0][0]._cases[0].phases]
         (found,) = made.values()
         assert [op.random for op in found.lowered.program.ops if op.random is not None] == [0, 1]

@@ -50,7 +50,7 @@ class Fingerprint:
         walk = Walk(*self._given, self._executed)
         self.watches = walk.watches
         self.modules = walk.modules
-        self.strangers = walk.strangers
+        self.other_optimizers = walk.other_optimizers
         self.spaces = walk.spaces
         self.fields = walk.fields
         self.lists = walk.lists
@@ -80,21 +80,21 @@ class Fingerprint:
                 "submit the step again",
             ) from None
 
-    def settle(self) -> None:
+    def remember(self) -> None:
         """Take the present values as those that `holds` compares with."""
-        self._settled = self.read()
-        self._identity_check.settle()
+        self._remembered = self.read()
+        self._identity_check.remember()
 
     def holds(self) -> bool:
-        """Whether all values are the same as at the last `settle`."""
+        """Whether all values are the same as at the last `remember`."""
         try:
             if self._identity_check.unchanged():
                 return True
-            if not self._same(self._settled, self.read()):
+            if not self._same(self._remembered, self.read()):
                 return False
         except (KeyError, AttributeError, NotRepeatable):
             return False  # a watched name is gone
-        self._identity_check.settle()
+        self._identity_check.remember()
         return True
 
     def _same(self, old: list[Reading], new: list[Reading]) -> bool:
@@ -118,10 +118,10 @@ class Fingerprint:
         return random_states(self._generators)
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
-        """The values that differ from an earlier reading (default: that of `settle`), such as those that a step changes
+        """The values that differ from an earlier reading (default: that of `remember`), such as those that a step changes
         while it is traced."""
         found: list[Change] = []
-        for w, old, new in zip(self.watches, self._settled if before is None else before, self.read(), strict=True):
+        for w, old, new in zip(self.watches, self._remembered if before is None else before, self.read(), strict=True):
             if not w.same(old, new, self._identity):
                 put, again = partial(w.restore, old), partial(w.restore, new)
                 found += [

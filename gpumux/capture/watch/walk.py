@@ -187,10 +187,10 @@ class Walk:
         self._optimizers = list(optimizers)
         self._names: set[str] = {"forward", "__call__", "step"}
         self._clear()
-        self._settle()
+        self._walk_until_complete()
         while missing := [found for i, found in executed.items() if i not in self.walked]:
             self._roots += _owners(missing)
-            self._settle()
+            self._walk_until_complete()
         self.watches += [watches.gradients_wanted(self._params), watches.parameter_hooks(self._params), watches.modes()]
         if {"environ", "getenv"} & self._names:
             self.watches.append(watches.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ class Walk:
         """Whether a function that ran must be walked."""
         return of_code(code, space) is not Origin.LIBRARY
 
-    def _settle(self) -> None:
+    def _walk_until_complete(self) -> None:
         known = -1
         while known != len(self._names):  # each walk may reach functions with more names
             known = len(self._names)
@@ -209,7 +209,7 @@ class Walk:
     def _clear(self) -> None:
         self.watches: list[Watch] = []
         self.modules: list[torch.nn.Module] = []
-        self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not submitted
+        self.other_optimizers: list[tuple[str, Any]] = []  # optimizers that are reached but were not submitted
         # Places in which a step may leave tensors. Spaces: attributes, globals and dictionaries, each with a function
         # that names an entry, and with keys that are handled elsewhere. Fields: slots and attributes of classes.
         self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
@@ -420,7 +420,7 @@ class Walk:
 
     def _optimizer(self, label: str, optimizer: Any) -> None:
         if not any(optimizer is o for o in self._optimizers):
-            self.strangers.append((label, optimizer))
+            self.other_optimizers.append((label, optimizer))
         self.watches.append(watches.groups(label, optimizer))
         for i, group in enumerate(optimizer.param_groups):
             for key, value in group.items():

@@ -305,8 +305,8 @@ def test_a_job_that_draws_nothing_takes_no_generator_along(endpoint: str) -> Non
     before = torch.get_rng_state()
     dropout = torch.nn.Dropout(0.5).eval()
     with client.submit(lambda x: dropout(x) * 2, example=(torch.ones(4),), model=dropout, endpoint=endpoint) as job:
-        assert job._functions[0][0]._cases[0].phases[0].made  # captured
-        (made,) = job._functions[0][0]._cases[0].phases[0].made.values()
+        assert job._functions[0][0]._cases[0].phases[0].programs  # captured
+        (made,) = job._functions[0][0]._cases[0].phases[0].programs.values()
         assert made.lowered.program.generator is None
         job.step(torch.ones(4)).result()
     assert torch.equal(torch.get_rng_state(), before)

@@ -29,7 +29,7 @@ def traced(name: str, monkeypatch: pytest.MonkeyPatch) -> Program:
     optimizers: list[Optimizer] = made.optimizers
     member = members.Member(name, step, made.models, optimizers, max_variants=1, devices=("cpu", "cuda"), twice=False)
     try:
-        return member.choose(example, {}).made.lowered.program
+        return member.choose(example, {}).program.lowered.program
     finally:
         member.release()
 

@@ -16,7 +16,7 @@ from weakref import ref
 SURE: Final = 16  # steps in a row by another thread, after which the job counts as stepped by that thread
 MOST: Final = 256  # jobs named in one message
 
-_Jobs: TypeAlias = "dict[str, ref[Turns]]"
+_Jobs: TypeAlias = "dict[str, ref[SteppingThread]]"
 
 
 class _Here(threading.local):
@@ -30,7 +30,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class Turns:
+class SteppingThread:
     """The thread that steps a job. A job that several threads step in turn, as those of a pool do, belongs to no
     thread, because the others could step it while one waits. `high`: whether the job is known to be a high job."""
 
@@ -93,10 +93,10 @@ def is_high(job: str) -> bool:
     return True
 
 
-def _put(jobs: _Jobs, job: str, turns: Turns) -> None:
-    """Enter a job into `jobs` until it is forgotten or its `Turns` is collected."""
+def _put(jobs: _Jobs, job: str, thread: SteppingThread) -> None:
+    """Enter a job into `jobs` until it is forgotten or its `SteppingThread` is collected."""
 
-    def dropped(gone: ref[Turns]) -> None:
+    def dropped(gone: ref[SteppingThread]) -> None:
         jobs.pop(job, None)
 
-    jobs[job] = ref(turns, dropped)
+    jobs[job] = ref(thread, dropped)

@@ -16,7 +16,7 @@ from torch import nn
 from gpumux import client
 from gpumux.client import session as patience
 from gpumux.client.session import AT_ONCE, LONG_S, SAY_AFTER_S, Session, Waits
-from gpumux.client.turns import SURE, Turns
+from gpumux.client.stepping_thread import SURE, SteppingThread
 from gpumux.wire import messages as m
 from microbench.daemon import running_daemon
 from tests.client.parity import THREADS
@@ -58,42 +58,44 @@ def elsewhere(call: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def high() -> Iterator[Turns]:
+def high() -> Iterator[SteppingThread]:
     """A high job that this thread steps."""
-    turns = Turns("high", True)
-    turns.stepped(0)
-    yield turns
-    turns.forget()
+    thread = SteppingThread("high", True)
+    thread.stepped(0)
+    yield thread
+    thread.forget()
 
 
 @pytest.fixture
 def low() -> Iterator[Waits]:
     waits = Waits("low", False)
-    waits.turns.stepped(7)
+    waits.thread.stepped(7)
     yield waits
-    waits.turns.forget()
+    waits.thread.forget()
 
 
-def test_a_wait_that_lasts_names_the_step_and_the_high_jobs_of_the_thread(high: Turns, low: Waits) -> None:
+def test_a_wait_that_lasts_names_the_step_and_the_high_jobs_of_the_thread(high: SteppingThread, low: Waits) -> None:
     wire = Wire()
     assert wait(low, wire)
     assert wire.said == [m.StepAwaited(0, "low", 7, ["high"], False)]
     assert wire.waits == [SAY_AFTER_S[False], LONG_S]
 
 
-def test_a_step_that_is_answered_soon_costs_no_message(high: Turns, low: Waits) -> None:
+def test_a_step_that_is_answered_soon_costs_no_message(high: SteppingThread, low: Waits) -> None:
     wire = Wire(after=0)
     assert wait(low, wire)
     assert wire.said == []
 
 
-def test_the_step_that_is_waited_for_is_named(high: Turns, low: Waits) -> None:
+def test_the_step_that_is_waited_for_is_named(high: SteppingThread, low: Waits) -> None:
     wire = Wire()
     wait(low, wire, step=6)
     assert [said.step for said in wire.said] == [6]
 
 
-def test_after_a_wait_that_had_to_be_told_of_the_next_ones_are_before_they_last(high: Turns, low: Waits) -> None:
+def test_after_a_wait_that_had_to_be_told_of_the_next_ones_are_before_they_last(
+    high: SteppingThread, low: Waits
+) -> None:
     wait(low, Wire())
     for _ in range(AT_ONCE):
         wire = Wire()
@@ -106,7 +108,7 @@ def test_after_a_wait_that_had_to_be_told_of_the_next_ones_are_before_they_last(
 
 
 def test_a_wait_that_ends_without_an_answer_is_taken_back(
-    high: Turns, low: Waits, monkeypatch: pytest.MonkeyPatch
+    high: SteppingThread, low: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([float(second) for second in range(99)])
     monkeypatch.setattr(patience.time, "monotonic", lambda: next(now))
@@ -116,7 +118,7 @@ def test_a_wait_that_ends_without_an_answer_is_taken_back(
     assert wire.said[0].before == wire.said[1].before == ["high"]
 
 
-def test_a_wait_that_is_interrupted_is_taken_back(high: Turns, low: Waits) -> None:
+def test_a_wait_that_is_interrupted_is_taken_back(high: SteppingThread, low: Waits) -> None:
     class Interrupted(Wire):
         def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
             if self.said:
@@ -129,7 +131,7 @@ def test_a_wait_that_is_interrupted_is_taken_back(high: Turns, low: Waits) -> No
     assert [said.over for said in wire.said] == [False, True]
 
 
-def test_looking_whether_it_is_done_says_nothing(high: Turns, low: Waits) -> None:
+def test_looking_whether_it_is_done_says_nothing(high: SteppingThread, low: Waits) -> None:
     wire = Wire(after=99)
     assert not wait(low, wire, timeout=0.0)
     assert wire.said == []
@@ -138,11 +140,11 @@ def test_looking_whether_it_is_done_says_nothing(high: Turns, low: Waits) -> Non
 @pytest.mark.parametrize("which", ["low alone", "high alone", "another thread", "a daemon that holds nothing"])
 def test_nothing_is_said_where_no_high_job_gets_its_steps_from_the_thread(which: str, low: Waits) -> None:
     wire, waits = Wire(), low
-    other = Turns("other", which != "low alone")
+    other = SteppingThread("other", which != "low alone")
     if which == "high alone":
         waits = Waits("other", True)
-        waits.turns.stepped(0)
-        low.turns.forget()
+        waits.thread.stepped(0)
+        low.thread.forget()
     elif which == "another thread":
         elsewhere(lambda: other.stepped(0))
     else:
@@ -152,7 +154,7 @@ def test_nothing_is_said_where_no_high_job_gets_its_steps_from_the_thread(which:
     assert wire.said == []
 
 
-def test_a_job_that_threads_step_in_turn_is_no_threads(high: Turns, low: Waits) -> None:
+def test_a_job_that_threads_step_in_turn_is_no_threads(high: SteppingThread, low: Waits) -> None:
     """For example of a pool: another thread could step the job while this one waits."""
     for _ in range(2 * SURE):
         elsewhere(lambda: high.stepped(1))
@@ -168,7 +170,7 @@ def test_a_job_that_threads_step_in_turn_is_no_threads(high: Turns, low: Waits) 
 
 
 def test_jobs_that_are_closed_or_dropped_are_not_named(low: Waits) -> None:
-    closed, dropped = Turns("closed", True), Turns("dropped", True)
+    closed, dropped = SteppingThread("closed", True), SteppingThread("dropped", True)
     closed.stepped(0)
     dropped.stepped(0)
     closed.forget()
@@ -261,7 +263,7 @@ def test_work_that_has_its_turn_or_makes_way_for_work_that_runs_is_no_news(
 
 
 def test_a_job_that_an_operator_made_a_high_one_is_told_of_from_then_on(low: Waits, lines: list[str]) -> None:
-    other = Turns("elsewhere", False)
+    other = SteppingThread("elsewhere", False)
     other.stepped(0)
     long_wait(low, HELD)
     assert lines == []
