@@ -162,7 +162,8 @@ def measure(
         for way in ("plain", *WAYS):
             run(way, 12)  # measured, cut and captured by then
         program = next(p for p in theirs._remote.programs.values() if p.device_s is not None)
-        words = theirs._functions[0][0]._cases[0].phases[-1].programs
+        function: Any = theirs._functions[0][0]
+        words = function._cases[0].phases[-1].programs
         drawn = next(iter(words.values())).lowered.words
         chooses._s_per_word = client_generator._s_per_word
         chosen.append(chooses.waits(drawn, program.device_s))

@@ -273,6 +273,60 @@ def test_the_check_for_private_names_can_fail():
     assert private("gpumux.cli.main", "from gpumux import errors\nerrors._secret()")
 
 
+# Private names that other packages give to their objects.
+FOREIGN = {
+    "_buffers", "_cudnn_rnn", "_exit", "_fields", "_is_view", "_modules", "_parameters", "_storage", "_values",
+    "_version",
+}  # fmt: skip
+
+
+def owned(source: str) -> set[str]:
+    """Private names that a module defines: functions, classes, fields, and attributes of its own objects."""
+    found = set()
+    for node in nodes(source):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            found.add(node.attr)
+    return {name for name in found if _is_private(name)}
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def is_torchs(node: ast.expr) -> bool:
+    """Whether it is an attribute of torch or of a module of torch."""
+    return (
+        is_torchs(node.value) if isinstance(node, ast.Attribute) else isinstance(node, ast.Name) and node.id == "torch"
+    )
+
+
+def private_attributes(sources: dict[str, str]) -> set[str]:
+    """Private attributes of objects whose class is in another module: `job._remote` outside client/job.py."""
+    owners = {name: owned(source) for name, source in sources.items()}
+    known = set[str]().union(*owners.values()) - FOREIGN
+    return {
+        f"{name}: .{node.attr}"
+        for name, source in sources.items()
+        for node in nodes(source)
+        if isinstance(node, ast.Attribute) and node.attr in known - owners[name]
+        if not (is_own(node) or is_torchs(node))
+    }
+
+
+def test_no_module_reaches_into_anothers_objects():
+    assert private_attributes({name: path.read_text() for name, path in modules().items()}) == set()
+
+
+def test_the_check_for_private_attributes_can_fail():
+    job = "class Job:\n    def __init__(self): self._remote = 1"
+    assert private_attributes({"job": job, "array": "def f(job): return job._remote"}) == {"array: ._remote"}
+    assert private_attributes({"job": job + "\ndef f(job): return job._remote"}) == set()
+
+
 # Public classes of one name in several modules; none may be added.
 TWICE = {
     "CloseJob",

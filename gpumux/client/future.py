@@ -183,6 +183,16 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(StepFuture, f"__r{_name}__", _operator(_by, first=False))
 
 
+def wait_answered(future: StepFuture) -> None:
+    """Wait until the step is answered, with a result or an error. Raises what Recovery.wait raises."""
+    future._wait(future._answered, None, future._step)
+
+
+def generator_after(future: StepFuture) -> torch.Tensor | None:
+    """The generator's state after the step, if the step draws from it and was answered without an error."""
+    return future._generator
+
+
 # ---- a job's unanswered steps, and the handling of the daemon's messages about them
 #
 # Messages are handled in the thread that receives them. A message may be handled twice (if an interrupt comes right

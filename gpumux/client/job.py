@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -25,13 +25,13 @@ from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import client_generator
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import Choice, KeepMore, State, StepFunction
+from gpumux.capture.step import Choice, KeepMore, State, StepFunction, StepProgram
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
 from gpumux.client.collate import BatchSlots
-from gpumux.client.future import Pending, StepFuture
+from gpumux.client.future import Pending, StepFuture, generator_after, wait_answered
 from gpumux.client.local_model import LocalModel
 from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
@@ -48,8 +48,29 @@ log = logging.getLogger("gpumux.client")
 _WARM_PHASES = 4  # phases of the optimizer that submit() captures ahead
 LEAVE_S = 30.0  # how long closing waits for a step or for state when a `with` block raised or the script ended
 
-# One captured function of a job with the example arguments it was captured on.
-_Function = tuple[StepFunction, tuple[Any, ...], dict[str, Any]]
+
+class Steppable(Protocol):
+    """What a job steps: a captured function (StepFunction), or an array of models (fuse/job.py)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def compiled(self) -> bool: ...
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
+        """What a call made now runs (StepFunction.choose)."""
+        ...
+
+
+# One function of a job with the example arguments it was captured on.
+_Function: TypeAlias = tuple[Steppable, tuple[Any, ...], dict[str, Any]]
+
+# Packs the notes of a snapshot, as snapshots.write does.
+WriteNotes: TypeAlias = Callable[[StateTable, State, Sequence[int], Counts, torch.Tensor | None], bytes]
 
 
 def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,10 +133,11 @@ class Job:
     def __init__(
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
-        clients_generator: bool = False,
+        clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
     ) -> None:  # fmt: skip
-        """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one. The other
-        arguments are those of submit()."""
+        """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `counts`: the
+        steps that its state is the result of, if that is another number than the snapshot's. The other arguments are
+        those of submit(). `capture` or `attach` gives the job its step, and then `start` must be called."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
@@ -144,11 +166,21 @@ class Job:
         self._staleness = self._local.staleness
         self._functions: list[_Function] = []
         session.register(job_id, self._pending.on_message)
-        self._counts = kept.counts if kept is not None else Counts(0, 0)
-        self.resumed_steps = self._counts.main
+        self._kept = kept
+        self.resumed_steps = kept.counts.main if kept is not None else 0
+        self._counts = counts or (kept.counts if kept is not None else Counts(0, 0))
+        self._write_notes = write_notes
         self._recovery = recovery  # from here on __del__ closes the job
         client_generator.jobs.add(self)
         _open.add(self)
+
+    def start(self) -> None:
+        """Begin the job, whose step was captured: where its snapshot ended, if it is resumed. From now on it may be
+        recovered."""
+        if self._kept is not None:
+            self._session.call(m.Replay(0, self.id, 0, 1), [self._kept.generator])
+            self._kept = None
+        self._recovery.ready()
 
     def add(
         self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
@@ -159,7 +191,7 @@ class Job:
         check_microbatches(microbatches)
         check_compile(compile)
         with self._lock:
-            function = self._persist(lambda: self._capture(fn, example, 1, microbatches, compile))
+            function = self._persist(lambda: self.capture(fn, example, 1, microbatches, compile))
 
         def call(*batch: Any, **named: Any) -> StepFuture:
             return self._run(function, batch, named)
@@ -183,8 +215,14 @@ class Job:
         return self._recovery.closed
 
     @property
-    def _paused(self) -> bool:
+    def paused(self) -> bool:
+        """Whether pause() was called last, and not resume()."""
         return self._recovery.paused
+
+    @property
+    def counts(self) -> Counts:
+        """The steps that the job's state is the result of."""
+        return self._counts
 
     def _persist(self, verb: Callable[[], T]) -> T:
         return self._recovery.persist(verb)
@@ -195,9 +233,14 @@ class Job:
 
     # ---- capture ---------------------------------------------------------------------------------
 
-    def _capture(
+    def attach(self, steppable: Steppable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let `step` run this. It was captured on these arguments, and its Programs are uploaded."""
+        self._functions.append((steppable, args, kwargs))
+
+    def capture(
         self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int, compiled: bool
     ) -> StepFunction:
+        """Capture a function on `example` in so many phases of the optimizer, and upload its Programs."""
         args, kwargs = example_arguments(example)
         function = StepFunction(
             fn, self._table, self._tracer, self._staleness, self._local.intern, self._max_variants, microbatches,
@@ -207,7 +250,7 @@ class Job:
         self._functions.append(entry)
         try:
             for choice in self._warm(entry, phases):
-                self._upload(choice)
+                self.upload(choice.program)
         except BaseException:
             self._functions.remove(entry)
             raise
@@ -229,7 +272,7 @@ class Job:
             if self._next_step:
                 return []  # captured at its first call, when the state has the gradients
 
-    def _walk(self, function: StepFunction, args: Any, kwargs: Any, state: State, phases: int) -> list[Choice] | None:
+    def _walk(self, function: Steppable, args: Any, kwargs: Any, state: State, phases: int) -> list[Choice] | None:
         """The choices of consecutive calls from `state` on; `_warm_state` is the state after them. None when more
         gradients must be kept than were; they are kept from now on."""
         choices: list[Choice] = []
@@ -247,10 +290,11 @@ class Job:
         self._warm_state = state
         return choices
 
-    def _upload(self, choice: Choice) -> int:
-        if choice.program.number is None:
-            choice.program.number = self._remote.upload(choice.program.lowered)
-        return choice.program.number
+    def upload(self, program: StepProgram) -> int:
+        """The number of a Program in the daemon, where it is uploaded if it is not there yet."""
+        if program.number is None:
+            program.number = self._remote.upload(program.lowered)
+        return program.number
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -260,7 +304,7 @@ class Job:
         JobClosed or DaemonGone; the job is unchanged then."""
         return self._run(self._functions[0][0], batch, named)
 
-    def _run(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
+    def _run(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         with self._lock:
             return self._persist(lambda: self._submit_step(function, batch, named))
 
@@ -272,7 +316,7 @@ class Job:
         step() does."""
         return self._batch_slots.collate(samples)
 
-    def _submit_step(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
+    def _submit_step(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
         choice = function.choose(batch, named, self._state)
@@ -282,7 +326,7 @@ class Job:
             assert isinstance(choice, Choice)
         number = choice.program.number
         if number is None:
-            number = self._upload(choice)
+            number = self.upload(choice.program)
         snapshots = self._recovery.snapshots
         if snapshots is not None:
             snapshots.tick(self._session)
@@ -301,7 +345,7 @@ class Job:
         return future
 
     def _send_step(
-        self, function: StepFunction, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
+        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
         """`filled`: the batch already lies in the slot. `generator`: the state of the client's generator, for a step
@@ -335,19 +379,20 @@ class Job:
 
     def _move_generator(self, future: StepFuture, program: RemoteProgram, words: int | None) -> None:
         """Advance the client's generator as the step does. `words`: how many words the step draws, None if unknown."""
-        if words is not None and (self._paused or not client_generator.waits(words, program.device_s)):
+        if words is not None and (self.paused or not client_generator.waits(words, program.device_s)):
             client_generator.skip(words)
             return
         try:
-            self._wait(future._answered, None, future._step)
+            wait_answered(future)
         except GpumuxError:
             return  # the future has the error; raised here, the step would be submitted again
         except BaseException:  # an interrupt
             if words is not None:
                 client_generator.skip(words)
             raise
-        if future._generator is not None:
-            client_generator.set_state(future._generator)
+        state = generator_after(future)
+        if state is not None:
+            client_generator.set_state(state)
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -473,7 +518,7 @@ def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     assert job is not None, "a job that is gone takes no snapshots"
     generator = client_generator.state() if job._clients_generator else None
     with without_fetching():
-        notes = snapshots.write(job._table, job._state, job._remote.resident(), job._counts, generator)
+        notes = job._write_notes(job._table, job._state, job._remote.resident(), job._counts, generator)
     return notes, job._counts.all
 
 

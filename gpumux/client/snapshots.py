@@ -121,7 +121,7 @@ def _plain(value: Any) -> bool:
 
 
 class SnapshotMetadata:
-    """The contents of a snapshot: its notes, and the bytes of its buffers."""
+    """The contents of a snapshot: `body`, its notes, and `buffers`, the bytes (uint8) of each of its buffers."""
 
     def __init__(self, data: torch.Tensor, notes: int) -> None:
         """`data`: the snapshot's bytes (uint8), whose last `notes` are the packed notes. Raises ConfigError if they are
@@ -134,20 +134,20 @@ class SnapshotMetadata:
             self.counts = Counts(*map(int, body["steps"]))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
             raise ConfigError(f"the kept snapshot can't be read: {error}", "start the job anew") from error
-        self._body = body
-        at, self._buffers = 0, []
+        self.body = body
+        at, self.buffers = 0, []
         for nbytes in sizes:
-            self._buffers.append(data[at : at + nbytes].clone())
+            self.buffers.append(data[at : at + nbytes].clone())
             at += aligned(nbytes)
         self.generator = data[at : data.numel() - notes].numpy().tobytes()
-        if any(b.numel() != n for b, n in zip(self._buffers, sizes, strict=True)):
+        if any(b.numel() != n for b, n in zip(self.buffers, sizes, strict=True)):
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
     def put_back(self, table: StateTable) -> None:
         """Overwrite the state that `table` describes: parameters and buffers, the optimizers' state and
         hyperparameters, gradients. Also sets torch's default generator if the job drew from its client's. Raises
         ConfigError, and changes nothing, if the job had other models or optimizers."""
-        body = self._body
+        body = self.body
         try:
             fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
             if len(body["optimizers"]) != len(table.optimizers):
@@ -184,7 +184,7 @@ class SnapshotMetadata:
             )  # fmt: skip
 
     def _of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        body = self._body
+        body = self.body
         if name in body["tensors"]:
             found = self._view(body["tensors"][name])
         elif name in body["inline"]:
@@ -202,7 +202,7 @@ class SnapshotMetadata:
 
     def _view(self, place: Sequence[Any]) -> torch.Tensor:
         buffer, dtype, size, stride, offset = place
-        raw = self._buffers[buffer]
+        raw = self.buffers[buffer]
         kind = _type(dtype)
         width = torch.empty(0, dtype=kind).element_size()
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else offset - 1
@@ -287,10 +287,6 @@ class Snapshots:
     def number(self) -> int:
         """The number of the newest snapshot that was asked for."""
         return self._number
-
-    def describe_by(self, notes: Callable[[], tuple[bytes, int]]) -> None:
-        """Use this function for the notes of later snapshots."""
-        self._notes = notes
 
     def tick(self, session: Session) -> None:
         """Advance the snapshot under way, or begin one if it is time. Raises DaemonGone."""

@@ -17,7 +17,6 @@ from gpumux.client.recovery import find_kept, open_job, open_message
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.errors import ConfigError
 from gpumux.wire.codec import MAX_INT
-from gpumux.wire.messages import Replay
 
 
 def submit(
@@ -97,10 +96,8 @@ def submit(
                 session, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, clients_generator=clients_generator,
             )  # fmt: skip
-            job._capture(step, example, 4, microbatches, compile)
-            if snapshot is not None:
-                session.call(Replay(0, job_id, 0, 1), [snapshot.generator])
-            job._recovery.ready()
+            job.capture(step, example, 4, microbatches, compile)
+            job.start()
         except BaseException:
             if job is not None:
                 job.close(drain=False)

@@ -18,13 +18,14 @@ import torch
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import Buffer, StateTable
 from gpumux.capture.step import Choice, State, StepProgram
+from gpumux.capture.structure import Structure
 from gpumux.client import snapshots
 from gpumux.client.arguments import job_spec, whole
 from gpumux.client.future import StepFuture
-from gpumux.client.job import Job
+from gpumux.client.job import Job, WriteNotes
 from gpumux.client.recovery import KeptJob, find_kept, open_job, open_message
 from gpumux.client.session import Session, devices_of
-from gpumux.client.snapshots import SnapshotMetadata
+from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.errors import ConfigError, GpumuxError, JobClosed, NotFusible
 from gpumux.fuse import arguments
 from gpumux.fuse.array import BaseArray, Factory
@@ -34,7 +35,7 @@ from gpumux.fuse.variants import Options, Variant
 from gpumux.program.ir import ITEM_BYTES, Program, Storage, aligned
 from gpumux.types import JobSpec
 from gpumux.wire.codec import MAX_INT
-from gpumux.wire.messages import MAX_NOTES, Replay
+from gpumux.wire.messages import MAX_NOTES
 
 # ---- What a snapshot of an array's job says of its models, so that another program can resume them.
 #
@@ -46,54 +47,8 @@ from gpumux.wire.messages import MAX_NOTES, Replay
 fuse_log = logging.getLogger("gpumux.fuse")
 
 
-def notes_of(ref: weakref.ref[ArrayJob]) -> tuple[bytes, int]:
-    """The notes of a snapshot taken now, and the number of steps before it."""
-    array = ref()
-    assert array is not None, "an array that is gone takes no snapshots"
-    job = array.job
-    resident = job._remote.resident()
-    plain = snapshots.write(job._table, job._state, resident, job._counts)
-    place = {buffer: index for index, buffer in enumerate(resident)}
-    lines = {key: place[slot] for key, slot in array._slots.items() if slot in place}
-    models = []
-    for member in array._members:
-        keys = keys_of(member.table)
-        own = [buffer for buffer, key in enumerate(keys) if key in lines]
-        notes = snapshots.write(member.table, member.state, own, job._counts)
-        models.append({"notes": notes, "lines": [lines[keys[buffer]] for buffer in own]})
-    body = {**msgpack.unpackb(plain, strict_map_key=False), "models": models, "stream": lines.get(STREAM)}
-    packed = bytes(msgpack.packb(body))
-    if len(packed) > MAX_NOTES:
-        fuse_log.warning(
-            "array %r: its models are too many to be resumed by another program; save() writes a checkpoint", array.name
-        )
-        packed = plain
-    return packed, job._counts.all
-
-
-def put_back(array: ArrayJob, kept: SnapshotMetadata) -> None:
-    """Overwrite the models, as the factory made them, with a snapshot's. Raises ConfigError if they are others."""
-    body = kept._body
-    models = body.get("models")
-    if models is None:
-        raise ConfigError("what was kept of that name is no array", "go on with client.submit(..., resume=...)")
-    if len(models) != len(array):
-        raise ConfigError(
-            f"the array that was kept has {len(models)} models, and here are {len(array)}",
-            "give configs for as many, in the order that they had",
-        )
-    try:
-        for model, (member, said) in enumerate(zip(array._members, models, strict=True)):
-            member.resume(_of_one(kept, said, model, len(models)))
-        if body["stream"] is not None:
-            for model in range(len(models)):
-                array._memory.part(STREAM, model).copy_(_part(kept, body["stream"], model, len(models)))
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the kept array can't be read: {error}", "start it anew") from error
-
-
 def _part(kept: SnapshotMetadata, line: int, model: int, models: int) -> torch.Tensor:
-    data = kept._buffers[line]
+    data = kept.buffers[line]
     nbytes = data.numel() // models
     return data[model * nbytes : (model + 1) * nbytes]
 
@@ -204,14 +159,17 @@ class _JobOptions:
     replay_bytes: int
     reconnect_s: float
 
-    def open(self, session: Session, table: StateTable, models: int, kept: KeptJob | None) -> Job:
+    def open(
+        self, session: Session, table: StateTable, models: int, kept: KeptJob | None, counts: Counts | None,
+        write_notes: WriteNotes,
+    ) -> Job:  # fmt: skip
         spec = replace(self.spec, models=models)
         job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
         open_job(session, open_message(job_id, spec), kept is not None)
         snapshot = None if kept is None else kept.snapshot
         return Job(
             session, job_id, spec, table, max_variants=self.max_variants, replay_bytes=self.replay_bytes,
-            reconnect_s=self.reconnect_s, kept=snapshot, last_snapshot=last,
+            reconnect_s=self.reconnect_s, kept=snapshot, last_snapshot=last, counts=counts, write_notes=write_notes,
         )  # fmt: skip
 
 
@@ -233,40 +191,77 @@ class ArrayJob(BaseArray):
         self._opened = False  # whether a job was opened
         self.resumed_steps = 0
         self._kind_known = False  # whether the models are known to be of one kind
-        self._function = _Function(self)
 
     def open(self, session: Session, kept: KeptJob | None = None) -> None:
         """Open a job for the present models, with their state or with that of a kept job."""
         if kept is not None:
-            put_back(self, kept.snapshot)
+            self._put_back(kept.snapshot)
             self._kind_known = True  # they may be at different steps of their optimizers
         self.table = StateTable([], [], *self._devices)  # the job's: each buffer is a line of all models' state
         self._slots: dict[Any, int] = {}
         self._dirty = False  # whether the daemon's state is newer than `_memory`
         self._last = []
-        before = self.job._counts if self._opened else None
-        self.job = job = self._job_options.open(session, self.table, len(self), kept)
+        counts = self.job.counts if self._opened else None
+        self.job = job = self._job_options.open(
+            session, self.table, len(self), kept, counts, partial(_notes_of, weakref.ref(self))
+        )
         self.resumed_steps = max(self.resumed_steps, job.resumed_steps)
-        job._counts = before or job._counts
-        if job._recovery.snapshots is not None:
-            job._recovery.snapshots.describe_by(partial(notes_of, weakref.ref(self)))
         first, self._opened = not self._opened, True
         self._capture()
         if first:
             self._variants.check_operators()
         self._kind_known = True
-        function: Any = self._function
-        job._functions.append((function, *self._example))
-        if kept is not None:
-            session.call(Replay(0, job.id, 0, 1), [kept.snapshot.generator])
-        job._recovery.ready()
+        job.attach(_Function(self), *self._example)
+        job.start()
+
+    def _write_notes(
+        self, table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None
+    ) -> bytes:
+        """The notes of a snapshot taken now (`client.job.WriteNotes`)."""
+        plain = snapshots.write(table, state, resident, counts, generator)
+        place = {buffer: index for index, buffer in enumerate(resident)}
+        lines = {key: place[slot] for key, slot in self._slots.items() if slot in place}
+        models = []
+        for member in self._members:
+            keys = keys_of(member.table)
+            own = [buffer for buffer, key in enumerate(keys) if key in lines]
+            notes = snapshots.write(member.table, member.state, own, counts)
+            models.append({"notes": notes, "lines": [lines[keys[buffer]] for buffer in own]})
+        body = {**msgpack.unpackb(plain, strict_map_key=False), "models": models, "stream": lines.get(STREAM)}
+        packed = bytes(msgpack.packb(body))
+        if len(packed) > MAX_NOTES:
+            fuse_log.warning(
+                "array %r: its models are too many to be resumed by another program; save() writes a checkpoint",
+                self.name,
+            )
+            packed = plain
+        return packed
+
+    def _put_back(self, kept: SnapshotMetadata) -> None:
+        """Overwrite the models, as the factory made them, with a snapshot's. Raises ConfigError if they are others."""
+        body = kept.body
+        models = body.get("models")
+        if models is None:
+            raise ConfigError("what was kept of that name is no array", "go on with client.submit(..., resume=...)")
+        if len(models) != len(self):
+            raise ConfigError(
+                f"the array that was kept has {len(models)} models, and here are {len(self)}",
+                "give configs for as many, in the order that they had",
+            )
+        try:
+            for model, (member, said) in enumerate(zip(self._members, models, strict=True)):
+                member.resume(_of_one(kept, said, model, len(models)))
+            if body["stream"] is not None:
+                for model in range(len(models)):
+                    self._memory.part(STREAM, model).copy_(_part(kept, body["stream"], model, len(models)))
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the kept array can't be read: {error}", "start it anew") from error
 
     def _changed(self) -> None:
         """Replace the job by another of the same name; all state is here."""
         super()._changed()
-        paused = self.job._paused
-        self.job._local.unsynced = 0
-        self.job.close()
+        paused = self.job.paused
+        self.job.close(sync=False)
         session = Session.connect(self._job_options.endpoint)
         try:
             self.open(session)
@@ -285,11 +280,11 @@ class ArrayJob(BaseArray):
         lowered = replace(
             plain, program=on_lines(fused.program, parts), binding=tuple(map(self._slot, lines)),
             counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
-            exit=self.job._state.structure,
+            exit=Structure((), (), ()),
         )  # fmt: skip
-        made = StepProgram(lowered)
-        made.number = self.job._remote.upload(lowered)
-        return made
+        program = StepProgram(lowered)
+        self.job.upload(program)
+        return program
 
     def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
         """Models of one kind that are at different steps share the operators they have in common."""
@@ -306,21 +301,25 @@ class ArrayJob(BaseArray):
             self.table.buffers.append(Buffer(key[0], line.numel(), True, home))
         return found
 
-    def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:
+    def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool, state: State) -> Choice:
         """The Program and inputs of the job's step on this batch."""
         choices = self._choices(self._batches(batch, named, per_model))
         variant = self._variant(choices, per_model)
         self._last = [variant]
         values = [*variant.scalars(choices), *self._together(choices)]
-        made: StepProgram = variant.runner
-        return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
+        return _ArrayChoice(variant.runner, values, variant.tensors(choices), self, choices, state)  # type: ignore[arg-type]
 
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
         """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for
         models that take different paths and can't share a Program, and what Job.step raises."""
         self._check_open()
-        function: Any = self._function
-        return self.job._run(function, (batch, per_model), named)
+        return self.job.step(batch, per_model, **named)
+
+    def advance(self, choices: Sequence[Choice]) -> None:
+        """Note that the models make these steps in the daemon."""
+        self._dirty = True
+        for member, choice in zip(self._members, choices, strict=True):
+            member.advance(choice)
 
     def stats(self) -> dict[str, Any]:
         """The daemon's statistics of the job. Results are "equivalent": a batched product may be rounded in another
@@ -339,7 +338,7 @@ class ArrayJob(BaseArray):
 
     def _send(self) -> None:
         if self._opened:
-            self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
+            self.job.load_state()
 
     def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
         """End the job, and delete its state in the daemon. The trained state is copied to the local models, or
@@ -363,23 +362,30 @@ class ArrayJob(BaseArray):
         self.close()
 
 
+def _notes_of(
+    ref: weakref.ref[ArrayJob], table: StateTable, state: State, resident: Sequence[int], counts: Counts,
+    generator: torch.Tensor | None,
+) -> bytes:  # fmt: skip
+    array = ref()
+    assert array is not None, "an array that is gone takes no snapshots"
+    return array._write_notes(table, state, resident, counts, generator)
+
+
 @dataclass(slots=True)
 class _ArrayChoice(Choice):
     array: ArrayJob
     choices: list[Choice]
+    state: State  # of the job, which has no models and optimizers of its own: the same after each step
 
     def after(self, keep: frozenset[int]) -> State:
-        state = self.array.job._state
-        return State(state.structure, state.host, keep)
+        return State(self.state.structure, self.state.host, keep)
 
     def apply(self, table: StateTable) -> None:
-        self.array._dirty = True
-        for member, choice in zip(self.array._members, self.choices, strict=True):
-            member.advance(choice)
+        self.array.advance(self.choices)
 
 
 class _Function:
-    """Takes the place of a job's captured function."""
+    """The array as what its job steps (`client.job.Steppable`)."""
 
     microbatches, compiled = 1, False
 
@@ -389,7 +395,7 @@ class _Function:
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
         batch, per_model = args
-        return self._array.choice(batch, kwargs, per_model)
+        return self._array.choice(batch, kwargs, per_model, state)
 
 
 __all__ = ["ArrayJob", "submit_array"]

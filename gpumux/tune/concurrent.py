@@ -119,8 +119,7 @@ class _Trial:
         return (self._sent, self.answered) != before
 
     def abandon(self) -> None:
-        """End the job. Its training since the last checkpoint is discarded, without the job's warning about that."""
-        self.job._local.unsynced = 0
+        """End the job. Its training since the last checkpoint is discarded."""
         self.job.close(drain=False)
 
     def wait(self) -> None:
