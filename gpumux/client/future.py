@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy
 import torch
+import torch.utils._pytree as pytree
 
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote
@@ -18,15 +20,23 @@ from gpumux.types import StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
 
-_NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.generic)
+# What a value is compared and computed with. Code that compares with anything else (None, a string, a sentinel) means
+# the object, and does not wait.
+_VALUES: Final = (
+    int, float, complex, torch.Tensor, numpy.ndarray, numpy.generic, list, tuple, dict, set, frozenset,
+)  # fmt: skip
 
 
 class StepFuture:
-    """The result of one step, returned at once by `job.step`. Waiting receives messages in the calling thread.
+    """The result of one step, returned at once by `job.step`, and usable as that result: whatever needs the value waits
+    for it. Waiting receives messages in the calling thread.
 
-    If the step returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and
-    the like wait for the value and use it; otherwise they raise TypeError. `in` and `remove` of a list compare values
-    as well; sets and dicts use a future's identity."""
+    `loss, accuracy = job.step(x, y)` unpacks; `out["loss"]`, `out.logits`, `loss.detach()`, `float(loss)`,
+    `f"{loss:.3f}"`, `if loss < best`, `total += loss`, `torch.stack(losses)` and `numpy.asarray(loss)` do what they do
+    with the value. `in` and `remove` of a list compare values as well. Only the identity of a future counts in sets and
+    dicts, as that of a tensor, and `repr` says whether the step was answered, without waiting. It is no
+    `torch.Tensor`: where code asks for that by isinstance, or torch reads Python sequences (`torch.tensor([loss])`),
+    `.result()` is the tensor."""
 
     __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
 
@@ -64,49 +74,101 @@ class StepFuture:
             raise self._error
         return self._value
 
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, with a hint if a tensor has the attribute."""
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "backward":
-            message += (
-                ": the graph of a step's loss is in the step — call loss.backward() inside the step; .result() is the"
-                " value, without a graph"
-            )
-        elif hasattr(torch.Tensor, name) and not name.startswith("__"):
-            message += f", which a tensor has — wait for the step's own result: .result().{name}"
-        raise AttributeError(message, name=name, obj=self)
+    @property
+    def times(self) -> StepTimes:
+        """Queue, device and total seconds of the step. Waits for the step; raises what `result` raises."""
+        self.result()
+        assert self._times is not None
+        return self._times
 
-    # ---- the value of a step that returns one number
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error else "done"
+        return f"<StepFuture {state}>"
 
-    def item(self) -> float | int | bool:
-        """The value of a step that returns one number."""
-        value = self._number()
-        return value.item() if isinstance(value, torch.Tensor) else value
+    # ---- in the place of the value
 
-    def _number(self) -> torch.Tensor | float | int | bool:
-        """The value as the step returned it: a tensor of one element compares at its own precision."""
+    def item(self) -> Any:
+        """The number that the step returned."""
         value = self.result()
-        if isinstance(value, (int, float, bool)):
-            return value
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"the step returns a {type(value).__name__}, not one number; use .result()")
-        if value.numel() != 1:
-            raise TypeError(f"the step returns a tensor of {value.numel()} elements, not one number; use .result()")
-        return value
+        return value.item() if hasattr(value, "item") else value
 
-    def _compare(self, by: Callable[[Any, Any], Any], other: Any) -> Any:
-        """The comparison `by` of the step's value with `other`. Does not wait if `other` is no number (None, a
-        string)."""
-        if isinstance(other, StepFuture):
-            other = other._number()
-        elif not isinstance(other, _NUMBERS):
-            return NotImplemented
-        found = by(self._number(), other)
-        several = isinstance(found, (torch.Tensor, numpy.ndarray)) and math.prod(found.shape) != 1
-        return found if several else bool(found)
+    def __getattr__(self, name: str) -> Any:
+        """The attribute of the value. Names that begin with an underscore are not asked of it: they belong to protocols
+        (of copying, displaying, numpy), which would wait unasked."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        if name == "backward":
+            raise AttributeError(
+                "a step's result has no 'backward': the graph of its loss is in the step — call loss.backward() inside"
+                " the step; the result is the value, without a graph",
+                name=name,
+                obj=self,
+            )
+        value = self.result()
+        try:
+            return getattr(value, name)
+        except AttributeError:
+            raise AttributeError(
+                f"the step returns a {type(value).__name__}, which has no attribute {name!r}", name=name, obj=self
+            ) from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.result())
+
+    def __len__(self) -> int:
+        return len(self.result())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.result()[index]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.result()
 
     def __bool__(self) -> bool:
-        return bool(self._number())
+        return bool(self.result())
+
+    def __float__(self) -> float:
+        return float(self.result())
+
+    def __int__(self) -> int:
+        return int(self.result())
+
+    def __complex__(self) -> complex:
+        return complex(self.result())
+
+    def __index__(self) -> int:
+        return operator.index(self.result())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.item(), digits)
+
+    def __neg__(self) -> Any:
+        return -self.result()
+
+    def __abs__(self) -> Any:
+        return abs(self.result())
+
+    def __invert__(self) -> Any:
+        return ~self.result()
+
+    def __str__(self) -> str:
+        return str(self.result())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.result(), spec)
+
+    # By identity, as for a tensor.
+    __hash__ = object.__hash__
+
+    def _compare(self, by: Callable[[Any, Any], Any], other: Any) -> Any:
+        """The comparison `by` of the value with `other`; of single numbers it is True or False, and no tensor."""
+        if type(other) is StepFuture:
+            other = other.result()
+        elif not isinstance(other, _VALUES):
+            return NotImplemented
+        found = by(self.result(), other)
+        one = isinstance(found, (torch.Tensor, numpy.ndarray, numpy.generic)) and math.prod(found.shape) == 1
+        return bool(found) if one else found
 
     def __eq__(self, other: object) -> Any:
         return self._compare(operator.eq, other)
@@ -126,61 +188,47 @@ class StepFuture:
     def __ge__(self, other: Any) -> Any:
         return self._compare(operator.ge, other)
 
+    def _computed(self, by: Callable[..., Any], other: Any, *, first: bool) -> Any:
+        """The operation `by` on the value and `other`. `first`: the value is the left operand."""
+        if type(other) is StepFuture:
+            other = other.result()
+        elif not isinstance(other, _VALUES):
+            return NotImplemented
+        return by(self.result(), other) if first else by(other, self.result())
+
+    # ---- for numpy and torch
+
     __array_ufunc__ = None  # so that a numpy number on the left leaves the operation to the future
 
-    def _computed(self, by: Callable[..., Any], other: Any, *, first: bool) -> Any:
-        """The operation `by` on the step's value and `other`. `first`: the value is the left operand."""
-        if isinstance(other, StepFuture):
-            other = other._number()
-        elif not isinstance(other, _NUMBERS):
-            return NotImplemented
-        return by(self._number(), other) if first else by(other, self._number())
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = self.result()
+        value = value.numpy() if isinstance(value, torch.Tensor) else value
+        return numpy.array(value, dtype=dtype) if copy else numpy.asarray(value, dtype=dtype)
 
-    def __neg__(self) -> Any:
-        return -self._number()
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = with_results((args, kwargs or {}))
+        return func(*args, **kwargs)
 
-    def __abs__(self) -> Any:
-        return abs(self._number())
 
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(self.item(), digits)
-
-    # By identity, as for a tensor.
-    __hash__ = object.__hash__
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __index__(self) -> int:
-        number: Any = self.item()
-        return operator.index(number)  # raises TypeError for a float
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else str(self)
-
-    @property
-    def times(self) -> StepTimes:
-        """Queue, device and total seconds of the step. Waits for the step; raises what `result` raises."""
-        self.result()
-        assert self._times is not None
-        return self._times
-
-    def __repr__(self) -> str:
-        state = "pending" if not self._done else "failed" if self._error else "done"
-        return f"<StepFuture {state}>"
+numbers.Number.register(StepFuture)  # loggers (TensorBoard, Lightning) take numbers and tensors
 
 
 def _operator(by: Callable[..., Any], *, first: bool) -> Callable[[StepFuture, Any], Any]:
     return lambda self, other: self._computed(by, other, first=first)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
     _by = getattr(operator, _name)
-    setattr(StepFuture, f"__{_name}__", _operator(_by, first=True))
-    setattr(StepFuture, f"__r{_name}__", _operator(_by, first=False))
+    setattr(StepFuture, f"__{_name.rstrip('_')}__", _operator(_by, first=True))
+    setattr(StepFuture, f"__r{_name.rstrip('_')}__", _operator(_by, first=False))
+
+
+def with_results(values: Any) -> Any:
+    """A pytree with the results of the futures in it. Waits for them."""
+    return pytree.tree_map(lambda leaf: leaf.result() if type(leaf) is StepFuture else leaf, values)
 
 
 def wait_answered(future: StepFuture) -> None:

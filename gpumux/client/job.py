@@ -31,7 +31,7 @@ from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
 from gpumux.client.collate import BatchSlots
-from gpumux.client.future import Pending, StepFuture, generator_after, wait_answered
+from gpumux.client.future import Pending, StepFuture, generator_after, wait_answered, with_results
 from gpumux.client.local_model import LocalModel
 from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
@@ -305,6 +305,8 @@ class Job:
         return self._run(self._functions[0][0], batch, named)
 
     def _run(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
+        if named or any(type(one) is not torch.Tensor for one in batch):
+            batch, named = with_results((batch, named))
         with self._lock:
             return self._persist(lambda: self._submit_step(function, batch, named))
 

@@ -1,4 +1,4 @@
-"""Futures of steps that return one number compare, and are true or false, like that number."""
+"""A step's future is used as the value that the step returned."""
 
 from __future__ import annotations
 
@@ -89,19 +89,56 @@ def test_it_is_a_number_where_one_is_wanted() -> None:
     assert min(future_of(torch.tensor(2.0)), future_of(torch.tensor(1.0))).item() == 1.0
 
 
-ASKED: dict[str, Callable[[StepFuture], Any]] = {
+ASKED: dict[str, Callable[[Any], Any]] = {
     "bool": bool, "==": lambda f: f == 1.0, "!=": lambda f: f != 1.0, "<": lambda f: f < 1.0, "<=": lambda f: f <= 1.0,
     ">": lambda f: f > 1.0, ">=": lambda f: f >= 1.0, "float": float, "int": int, "index": operator.index,
-    "format": lambda f: f"{f:.3f}",
-    "== a future": lambda f: f == future_of(1.0), "a future ==": lambda f: future_of(1.0) == f,
+    "complex": complex, "format": lambda f: f"{f:.3f}", "str": str, "len": len, "list": list, "[0]": lambda f: f[0],
+    "['loss']": lambda f: f["loss"], "in": lambda f: 1.0 in f, "+": lambda f: f + 1, "1 -": lambda f: 1 - f,
+    "@": lambda f: f @ torch.ones(3), "-": operator.neg, "abs": abs, "~": operator.invert, "shape": lambda f: f.shape,
+    "mean": lambda f: f.mean(), "numpy": lambda f: f.numpy(), "tolist": lambda f: f.tolist(),
+    "detach": lambda f: f.detach(), "keys": lambda f: list(f.keys()), "loss": lambda f: f.loss,
+    "unpacked": lambda f: (lambda a, b: (a, b))(*f), "asarray": numpy.asarray, "torch.mean": torch.mean,
+    "torch.stack": lambda f: torch.stack([f, f]), "torch.add": lambda f: torch.add(torch.ones(3), f),
+    "torch.where": lambda f: torch.where(torch.tensor(True), f, 0.0), "isfinite": torch.isfinite,
 }  # fmt: skip
 
 
+class Output(dict[str, Any]):
+    """A structured result, with its keys as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as gone:
+            raise AttributeError(name) from gone
+
+
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(0), {"loss": torch.zeros(())}, (1.0, 2.0), None, "text"])
-def test_of_any_other_value_it_says_what_to_do(value: Any, asked: str) -> None:
-    with pytest.raises(TypeError, match=r"not one number; use \.result\(\)"):
-        ASKED[asked](future_of(value))
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(0.25), torch.tensor([0.5, 1.0, 2.0]), torch.tensor(3), torch.tensor(True), torch.zeros(0), 0.5, 2,
+        {"loss": torch.tensor(1.0)}, Output(loss=torch.tensor(1.0)), (1.0, torch.tensor(2.0)), [torch.ones(2)], None,
+        "text",
+    ],
+    ids=lambda value: type(value).__name__ + str(getattr(value, "shape", "")),
+)  # fmt: skip
+def test_it_does_what_its_value_does(value: Any, asked: str) -> None:
+    """The same result, or an error of the same kind."""
+    found = []
+    for one in (value, future_of(value)):
+        try:
+            found.append(ASKED[asked](one))
+        except Exception as error:  # noqa: BLE001 - of whatever kind the value raises
+            found.append(type(error))
+    plain, ours = found
+    if isinstance(plain, type):
+        assert issubclass(ours, plain), f"{ours} for {plain}"
+    elif isinstance(plain, torch.Tensor) and type(ours) is bool:  # comparisons of single numbers
+        assert ours == bool(plain)
+    else:
+        assert type(ours) is type(plain)
+        assert repr(ours) == repr(plain)
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -115,7 +152,7 @@ def test_a_step_that_failed_raises_what_it_failed_with(asked: str) -> None:
 def test_what_no_number_is_compared_with_is_another_thing() -> None:
     """Without waiting, because code that looks for None or a sentinel means the object."""
     future = future_of(torch.zeros(3))
-    for other in (None, "text", object(), (1.0,)):
+    for other in (None, "text", object()):
         assert not future == other  # noqa: SIM201
         assert future != other
         with pytest.raises(TypeError):
@@ -183,35 +220,50 @@ def test_a_running_loss_is_the_plain_loops() -> None:
     assert round(future_of(torch.tensor(2.4))) == 2
 
 
-def test_what_is_no_number_is_computed_with_by_name_alone() -> None:
-    with pytest.raises(TypeError, match=r"\.result\(\)"):
-        future_of({"loss": 1}) + 1
-    with pytest.raises(TypeError):
-        future_of(1.0) + "a"
-
-
 def test_backward_says_where_it_belongs() -> None:
     future = future_of(torch.tensor(1.0))
-    with pytest.raises(
-        AttributeError, match=r"loss\.backward\(\) inside the step; \.result\(\) is the value"
-    ) as caught:
+    with pytest.raises(AttributeError, match=r"loss\.backward\(\) inside the step; the result is the value") as caught:
         future.backward()
     assert caught.value.name == "backward"
     assert not future.done(), "nothing is waited for"
 
 
-@pytest.mark.parametrize("name", ["detach", "cpu", "shape", "numpy", "mean", "grad_fn", "tolist"])
-def test_what_a_tensor_has_is_asked_of_the_result(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"{name!r}, which a tensor has .* \.result\(\)\.{name}$"):
-        getattr(future_of(torch.tensor(1.0)), name)
-
-
-def test_what_it_has_not_it_has_not() -> None:
+def test_protocols_are_not_asked_of_the_value() -> None:
+    """Or displaying or copying a future would wait for it."""
     future = future_of(torch.tensor(1.0))
-    for name in ("backward", "detach", "shape", "nothing", "__array__", "__dlpack__", "__cuda_array_interface__"):
+    for name in ("backward", "_repr_html_", "__dlpack__", "__cuda_array_interface__", "__array_interface__"):
         assert not hasattr(future, name)
-        assert getattr(future, name, None) is None
-    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-        future.nothing
-    for name in ("item", "result", "times", "done"):
-        assert hasattr(future, name)
+    repr(future)
+    assert not future.done()
+
+
+def test_what_the_value_has_not_it_has_not() -> None:
+    with pytest.raises(AttributeError, match=r"the step returns a Tensor, which has no attribute 'nothing'$"):
+        future_of(torch.tensor(1.0)).nothing
+
+
+def test_a_step_takes_the_result_of_another(endpoint: str) -> None:
+    model, x = nn.Linear(6, 6), torch.randn(4, 6)
+    wanted = model(model(x))
+    with client.submit(lambda x: model(x), example=(x,), model=model, endpoint=endpoint) as job:
+        assert torch.equal(job.step(job.step(x)), wanted)
+        assert torch.equal(job.step(x=job.step(x)), wanted)
+
+
+def test_a_structured_result_of_a_step(endpoint: str) -> None:
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+
+    def step(x: torch.Tensor) -> Any:
+        out = model(x)
+        return {"loss": out.square().mean(), "out": out}, out.argmax(1)
+
+    with client.submit(step, example=(x,), model=model, endpoint=endpoint) as job:
+        named, best = job.step(x)
+        assert torch.equal(named["out"], model(x))
+        assert torch.equal(best, model(x).argmax(1))
+        assert f"{job.step(x)[0]['loss']:.4f}" == f"{named['loss']:.4f}"
+
+
+def test_a_logger_takes_it() -> None:
+    summary = pytest.importorskip("torch.utils.tensorboard.summary")
+    assert summary.scalar("loss", future_of(torch.tensor(0.25))).value[0].simple_value == 0.25
