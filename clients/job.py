@@ -49,6 +49,9 @@ class PlainFuture:
     def __float__(self) -> float:
         return float(self._value)
 
+    def __format__(self, spec: str) -> str:
+        return format(self._value, spec)
+
 
 class PlainJob:
     """Runs steps where it stands. What it returns has been detached, as a daemon's answers are."""
