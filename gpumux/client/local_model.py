@@ -102,6 +102,7 @@ class LocalModel:
         """Job.load_state()."""
         with self._recovery.lock, without_modes():
             self._recovery.ensure_open()
+            self._keep_local(ALL)
             behind = self.staleness.stale
             with self._replaced_states(behind), self.staleness.written_entries():
                 if Part.MODEL in behind:
@@ -119,6 +120,8 @@ class LocalModel:
             before, self.state = self.state, State(self.intern(structure), host, keep)
             self.staleness.loaded(before.structure, self.state.structure)
             resident = set(self._remote.resident())
+            if self._recovery.recorder is not None:
+                self._recovery.recorder.log.begin_anew()
             self._recovery.persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
             self.staleness.fetched(ALL, adopted=True)
             self.unsynced = 0
@@ -178,11 +181,17 @@ class LocalModel:
             self.unsynced = 0
 
     def _install(self, parts: frozenset[Part]) -> None:
+        self._keep_local(parts)
         wanted = None if parts == ALL else self.state.structure.buffers(self._table, parts)
         mine = self.staleness.gradients.written() if Part.GRADIENTS in parts else set()
         if Part.GRADIENTS not in self.staleness.stale | parts:  # backward() may have added to the local gradients
             mine |= self.state.structure.buffers(self._table, {Part.GRADIENTS})
         install(self._table, self.state, partial(self._remote.pull, wanted=wanted), parts, mine)
+
+    def _keep_local(self, parts: frozenset[Part]) -> None:
+        """Keep what recovery needs of the local model, because it is about to be overwritten."""
+        if Part.MODEL in parts and self._recovery.recorder is not None:
+            self._recovery.recorder.keep_local()
 
     def _log_read(self, parts: frozenset[Part]) -> None:
         """Log the first read of the local model, and the one that shows that every step is followed by a read."""

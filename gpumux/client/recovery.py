@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from typing import TypeVar
 
 import torch
 
+from gpumux.capture.staleness import Checksums
 from gpumux.capture.state import StateTable
 from gpumux.client.future import Pending
-from gpumux.client.remote import Remote, RemoteProgram, lay
+from gpumux.client.remote import Remote, RemoteProgram, bytes_of, lay
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
 from gpumux.client.snapshots import SnapshotMetadata, Snapshots
@@ -46,6 +48,10 @@ log = logging.getLogger("gpumux.client")
 #
 # Batches are copied because the user may write to their tensors as soon as step() returns. The copies' memory is reused
 # from step to step, because fresh pages would cost more than the copy.
+#
+# Parameters that a job begins with are copied only when the local model is about to be overwritten, mostly after the
+# first snapshots were saved and nothing needs them any more. Until then the local model itself is the copy. A script
+# may not write to it while the job is open (LocalWrite). Checksums find out if it did.
 
 
 _OVERHEAD = 512  # approximate bytes of an entry besides its tensors
@@ -58,12 +64,41 @@ class LoadEntry:
     program: int
 
 
+class LocalBytes:
+    """The bytes of job buffers that lie in local memory, until `keep` copies them."""
+
+    def __init__(self, table: StateTable, buffers: Sequence[int]) -> None:
+        self._table = table
+        self._buffers = buffers
+        self._homes = [list(table.buffers[b].home) for b in buffers]
+        self._noted = Checksums()
+        self._noted.note(storage for home in self._homes for storage, _ in home)
+        self._copy: torch.Tensor | None = None
+        self._lost = False
+
+    def keep(self) -> bool:
+        """Copy the bytes, because local memory is about to be overwritten. False if it was changed already: the bytes
+        are lost then."""
+        if self._copy is None and not self.lost():
+            self._copy = bytes_of(self._table, self._buffers, self._homes)
+        return not self._lost
+
+    def lost(self) -> bool:
+        """Whether local memory was changed before the bytes were copied."""
+        self._lost = self._lost or (self._copy is None and self._noted.changed())
+        return self._lost
+
+    def data(self) -> torch.Tensor:
+        """The bytes, if they are not lost."""
+        return bytes_of(self._table, self._buffers, self._homes) if self._copy is None else self._copy
+
+
 @dataclass(frozen=True, slots=True)
 class PushEntry:
     """State was pushed: the job buffers, and their bytes, each aligned to 64 bytes."""
 
     buffers: tuple[int, ...]
-    data: torch.Tensor
+    data: torch.Tensor | LocalBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +119,31 @@ class ReplayRecorder:
             list
         )  # batch copies for reuse, by Program
         self._nbytes: dict[int, int] = {}  # bytes of an entry with a batch, by Program
+        self._local: list[weakref.ref[LocalBytes]] = []  # what is not copied yet
 
     def loaded(self, number: int) -> None:
         self.log.add(ReplayEntry(-1, _OVERHEAD, LoadEntry(number)))
 
     def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None:
         self.log.add(ReplayEntry(-1, _OVERHEAD + data.nbytes, PushEntry(tuple(buffers), data)))
+
+    def pushed_first(self, table: StateTable, buffers: Sequence[int], nbytes: int) -> None:
+        data = LocalBytes(table, buffers)
+        self._local.append(weakref.ref(data))
+        self.log.add(ReplayEntry(-1, _OVERHEAD + nbytes, PushEntry(tuple(buffers), data)))
+
+    def keep_local(self) -> None:
+        """Copy what lies in local memory alone, because that is about to be overwritten."""
+        found = [data for ref in self._local if (data := ref()) is not None]
+        self._local.clear()
+        if not all(data.keep() for data in found):
+            self.log.lose_beginning()
+
+    def check_local(self) -> None:
+        """Forget the state that the job began with, if the script has overwritten it."""
+        if any(data.lost() for ref in self._local if (data := ref()) is not None):
+            self._local.clear()
+            self.log.lose_beginning()
 
     def step(
         self, step: int, program: RemoteProgram, scalars: list[float | int | bool], batch: Sequence[torch.Tensor]
@@ -317,10 +371,12 @@ class Recovery:
             raise self._remote.end_error()
         if self.recorder is None:
             raise gone
+        self.recorder.check_local()
         if not self.recorder.log.recoverable:
             raise JobFailed(
                 f"{gone.message}, and job {self._name!r} can't come back: what it would have to run again was more than"
-                " it may keep, and no snapshot could be saved",
+                " it may keep, or the local model was written before the first snapshot, and no snapshot could be saved"
+                " since",
                 "see why (the log says), raise replay_bytes=, and submit it again",
             )
         if isinstance(gone, ExecutorCrashed) and ended is not None:
@@ -380,7 +436,8 @@ class Recovery:
             elif isinstance(what, LoadEntry):
                 remote.load(what.program)
             else:
-                remote.put(what.buffers, what.data)
+                data = what.data
+                remote.put(what.buffers, data.data() if isinstance(data, LocalBytes) else data)
         self.recorder.log.recovered(point, lost)
         self.snapshots.restart()
         if self.paused:

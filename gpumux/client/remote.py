@@ -21,6 +21,8 @@ from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
 
+Home = list[tuple[torch.UntypedStorage, int]]  # storages of a buffer, and the byte of it at which each begins
+
 PORTION_BYTES = 32 << 20  # bytes of state copied at once; a fetch has two portions under way
 
 
@@ -102,6 +104,18 @@ class RemoteProgram:
         self._memory = None
 
 
+def bytes_of(table: StateTable, buffers: Sequence[int], homes: Sequence[Home] | None = None) -> torch.Tensor:
+    """The local bytes of job buffers (uint8), each aligned to 64 bytes. `homes`: the storages that hold them, if those
+    are no longer the table's."""
+    data = torch.zeros(sum(aligned(table.buffers[b].nbytes) for b in buffers), dtype=torch.uint8)
+    at = 0
+    for i, b in enumerate(buffers):
+        for storage, start in table.buffers[b].home if homes is None else homes[i]:
+            data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
+        at += aligned(table.buffers[b].nbytes)
+    return data
+
+
 def lay(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into a view of equal strides. Elements that an expanded dimension repeats are copied once."""
     if 0 in target.stride():
@@ -125,7 +139,15 @@ class SendObserver(Protocol):
     """Is called with the Programs and the state that the daemon is sent, so that a recovery can send them again."""
 
     def loaded(self, number: int) -> None: ...
-    def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None: ...
+
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None:
+        """The bytes of these buffers, each aligned to 64 bytes, are sent."""
+        ...
+
+    def pushed_first(self, table: StateTable, buffers: Sequence[int], nbytes: int) -> None:
+        """The local bytes of these buffers, `nbytes` in all, are sent. Local memory keeps them until it is fetched
+        into."""
+        ...
 
 
 class Remote:
@@ -181,7 +203,7 @@ class Remote:
         self._numbers[key] = number
         if self._observer is not None:
             self._observer.loaded(number)
-        self.push([b for b in fresh if self._table.buffers[b].filled])
+        self.push([b for b in fresh if self._table.buffers[b].filled], first=True)
         return number
 
     def load(self, number: int) -> None:
@@ -240,18 +262,29 @@ class Remote:
             return from_code("job_closed", message, remedy)
         return from_code(ended.code, ended.message, ended.remedy)
 
-    def push(self, buffers: Sequence[int]) -> None:
-        """Copy local state to the daemon, in order with the steps submitted so far."""
-        for some in self._portions(buffers):
-            data = torch.zeros(sum(aligned(self._table.buffers[b].nbytes) for b in some), dtype=torch.uint8)
-            at = 0
-            for b in some:
-                for storage, start in self._table.buffers[b].home:
-                    data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
-                at += aligned(self._table.buffers[b].nbytes)
+    def push(self, buffers: Sequence[int], *, first: bool = False) -> None:
+        """Copy local state to the daemon, in order with the steps submitted so far. `first`: it is sent for the first
+        time, so that the job has not fetched into its local memory yet."""
+        parameters = self._parameters() if first and self._observer is not None else frozenset()
+        for some in self._portions([b for b in buffers if b not in parameters]):
+            data = bytes_of(self._table, some)
             if self._observer is not None:  # before sending: a recovery repeats what failed on the way
                 self._observer.pushed(some, data)
             self._put(some, data)
+        for some in self._portions([b for b in buffers if b in parameters]):
+            data = bytes_of(self._table, some)
+            if self._observer is not None:
+                self._observer.pushed_first(self._table, some, data.nbytes)
+            self._put(some, data)
+
+    def _parameters(self) -> frozenset[int]:
+        """The buffers in which nothing but parameters lies, on the CPU. No step puts other tensors in their place."""
+        parameters = {t.untyped_storage()._cdata for t in self._table.params}
+        return frozenset(
+            i
+            for i, buffer in enumerate(self._table.buffers)
+            if buffer.home and all(s._cdata in parameters and s.device.type == "cpu" for s, _ in buffer.home)
+        )
 
     def put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
         """Copy bytes (one tensor, each buffer on 64 of them) to the daemon's buffers."""

@@ -136,6 +136,16 @@ class ReplayLog:
         self._points = {n: p for n, p in self._points.items() if not p.saved}
         self._trim()
 
+    def lose_beginning(self) -> None:
+        """The state at the beginning can't be had any more."""
+        self._points.pop(BEGINNING, None)
+        self._trim()
+
+    def begin_anew(self) -> None:
+        """All state is sent again now. If no step was sent yet and there is no point, this is the beginning."""
+        if not self._points and not self._next_step:
+            self._points[BEGINNING] = _Point(self._start + len(self._entries), 0, self._added, True)
+
     # ---- recovery
 
     @property

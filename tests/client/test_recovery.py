@@ -87,14 +87,14 @@ def test_jobs_whose_daemon_is_killed_end_as_undisturbed(
     victim: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Once while one is submitted, once before there is a snapshot, twice after, and once while they come back."""
-    capture = client.Job._capture
+    capture = client.Job.capture
 
     def struck(job: client.Job, *given: Any) -> Any:
-        monkeypatch.setattr(client.Job, "_capture", capture)
+        monkeypatch.setattr(client.Job, "capture", capture)
         victim.kill()
         return capture(job, *given)
 
-    monkeypatch.setattr(client.Job, "_capture", struck)
+    monkeypatch.setattr(client.Job, "capture", struck)
     makes = (conv_sgd, accumulate_adamw)
     runs = [submit(make(SEED), victim.endpoint) for make in makes]
     assert "to submit again" in said(caplog)[0]
