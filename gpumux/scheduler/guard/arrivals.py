@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
 from typing import Final
 
 from gpumux.scheduler.guard.baseline import DECAY
@@ -80,7 +79,7 @@ class InterArrivals:
         self.longest = self.short = self.usual = self.least = 0.0
         self.unpredictable = False  # steps came when none was expected
         self._newest: deque[float] = deque()
-        self._widest: list[float] = []  # see `denser`
+        self._widest: float | None = None  # distance between neighbours; None: not known since the newest pause
 
     def add(self, seconds: float) -> None:
         """One more pause; the oldest is forgotten."""
@@ -89,7 +88,7 @@ class InterArrivals:
             del known[bisect_left(known, self._newest.popleft())]
         self._newest.append(seconds)
         insort(known, seconds)
-        self._widest = []
+        self._widest = None
         self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
         self._bound()
 
@@ -112,11 +111,18 @@ class InterArrivals:
 
     def denser(self, passed: int, apart: float) -> bool:
         """Whether no two neighbours among the pauses, without the `passed` shortest, are `apart` or more."""
-        known = self.sorted
-        if not self._widest:  # the widest distance from each pause on
-            distances = [longer - shorter for shorter, longer in pairwise(known)]
-            self._widest = [*accumulate([0.0, *reversed(distances)], max)][::-1]
-        return self._widest[min(passed, len(self._widest) - 1)] < apart
+        known, widest = self.sorted, self._widest
+        if widest is None:
+            widest = 0.0
+            for at in range(1, len(known)):
+                widest = max(widest, known[at] - known[at - 1])
+            self._widest = widest
+        if widest < apart:  # mostly
+            return True
+        for at in range(passed + 1, len(known)):
+            if known[at] - known[at - 1] >= apart:
+                return False
+        return apart > 0.0
 
     def count_passed(self, waited: float, at_least: int) -> int:
         """How many pauses were no longer than `waited`; `at_least` of them are known to be."""

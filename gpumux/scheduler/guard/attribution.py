@@ -161,15 +161,13 @@ def charge(costs: HighCosts, piece: int, excess: float, found: LowLaunches, budg
         _charge(beside[0], found[0], piece, least, excess)
     else:
         total = 0.0
-        for low_costs, launch in zip(beside, found, strict=True):
-            launch.weight = launch.overlap * (UNKNOWN_RATE + max(0.0, low_costs.ranges[piece].mean))
+        for at, launch in enumerate(found):
+            launch.weight = launch.overlap * (UNKNOWN_RATE + max(0.0, beside[at].ranges[piece].mean))
             total += launch.weight
         part = excess / total
-        for low_costs, launch in zip(beside, found, strict=True):
-            _charge(low_costs, launch, piece, least, part * launch.weight)
-    return [
-        launch for low_costs, launch in zip(beside, found, strict=True) if _to_judge(low_costs.ranges[piece], budget)
-    ]
+        for at, launch in enumerate(found):
+            _charge(beside[at], launch, piece, least, part * launch.weight)
+    return [launch for at, launch in enumerate(found) if _to_judge(beside[at].ranges[piece], budget)]
 
 
 def _to_judge(range_cost: RangeCost, budget: SlowdownBudget) -> bool:

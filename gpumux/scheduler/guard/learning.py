@@ -71,10 +71,11 @@ class CostLearner:
             decision.relies_on_arrivals, decision.expected, decision.exposed,
         )  # fmt: skip
         low.kinds, low.idle_costs = decision.kinds, decision.idle_costs
-        for running in decision.beside or ():
-            placement = running.costs.placements.get(step.program.key)
-            if placement is not None:
-                placement.last_launch_step = running.high.steps
+        if decision.beside is not None:
+            for running in decision.beside:
+                placement = running.costs.placements.get(step.program.key)
+                if placement is not None:
+                    placement.last_launch_step = running.high.steps
         if decision.exploring is not None:
             decision.exploring.watching = True
             decision.exploring.explored_piece = decision.exploring.pieces
@@ -140,10 +141,12 @@ class CostLearner:
             self.harvested += seconds
             if ended > low.began:
                 low.speed = low.predicted / (ended - low.began)
-            for low_costs, _ in low.kinds or ():
-                low_costs.speed += 0.2 * (low.speed - low_costs.speed)
-            for range_cost in low.charged_ranges or ():
-                attribution.update_speed(range_cost, low.speed)
+            if low.kinds is not None:
+                for low_costs, _ in low.kinds:
+                    low_costs.speed += 0.2 * (low.speed - low_costs.speed)
+            if low.charged_ranges is not None:
+                for range_cost in low.charged_ranges:
+                    attribution.update_speed(range_cost, low.speed)
         view.recent.add(low, bool(windows.high.launches))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
