@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from math import isclose
 
-from gpumux.scheduler.fair_queue import MIN_COST_S, FairQueue
 from gpumux.scheduler.jobs import Job, JobState, JobStep
 from gpumux.scheduler.state import SchedulerState
-from gpumux.scheduler.windows import Outstanding, Window
+from gpumux.scheduler.windows import MIN_COST_S, FairQueue, Outstanding, Window
 from gpumux.types import Priority
 
 

@@ -21,11 +21,10 @@ from typing import ClassVar, Final, Protocol
 
 from gpumux.errors import ConfigError
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.fair_queue import Order
-from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S
+from gpumux.scheduler.guard.decisions import DEFAULT_TARGET_S
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.jobs import Job
-from gpumux.scheduler.windows import Limit, Windows
+from gpumux.scheduler.windows import Limit, Order, Windows
 from gpumux.types import DeviceInfo, Priority
 
 _LOW: Final = Priority.LOW

@@ -559,7 +559,7 @@ class Scheduler:
         their pieces ran. `hidden` names the jobs of which neither name nor operators may be shown."""
         self._state.hidden = hidden
         try:
-            return self._state.history.lines(job, step, newest)
+            return explain.story(self._state, job, step, newest)
         finally:
             self._state.hidden = nothing_hidden
 
@@ -570,7 +570,7 @@ class Scheduler:
             known = self._state.jobs.get(job)
             if known is not None:
                 return explain.explain(self._state, known)
-            last = self._state.history.lines(job)[-1:]
+            last = explain.story(self._state, job)[-1:]
             return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
         finally:
             self._state.hidden = nothing_hidden

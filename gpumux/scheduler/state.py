@@ -6,10 +6,10 @@ Handlers (`scheduler.py`) are functions over a SchedulerState. They append to `c
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
-from typing import Final
+from typing import Final, TypeAlias
 
 from gpumux.scheduler import admission
 from gpumux.scheduler.admission import AdmissionLedger
@@ -29,13 +29,16 @@ from gpumux.scheduler.events import (
     UnloadJob,
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.history import History
 from gpumux.scheduler.jobs import Job, JobState, JobStep, JobTransfer, OpenSession
 from gpumux.scheduler.policy import Policy, policy_named
 from gpumux.scheduler.windows import Windows
 from gpumux.types import DeviceInfo, Fault, JobId, LaunchId, Priority, SessionId, StepId
 
 MOST_DEPARTED: Final = 1024  # names: a few for each job there can be
+# What happened to a job: when, the job, its step, what (one of explain.TEMPLATES) with its details, and the event that
+# led to it. Appended as things happen, and put into words only when they are read (explain.story). Records outlive
+# jobs, since a job that failed is the one to explain.
+Record: TypeAlias = "tuple[float, JobId, StepId | None, str, tuple[object, ...], Event]"
 Hidden = Callable[[JobId], str | None]  # what to call a job whose name the reader may not know; None: it may
 
 
@@ -58,7 +61,7 @@ class SchedulerState:
         self.jobs: dict[JobId, Job] = {}
         self.windows = Windows(self.policy_class.order)
         self.ledger = AdmissionLedger(config)
-        self.history = History(config.story_records)
+        self.history: deque[Record] = deque(maxlen=config.story_records)  # the oldest records are forgotten first
         self.departed: dict[JobId, str] = {}  # names of the newest jobs that are gone, since the history names them
         self.events = 0
         self.ignored: Counter[str] = Counter()  # by event: it was late, or came twice
@@ -83,8 +86,8 @@ class SchedulerState:
         self.ignored[type(self.cause).__name__] += 1
 
     def record(self, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
-        """Add a record to the history; `kind` is one of history.TEMPLATES."""
-        self.history.add((self.now, job, step, kind, detail, self.cause))
+        """Add a record to the history; `kind` is one of explain.TEMPLATES."""
+        self.history.append((self.now, job, step, kind, detail, self.cause))
 
     def live(self, job_id: JobId) -> Job | None:
         """The job, unless it is unknown or closing; then the event is ignored."""

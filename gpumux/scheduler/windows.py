@@ -1,4 +1,4 @@
-"""The mechanism below every policy: windows, ready jobs and active jobs of each class.
+"""The mechanism below every policy: fair queues of ready jobs, and windows on what is outstanding.
 
 Policies look (`peek`, `fits`, `active`) and change nothing; the scheduler moves jobs and launches. Only the ready heaps
 grow with the number of jobs, so an event costs O(log jobs).
@@ -7,11 +7,212 @@ grow with the number of jobs, so an event costs O(log jobs).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from gpumux.scheduler.fair_queue import Order, ReadyQueue, make_queue
 from gpumux.scheduler.jobs import Job, JobStep
 from gpumux.types import LaunchId, Priority
+
+# ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
+#
+# Every job has a virtual clock that advances by device seconds over weight; the ready job with the earliest clock goes
+# next. A launch is charged by its prediction and settled when the device reports what it took, so a wrong prediction
+# moves a job's turn only while that piece is out.
+#
+# A class's virtual time is the latest *measured* clock a job was ever picked at. A job that becomes ready is moved up to
+# it: idle time earns no credit, so the job can't monopolise the device, and it starts level with the others, so it can't
+# starve. Predictions are left out of virtual time: a job whose first prediction was a second would otherwise push
+# virtual time ahead, and jobs that become ready next would wait for it.
+
+
+Order: TypeAlias = Literal["fair", "arrival"]
+Entry: TypeAlias = tuple[float, int, Job]  # key, number of the entry, job
+
+# Pieces that take no time by the clock still use a turn, or a job of them would always be first.
+MIN_COST_S: Final = 1e-6
+
+# How far a job may fall behind virtual time, in virtual seconds, because its own predictions were too long. It may
+# catch up that much; without a bound it could then keep the device for as long as its predictions were bad.
+MAX_LAG_S: Final = 10e-3
+
+MAX_STALE_ENTRIES: Final = 8  # beyond as many as there are ready jobs, before the heap is compacted
+# Of the job that may be launched out of turn while those before it are held:
+MOST_HOLDS: Final = 16  # times in a row it may be held before another job is chosen
+MOST_LAUNCHES: Final = 32  # launches before another job is chosen
+MOST_SCANNED: Final = 16  # heap entries looked at to choose one
+
+
+class ReadyQueue:
+    """The ready jobs of one class, smallest key first: a heap that may contain stale entries.
+
+    An entry is valid while the job has its number. A key that grew is corrected when its entry comes to the top; a key
+    that fell is pushed again at once.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._number = 0  # of the newest entry
+        self.size = 0  # ready jobs
+        self.additions = 0  # how often a job became ready
+        self._other: Job | None = None  # the job that may be launched out of turn
+        self._holds_left = 0
+        self._launches_left = 0
+        self._scanned = 0  # position in the heap where it was found
+
+    def key(self, job: Job) -> float:
+        """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
+        return job.head_step().arrival
+
+    def add(self, job: Job) -> None:
+        self.size += 1
+        self.additions += 1
+        self._push(job)
+
+    def remove(self, job: Job) -> None:
+        if job.ready_entry:
+            job.ready_entry = 0
+            self.size -= 1
+            if len(self._heap) > 2 * self.size + MAX_STALE_ENTRIES:
+                self._compact()
+
+    def purge(self, job: Job) -> None:
+        """Remove the job and its stale entries, so that nothing refers to it any more."""
+        self.remove(job)
+        if self._other is job:
+            self._other = None
+        self._heap = [entry for entry in self._heap if entry[2] is not job]
+        heapify(self._heap)
+
+    def peek(self) -> Job | None:
+        """The first job, or None."""
+        heap = self._heap
+        while heap:
+            known, number, job = heap[0]
+            if job.ready_entry != number:
+                heappop(heap)
+                continue
+            key = self.key(job)
+            if key > known:
+                self._number = job.ready_entry = number = self._number + 1
+                job.ready_key = key
+                heapreplace(heap, (key, number, job))
+                continue
+            return job
+        return None
+
+    def next_two(self) -> list[Job]:
+        """The two jobs behind the first, in order, or fewer. Valid right after `peek`.
+
+        No entry of the heap comes before the one above it, so only the top of the heap is visited.
+        """
+        heap = self._heap
+        second: Job | None = None
+        third: Job | None = None
+        second_key = third_key = inf
+        unvisited = [2, 1]  # the last one is visited first
+        while unvisited:
+            at = unvisited.pop()
+            if at >= len(heap):
+                continue
+            known, number, job = heap[at]
+            if known >= third_key:
+                continue
+            if job.ready_entry == number:
+                key = self.key(job)
+                if key < second_key:
+                    third, third_key, second, second_key = second, second_key, job, key
+                elif key < third_key:
+                    third, third_key = job, key
+            unvisited.append(2 * at + 2)
+            unvisited.append(2 * at + 1)
+        return [job for job in (second, third) if job is not None]
+
+    def peek_other(self, first: Job, others: list[Job]) -> Job | None:
+        """A ready job that is neither the first nor one of `others`: the same job as before, until it was held or
+        launched often enough. None if there is none, or none was found soon."""
+        self._holds_left -= 1
+        job = self._other
+        if job is not None and self._holds_left > 0 and job is not first and job not in others:
+            return job if job.ready_entry else None
+        heap = self._heap
+        for _ in range(min(len(heap), MOST_SCANNED)):
+            self._scanned = (self._scanned + 1) % len(heap)
+            _, number, job = heap[self._scanned]
+            if job.ready_entry == number and job is not first and job not in others:
+                self._other, self._holds_left, self._launches_left = job, MOST_HOLDS, MOST_LAUNCHES
+                return job
+        return None
+
+    def charge(self, job: Job, predicted: float) -> None:
+        """A piece of `predicted` seconds was launched."""
+        if job is self._other:
+            self._launches_left -= 1
+            self._holds_left = MOST_HOLDS if self._launches_left > 0 else 0
+
+    def settle(self, job: Job, predicted: float, measured: float) -> None:
+        """A piece charged as `predicted` took `measured` seconds."""
+
+    def check(self, jobs: list[Job]) -> None:
+        """Raise AssertionError unless exactly `jobs` are ready, each with a key not above its own."""
+        live = [entry for entry in self._heap if entry[2].ready_entry == entry[1]]
+        assert len(live) == self.size, f"ready queue counts {self.size} jobs and holds {len(live)}"
+        assert {id(entry[2]) for entry in live} == {id(job) for job in jobs}, "ready queue holds the wrong jobs"
+        for key, _, job in live:
+            assert key <= self.key(job), f"job {job.id}: ready under key {key}, above its own {self.key(job)}"
+        most = 2 * self.size + MAX_STALE_ENTRIES
+        assert len(self._heap) <= most, f"{len(self._heap)} heap entries for {self.size} ready jobs"
+
+    def _push(self, job: Job) -> None:
+        key = self.key(job)
+        self._number = job.ready_entry = number = self._number + 1
+        job.ready_key = key
+        heappush(self._heap, (key, number, job))
+        if len(self._heap) > 2 * self.size + MAX_STALE_ENTRIES:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop stale entries."""
+        self._heap = [entry for entry in self._heap if entry[2].ready_entry == entry[1]]
+        heapify(self._heap)
+
+
+class FairQueue(ReadyQueue):
+    """Ready jobs by virtual clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.virtual = 0.0
+
+    def key(self, job: Job) -> float:
+        return job.served + job.pending
+
+    def add(self, job: Job) -> None:
+        job.served = max(job.served, self.virtual)
+        super().add(job)
+
+    def charge(self, job: Job, predicted: float) -> None:
+        super().charge(job, predicted)
+        self.virtual = max(self.virtual, job.served)
+        job.pending += max(predicted, MIN_COST_S) / job.weight
+
+    def settle(self, job: Job, predicted: float, measured: float) -> None:
+        if job.outstanding:
+            charged = max(predicted, MIN_COST_S) / job.weight
+            job.pending = max(0.0, job.pending - charged)
+        else:
+            job.pending = 0.0  # sums of floats drift; nothing outstanding means exactly nothing pending
+        job.served += max(measured, MIN_COST_S) / job.weight
+        job.served = max(job.served, self.virtual - MAX_LAG_S - job.pending)
+        if job.ready_entry and job.ready_key > job.served + job.pending:
+            self._push(job)
+
+
+def make_queue(order: Order) -> ReadyQueue:
+    return FairQueue() if order == "fair" else ReadyQueue()
+
+
+# ---- Windows: how much of each class may be out on the device, and what is.
 
 
 class Limit(NamedTuple):

@@ -6,10 +6,11 @@ import pytest
 
 from gpumux.device.sim.cost import Kernel
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.guard import arrivals as surprise
-from gpumux.scheduler.guard import cutting
-from gpumux.scheduler.guard.arrivals import ArrivalTrust
-from gpumux.scheduler.guard.baseline import DECAY
+from gpumux.scheduler.guard import decisions
+from gpumux.scheduler.guard.budget import VIOLATION_RATE
+from gpumux.scheduler.guard.costs import DECAY
+from gpumux.scheduler.guard.decisions import DEAR, Cutting
+from gpumux.scheduler.guard.high_job import ArrivalTrust
 
 from .test_decisions import STEP_S, track
 from .test_guard_scenarios import chain, explained, held_seconds, high, ident, low
@@ -36,7 +37,7 @@ def test_steps_that_lose_too_much_on_arrival_end_the_trust_and_others_bring_it_b
     while not made.trusted:
         made.step_ended(0.0, [], excess=0.0, most=MOST, credit=CREDIT, noise=0.0)
         steps += 1
-    assert steps == pytest.approx(1 / surprise.VIOLATION_RATE, rel=0.02)
+    assert steps == pytest.approx(1 / VIOLATION_RATE, rel=0.02)
 
 
 def test_what_a_step_loses_later_is_no_surprise() -> None:
@@ -51,8 +52,8 @@ def test_steps_that_lose_the_credit_on_average_end_it_too() -> None:
 
 def test_one_step_that_lost_everything_does_not_pass_for_many_that_lose_much() -> None:
     made = after(99 * CREDIT, 99 * CREDIT)
-    assert made.mean_loss > cutting.DEAR * CREDIT
-    assert made.capped_loss < 0.1 * cutting.DEAR * CREDIT
+    assert made.mean_loss > DEAR * CREDIT
+    assert made.capped_loss < 0.1 * DEAR * CREDIT
 
 
 def test_a_few_too_many_are_held_against_whom_they_were_lost_to() -> None:
@@ -168,7 +169,7 @@ def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it
 
 
 def test_a_cut_finer_than_that_is_for_as_long_as_anybody_needs_a_finer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "AWAY_S", 0.5)
+    monkeypatch.setattr(decisions, "AWAY_S", 0.5)
     simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
     for _ in range(20):
         simulation.run(seconds=simulation.now + 0.5)
@@ -186,7 +187,7 @@ def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_
     part: float, finest: bool
 ) -> None:
     """Though they seldom lose too much by it: with pieces of a third a budget harvests more."""
-    of, cut = track("high"), cutting.Cutting(300e-6)
+    of, cut = track("high"), Cutting(300e-6)
     cut.step_ended(of, STEP_S, 1.0)
     assert cut.changed
     assert cut.target_s == pytest.approx(100e-6)

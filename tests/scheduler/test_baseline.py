@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gpumux.scheduler.guard.baseline import Baseline
+from gpumux.scheduler.guard.costs import Baseline
 
 
 def told(samples: list[float]) -> Baseline:

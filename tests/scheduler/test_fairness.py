@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.scheduler.fair_queue import MAX_LAG_S, MAX_STALE_ENTRIES, FairQueue
 from gpumux.scheduler.jobs import Job
+from gpumux.scheduler.windows import MAX_LAG_S, MAX_STALE_ENTRIES, FairQueue
 from gpumux.types import JobId, JobSpec, Peer, Priority, SessionId
 from tests.scheduler.world import World
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from string import Formatter
 
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.history import TEMPLATES, History
+from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.explain import TEMPLATES, story
+from gpumux.scheduler.state import SchedulerState
 from tests.scheduler.world import World
 
 
@@ -99,8 +101,8 @@ def test_memory_is_bounded() -> None:
 def test_every_kind_can_be_put_into_words() -> None:
     for kind, template in TEMPLATES.items():
         fields = [f for _, f, _, _ in Formatter().parse(template) if f is not None]
-        story = History(10)
-        story.add((1.0, "a", None, kind, tuple(range(len(fields))), ev.Tick()))
-        (line,) = story.lines("a")
+        state = SchedulerState(SchedulerConfig())
+        state.history.append((1.0, "a", None, kind, tuple(range(len(fields))), ev.Tick()))
+        (line,) = story(state, "a")
         assert line.startswith("1.000000 ")
         assert line.endswith("[Tick]")

@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from gpumux.device.sim.cost import Kernel
-from gpumux.scheduler.guard.baseline import ENOUGH_SAMPLES, MOST_CONFIRMATIONS, StepNoise
-from gpumux.scheduler.guard.budget import ALLOWED_VIOLATIONS, MOST_DEBT, TAIL_MOST, SlowdownBudget
-from gpumux.scheduler.guard.costs import NOISE_FLOOR_S, START, HighCosts
+from gpumux.scheduler.guard.budget import (
+    ALLOWED_VIOLATIONS,
+    MOST_CONFIRMATIONS,
+    MOST_DEBT,
+    TAIL_MOST,
+    SlowdownBudget,
+    StepNoise,
+)
+from gpumux.scheduler.guard.costs import ENOUGH_SAMPLES, NOISE_FLOOR_S, START, HighCosts
 from gpumux.scheduler.guard.high_job import KNOWN_STEPS, HighJob
 from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey
 from gpumux.simulate.run import Simulation

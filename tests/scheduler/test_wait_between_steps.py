@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.scheduler.guard import arrivals as lookahead
-from gpumux.scheduler.guard.arrivals import InterArrivals
+from gpumux.scheduler.guard import high_job
 from gpumux.scheduler.guard.device_view import MAX_IDLE, DeviceView
-from gpumux.scheduler.guard.high_job import RARELY, HighJob
+from gpumux.scheduler.guard.high_job import RARELY, HighJob, InterArrivals
 from gpumux.scheduler.guard.timing import (
     AFTER_ARRIVAL_S,
     MOST_LOOKAHEAD,
@@ -87,7 +86,7 @@ def test_nobody_waits_longer_than_needed_nor_is_asked_again_at_once(
 @given(st.lists(st.floats(0.0, 1.0) | st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=3 * 8))
 def test_distances_between_gaps_are_kept_as_gaps_come_and_go(known: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookahead, "KEPT_INTERVALS", 8)
+        patch.setattr(high_job, "KEPT_INTERVALS", 8)
         gaps = InterArrivals()
         for count, gap in enumerate(known, 1):
             gaps.add(gap)
@@ -106,7 +105,7 @@ def test_the_gaps_a_wait_has_passed_are_counted_from_any_that_it_had_passed_befo
     for gap in gaps:
         found.add(gap)
     passed = bisect_right(found.sorted, waited)
-    assert found.sorted == sorted(gaps[-lookahead.KEPT_INTERVALS :])
+    assert found.sorted == sorted(gaps[-high_job.KEPT_INTERVALS :])
     assert found.count_passed(waited, int(part * passed)) == passed
 
 

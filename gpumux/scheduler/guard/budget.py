@@ -10,7 +10,7 @@ of the *violations* that are left, and each step adds a small part of one. With 
 explored; with too many used, steps may lose less.
 
 Steps that lose as much without low work are not charged to it: steps beside low work are given back as many violations
-as such steps cause on average (`baseline.py`), and the mean is measured from such steps' mean.
+as such steps cause on average (`StepNoise`), and the mean is measured from such steps' mean.
 
 The *price* says how many low seconds one high second is worth. A low piece costs least beside certain ranges. Anywhere
 else it may run as long as its extra cost there, at the price, is less than the piece itself. The price rises while
@@ -20,9 +20,10 @@ never held by the price for a cost that it can't avoid.
 
 from __future__ import annotations
 
+from math import ceil, log
 from typing import Final
 
-from gpumux.scheduler.guard.baseline import DECAY, StepNoise
+from gpumux.scheduler.guard.costs import DECAY, PRIOR_SAMPLES
 
 MARGIN: Final = 0.92  # of the credit is spent; the rest is for what the scheduler does not see, such as a busy host
 MOST_CREDIT: Final = 3.0  # credits that may be saved
@@ -51,6 +52,51 @@ PRICE_MOST: Final = 100.0
 UNSEEN_S: Final = 20e-6  # the scheduler takes for an event, during which a step may come
 MOST_DELAY_S: Final = 200e-6  # of a step's delay is charged to low work: beyond that, something else was the cause
 LEAST_SLOWDOWN: Final = 0.002  # allowed to a job that allows none
+
+
+# ---- How often a high job's steps lose much without low work. On a CPU that other programs use that may be every
+# fourth step; on a GPU of its own next to none. As many steps beside low work lose much for the same reasons.
+
+
+CHANCE: Final = 0.01  # how probable it may be that noise alone passes for the cost of a launch
+LIKELY: Final = 0.5  # noise is not taken to be more probable than this
+MOST_CONFIRMATIONS: Final = 5
+
+
+class StepNoise:
+    """Of steps without low work: `over` is the part that loses much, and `violations` how many violations (budget.py)
+    such steps cause on average. Both are 0.0 where all take the same time."""
+
+    __slots__ = ("_count", "_newest", "_over", "_violations", "over", "violations")
+
+    def __init__(self) -> None:
+        self.over = self.violations = 0.0
+        self._count = self._over = self._violations = 0.0
+        self._newest: float | None = None
+
+    def add(self, violations: float) -> None:
+        """One more step. It counts when the next one comes, since the work may turn out to have changed."""
+        before, self._newest = self._newest, violations
+        if before is not None:
+            self._count = self._count * DECAY + 1.0
+            self._over = self._over * DECAY + (before > 0.0)
+            self._violations = self._violations * DECAY + before
+            count = self._count + max(0.0, PRIOR_SAMPLES - self._count / 4)  # the prior has faded after 32
+            self.over, self.violations = self._over / count, self._violations / count
+
+    def changed(self) -> None:
+        """The work changed, and the newest step was the first to show it."""
+        self._newest = None
+
+    def confirmations(self) -> int:
+        """How many launches in a row have to seem costly before that is believed: so many that noise causes it with
+        probability CHANCE, but not more than a few."""
+        if self.over <= CHANCE:
+            return 1
+        return min(ceil(log(CHANCE) / log(min(self.over, LIKELY))), MOST_CONFIRMATIONS)
+
+
+# ---- The budget.
 
 
 class SlowdownBudget:

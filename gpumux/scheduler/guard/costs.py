@@ -22,10 +22,84 @@ from math import inf
 from typing import Final, TypeAlias
 
 from gpumux.scheduler.guard.bans import Ban
-from gpumux.scheduler.guard.baseline import Baseline
 from gpumux.scheduler.jobs import JobProgram, LowKey, Span
 
-# ---- One measured quantity each.
+# ---- How long things take when no low work is beside them: solo estimates that notice when the work changed.
+#
+# A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the estimate is a median.
+# Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another clock
+# rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use, too),
+# the difference that counts grows with the usual difference, since each such finding makes low work wait for a
+# calibration. The mean is not the median there either; `late` is the difference.
+
+
+MEDIAN_OF: Final = 5  # samples: a median of these ignores two bad ones
+WORK_CHANGED: Final = 0.10  # relative difference of a sample that may mean that the work changed
+NOISY: Final = 3.0  # usual differences that it has to exceed as well
+USUAL_PART: Final = 0.1  # weight of the newest difference in the usual one: a change must not pass for noise
+DECAY: Final = 0.99  # for each new sample, of the weight of earlier ones in a mean: about a hundred count
+PRIOR_SAMPLES: Final = 8.0  # samples without a difference that such a mean begins with
+ALIKE: Final = 0.05  # relative difference that counts as none
+MOST_LATE: Final = 3.0  # times the estimate: what a sample counts for at most
+ENOUGH_SAMPLES: Final = 2  # before an estimate is relied on
+
+
+class Baseline:
+    """Seconds without low work. `value` is 0.0 while nothing is known."""
+
+    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "known", "late", "noise", "samples", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0  # samples ever taken
+        self.known = False  # there were enough samples
+        self.drifts = 0  # how often the work was found to have changed
+        self.noise = 0.0  # usual difference between a sample and the estimate, relative to the lesser of the two
+        self.samples: list[float] = []
+        self.late = 0.0  # seconds by which samples exceed the estimate on average
+        self._weight = 0.0  # of the samples in `late`
+        self._newest = 0.0  # difference of the newest sample, added to `late` once the next one shows it was no change
+        self._suspects = 0  # samples in a row that differ: positive when slower, negative when faster
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the newest sample differs from the estimate, so that the next one decides."""
+        return self._suspects != 0
+
+    def add(self, seconds: float) -> bool:
+        """Take a sample. True when it shows that the work changed."""
+        value = self.value
+        self.samples.append(seconds)
+        self.count += 1
+        if self.count == ENOUGH_SAMPLES:
+            self.known = True
+        least, off = min(value, seconds), abs(seconds - value)
+        bound = NOISY * self.noise
+        if least > 0.0:
+            self.noise += USUAL_PART * (min(off / least, 1.0) - self.noise)
+        if off <= (bound * least if bound > WORK_CHANGED else WORK_CHANGED * value):
+            self._suspects = 0
+        elif self.count > ENOUGH_SAMPLES:
+            step = 1 if seconds > value else -1
+            self._suspects = self._suspects + step if self._suspects * step > 0 else step
+            if abs(self._suspects) >= 2:
+                del self.samples[:-2]
+                self._suspects = 0
+                self.drifts += 1
+                self.value = min(self.samples)
+                self._newest = 0.0
+                return True
+        self._weight = DECAY * self._weight + 1.0
+        if self._newest or self.late:
+            self.late = max(0.0, self.late + (self._newest - self.late) / (self._weight + PRIOR_SAMPLES))
+        self._newest = 0.0 if off <= ALIKE * value or not value else min(seconds - value, MOST_LATE * value)
+        if len(self.samples) > MEDIAN_OF:
+            del self.samples[0]
+        self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]
+        return False
+
+
+# ---- What low work costs: one measured quantity each.
 
 
 MEMORY: Final = 10  # samples an estimate is the running mean of

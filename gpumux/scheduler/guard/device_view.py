@@ -2,18 +2,87 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.attribution import LowLaunch, RecentLaunches
-from gpumux.scheduler.guard.costs import HighCosts, LaunchPlan
+from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LaunchPlan, LowCosts, RangeCost
 from gpumux.scheduler.guard.high_job import HighJob
-from gpumux.scheduler.jobs import Job, LowPiece
-from gpumux.scheduler.windows import Windows
+from gpumux.scheduler.jobs import Job, LowKey, LowPiece
+from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import JobId, LaunchId
 
+RECENT: Final = 8  # ended low launches that may still be charged
 LATE: Final = 0.05  # of its time: what a piece that should be over is still given
 MAX_IDLE: Final = 4  # idle high jobs whose next step is considered: those idle for the shortest time
+
+
+class LowLaunch:
+    """A low launch as the guard follows it, until it is known what it cost. Seconds."""
+
+    ended = 0.0  # 0.0: it is still out
+    latest_end = 0.0  # end of any low launch by the time this one was reported done
+    due = 0.0  # when it should be over
+    speed = 1.0  # solo seconds of it done in a second
+    expected = 0.0  # excess high seconds it was expected to cost
+    charged = 0.0  # excess high seconds it was charged so far
+    charged_in_step = 0.0  # of these, in the high step that runs
+    peak = 0.0  # the most it was charged in one high step
+    exposed = 1.0  # part of it that runs beside high work
+    beside_high = False  # a high job ran or was idle when it was launched
+    alone = False  # nothing else was out when it was launched
+    met_arrival = False  # a high step came while it was out
+    exploring = False  # it was launched to find out what it costs
+    relies_on_arrivals = False  # it was launched because no step of an idle high job was expected
+    overlap = 0.0  # seconds beside the high piece that ended last
+    weight = 0.0  # its part of that piece's excess, relative to other launches'
+    kinds: list[tuple[LowCosts, LaunchKind]] | None = None  # what it is as a launch, beside each high job that ran
+    idle_costs: list[HighCosts] | None = None  # of idle high jobs, a step of which may come during it
+    charged_ranges: list[RangeCost] | None = None  # ranges it was charged for before it ended
+
+    def __init__(self, launch: Outstanding, key: LowKey) -> None:
+        self.key = key
+        self.job, self.step, self.predicted, self.at = launch.job, launch.step, launch.predicted, launch.at
+        self.span = launch.step.spans[launch.piece]
+        self.began = launch.at
+
+    def close_step(self) -> None:
+        """The high step that ran is over: what it is charged from now on is another step's loss."""
+        self.peak = max(self.peak, self.charged_in_step)
+        self.charged_in_step = 0.0
+
+
+LowLaunches: TypeAlias = list[LowLaunch]
+
+
+class RecentLaunches:
+    """The newest low launches that ended."""
+
+    __slots__ = ("last_end", "launches", "open")
+
+    def __init__(self) -> None:
+        self.launches: deque[LowLaunch] = deque(maxlen=RECENT)
+        self.last_end = 0.0
+        self.open: LowLaunches = []  # launches that a running high piece may still be charged to
+
+    def add(self, launch: LowLaunch, high_out: bool) -> None:
+        """A launch ended. `high_out`: high pieces are out that it may have delayed; later ones it can't delay."""
+        if high_out:
+            self.launches.appendleft(launch)
+            self.last_end = max(self.last_end, launch.ended)
+            launch.latest_end = self.last_end
+        if launch.kinds is not None or (launch.idle_costs is not None and (high_out or launch.met_arrival)):
+            self.open.append(launch)
+
+    def end_step(self, out: Iterable[LowLaunch]) -> bool:
+        """A high step ended. True if the next one may be charged for a launch that was made to find out what it
+        costs."""
+        exploring = False
+        for launch in [*out, *self.open]:
+            launch.close_step()
+            exploring = exploring or launch.exploring
+        return exploring
 
 
 class RunningPiece:

@@ -3,10 +3,10 @@
 It follows every launch and its end, and decides by what it measured. Its parts:
 
     view        what the device is doing (`device_view.py`)
-    costs       what high programs take alone, and lose beside each low program (`costs.py`, `baseline.py`)
-    high_jobs   for each high job: when its steps arrive (`arrivals.py`) and its slowdown budget (`budget.py`)
+    costs       what high programs take alone, and lose beside each low program (`costs.py`)
+    high_jobs   for each high job: when its steps arrive (`high_job.py`) and its slowdown budget (`budget.py`)
     decisions   why low jobs are held, and until when that stays so (`decisions.py`)
-    learner     follows launches, and updates all of these (`learning.py`, `attribution.py`)
+    learner     follows launches, and updates all of these (`learning.py`)
 
 `admit` is the question. It answers by the first of these that applies:
 
@@ -23,7 +23,6 @@ from math import inf
 from typing import Final
 
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.guard.arrivals import OverlapCost, overlap_cost
 from gpumux.scheduler.guard.bans import Ban, Bans
 from gpumux.scheduler.guard.costs import (
     KNOWN_RANGES,
@@ -36,10 +35,11 @@ from gpumux.scheduler.guard.costs import (
     LaunchPlan,
     LowCosts,
 )
-from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S, Cutting
 from gpumux.scheduler.guard.decisions import (
+    DEFAULT_TARGET_S,
     HOLD_ALL,
     MOMENT_LIMITED,
+    Cutting,
     Decisions,
     Hold,
     LaunchDecision,
@@ -56,6 +56,7 @@ from gpumux.scheduler.guard.high_job import (
 )
 from gpumux.scheduler.guard.learning import LEAST_SPEED, CostLearner
 from gpumux.scheduler.guard.timing import (
+    OverlapCost,
     expected_arrival,
     exposed_part,
     hold_for_arrival,
@@ -65,6 +66,7 @@ from gpumux.scheduler.guard.timing import (
     may_explore_unknown,
     next_step_loss,
     next_timed_launch,
+    overlap_cost,
 )
 from gpumux.scheduler.jobs import Job, JobStep, LowKey, LowPiece, Span
 from gpumux.scheduler.windows import Outstanding, Windows

@@ -2,18 +2,165 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard.arrivals import ArrivalTrust, InterArrivals
-from gpumux.scheduler.guard.attribution import OVERLAPPING
-from gpumux.scheduler.guard.baseline import ENOUGH_SAMPLES, Baseline
-from gpumux.scheduler.guard.budget import MOST_DELAY_S, UNSEEN_S, SlowdownBudget
-from gpumux.scheduler.guard.costs import EXPLORE_ALWAYS, EXPLORE_IF_STUCK, EXPLORE_NEVER, Bounds, HighCosts
+from gpumux.scheduler.guard.budget import MOST_DELAY_S, UNSEEN_S, VIOLATION_RATE, SlowdownBudget
+from gpumux.scheduler.guard.costs import (
+    DECAY,
+    ENOUGH_SAMPLES,
+    EXPLORE_ALWAYS,
+    EXPLORE_IF_STUCK,
+    EXPLORE_NEVER,
+    Baseline,
+    Bounds,
+    HighCosts,
+)
 from gpumux.scheduler.jobs import Job, JobStep
 from gpumux.types import JobId, StepId
+
+# ---- When a high job's next step arrives: between steps, the pauses seen so far tell how probable that is.
+
+
+KEPT_INTERVALS: Final = 256  # pauses remembered
+ENOUGH_INTERVALS: Final = 8  # pauses none of which was shorter: enough to rely on
+IDLE_FACTOR: Final = 16.0  # a job that has had no step for so many usual pauses is idle for good
+
+
+class InterArrivals:
+    """The newest pauses between a job's steps. `usual` is the median one, `short` one that nine in ten exceed, `least`
+    one that nearly all exceed. A job that has been without a step for `longest` is idle for good: that is the longest
+    pause seen or, unless arrivals are `unpredictable`, many usual ones. All are 0.0 while no pause is known."""
+
+    __slots__ = ("_newest", "_widest", "least", "longest", "short", "sorted", "unpredictable", "usual")
+
+    def __init__(self) -> None:
+        self.sorted: list[float] = []  # by length
+        self.longest = self.short = self.usual = self.least = 0.0
+        self.unpredictable = False  # steps came when none was expected
+        self._newest: deque[float] = deque()
+        self._widest: float | None = None  # distance between neighbours; None: not known since the newest pause
+
+    def add(self, seconds: float) -> None:
+        """One more pause; the oldest is forgotten."""
+        known = self.sorted
+        if len(self._newest) == KEPT_INTERVALS:
+            del known[bisect_left(known, self._newest.popleft())]
+        self._newest.append(seconds)
+        insort(known, seconds)
+        self._widest = None
+        self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
+        self._bound()
+
+    def set_predictable(self, predictable: bool) -> None:
+        """Whether the usual pause says anything about the longest."""
+        self.unpredictable = not predictable
+        self._bound()
+
+    def _bound(self) -> None:
+        most, usual = self.sorted[-1] if self.sorted else 0.0, IDLE_FACTOR * self.usual
+        self.longest = (most if self.unpredictable else min(most, usual)) * 1.01
+
+    def earliest(self, passed: int) -> float:
+        """The pause after which a step is expected at the earliest, where `passed` of them were no longer than this one
+        is already: the next longer one, or half of it where few are longer. 0.0: a step may come at any time."""
+        left = len(self.sorted) - passed
+        if left >= ENOUGH_INTERVALS:
+            return self.sorted[passed]
+        return 0.5 * self.sorted[passed] if left else 0.0
+
+    def denser(self, passed: int, apart: float) -> bool:
+        """Whether no two neighbours among the pauses, without the `passed` shortest, are `apart` or more."""
+        known, widest = self.sorted, self._widest
+        if widest is None:
+            widest = 0.0
+            for at in range(1, len(known)):
+                widest = max(widest, known[at] - known[at - 1])
+            self._widest = widest
+        if widest < apart:  # mostly
+            return True
+        for at in range(passed + 1, len(known)):
+            if known[at] - known[at - 1] >= apart:
+                return False
+        return apart > 0.0
+
+    def count_passed(self, waited: float, at_least: int) -> int:
+        """How many pauses were no longer than `waited`; `at_least` of them are known to be."""
+        return bisect_right(self.sorted, waited, at_least)
+
+    def chance_within(self, passed: int, waited: float, seconds: float) -> float:
+        """How probable it is that a job idle for `waited` seconds, which `passed` of the pauses were no longer than,
+        gets a step within the next `seconds`."""
+        known, until = self.sorted, waited + seconds
+        left = len(known) - passed
+        if left <= 0:
+            return 0.0
+        if until >= known[passed]:
+            return (self.count_passed(until, passed + 1) - passed) / left
+        # None so far does not mean never: the nearest pauses on both sides say how dense they are here.
+        before = known[passed - 1] if passed else 0.0
+        return min(1.0, seconds / (known[passed] - before)) / (left + 1)
+
+
+# ---- Whether the pauses seen so far tell when a high job's next step comes.
+#
+# Low work that should be over before the next step, or that meets one so seldom that it does not count, runs at the
+# risk of being wrong. Where steps come at about the same time that is right. Where they come at random (a server's
+# requests) there is always a pause after which none came so far. So what steps lose *because they came while low work
+# was out* is counted by itself: as for all steps (budget.py), a part of them may lose too much, and on average they may
+# lose the credit. What they lose later, beside work that was launched while they ran, does not count here. A few too many are
+# held against the programs they were lost to: a program of short pieces does not pay for another one's long pieces.
+
+
+ALLOWED_ARRIVAL_VIOLATIONS: Final = 1.0  # steps that may lose too much on arrival, to begin with
+MOST_ARRIVAL_DEBT: Final = 4.0  # so that a disturbance is forgotten after some hundred steps
+PROGRAM_DEBT: Final = 1.5  # violations too many up to which only the programs that caused them are distrusted
+MOSTLY: Final = 0.5  # part of a step's loss: if so much was lost on arrival, the arrival was the reason
+
+
+class ArrivalTrust:
+    """Whether the known pauses are relied on: for every low program if `trusted`, else for each by `trusts`."""
+
+    __slots__ = ("_causes", "_few_violations", "capped_loss", "mean_loss", "trusted", "violations_left")
+
+    def __init__(self) -> None:
+        self.violations_left = ALLOWED_ARRIVAL_VIOLATIONS
+        self.mean_loss = 0.0  # seconds that steps lose on arrival
+        self.capped_loss = 0.0  # the same, where a step counts for no more than it may lose
+        self.trusted = True
+        self._few_violations = True
+        self._causes: set[str] = set()  # low programs that caused violations while there were too many
+
+    def trusts(self, program: str) -> bool:
+        """Whether the pauses are relied on for that low program."""
+        return self.trusted or (self._few_violations and program not in self._causes)
+
+    def step_ended(
+        self, lost: float, programs: Iterable[str], *, excess: float, most: float, credit: float, noise: float
+    ) -> None:
+        """A step lost `excess` seconds, of which `lost` on arrival, to these low programs. It may lose `most`, and
+        steps no more than `credit` on average. `noise`: how probable it is that a step loses more for another
+        reason."""
+        left = self.violations_left + VIOLATION_RATE
+        if lost > 0.0:
+            left += noise
+            if excess > most and lost > MOSTLY * excess:
+                left -= 1.0
+                self._causes.update(programs)
+        self.violations_left = left = max(-MOST_ARRIVAL_DEBT, min(left, ALLOWED_ARRIVAL_VIOLATIONS))
+        self.mean_loss = DECAY * self.mean_loss + (1.0 - DECAY) * lost
+        self.capped_loss = DECAY * self.capped_loss + (1.0 - DECAY) * min(lost, most)
+        self._few_violations = left >= -PROGRAM_DEBT and self.mean_loss <= credit
+        self.trusted = left >= 0.0 and self._few_violations
+        if self.trusted:
+            self._causes.clear()
+
+
+# ---- The job.
+
 
 FIRST_SOLO_STEPS: Final = 3  # steps without low work that a job begins with
 SOLO_EVERY: Final = 64  # steps after which another one without low work is wanted
@@ -30,6 +177,7 @@ RARELY: Final = 0.002  # an arrival less probable than this may cost more than a
 USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
 QUEUED_STEPS: Final = 64  # steps over which it is averaged how many came while another one ran
 RECENT_STEPS: Final = 256  # steps whose slowdown is reported
+OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
 
 class Version:

@@ -1,27 +1,24 @@
 """What the guard learns from every launch and its end.
 
-A low launch is followed until all high pieces beside it are done (`attribution.py` says which launches made a high
-piece late). From that follow the costs of low programs (`costs.py`), bans, and each high job's baselines and budget
+A low launch is followed until all high pieces beside it are done, and charged for what they were late. From that follow the costs of low programs (`costs.py`), bans, and each high job's baselines and budget
 (`high_job.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard import attribution
-from gpumux.scheduler.guard.attribution import LowLaunch, LowLaunches
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
-from gpumux.scheduler.guard.costs import MIN_SAMPLES, HighCosts
-from gpumux.scheduler.guard.cutting import Cutting
-from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
-from gpumux.scheduler.guard.device_view import DeviceView
-from gpumux.scheduler.guard.high_job import CostsByProgram, HighJob
+from gpumux.scheduler.guard.budget import SlowdownBudget
+from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, HighCosts, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.decisions import Cutting, LaunchDecision, LowWindow
+from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
+from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighJob
 from gpumux.scheduler.jobs import Job, JobState, JobStep
 from gpumux.scheduler.windows import Outstanding, Windows
-from gpumux.types import JobId, Priority
+from gpumux.types import JobId, LaunchId, Priority
 
 _HIGH: Final = Priority.HIGH
 
@@ -146,7 +143,7 @@ class CostLearner:
                     low_costs.speed += 0.2 * (low.speed - low_costs.speed)
             if low.charged_ranges is not None:
                 for range_cost in low.charged_ranges:
-                    attribution.update_speed(range_cost, low.speed)
+                    update_speed(range_cost, low.speed)
         view.recent.add(low, bool(windows.high.launches))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
@@ -167,12 +164,12 @@ class CostLearner:
         recent, seconds = view.recent, ended - start
         found: LowLaunches = []
         if view.low_launches or recent.last_end > start:
-            found = attribution.beside(view.low_launches.values(), recent, start, ended)
+            found = beside(view.low_launches.values(), recent, start, ended)
         if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
             for low in found:
                 low.kinds = low.idle_costs = None
         if recent.open:
-            recent.settle(start, high.steps, high.budget)
+            settle(recent, start, high.steps, high.budget)
         if found:
             self._shared(high, costs, piece, seconds, beside_high, found)
         elif costs.learn(piece, seconds, beside_high, high.from_idle) and not high.calibrating:
@@ -194,7 +191,7 @@ class CostLearner:
         if self._other_end > start:
             return True
         out = windows.high.launches
-        return len(out) != job.outstanding and attribution.other_launches(out, job, ended)
+        return len(out) != job.outstanding and other_launches(out, job, ended)
 
     def _shared(
         self, high: HighJob, costs: HighCosts, piece: int, seconds: float, beside_high: bool, found: LowLaunches
@@ -210,7 +207,7 @@ class CostLearner:
             excess -= baseline.late
             high.budget.used += excess
             if high.from_idle and excess > 0.0:
-                part = attribution.relied_on_arrivals(found, high.idle_from, high.arrived, high.arrival_programs)
+                part = relied_on_arrivals(found, high.idle_from, high.arrived, high.arrival_programs)
                 high.arrival_loss += excess * part
             if high.watching:
                 self._charge(high, costs, piece, excess, found)
@@ -220,18 +217,17 @@ class CostLearner:
     def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
         """The high piece was `excess` seconds late: charge these launches for it."""
         if piece == 0 and high.from_idle:
-            before, since = attribution.split_by_arrival(found, high.arrived)
+            before, since = split_by_arrival(found, high.arrived)
             if before:
-                overrun = self._view.overrun + attribution.overrun(before, high.arrived) / 2
-                self._view.overrun = min(overrun, MOST_OVERRUN_S)
+                self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_OVERRUN_S)
                 if not since:
-                    attribution.charge_arrival(excess, before)
+                    charge_arrival(excess, before)
                     return
                 late = max([(low.ended or high.ended) - high.arrived for low in before])
-                part = min(excess, attribution.OVERLAPPING * late)
-                attribution.charge_arrival(part, before)
+                part = min(excess, OVERLAPPING * late)
+                charge_arrival(part, before)
                 found, excess = since, excess - part
-        for low in attribution.charge(costs, piece, excess, found, high.budget):
+        for low in charge(costs, piece, excess, found, high.budget):
             if low.job.state is not JobState.CLOSING:
                 self._to_judge.append((costs, high, low, piece))
 
@@ -320,3 +316,146 @@ def recut_bans(bans: Bans, high: JobId, costs: HighCosts, cuts: Collection[HighC
                 bans.lift(ban)
     for cut in cuts:
         cut.drop_lifted_bans()
+
+
+# ---- Which low launches made a high piece late: by how long each ran beside it, and by what each is known to cost.
+
+
+UNKNOWN_RATE: Final = 0.05  # added to what each launch is known to cost, so that unknown launches share equally
+DOUBTFUL: Final = 0.5  # of what a step may lose: a launch that seems to cost more needs confirmation
+LEAST_S: Final = 1e-6  # a shorter high piece tells nothing
+LEAST_OVERLAP: Final = 0.25  # of a piece: a charge for a shorter overlap is spread over this much
+
+
+def beside(out: Iterable[LowLaunch], recent: RecentLaunches, start: float, end: float) -> LowLaunches:
+    """Low launches that ran during [start, end). Their `overlap` says for how many seconds of it."""
+    found: LowLaunches = []
+    for launch in out:
+        seconds = end - max(start, launch.began)
+        if seconds > 0.0:
+            launch.overlap = seconds
+            found.append(launch)
+    if recent.last_end > start:
+        for launch in recent.launches:
+            if launch.latest_end <= start:
+                break
+            if launch.ended > start:
+                seconds = min(launch.ended, end) - max(start, launch.began)
+                if seconds > 0.0:
+                    launch.overlap = seconds
+                    found.append(launch)
+    return found
+
+
+def relied_on_arrivals(found: LowLaunches, idle_from: float, arrived: float, programs: set[str]) -> float:
+    """The part of the overlap that belongs to launches which relied on a job, idle from `idle_from` on, not to get a
+    step as early as it did. The program of the longest one is added to `programs`."""
+    relied = total = 0.0
+    longest: LowLaunch | None = None
+    for launch in found:
+        total += launch.overlap
+        if launch.relies_on_arrivals and idle_from <= launch.at < arrived:
+            relied += launch.overlap
+            if longest is None or launch.predicted > longest.predicted:
+                longest = launch
+    if longest is not None:
+        programs.add(longest.step.program.key)
+    return relied / total
+
+
+def other_launches(out: dict[LaunchId, Outstanding], job: Job, before: float) -> bool:
+    """Whether any of these launches is another job's and was made before that time."""
+    return any(launch.job is not job and launch.at < before for launch in out.values())
+
+
+def charge(costs: HighCosts, piece: int, excess: float, found: LowLaunches, budget: SlowdownBudget) -> LowLaunches:
+    """Charge `excess` seconds of the high piece to the launches beside it. Returns those for which a ban may have to be
+    imposed or lifted."""
+    least = max(LEAST_OVERLAP * costs.solo_s[piece], LEAST_S)
+    beside = [costs.beside(launch.key) for launch in found]
+    for low_costs in beside:
+        costs.mark_updated(low_costs)
+    if len(found) == 1:
+        _charge(beside[0], found[0], piece, least, excess)
+    else:
+        total = 0.0
+        for at, launch in enumerate(found):
+            launch.weight = launch.overlap * (UNKNOWN_RATE + max(0.0, beside[at].ranges[piece].mean))
+            total += launch.weight
+        part = excess / total
+        for at, launch in enumerate(found):
+            _charge(beside[at], launch, piece, least, part * launch.weight)
+    return [launch for at, launch in enumerate(found) if _to_judge(beside[at].ranges[piece], budget)]
+
+
+def _to_judge(range_cost: RangeCost, budget: SlowdownBudget) -> bool:
+    dear = range_cost.ban is not None or range_cost.mean > budget.rate_limit
+    return dear and range_cost.to_judge(budget.slack)
+
+
+def _charge(low_costs: LowCosts, launch: LowLaunch, piece: int, least: float, excess: float) -> None:
+    seconds = launch.overlap
+    launch.charged += excess
+    launch.charged_in_step += excess
+    rate = excess / max(seconds, least)
+    if low_costs.rate > 0.0:
+        rate /= low_costs.relative_rate(launch.span)
+    range_cost = low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
+    if launch.ended:
+        update_speed(range_cost, launch.speed)
+    elif launch.charged_ranges:
+        launch.charged_ranges.append(range_cost)
+    else:
+        launch.charged_ranges = [range_cost]
+
+
+def update_speed(range_cost: RangeCost, speed: float) -> None:
+    """Low work ran at `speed` beside the range."""
+    range_cost.speed = range_cost.speed + 0.2 * (speed - range_cost.speed) if range_cost.speed else speed
+
+
+def split_by_arrival(found: LowLaunches, arrived: float) -> tuple[LowLaunches, LowLaunches]:
+    """Those launched before the step came, and those launched since."""
+    return [each for each in found if each.at < arrived], [each for each in found if each.at >= arrived]
+
+
+def overrun(found: LowLaunches, arrived: float) -> float:
+    """Seconds for which a launch was out after the step came although it should have been over before: it took longer
+    than predicted."""
+    late = 0.0
+    for launch in found:
+        if launch.due <= arrived and launch.kinds is None and launch.idle_costs is None:
+            late = max(late, launch.ended - arrived)
+    return late
+
+
+def charge_arrival(excess: float, found: LowLaunches) -> None:
+    """A step came while these launches were out, and its first piece was `excess` seconds late."""
+    total = sum([launch.overlap for launch in found])
+    for launch in found:
+        launch.met_arrival = True
+        launch.charged += excess * launch.overlap / total
+        launch.charged_in_step += excess * launch.overlap / total
+
+
+def settle(recent: RecentLaunches, until: float, step: int, budget: SlowdownBudget) -> None:
+    """All high pieces that began before `until` are done: learn what the launches that ended by then cost."""
+    still: LowLaunches = []
+    for launch in recent.open:
+        if launch.ended > until:
+            still.append(launch)
+            continue
+        if launch.kinds is not None:
+            for low_costs, kind in launch.kinds:
+                _learn(low_costs, kind, launch, step, budget)
+        if launch.met_arrival and launch.idle_costs is not None:
+            for costs in launch.idle_costs:
+                _learn(costs.beside(launch.key), (ON_ARRIVAL, 3, launch.span), launch, step, budget)
+    recent.open = still
+
+
+def _learn(low_costs: LowCosts, kind: LaunchKind, launch: LowLaunch, step: int, budget: SlowdownBudget) -> None:
+    peak = max(launch.peak, launch.charged_in_step)
+    needed = budget.confirmations
+    if needed == 1 or low_costs.confirms(kind, peak, needed, DOUBTFUL * budget.limit):
+        low_costs.learn(kind, launch.charged, peak, launch.ended - launch.began, step, launch.exposed)

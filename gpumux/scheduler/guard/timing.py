@@ -6,8 +6,6 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from gpumux.scheduler.guard.arrivals import ENOUGH_INTERVALS, InterArrivals, overlap_cost
-from gpumux.scheduler.guard.attribution import OVERLAPPING
 from gpumux.scheduler.guard.bans import Ban
 from gpumux.scheduler.guard.budget import VIOLATION_RATE
 from gpumux.scheduler.guard.costs import (
@@ -25,7 +23,15 @@ from gpumux.scheduler.guard.costs import (
 )
 from gpumux.scheduler.guard.decisions import Hold, LaunchDecision
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
-from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS, LEARNING_STEPS, RARELY, HighJob
+from gpumux.scheduler.guard.high_job import (
+    ENOUGH_INTERVALS,
+    HELD_LONG_STEPS,
+    LEARNING_STEPS,
+    OVERLAPPING,
+    RARELY,
+    HighJob,
+    InterArrivals,
+)
 from gpumux.scheduler.jobs import LowKey, Span
 
 # ---- Exploration: launches that should be held, made to find out what they cost.
@@ -365,3 +371,56 @@ def next_step_loss(running: RunningPiece, ranges: list[RangeCost], view: DeviceV
     begins, ends = view.free_at, view.free_at + lasts
     meets = min(running.high.may_meet(ends - step_end(running, at, until)), ends - begins)
     return overlap_cost(solo_s, ranges, 0, solo_s[0], False, 0.0, meets).upper if meets > 0.0 else 0.0
+
+
+# ---- What a launch costs the pieces of the step that runs.
+#
+# High steps repeat, so the pieces after the one that runs are known, and their solo times say when they start. Low work
+# beside them only makes them start later, so a forecast from solo times errs on the side of the high job.
+
+
+class OverlapCost:
+    """Expected excess high seconds of one launch, what a step seldom loses more of, the piece that loses most (-1: none
+    does), and the first banned piece it would overlap (-1: none)."""
+
+    __slots__ = ("banned", "expected", "piece", "upper")
+
+    def __init__(self, expected: float, upper: float, piece: int, banned: int) -> None:
+        self.expected, self.upper, self.piece, self.banned = expected, upper, piece, banned
+
+
+def overlap_cost(
+    solo_s: list[float],
+    ranges: list[RangeCost],
+    at: int,
+    runs_until: float,
+    more: bool,
+    start: float,
+    end: float,
+) -> OverlapCost:
+    """What low work over [start, end) costs a job whose piece `at` runs until `runs_until` and whose pieces follow each
+    other; after the last comes the first again if `more` steps are queued."""
+    expected = upper = 0.0
+    piece, reached = at, runs_until
+    dear, dearest, banned = -1, 0.0, -1
+    while True:
+        if reached > start:
+            seconds = min(reached, end) - start
+            range_cost = ranges[piece]
+            cost = seconds * range_cost.rate
+            expected += cost
+            upper += seconds * range_cost.upper_rate
+            if banned < 0 and range_cost.ban is not None:
+                banned = piece
+            if cost > dearest:
+                dear, dearest = piece, cost
+            start = reached
+            if reached >= end:
+                break
+        piece += 1
+        if piece == len(solo_s):
+            if not more:
+                break
+            piece, more = 0, False
+        reached += solo_s[piece]
+    return OverlapCost(expected, upper, dear, banned)
