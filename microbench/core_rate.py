@@ -1,6 +1,6 @@
-"""Events per second through the core's `handle`, with 10, 100 and 1,000 jobs, and what the guard costs.
+"""Events per second through the scheduler's `handle`, with 10, 100 and 1,000 jobs, and what the guard costs.
 
-A small device on a virtual clock (one piece at a time, the highest stream first) drives a core
+A small device on a virtual clock (one piece at a time, the highest stream first) drives a scheduler
 once and the events are written down: steps submitted, pieces done, and the launches, starts and
 answers they lead to. The same events are then replayed against fresh cores, and only that is timed.
 Opening jobs and loading programs is not in the figures. One job in ten is high, weights differ,
@@ -46,11 +46,11 @@ INFO = DeviceInfo("sim", "virtual", 1 << 40, 1, 0, "", {"high": 400e-6, "low": 3
 
 
 class Recorder:
-    """Drives one core with `jobs` jobs and keeps every event it gave it."""
+    """Drives one scheduler with `jobs` jobs and keeps every event it gave it."""
 
     def __init__(self, jobs: int, seed: int, policy: str = "paced") -> None:
         self.random = random.Random(seed)
-        self.core = new_core(jobs, policy)
+        self.scheduler = new_scheduler(jobs, policy)
         self.wake = inf
         self.think = THINK_S * max(1, jobs // 10)
         self.events: list[Timed] = []
@@ -68,7 +68,7 @@ class Recorder:
         self.events.append((event, self.now))
         if self.wake <= self.now:
             self.wake = inf
-        for command in self.core.handle(event, self.now):
+        for command in self.scheduler.handle(event, self.now):
             self.commands += 1
             if isinstance(command, cmd.LaunchPiece):
                 self.waiting[command.stream].append(command)
@@ -115,13 +115,13 @@ class Recorder:
             self.next_step[job] += 1
             return
         if self.running is None:
-            raise RuntimeError("the core left the device idle with steps submitted")
+            raise RuntimeError("the scheduler left the device idle with steps submitted")
         started, self.now, done = self.now, max(self.now, self.free_at), self.running
         self.running = None
         self.give(ev.PieceDone(done.launch, min(started, self.now), self.now))
 
 
-def new_core(jobs: int, policy: str) -> Scheduler:
+def new_scheduler(jobs: int, policy: str) -> Scheduler:
     return Scheduler(SchedulerConfig(policy=policy, max_jobs=jobs, max_jobs_per_uid=jobs))
 
 
@@ -129,35 +129,35 @@ def record(jobs: int, events: int, policy: str, seed: int = 0, after: int = 0) -
     """(events that set up and let every high job do `after` steps, events to time, commands all of them led to)."""
     recorder = Recorder(jobs, seed, policy)
     recorder.set_up(jobs)
-    high = [job for job in recorder.core.snapshot()["jobs"] if job["priority"] == "high"]
+    high = [job for job in recorder.scheduler.snapshot()["jobs"] if job["priority"] == "high"]
     while after and any(job["steps_done"] < after for job in high):
         for _ in range(AT_ONCE):
             recorder.advance()
-        high = [job for job in recorder.core.snapshot()["jobs"] if job["priority"] == "high"]
+        high = [job for job in recorder.scheduler.snapshot()["jobs"] if job["priority"] == "high"]
     setup = len(recorder.events)
     while len(recorder.events) < setup + events:
         recorder.advance()
-    recorder.core.check_invariants()
+    recorder.scheduler.check_invariants()
     return recorder.events[:setup], recorder.events[setup:], recorder.commands
 
 
 def replay(jobs: int, policy: str, setup: list[Timed], timed: list[Timed], commands: int) -> float:
-    """Events a second of processor time of one fresh core. Raises RuntimeError if it did not repeat the recording."""
-    core = new_core(jobs, policy)
-    made = sum(len(core.handle(event, now)) for event, now in setup)
-    handle = core.handle
+    """Events per second of processor time, a fresh scheduler. Raises RuntimeError if it does not repeat the recording."""
+    scheduler = new_scheduler(jobs, policy)
+    commanded = sum(len(scheduler.handle(event, now)) for event, now in setup)
+    handle = scheduler.handle
     gc.collect()
     # as the daemon does: it collects when it is idle, and here a collection would walk the recordings, too
     gc.disable()
     try:
         begin = time.process_time()
         for event, now in timed:
-            made += len(handle(event, now))
+            commanded += len(handle(event, now))
         seconds = time.process_time() - begin
     finally:
         gc.enable()
-    if made != commands:
-        raise RuntimeError(f"the replay made {made} commands, the recording {commands}")
+    if commanded != commands:
+        raise RuntimeError(f"the replay made {commanded} commands, the recording {commands}")
     return len(timed) / seconds
 
 

@@ -113,7 +113,7 @@ class Search:
         self._tried += 1
         self._simulated += 1
         core = Planned(plan, self._spec, *self._pieces, self._gap_s)
-        simulation = Simulation(list(self._jobs), self._spec, core=core)
+        simulation = Simulation(list(self._jobs), self._spec, scheduler=core)
         result = simulation.run(steps=steps, warmup_steps=WARMUP, enough=enough)
         if result.interrupted:
             raise KeyboardInterrupt

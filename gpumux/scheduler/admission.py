@@ -147,9 +147,9 @@ class AdmissionLedger:
             return fault
         most = rule.max_jobs or config.max_jobs_per_uid
         if mine >= most:
-            who, setting = _limited(rule, rule.max_jobs, "max_jobs", "max_jobs_per_user")
+            holder, setting = _limited(rule, rule.max_jobs, "max_jobs", "max_jobs_per_user")
             return admission(
-                f"you have {mine} jobs open, the most {who} may have is {most}",
+                f"you have {mine} jobs open, the most {holder} may have is {most}",
                 f"close one of them, or raise {setting}",
             )
         return None
@@ -190,10 +190,10 @@ class AdmissionLedger:
         rule = self.config.access.rule_for(job.peer)
         most, mine = rule.max_bytes or self.config.max_bytes_per_uid, self.bytes_by_uid[job.peer.uid]
         if most is not None and mine - before + after.total > most:
-            who, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
+            holder, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
             return admission(
                 f"job {job.id} would hold {describe(after)}; with your other jobs that is "
-                f"{size(mine - before + after.total)}, and the most {who} may have is {size(most)}",
+                f"{size(mine - before + after.total)}, and the most {holder} may have is {size(most)}",
                 f"close a job, use a smaller batch or model, or raise {setting}",
             )
         if self.used - before + after.total > self.capacity:

@@ -47,13 +47,13 @@ def explain(state: SchedulerState, job: Job) -> list[str]:
 class HoldClause:
     """Why a low job was held, put into words only when the history is read."""
 
-    __slots__ = ("_core", "_hold")
+    __slots__ = ("_hold", "_state")
 
     def __init__(self, state: SchedulerState, hold: Hold) -> None:
-        self._core, self._hold = state, hold
+        self._state, self._hold = state, hold
 
     def __format__(self, spec: str) -> str:
-        return held(self._core, self._hold)
+        return held(self._state, self._hold)
 
 
 def held(state: SchedulerState, hold: Hold) -> str:
@@ -62,7 +62,7 @@ def held(state: SchedulerState, hold: Hold) -> str:
 
 
 def _state(state: SchedulerState, job: Job) -> str:
-    who = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
+    subject = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
     blocked, out = job.blocked(), "1 piece" if job.outstanding == 1 else f"{job.outstanding} pieces"
     if blocked == "empty":
         doing = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
@@ -76,7 +76,7 @@ def _state(state: SchedulerState, job: Job) -> str:
         doing = f"is {blocked}"
     else:
         doing = f"has work queued and {out} on the device"
-    return f"{who} {doing}; {job.steps_done} steps done."
+    return f"{subject} {doing}; {job.steps_done} steps done."
 
 
 def _longest(state: SchedulerState, job: Job) -> list[str]:
@@ -190,8 +190,8 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
         lines.append(_waits_for_turn(state, guard, job))
     totals = guard.decisions.holds.job_seconds(job, state.now)
     if totals:
-        told = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
-        lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {told}.")
+        by_reason = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
+        lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {by_reason}.")
     asked = [program.cut_target_s for program in job.programs.values() if program.cut_target_s is not None]
     if asked and guard.cutting.high in state.jobs:
         lines.append(

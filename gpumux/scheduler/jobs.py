@@ -93,9 +93,9 @@ class JobProgram:
         for known in self.share_keys:  # a few at most
             if known.share == share:
                 return known
-        made = LowKey(self.key, share)
-        self.share_keys.append(made)
-        return made
+        key = LowKey(self.key, share)
+        self.share_keys.append(key)
+        return key
 
     def low_piece(self, span: Span, seconds: float) -> LowPiece:
         """The piece with this span. Another cut may predict other seconds, which makes it another piece."""

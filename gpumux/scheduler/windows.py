@@ -17,12 +17,12 @@ from gpumux.types import LaunchId, Priority
 # ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
 #
 # Every job has a virtual clock that advances by device seconds over weight; the ready job with the earliest clock goes
-# next. A launch is charged by its prediction and settled when the device reports what it took, so a wrong prediction
+# next. A launch is charged by its prediction and corrected when the device reports what it took, so a wrong prediction
 # moves a job's turn only while that piece is out.
 #
-# A class's virtual time is the latest *measured* clock a job was ever picked at. A job that becomes ready is moved up to
-# it: idle time earns no credit, so the job can't monopolise the device, and it starts level with the others, so it can't
-# starve. Predictions are left out of virtual time: a job whose first prediction was a second would otherwise push
+# A class's virtual time is the latest *measured* clock a job was ever picked at. A job that becomes ready is moved up
+# to it: idle time earns no credit, so the job can't monopolise the device, and it starts level with the others, so it
+# can't starve. Predictions are left out of virtual time: a job whose first prediction was a second would otherwise push
 # virtual time ahead, and jobs that become ready next would wait for it.
 
 
@@ -150,7 +150,7 @@ class ReadyQueue:
             self._launches_left -= 1
             self._holds_left = MOST_HOLDS if self._launches_left > 0 else 0
 
-    def settle(self, job: Job, predicted: float, measured: float) -> None:
+    def correct_charge(self, job: Job, predicted: float, measured: float) -> None:
         """A piece charged as `predicted` took `measured` seconds."""
 
     def check(self, jobs: list[Job]) -> None:
@@ -196,7 +196,7 @@ class FairQueue(ReadyQueue):
         self.virtual = max(self.virtual, job.served)
         job.pending += max(predicted, MIN_COST_S) / job.weight
 
-    def settle(self, job: Job, predicted: float, measured: float) -> None:
+    def correct_charge(self, job: Job, predicted: float, measured: float) -> None:
         if job.outstanding:
             charged = max(predicted, MIN_COST_S) / job.weight
             job.pending = max(0.0, job.pending - charged)
@@ -317,7 +317,7 @@ class Windows:
                 window.seconds = max(0.0, window.seconds - launch.predicted) if window.launches else 0.0
                 job = launch.job
                 job.outstanding -= 1
-                self.ready[job.priority].settle(job, launch.predicted, measured)
+                self.ready[job.priority].correct_charge(job, launch.predicted, measured)
                 return launch
         return None
 

@@ -1,9 +1,9 @@
-"""The daemon's core over the simulated GPU, on a virtual clock.
+"""The daemon's scheduler over the simulated GPU, on a virtual clock.
 
-    client --client_s--> inbox --> core (handle_s an event) --> launches --> Gpu --> what the host learns --> inbox
+    client --client_s--> inbox --> scheduler (handle_s an event) --> launches --> Gpu --> what the host learns --> inbox
 
 Everything the daemon does on its one thread is serial here too: an event waits while another is handled, and
-what the core decides takes effect when its handling is over. The GPU adds the host's launch calls and the
+what the scheduler decides takes effect when its handling is over. The GPU adds the host's launch calls and the
 time until the host knows that a launch has ended (GpuSpec.completion_s). The same seed gives the same run.
 """
 
@@ -155,7 +155,7 @@ class Client:
 # ---- The simulation.
 
 
-HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the core alone
+HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the scheduler alone
 CLIENT_S = 60e-6  # an answer's way to the client and the next step's way back; guess beside microbench/rtt
 SOLO_STEPS, SOLO_WARMUP = 48, 4
 SOLO_POISSON_STEPS = 512
@@ -168,7 +168,7 @@ Enough = Callable[["Simulation"], bool]
 
 
 class EventHandler(Protocol):
-    """What decides: the daemon's core, or something to compare it with."""
+    """What decides: the daemon's scheduler, or something to compare it with."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]: ...
 
@@ -179,7 +179,7 @@ class EventHandler(Protocol):
 
 class Simulation:
     """Jobs on one device under one policy. `run` may be called again, and continues. Raises ConfigError for invalid
-    jobs or settings. Job ids are the workloads' positions in hexadecimal. core: replaces the daemon's scheduler."""
+    jobs or settings. Job ids are the workloads' positions in hexadecimal. scheduler: replaces the one of the daemon."""
 
     def __init__(
         self,
@@ -190,17 +190,17 @@ class Simulation:
         seed: int = 0,
         graphs: bool = True,
         priorities: bool = True,
-        core_config: Mapping[str, Any] | None = None,
+        scheduler_config: Mapping[str, Any] | None = None,
         timeline: bool = False,
         handle_s: float = HANDLE_S,
         client_s: float = CLIENT_S,
-        core: EventHandler | None = None,
+        scheduler: EventHandler | None = None,
     ) -> None:
         names = [workload.name for workload in workloads]
         if not workloads or len(set(names)) != len(names):
             raise ConfigError(f"jobs named {names}", "give at least one job, each a name of its own")
         self.spec, self.policy, self.now = spec, policy, 0.0
-        self.core = core or Scheduler(SchedulerConfig(policy=policy, **dict(core_config or {})))
+        self.scheduler = scheduler or Scheduler(SchedulerConfig(policy=policy, **dict(scheduler_config or {})))
         self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
         self.timeline: deque[LaunchRow] = deque(maxlen=TIMELINE_ROWS)
@@ -284,7 +284,9 @@ class Simulation:
         for turn in count(1):
             limit = min(due[0][0], until) if due else until
             if limit == inf and gpu.next_event() == inf:
-                raise RuntimeError("nothing will ever happen again: the core left the device idle with steps submitted")
+                raise RuntimeError(
+                    "nothing will ever happen again: the scheduler left the device idle with steps submitted"
+                )
             if finished := gpu.advance_to_finish(limit):
                 self.now = gpu.now
                 for each in finished:
@@ -324,12 +326,12 @@ class Simulation:
         if type(event) is ev.StepSubmitted and came < self.now:
             event = event._replace(waited=self.now - came)
         self._busy = True
-        self.push(self.now + self._handle_s, self._handled, self.core.handle(event, self.now))
+        self.push(self.now + self._handle_s, self._handled, self.scheduler.handle(event, self.now))
 
     def _handled(self, commands: list[cmd.Command]) -> None:
         for command in commands:
             if (act := self._execute.get(type(command))) is None:
-                raise RuntimeError(f"the core refused what was simulated: {command}")
+                raise RuntimeError(f"the scheduler refused what was simulated: {command}")
             act(command)
         self._busy = bool(self._inbox)
         if self._busy:
@@ -414,7 +416,7 @@ class Simulation:
                 job.work_s = client.work_s - client.work_before_s
                 job.device_s = client.device_s - client.device_before_s
             jobs.append(job)
-        told = {client.workload.name: self.core.explain(client.id) for client in self.clients}
+        explanations = {client.workload.name: self.scheduler.explain(client.id) for client in self.clients}
         return Result(
             device=self.spec.name,
             policy=self.policy,
@@ -423,8 +425,8 @@ class Simulation:
             window_s=window_s,
             interrupted=interrupted,
             busy=self.gpu.busy(),
-            snapshot=self.core.snapshot(),
-            explanations=told,
+            snapshot=self.scheduler.snapshot(),
+            explanations=explanations,
             timeline=list(self.timeline),
         )
 
@@ -440,7 +442,7 @@ def simulate(
     warmup_steps: int = 0,
     graphs: bool = True,
     priorities: bool = True,
-    core_config: Mapping[str, Any] | None = None,
+    scheduler_config: Mapping[str, Any] | None = None,
     timeline: bool = False,
     progress: Progress | None = None,
 ) -> Result:
@@ -452,7 +454,7 @@ def simulate(
         seed=seed,
         graphs=graphs,
         priorities=priorities,
-        core_config=core_config,
+        scheduler_config=scheduler_config,
         timeline=timeline,
     )
     return simulation.run(seconds=seconds, steps=steps, warmup_steps=warmup_steps, progress=progress)

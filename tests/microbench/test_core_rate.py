@@ -34,7 +34,7 @@ def test_it_reports_every_number_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_steps_that_are_not_timed_are_part_of_what_sets_up() -> None:
     setup, timed, commands = core_rate.record(10, 100, "guarded", after=5)
-    core = core_rate.new_core(10, "guarded")
+    core = core_rate.new_scheduler(10, "guarded")
     assert core_rate.replay(10, "guarded", setup, timed, commands) > 0
     for event, now in setup:
         core.handle(event, now)

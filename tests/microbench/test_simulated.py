@@ -194,7 +194,7 @@ def planned(plan: Plan, steps: int = 30) -> tuple[float, float, list[tuple[str, 
     """(mean slowdown, harvest, rows) of a plan for the two jobs above."""
     pieces = cut_workload(HIGH, A100), cut_workload(LOW, A100)
     core = Planned(plan, A100, *pieces, oracle.gap_seconds(replace(HIGH, name="alone"), A100))
-    result = Simulation([HIGH, LOW], A100, core=core, timeline=True).run(steps=steps, warmup_steps=5)
+    result = Simulation([HIGH, LOW], A100, scheduler=core, timeline=True).run(steps=steps, warmup_steps=5)
     rows = [(row.job, row.piece, row.started, row.ended) for row in result.timeline]
     return result.job("high").mean_slowdown, result.harvest, rows
 

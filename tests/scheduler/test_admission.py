@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def used(world: World) -> dict[str, int]:
-    memory = world.core.snapshot()["memory"]
+    memory = world.scheduler.snapshot()["memory"]
     return {part: memory[part] for part in ("state", "slots", "transient", "used")}
 
 
@@ -53,7 +53,7 @@ def test_a_program_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert str(124 * MIB) in fault.message
     assert str(100 * MIB) in fault.remedy
     world.program("b", 0, (1e-4,), Footprint(100 * MIB, 0, 24 * MIB))
-    assert world.core.snapshot()["memory"]["free"] == 0
+    assert world.scheduler.snapshot()["memory"]["free"] == 0
 
 
 def test_what_a_job_holds_already_is_not_asked_for_twice() -> None:
@@ -143,8 +143,8 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
     fault = refusal(world.give(event))
     assert fault.code == "refused"
     assert next(iter(wrong)) in fault.message
-    assert world.core.snapshot()["jobs"] == []
-    assert world.core.snapshot()["counters"]["refusals"] == {"refused": 1}
+    assert world.scheduler.snapshot()["jobs"] == []
+    assert world.scheduler.snapshot()["counters"]["refusals"] == {"refused": 1}
 
 
 @pytest.mark.parametrize(

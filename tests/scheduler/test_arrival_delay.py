@@ -24,7 +24,7 @@ class Listening:
     is told, if it is."""
 
     def __init__(self, core: Scheduler, job: JobId, told: float | None = None) -> None:
-        self.core = core
+        self.scheduler = core
         self.waited: list[float] = []
         self._job, self._told = job, told
 
@@ -33,17 +33,17 @@ class Listening:
             if self._told is not None:
                 event = event._replace(waited=self._told)
             self.waited.append(event.waited)
-        return self.core.handle(event, now)
+        return self.scheduler.handle(event, now)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.core, name)
+        return getattr(self.scheduler, name)
 
 
 def test_what_the_guard_knows_of_a_steps_loss_is_what_its_client_lost() -> None:
     simulation = simulated(high((SMALL,) * 12, think_s=0.7e-3), low((LIGHT,) * 24))
-    core = simulation.core
+    core = simulation.scheduler
     assert isinstance(core, Scheduler)
-    simulation.core = heard = Listening(core, ident(simulation, "high"))
+    simulation.scheduler = heard = Listening(core, ident(simulation, "high"))
     job = simulation.run(steps=400).job("high")
     guard = core._state.guard
     assert guard is not None
@@ -98,9 +98,9 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_each_step_is_charged_what_it_waited_and_no_other_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
     found = charges(monkeypatch)
     simulation = simulated(high((SMALL,) * 12, think_s=0.7e-3), low((LIGHT,) * 24))
-    core = simulation.core
+    core = simulation.scheduler
     assert isinstance(core, Scheduler)
-    simulation.core = heard = Listening(core, ident(simulation, "high"))
+    simulation.scheduler = heard = Listening(core, ident(simulation, "high"))
     simulation.run(steps=60)
     assert found[1:] == heard.waited[1 : len(found)]  # the first one's job was not known by then
     assert 0.0 in found[1:]
@@ -110,9 +110,9 @@ def test_each_step_is_charged_what_it_waited_and_no_other_step_is(monkeypatch: p
 def test_a_step_behind_another_one_lost_nothing_by_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     found = charges(monkeypatch)
     simulation = simulated(high((SMALL,) * 12), low((LIGHT,) * 24))  # two steps in flight
-    core = simulation.core
+    core = simulation.scheduler
     assert isinstance(core, Scheduler)
-    simulation.core = heard = Listening(core, ident(simulation, "high"))
+    simulation.scheduler = heard = Listening(core, ident(simulation, "high"))
     simulation.run(steps=60)
     assert max(heard.waited) > 0.0
     assert set(found) == {0.0}
@@ -127,9 +127,9 @@ def test_low_work_pays_for_no_more_than_its_events_take_and_people_are_told_all(
     for others in ([low((LIGHT,) * 24)], []):
         found.clear()
         simulation = simulated(high((SMALL,) * 12, think_s=0.7e-3), *others)
-        core = simulation.core
+        core = simulation.scheduler
         assert isinstance(core, Scheduler)
-        simulation.core = Listening(core, ident(simulation, "high"), waited)
+        simulation.scheduler = Listening(core, ident(simulation, "high"), waited)
         job = simulation.run(steps=60).job("high")
         # Of the first steps low work may not run beside it is not heard of; where there is none, nobody pays.
         assert set(found[16:]) <= ({0.0, counted} if others else {0.0})
@@ -148,7 +148,7 @@ def test_of_steps_that_come_at_once_the_first_one_found_the_job_idle() -> None:
         world.step("high", number)
         world.done(min(world.launches), SOLO_S)
         world.elapse(1e-2)
-    core, began, job = world.core, world.now, JobId("high")
+    core, began, job = world.scheduler, world.now, JobId("high")
     launches = [
         command.launch
         for number in (6, 7, 8)

@@ -91,7 +91,7 @@ def test_what_a_step_loses_by_coming_is_what_it_loses_beside_what_relied_on_it_n
     is launched beside it."""
     world = World("guarded")
     pausing(world, 13, {"low": (2e-3,)})
-    track = world.core._state.guard.high_jobs["high"]
+    track = world.scheduler._state.guard.high_jobs["high"]
     world.elapse(2e-3)
     world.step("low", 0)
     assert world.launches, "the next step is expected in 8 ms"
@@ -114,7 +114,7 @@ def test_without_trust_a_piece_that_would_be_over_before_the_next_step_is_expect
     for trusted in (True, False):
         world = World("guarded")
         pausing(world, 13, {"low": (2e-3,)})
-        track = world.core._state.guard.high_jobs["high"]
+        track = world.scheduler._state.guard.high_jobs["high"]
         track.steps, track.budget.violations_left = 300, 0.0
         while not trusted and track.trust.trusts("low"):
             track.trust.step_ended(2 * MOST, ["another"], excess=2 * MOST, most=MOST, credit=CREDIT, noise=0.0)
@@ -122,7 +122,7 @@ def test_without_trust_a_piece_that_would_be_over_before_the_next_step_is_expect
         world.elapse(2e-3)
         world.step("low", 0)
         assert bool(world.launches) is trusted
-        told = "\n".join(world.core.explain("low"))
+        told = "\n".join(world.scheduler.explain("low"))
         assert ("may come at any time, as steps came when none was expected" in told) is not trusted
     world.elapse(2 * GAP_S)
     assert {piece.job for piece in world.launches.values()} == {"low"}, "away for longer than ever, it holds nobody"

@@ -124,16 +124,16 @@ def test_a_program_that_may_rely_on_gaps_is_not_told_that_steps_may_come_at_any_
     world = World("guarded")
     pausing(world, 13, {"low": (2e-3,)})
     known_by_now(world)
-    surprise = world.core._state.guard.high_jobs["high"].trust
+    surprise = world.scheduler._state.guard.high_jobs["high"].trust
     for _ in range(2):
         surprise.step_ended(2 * MOST, ["another"], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
     assert not surprise.trusted
     world.elapse(8.1e-3)
     world.step("low", 0)
-    (program,) = world.core._state.jobs["low"].programs.values()
+    (program,) = world.scheduler._state.jobs["low"].programs.values()
     assert surprise.trusts(program.key)
     assert not world.launches, "the next step is expected before it could end"
-    assert "is expected before it could end" in "\n".join(world.core.explain("low"))
+    assert "is expected before it could end" in "\n".join(world.scheduler.explain("low"))
 
 
 OF_30_US = low((FULL._replace(name="of 30", block_s=30e-6),) * 30, "of 30")

@@ -38,7 +38,7 @@ def test_an_idle_job_changes_at_once() -> None:
     world.job("a")
     assert changed(world.change("a", "high", 3.0)) == [("a", Priority.HIGH, 3.0)]
     assert changed(world.change("a", "high")) == [("a", Priority.HIGH, 3.0)], "it is so already"
-    (shown,) = world.core.snapshot()["jobs"]
+    (shown,) = world.scheduler.snapshot()["jobs"]
     assert (shown["priority"], shown["weight"]) == ("high", 3.0)
     world.finish()
 
@@ -51,11 +51,11 @@ def test_what_is_out_ends_first_and_only_then_is_it_said_to_be_so() -> None:
     assert changed(world.change("a", "high")) == []
     for launch in (first, *rest[:-1]):
         assert changed(world.done(launch)) == []
-        assert "about to change its priority" in world.core.explain("a")[0]
+        assert "about to change its priority" in world.scheduler.explain("a")[0]
     commands = world.done(rest[-1] if rest else first)
     assert changed(commands) == [("a", Priority.HIGH, 1.0)]
     assert {c.stream for c in commands if isinstance(c, cmd.LaunchPiece)} == {1}, "it goes on at once, as a high job"
-    assert "priority is high from now on" in "\n".join(world.core.story("a"))
+    assert "priority is high from now on" in "\n".join(world.scheduler.story("a"))
     world.finish()
 
 

@@ -67,7 +67,7 @@ def held() -> Turns:
     """A low step is held for the sake of the high job's next one."""
     world = Turns("high")
     assert world.runs() == []
-    (hold,) = world.core.held()
+    (hold,) = world.scheduler.held()
     assert (hold.job, hold.reason) == ("low", "gap")
     return world
 
@@ -75,8 +75,8 @@ def held() -> Turns:
 def test_a_step_that_the_next_high_step_comes_after_is_not_held_for_it(held: Turns) -> None:
     held.waits("low", held.newest, "high")
     assert held.runs() == ["low"]
-    assert held.core.held() == []
-    assert any("gives a step to 'high' only then" in line for line in held.core.story("low"))
+    assert held.scheduler.held() == []
+    assert any("gives a step to 'high' only then" in line for line in held.scheduler.story("low"))
 
 
 def test_it_runs_though_others_come_first(held: Turns) -> None:
@@ -97,11 +97,11 @@ def test_only_that_step_runs_and_no_other_low_one(held: Turns) -> None:
     assert held.runs() == ["low"]
     held.finish()
     assert held.runs() == []
-    assert "low" in {hold.job for hold in held.core.held()}
+    assert "low" in {hold.job for hold in held.scheduler.held()}
 
 
 def test_steps_before_the_one_waited_for_run_too(held: Turns) -> None:
-    first, guard = held.newest, held.core._state.guard
+    first, guard = held.newest, held.scheduler._state.guard
     assert guard is not None
     held.step("low", first + 1)
     held.step("low", first + 2)
@@ -117,14 +117,14 @@ def test_steps_before_the_one_waited_for_run_too(held: Turns) -> None:
 def held_for_two() -> Turns:
     world = Turns("high", "another")
     assert world.runs() == []
-    assert world.core.held()
+    assert world.scheduler.held()
     return world
 
 
 def test_what_is_held_for_another_high_job_stays_so(held_for_two: Turns) -> None:
     held_for_two.waits("low", held_for_two.newest, "high")
     assert held_for_two.runs() == []
-    (hold,) = held_for_two.core.held()
+    (hold,) = held_for_two.scheduler.held()
     assert hold.high == "another"
     held_for_two.waits("low", held_for_two.newest, "another")
     assert held_for_two.runs() == ["low"]
@@ -135,7 +135,7 @@ def test_a_client_that_gave_up_waiting_may_step_its_high_job_at_any_time(held_fo
     held_for_two.waits("low", held_for_two.newest, "high", over=True)
     held_for_two.waits("low", held_for_two.newest, "another")
     assert held_for_two.runs() == []
-    (hold,) = held_for_two.core.held()
+    (hold,) = held_for_two.scheduler.held()
     assert hold.high == "high"
 
 
@@ -160,7 +160,7 @@ def test_what_is_late_or_about_others_changes_nothing(held: Turns) -> None:
     held.waits("low", held.newest, "gone", "other", "low")
     held.waits("high", held.count, "low")
     assert held.runs() == []
-    assert held.core.snapshot()["counters"]["ignored"]["ClientWaits"] == 2
+    assert held.scheduler.snapshot()["counters"]["ignored"]["ClientWaits"] == 2
 
 
 @pytest.mark.parametrize("which", ["low", "high"])
@@ -169,7 +169,7 @@ def test_a_job_that_goes_leaves_nothing_behind(held_for_two: Turns, which: str, 
     """check_invariants, after each event, would find what was left."""
     world = held_for_two
     world.waits("low", world.newest, "high")
-    guard = world.core._state.guard
+    guard = world.scheduler._state.guard
     assert guard is not None
     assert [job.id for job in guard.awaited_steps.jobs] == ["low"]
     if end == "close":

@@ -122,7 +122,7 @@ def test_low_work_is_not_held_anew_for_what_it_costs_as_the_high_job_is_cut_anew
     """What launches cost is inherited, and with no token to risk nothing that is known needs one."""
     simulation = simulated(high((SMALL,) * 16), low((LIGHT,) * 24))
     simulation.run(steps=260)
-    next(iter(simulation.core._state.guard.high_jobs.values())).budget.violations_left = 0.0
+    next(iter(simulation.scheduler._state.guard.high_jobs.values())).budget.violations_left = 0.0
     simulation.recut("high", (0, 3, 8, 12, 16))
     simulation.run(steps=460)
     held = held_seconds(simulation, "low")
@@ -130,7 +130,7 @@ def test_low_work_is_not_held_anew_for_what_it_costs_as_the_high_job_is_cut_anew
 
 
 def known_by_now(world: World) -> None:
-    found = world.core._state.guard.high_jobs["high"]
+    found = world.scheduler._state.guard.high_jobs["high"]
     found.steps, found.budget.violations_left = LEARNING_STEPS + 100, 0.0
 
 

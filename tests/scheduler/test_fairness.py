@@ -187,8 +187,8 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
         world.job(name)
         world.pause(name)
         world.steps(name, 1)
-    queue = world.core._state.windows.ready[0]
-    job = world.core._state.jobs["a"]
+    queue = world.scheduler._state.windows.ready[0]
+    job = world.scheduler._state.jobs["a"]
     for _ in range(1000):
         queue.add(job)
         queue.remove(job)
@@ -231,7 +231,7 @@ def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tupl
         elif move == "charge":
             queue.charge(job, seconds)
         elif move == "settle":
-            queue.settle(job, 0.0, seconds)
+            queue.correct_charge(job, 0.0, seconds)
         ready = [job for job in jobs if job.ready_entry]
         queue.check(ready)
         first = queue.peek()

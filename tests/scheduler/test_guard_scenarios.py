@@ -44,20 +44,20 @@ def ident(simulation: Simulation, name: str) -> JobId:
 
 
 def bans(simulation: Simulation) -> list[dict[str, object]]:
-    return list(simulation.core.snapshot()["guard"]["bans"])
+    return list(simulation.scheduler.snapshot()["guard"]["bans"])
 
 
 def explained(simulation: Simulation, name: str) -> str:
-    return "\n".join(simulation.core.explain(ident(simulation, name)))
+    return "\n".join(simulation.scheduler.explain(ident(simulation, name)))
 
 
 def story(simulation: Simulation, name: str) -> str:
-    return "\n".join(simulation.core.story(ident(simulation, name)))
+    return "\n".join(simulation.scheduler.story(ident(simulation, name)))
 
 
 def held_seconds(simulation: Simulation, name: str) -> Counter[str]:
     """By reason, since the low job opened."""
-    (job,) = [job for job in simulation.core.snapshot()["jobs"] if job["name"] == name]
+    (job,) = [job for job in simulation.scheduler.snapshot()["jobs"] if job["name"] == name]
     return Counter(job["guard"]["held_seconds"])
 
 
@@ -90,7 +90,7 @@ def test_a_pair_that_stops_hurting_is_freed() -> None:
     simulation.change("high", (SMALL,) * 16 + (REDUCE._replace(sensitivity=1.0),) * 2)
     simulation.run(steps=700)
     assert bans(simulation) == []
-    assert simulation.core.snapshot()["guard"]["probes_total"] > 0
+    assert simulation.scheduler.snapshot()["guard"]["probes_total"] > 0
     assert "Banned" not in explained(simulation, "high") + explained(simulation, "low")
     assert "What its steps take alone" not in explained(simulation, "high"), "they take what they took"
 
@@ -170,7 +170,7 @@ def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
     told = explained(simulation, "low")
     assert "too long: the next takes 2.0" in told
     assert "microbatches" in told
-    (job,) = [j for j in simulation.core.snapshot()["jobs"] if j["name"] == "low"]
+    (job,) = [j for j in simulation.scheduler.snapshot()["jobs"] if j["name"] == "low"]
     assert job["guard"]["too_long"]["piece_seconds"] == pytest.approx(2e-3, rel=0.01)
     assert job["guard"]["too_long"]["fits_seconds"] < 1e-3
     assert job["guard"]["held"]["high"] == ident(simulation, "high")
@@ -269,7 +269,7 @@ def test_a_change_of_the_solo_time_is_noticed() -> None:
     before = simulation.run(steps=150).job("low").work_s
     simulation.change("high", slower)
     after = simulation.run(steps=500)
-    (job,) = [j for j in simulation.core.snapshot()["jobs"] if j["name"] == "high"]
+    (job,) = [j for j in simulation.scheduler.snapshot()["jobs"] if j["name"] == "high"]
     assert job["guard"]["solo_step_seconds"] == pytest.approx(1.4 * 16 * 100e-6, rel=0.05)
     assert job["guard"]["slowdown"] <= 1.05
     assert after.job("low").work_s > 2 * before, "it is not held for what is not its fault"
@@ -434,8 +434,8 @@ def test_bans_of_a_cut_that_is_no_longer_run_are_not_told_as_if_they_were_in_for
     for steps, bounds in ((120, (0, 5, 10, 18)), (180, cut), (240, (0, 5, 10, 18)), (300, cut)):
         simulation.recut("high", bounds)
         simulation.run(steps=steps)
-        model = next(iter(simulation.core._state.guard.high_jobs.values())).costs  # type: ignore[attr-defined]
-        assert {id(ban) for ban in model.bans()} == {id(ban) for ban in simulation.core._state.guard.bans.active}  # type: ignore[attr-defined]
+        model = next(iter(simulation.scheduler._state.guard.high_jobs.values())).costs  # type: ignore[attr-defined]
+        assert {id(ban) for ban in model.bans()} == {id(ban) for ban in simulation.scheduler._state.guard.bans.active}  # type: ignore[attr-defined]
         ends.append({tuple(ban["operators"])[1] for ban in bans(simulation)})  # type: ignore[arg-type]
     assert explained(simulation, "high").count("Banned") == len(bans(simulation))
     assert any(ends)
@@ -458,11 +458,11 @@ def test_a_high_job_is_not_named_as_its_own_neighbour() -> None:
     full = (Kernel("full", 432, 50e-6, 4, 0),) * 12
     simulation = world(high(full, "important"), low(full, "same"))
     simulation.run(steps=300)
-    (line,) = [line for line in simulation.core.explain(ident(simulation, "important")) if "it loses" in line]
+    (line,) = [line for line in simulation.scheduler.explain(ident(simulation, "important")) if "it loses" in line]
     assert line.startswith("Beside 'same' it loses")
     offered = ev.ProgramOffered(ident(simulation, "same"), ProgramId(1), Footprint(0, 0, 0))
-    simulation.core.handle(offered, simulation.now)
-    (line,) = [line for line in simulation.core.explain(ident(simulation, "important")) if "it loses" in line]
+    simulation.scheduler.handle(offered, simulation.now)
+    (line,) = [line for line in simulation.scheduler.explain(ident(simulation, "important")) if "it loses" in line]
     assert line.startswith("Beside 'same' (its program 0) it loses")
 
 
@@ -472,7 +472,7 @@ def test_a_low_job_that_waits_for_its_turn_is_told_who_is_held_before_it() -> No
     waited = 0
     for steps in range(10, 60, 2):
         simulation.run(steps=steps)
-        jobs = {job["name"]: job for job in simulation.core.snapshot()["jobs"] if job["priority"] == "low"}
+        jobs = {job["name"]: job for job in simulation.scheduler.snapshot()["jobs"] if job["priority"] == "low"}
         held = [name for name, job in jobs.items() if job["guard"]["held"]]
         for name, job in jobs.items():
             if held and name not in held and not job["outstanding"]:
@@ -487,7 +487,7 @@ def test_a_low_job_that_waits_for_its_turn_is_told_who_is_held_before_it() -> No
 def test_a_job_that_allows_no_slowdown_and_has_none_is_not_told_that_its_promise_is_broken() -> None:
     simulation = world(high((SMALL,) * 16, max_slowdown=1.0))
     simulation.run(steps=300)
-    (job,) = simulation.core.snapshot()["jobs"]
+    (job,) = simulation.scheduler.snapshot()["jobs"]
     assert job["guard"]["kept"] is True
     assert job["guard"]["steps_over"] == 0
 
@@ -502,7 +502,7 @@ def test_what_long_pieces_cost_is_tried_one_a_step_and_paid_for(seconds: float) 
     job = result.job("high")
     assert job.mean_slowdown <= 1.02
     assert max(job.measured) <= job.solo.step_s + 1.02 * seconds, "no step is late by more than one of them"
-    assert simulation.core.snapshot()["guard"]["probes_total"] > 0
+    assert simulation.scheduler.snapshot()["guard"]["probes_total"] > 0
 
 
 def test_a_high_job_that_is_gone_is_still_named() -> None:
@@ -510,8 +510,8 @@ def test_a_high_job_that_is_gone_is_still_named() -> None:
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low((hog,)))
     simulation.run(steps=150)
     gone = ident(simulation, "important")
-    simulation.core.handle(ev.CloseRequested(gone, False, "it is over"), simulation.now)
-    simulation.core.handle(ev.JobReleased(gone), simulation.now)
+    simulation.scheduler.handle(ev.CloseRequested(gone, False, "it is over"), simulation.now)
+    simulation.scheduler.handle(ev.JobReleased(gone), simulation.now)
     told = story(simulation, "low")
     assert "held (tail): beside job 'important' (gone) it would cost" in told
     assert gone not in told

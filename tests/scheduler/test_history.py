@@ -12,7 +12,7 @@ from tests.scheduler.world import World
 
 
 def told(world: World, job: str, step: int | None = None) -> str:
-    return "\n".join(world.core.story(job, step))
+    return "\n".join(world.scheduler.story(job, step))
 
 
 def test_it_names_who_held_the_window() -> None:
@@ -21,16 +21,16 @@ def test_it_names_who_held_the_window() -> None:
     world.job("patient", "low")
     world.steps("greedy", 1)
     world.steps("patient", 5)
-    lines = world.core.story("patient", 5)
+    lines = world.scheduler.story("patient", 5)
     assert "queued behind 0 unanswered steps" in lines[0]
     assert "[StepSubmitted step 5 program 0]" in lines[0]
     assert "the low window is full (4 of 4 launches" in lines[1]
     assert "its oldest launch is 1, piece 0 of step 1 of job greedy" in lines[1]
     world.done(1)
-    assert "launched as 5 on stream 0, cut 0 [PieceDone 1]" in world.core.story("patient", 5)[2]
+    assert "launched as 5 on stream 0, cut 0 [PieceDone 1]" in world.scheduler.story("patient", 5)[2]
     world.run()
-    assert "finished" in world.core.story("patient", 5)[-1]
-    assert "finished" not in world.core.story("patient", 5)[-2]
+    assert "finished" in world.scheduler.story("patient", 5)[-1]
+    assert "finished" not in world.scheduler.story("patient", 5)[-2]
 
 
 def test_it_names_the_class_that_comes_first_and_each_reason_once() -> None:
@@ -76,8 +76,8 @@ def test_it_outlives_the_job() -> None:
     world.died("a")
     world.release("a")
     assert "failed (executor_crashed): it crashed [JobDied]" in told(world, "a", 1)
-    assert "job gone from the device" in world.core.story("a")[-1]
-    assert world.core.story("a", 99) == world.core.story("nobody") == []
+    assert "job gone from the device" in world.scheduler.story("a")[-1]
+    assert world.scheduler.story("a", 99) == world.scheduler.story("nobody") == []
 
 
 def test_a_refused_step_is_told_too() -> None:
@@ -93,8 +93,8 @@ def test_memory_is_bounded() -> None:
     for step in range(100):
         world.step("a", step)
         world.run()
-    assert len(world.core._state.history) == 50
-    assert world.core.story("a", 0) == []
+    assert len(world.scheduler._state.history) == 50
+    assert world.scheduler.story("a", 0) == []
     assert "finished" in told(world, "a", 99)
 
 

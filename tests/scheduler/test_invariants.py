@@ -106,7 +106,7 @@ def leave_room_unused(state: SchedulerState) -> None:
 )  # fmt: skip
 def test_damage_is_found(damage: Callable[[SchedulerState], None], says: str) -> None:
     world = healthy()
-    world.core.check_invariants()
-    damage(world.core._state)
+    world.scheduler.check_invariants()
+    damage(world.scheduler._state)
     with pytest.raises(AssertionError, match=says):
-        world.core.check_invariants()
+        world.scheduler.check_invariants()

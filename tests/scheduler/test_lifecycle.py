@@ -100,7 +100,7 @@ def test_a_paused_job_is_resumed_to_drain_and_may_be_paused_again() -> None:
     assert not world.launches
     assert cmd.LaunchPiece in map(type, world.close("a", drain=True))
     world.pause("a")
-    (job,) = world.core.snapshot()["jobs"]
+    (job,) = world.scheduler.snapshot()["jobs"]
     assert (job["state"], job["paused"]) == ("draining", True)
     world.run()
     world.close("a", drain=True)
@@ -111,12 +111,12 @@ def test_a_paused_job_is_resumed_to_drain_and_may_be_paused_again() -> None:
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_closed_job_leaves_nothing_behind(how: str) -> None:
     world = busy_world()
-    mine = {id(job) for job in world.core._state.jobs.values()}
+    mine = {id(job) for job in world.scheduler._state.jobs.values()}
     end(world, how)
     world.finish()
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is Job and id(found) in mine]
-    assert_empty(world.core)
+    assert_empty(world.scheduler)
 
 
 def test_a_closing_job_keeps_its_room_until_the_device_lets_go() -> None:
@@ -146,7 +146,7 @@ def test_a_dead_jobs_room_is_free_at_once_and_late_news_of_it_is_ignored() -> No
     assert world.give(ev.JobDied("a", FAULT)) == []
     assert world.release("a") == [cmd.ForgetJob("a")]
     assert world.give(ev.JobReleased("a")) == []
-    assert world.core.snapshot()["counters"]["ignored"] == {"PieceDone": 1, "PieceFailed": 1, "JobReleased": 1}
+    assert world.scheduler.snapshot()["counters"]["ignored"] == {"PieceDone": 1, "PieceFailed": 1, "JobReleased": 1}
 
 
 def test_a_forgotten_job_is_out_of_the_ready_heap_too() -> None:
@@ -154,7 +154,7 @@ def test_a_forgotten_job_is_out_of_the_ready_heap_too() -> None:
     for name in ("holds", "first", "gone"):
         world.job(name, "low", (1e-4,) * 4)
         world.steps(name, 1)
-    queue = world.core._state.windows.ready[0]
+    queue = world.scheduler._state.windows.ready[0]
     assert {entry[2].id for entry in queue._heap} >= {"first", "gone"}
     world.close("gone")
     world.release("gone")
@@ -209,7 +209,7 @@ def test_an_id_can_be_used_again_once_its_job_is_forgotten() -> None:
 
 def test_a_leaving_daemon_closes_every_job_and_takes_no_more() -> None:
     world = busy_world()
-    assert not world.core.drained
+    assert not world.scheduler.drained
     commands = end(world, "leaving")
     assert [c.job for c in commands if isinstance(c, cmd.CloseJob)] == ["a", "b"]
     (refused,) = world.request("c")
@@ -217,9 +217,9 @@ def test_a_leaving_daemon_closes_every_job_and_takes_no_more() -> None:
     assert refused.fault.code == "daemon_gone"
     assert world.give(ev.DrainRequested("again")) == []
     world.release("a")
-    assert not world.core.drained
+    assert not world.scheduler.drained
     world.release("b")
-    assert world.core.drained
+    assert world.scheduler.drained
 
 
 def test_what_is_said_twice_is_counted_and_changes_nothing() -> None:
@@ -230,5 +230,5 @@ def test_what_is_said_twice_is_counted_and_changes_nothing() -> None:
         ev.ProgramDropped("a", 0, FAULT), ev.TransferEnded("a", 1, None), ev.SessionClosed("nobody", ""),
     ):  # fmt: skip
         assert world.give(event) == []
-    assert sum(world.core.snapshot()["counters"]["ignored"].values()) == 7
-    assert world.core.snapshot()["jobs"][0]["uid"] == 1000
+    assert sum(world.scheduler.snapshot()["counters"]["ignored"].values()) == 7
+    assert world.scheduler.snapshot()["jobs"][0]["uid"] == 1000

@@ -97,7 +97,7 @@ def test_who_was_paused_between_steps_is_looked_out_for_again(paused: bool) -> N
     world = World("guarded")
     pausing(world, 3, {"tiny": (1e-5,), "long": (4e-3,)})
     known = world.now
-    world.core._state.guard.high_jobs["high"].calibrating = 1
+    world.scheduler._state.guard.high_jobs["high"].calibrating = 1
     if paused:
         world.pause("high")
         world.step("tiny", 0)

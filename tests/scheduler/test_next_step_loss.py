@@ -85,7 +85,7 @@ def test_what_the_next_step_loses_is_counted_from_its_beginning() -> None:
 )
 def test_how_many_steps_follow_at_once_is_known(rest: dict[str, Any], part: float | None) -> None:
     simulation = simulated(high((SMALL,) * 12, **rest), low((LIGHT,) * 24))
-    core = simulation.core
+    core = simulation.scheduler
     assert isinstance(core, Scheduler)
     simulation.run(steps=3 * QUEUED_STEPS)
     guard = core._state.guard
@@ -111,9 +111,9 @@ def test_a_slow_launch_late_in_a_step_costs_no_step_behind_it_too_much() -> None
     assert job.mean_slowdown <= 1.05
     assert job.p99_slowdown <= 1.10
     assert result.harvest > 0.01
-    important, other = simulation.core.snapshot()["jobs"]
+    important, other = simulation.scheduler.snapshot()["jobs"]
     assert other["guard"]["held_seconds"]["next"] > 0.0
-    told = held(simulation.core._state, Hold("next", important["job"], piece=0))
+    told = held(simulation.scheduler._state, Hold("next", important["job"], piece=0))
     assert told.startswith(
         "it would outlast the step of job 'vgg16-b4-burst' that runs, and cost the next one, which may have come"
     )

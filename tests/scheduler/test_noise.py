@@ -185,4 +185,4 @@ def test_low_work_is_not_held_for_noise(other: object, least: float) -> None:
     assert sorted(shared)[int(0.99 * len(shared))] <= 1.2 * sorted(alone)[int(0.99 * len(alone))]
     assert result.job("low").work_s > least * quiet.job("low").work_s
     (job,) = [client.id for client in noisy.clients if client.workload.name == "high"]
-    assert "Without low work its steps differ, too" in "\n".join(noisy.core.explain(job))
+    assert "Without low work its steps differ, too" in "\n".join(noisy.scheduler.explain(job))

@@ -128,7 +128,7 @@ def test_windows_can_be_set() -> None:
     windows = core.snapshot()["windows"]
     assert (windows["high"]["limit_launches"], windows["high"]["limit_seconds"]) == (3, 1e-3)
     assert windows["low"]["limit_launches"] == 1
-    assert world.core.snapshot()["windows"]["high"]["limit_seconds"] is None
+    assert world.scheduler.snapshot()["windows"]["high"]["limit_seconds"] is None
 
 
 def test_class_budgets_do_not_grow_with_jobs() -> None:

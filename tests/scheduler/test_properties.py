@@ -253,9 +253,9 @@ class Life(RuleBasedStateMachine):
             ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""), ev.SessionClosed("never", ""),
         )  # fmt: skip
         event = events[n % len(events)]
-        before = self.world.core.snapshot()["counters"]["ignored"].get(type(event).__name__, 0)
+        before = self.world.scheduler.snapshot()["counters"]["ignored"].get(type(event).__name__, 0)
         assert self.world.give(event) == []
-        assert self.world.core.snapshot()["counters"]["ignored"][type(event).__name__] == before + 1
+        assert self.world.scheduler.snapshot()["counters"]["ignored"][type(event).__name__] == before + 1
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -30,7 +30,7 @@ def test_a_step_is_launched_piece_by_piece_and_answered_with_its_times() -> None
     assert finish.times.queue_s == pytest.approx(0.0)
     assert finish.times.device_s == pytest.approx(6e-3)
     assert finish.times.total_s == pytest.approx(world.now - submitted)
-    (job,) = world.core.snapshot()["jobs"]
+    (job,) = world.scheduler.snapshot()["jobs"]
     assert (job["steps_done"], job["steps_failed"], job["running"], job["queued"]) == (1, 0, 0, 0)
     assert job["device_seconds"] == pytest.approx(6e-3)
 
@@ -40,7 +40,7 @@ def test_the_next_step_begins_while_the_last_piece_of_the_one_before_is_out() ->
     world.job("a", "high", (1e-4, 1e-4))
     world.steps("a", 1, 2)
     assert launched(world.done(1)) == [(2, 0)]
-    assert world.core.snapshot()["jobs"][0]["running"] == 2
+    assert world.scheduler.snapshot()["jobs"][0]["running"] == 2
 
 
 def test_a_step_keeps_the_cut_it_began_with() -> None:
@@ -93,7 +93,7 @@ def test_a_program_without_pieces_is_refused() -> None:
     (refusal,) = world.give(ev.ProgramReady("a", 0, 0, ()))
     assert isinstance(refusal, cmd.RefuseProgram)
     assert refusal.fault.code == "program"
-    assert world.core.snapshot()["memory"]["used"] == 0
+    assert world.scheduler.snapshot()["memory"]["used"] == 0
 
 
 def test_steps_of_programs_never_offered_or_refused_fail() -> None:
@@ -197,18 +197,18 @@ def test_the_time_a_piece_stood_still_is_nobodys_device_time() -> None:
     (low,) = world.launches
     (finish,) = [c for c in world.done(low, 0.010, 0.009) if isinstance(c, cmd.FinishStep)]
     assert finish.times.device_s == pytest.approx(0.001)
-    told = world.core.snapshot()
+    told = world.scheduler.snapshot()
     assert next(job for job in told["jobs"] if job["job"] == "b")["device_seconds"] == pytest.approx(0.001)
     assert told["guard"]["harvested_seconds"] == pytest.approx(0.001)
     said = "Of 0.010 s that its pieces were on the device they stood still for 0.009 s: they gave the device away"
-    assert said in " ".join(world.core.explain("b"))
-    assert "stood still" not in " ".join(world.core.explain("a"))
+    assert said in " ".join(world.scheduler.explain("b"))
+    assert "stood still" not in " ".join(world.scheduler.explain("a"))
 
 
 def test_negative_times_from_a_device_count_as_nothing() -> None:
     world = World()
     world.job("a")
     world.steps("a", 1)
-    (finish,) = world.core.handle(ev.PieceDone(1, 5.0, 4.0), world.now)
+    (finish,) = world.scheduler.handle(ev.PieceDone(1, 5.0, 4.0), world.now)
     assert isinstance(finish, cmd.FinishStep)
     assert finish.times.device_s == 0.0

@@ -32,4 +32,4 @@ def test_nobody_is_forgotten(highs: int, lows: int, tardy: float) -> None:
         world.elapse(draw.expovariate(1 / 4e-4))
         if world.launches and draw.random() < 0.7:
             world.done(min(world.launches.values(), key=lambda piece: (-piece.stream, piece.launch)).launch)
-    assert all(world.core.snapshot()["guard"]["held_seconds"][reason] for reason in ("calibration", "tail", "gap"))
+    assert all(world.scheduler.snapshot()["guard"]["held_seconds"][reason] for reason in ("calibration", "tail", "gap"))

@@ -58,7 +58,7 @@ class View:
 
 class World:
     def __init__(self, policy: str = "paced", info: DeviceInfo | None = INFO, **config: object) -> None:
-        self.core = Scheduler(SchedulerConfig(policy=policy, **config))
+        self.scheduler = Scheduler(SchedulerConfig(policy=policy, **config))
         self.policy = policy
         self.now = 0.0
         self.jobs: dict[str, View] = {}
@@ -78,21 +78,21 @@ class World:
     def give(self, event: ev.Event, after: float = 1e-4) -> list[cmd.Command]:
         """What the event led to. Under `guarded` without the launches: time alone may free a held job."""
         self.elapse(after, wake=not isinstance(event, ev.Tick))
-        commands = self.core.handle(event, self.now)
+        commands = self.scheduler.handle(event, self.now)
         for command in commands:
             self.observe(command)
-        self.core.check_invariants()
+        self.scheduler.check_invariants()
         self._will_be_woken()
         unasked = (cmd.WakeAt, cmd.LaunchPiece, cmd.CutProgram) if self.policy == "guarded" else ()
         return [c for c in commands if not isinstance(c, unasked)]
 
     def _will_be_woken(self) -> None:
         """Who is held until a time is looked at again by then, though nothing else happens."""
-        policy = self.core._state.policy
+        policy = self.scheduler._state.policy
         guard = policy.guard if policy is not None else None
         if guard is None:
             return
-        until = [answer.hold.until for answer in guard.decisions.made if answer.hold is not None]
+        until = [answer.hold.until for answer in guard.decisions.held_now if answer.hold is not None]
         if guard.decisions.unchanged:
             until.append(guard.decisions.all_held.until)
         if min(until, default=inf) < inf:
@@ -263,7 +263,7 @@ class World:
         active = any(
             v.items and not v.paused and not v.unloading for v in self.jobs.values() if v.priority is Priority.HIGH
         )
-        idle_s = self.core.config.low_idle_window_s or 2 * 4 * 300e-6
+        idle_s = self.scheduler.config.low_idle_window_s or 2 * 4 * 300e-6
         beside = 4 if self.policy == "guarded" else 1  # the guard widens it where that costs nothing
         return (beside, beside * 2 * 300e-6) if active else (4, idle_s)
 
@@ -390,7 +390,7 @@ class World:
             self.release(job)
         unanswered = [key for key, answers in self.decisions.items() if len(answers) != 1]
         assert not unanswered, f"{unanswered} not answered exactly once"
-        assert_empty(self.core)
+        assert_empty(self.scheduler)
 
 
 def assert_empty(core: Scheduler) -> None:

@@ -167,7 +167,7 @@ def test_work_is_conserved() -> None:
 def test_the_core_keeps_its_invariants_in_a_simulation() -> None:
     simulation = Simulation([*PAIR, step("lo2", [700e-6, 10e-6], LOW, rate=300.0)], A100)
     for moment in range(1, 40):
-        simulation.at(moment * 1e-3, simulation.core.check_invariants)
+        simulation.at(moment * 1e-3, simulation.scheduler.check_invariants)
     simulation.run(seconds=0.04)
 
 

@@ -26,10 +26,10 @@ from gpumux.scheduler.jobs import JobProgram, LowKey, Span
 
 # ---- How long things take when no low work is beside them: solo estimates that notice when the work changed.
 #
-# A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the estimate is a median.
-# Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another clock
-# rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use, too),
-# the difference that counts grows with the usual difference, since each such finding makes low work wait for a
+# A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the estimate is a
+# median. Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another
+# clock rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use,
+# too), the difference that counts grows with the usual difference, since each such finding makes low work wait for a
 # calibration. The mean is not the median there either; `late` is the difference.
 
 
@@ -276,18 +276,18 @@ class LaunchPlan:
     and cost of all."""
 
     __slots__ = (
-        "_lightest", "_limit", "_made", "_price", "_rest", "_seconds", "_timed", "at", "cost", "score", "tried",
+        "_lightest", "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried",
         "version",
     )  # fmt: skip
 
     def __init__(
-        self, at: Options, tried: Options, *, seconds: float, version: int, made: int, price: float, limit: float
+        self, at: Options, tried: Options, *, seconds: float, version: int, step: int, price: float, limit: float
     ) -> None:
         found = [option for option in at if option is not None]
         self.at, self.tried, self.version = at, tried, version
         self.score = min([option.score for option in found], default=inf)
         self.cost = min([option.cost for option in found], default=inf)
-        self._made, self._seconds, self._price, self._limit = made, seconds, price, limit
+        self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
         self._rest: list[float] | None = None
         self._timed: dict[int, list[tuple[int, float, float]]] | None = None
         self._lightest = inf
@@ -319,7 +319,7 @@ class LaunchPlan:
         piece."""
         if self.version != version:
             return False
-        age = step - self._made
+        age = step - self._step
         if age < PLAN_MIN_STEPS:
             return True
         same = abs(price - self._price) <= CHANGED * price and abs(limit - self._limit) <= CHANGED * limit
@@ -431,7 +431,7 @@ class LowPlacement:
                 other = at[-1]
                 if other is None or option.score < other.score:
                     at[-1] = option
-        plan = LaunchPlan(at, tried, seconds=seconds, version=piece_costs.version, made=step, price=price, limit=limit)
+        plan = LaunchPlan(at, tried, seconds=seconds, version=piece_costs.version, step=step, price=price, limit=limit)
         piece_costs.plans[exploration, from_idle] = plan
         return plan
 
@@ -608,14 +608,14 @@ class LowCosts:
                 each.clear()
         piece, moment, low = kind
         repeats = piece != ON_ARRIVAL and moment in MOMENTS
-        made = self.launches[kind] = LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost()
+        cost = self.launches[kind] = LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost()
         if piece == ON_ARRIVAL:
-            self.on_arrival[low] = made
+            self.on_arrival[low] = cost
         else:
-            self.by_span.setdefault(low, []).append(made)
+            self.by_span.setdefault(low, []).append(cost)
             if repeats:
-                self.timed.setdefault(low, {})[made.index] = made
-        return made
+                self.timed.setdefault(low, {})[cost.index] = cost
+        return cost
 
     def best(self, low: Span, since: int) -> float:
         """The least that launches of the low piece were found to cost since step `since`; inf: nothing is known."""
@@ -787,16 +787,16 @@ class HighCosts:
 
     def recut(self, bounds: Bounds, predicted: Sequence[float]) -> HighCosts:
         """The same program under another cut. What was learned of its operators is kept."""
-        made = HighCosts(self.key, bounds, predicted)
+        costs = HighCosts(self.key, bounds, predicted)
         sources = [_overlapping(self.bounds, start, end) for start, end in pairwise(bounds)]
         for key, low_costs in self.by_low.items():
-            heir = made.beside(key)
-            made.mark_updated(heir)
+            heir = costs.beside(key)
+            costs.mark_updated(heir)
             heir.speed = low_costs.speed
             heir.lows, heir.rate, heir.typical = low_costs.lows.copy(), low_costs.rate, low_costs.typical
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(low_costs.ranges[old], share) for old, share in parts])
-        return made
+        return costs
 
 
 def _overlapping(bounds: Bounds, start: int, end: int) -> list[tuple[int, float]]:
@@ -814,14 +814,14 @@ def _inherit(heir: LowCosts, piece: int, parts: list[tuple[RangeCost, float]]) -
     sampled = [(each, share) for each, share in parts if each.count]
     if not sampled:
         return
-    made, total = heir.ranges[piece], sum([share for _, share in sampled])
+    range_cost, total = heir.ranges[piece], sum([share for _, share in sampled])
     main = max(sampled, key=lambda part: part[1])[0]
-    made.count, made.speed = main.count, main.speed
-    made.newest, made.second, made.third = main.newest, main.second, main.third
-    made.mean = sum([old.mean * share for old, share in sampled]) / total
-    made.deviation = sum([old.deviation * share for old, share in sampled]) / total
+    range_cost.count, range_cost.speed = main.count, main.speed
+    range_cost.newest, range_cost.second, range_cost.third = main.newest, main.second, main.third
+    range_cost.mean = sum([old.mean * share for old, share in sampled]) / total
+    range_cost.deviation = sum([old.deviation * share for old, share in sampled]) / total
     # A range that was banned stays so where most of it lies.
     bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
-    made.ban = bans[0] if bans else None
+    range_cost.ban = bans[0] if bans else None
     heir.known += 1
     heir.publish(piece)

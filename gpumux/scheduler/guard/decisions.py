@@ -212,9 +212,9 @@ def _is_same(decision: LaunchDecision) -> bool:
 # ---- How much low work may be out beside a high job, and how finely low programs are cut.
 #
 # Every piece costs a launch and an event, so pieces are as long as the device makes them by itself. Beside a high job
-# whose steps are short that is too long: a piece can't be called back, and one that a step can't bear wherever it begins
-# is never launched, nor is what comes behind it. So while such a job steps, low programs are cut finer, and as before
-# when none has stepped for a while.
+# whose steps are short that is too long: a piece can't be called back, and one that a step can't bear wherever it
+# begins is never launched, nor is what comes behind it. So while such a job steps, low programs are cut finer, and as
+# before when none has stepped for a while.
 
 
 DEFAULT_TARGET_S: Final = 500e-6  # piece length, where the device names no target
@@ -283,7 +283,7 @@ class Decisions:
     def __init__(self, view: DeviceView, low_window: LowWindow) -> None:
         self._view, self._low_window = view, low_window
         self._by_job: dict[JobId, LaunchDecision] = {}  # why each low job was held when it was last considered
-        self.made: list[LaunchDecision] = []  # by this event: jobs that are held
+        self.held_now: list[LaunchDecision] = []  # decisions of this event that hold a job
         self.admitted: LaunchDecision | None = None  # of the launch that is made next, where one was needed
         self.holds = Holds()
         self._first: Job | None = None  # this event considered every low job that could launch, and this one first
@@ -296,7 +296,7 @@ class Decisions:
 
     def begin_event(self) -> None:
         self.unchanged, self._first = False, None
-        self.made.clear()
+        self.held_now.clear()
 
     def still_all_held(self, ready: ReadyQueue, others_matter: bool, now: float) -> bool:
         """Whether every low job is still held as it was, so that none has to be considered. `others_matter`: jobs other
@@ -315,13 +315,13 @@ class Decisions:
 
     def end_event(self, now: float) -> float:
         """Note which jobs are held and why. Returns when to reconsider at the latest; inf: an event will come."""
-        if not self.made:
+        if not self.held_now:
             if self.unchanged:
                 return self.all_held.until if self.all_held is not None else inf
             self.holds.set_class_reason("", now)
             return inf
         until, class_reason = inf, ""
-        for decision in self.made:
+        for decision in self.held_now:
             hold = decision.hold
             assert hold is not None
             self.holds.set(decision.job, hold, now)
@@ -335,7 +335,7 @@ class Decisions:
         if self._first is not None:
             self.all_held = AllHeld(self._first, self._additions, self._view.low_version, self._first_only)
             self.all_held.until = until
-            for decision in self.made:
+            for decision in self.held_now:
                 self.all_held.add(decision)
         return until
 
@@ -351,7 +351,7 @@ class Decisions:
     def current(self, job: Job, now: float) -> LaunchDecision | None:
         """The decision that holds the job as of this event, or None."""
         found = self._by_job.get(job.id)
-        if found is None or found in self.made:
+        if found is None or found in self.held_now:
             return found
         return found if self.unchanged and found.is_current(self._view.low_version, now) else None
 
@@ -359,10 +359,10 @@ class Decisions:
         """The job is held. The decision replaces one made earlier in the event."""
         before = self._by_job.get(decision.job.id)
         self._by_job[decision.job.id] = decision
-        if before is not None and before in self.made:
-            self.made[self.made.index(before)] = decision
+        if before is not None and before in self.held_now:
+            self.held_now[self.held_now.index(before)] = decision
         else:
-            self.made.append(decision)
+            self.held_now.append(decision)
 
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just considered, holds every low job."""
@@ -373,8 +373,8 @@ class Decisions:
     def forget(self, job: Job) -> None:
         """The job's next piece is another one, or is decided about anew."""
         decision = self._by_job.pop(job.id, None)
-        if decision is not None and decision in self.made:
-            self.made.remove(decision)
+        if decision is not None and decision in self.held_now:
+            self.held_now.remove(decision)
 
     def recut(self, job: Job) -> None:
         """A program of the job was loaded or cut anew: its decision is of another piece."""

@@ -31,7 +31,7 @@ class LowLaunch:
     peak = 0.0  # the most it was charged in one high step
     exposed = 1.0  # part of it that runs beside high work
     beside_high = False  # a high job ran or was idle when it was launched
-    alone = False  # nothing else was out when it was launched
+    only_launch = False  # nothing else was out when it was launched
     met_arrival = False  # a high step came while it was out
     exploring = False  # it was launched to find out what it costs
     relies_on_arrivals = False  # it was launched because no step of an idle high job was expected

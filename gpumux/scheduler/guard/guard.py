@@ -145,17 +145,17 @@ class SlowdownGuard:
         for running in view.running:
             if not may_explore_unknown(running.high) and running.costs.never_ran(piece.program.key, piece.span):
                 return LaunchDecision(job, step, 1.0, piece.seconds).hold_unknown(running.high, running.at)
-        alone = view.running[0] if len(view.running) == 1 else None
-        if alone is not None:
-            planned = self._planned(alone, job, step, piece)
+        only = view.running[0] if len(view.running) == 1 else None
+        if only is not None:
+            planned = self._planned(only, job, step, piece)
             if planned is not None:
                 return planned
         decision = self._consider(job, step, piece, 1.0)
         # Between steps a smaller share would only last longer.
         if len(self.shares) > 1 and (decision.expected > NOISE_FLOOR_S or decision.hold is not None):
             decision = self._best_share(decision, piece)
-        if alone is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
-            decision.hold.until = next_timed_launch(alone, self._plan(alone, piece), view)
+        if only is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
+            decision.hold.until = next_timed_launch(only, self._plan(only, piece), view)
         return decision
 
     def _planned(self, running: RunningPiece, job: Job, step: JobStep, piece: LowPiece) -> LaunchDecision | None:

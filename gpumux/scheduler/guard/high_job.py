@@ -111,8 +111,9 @@ class InterArrivals:
 # risk of being wrong. Where steps come at about the same time that is right. Where they come at random (a server's
 # requests) there is always a pause after which none came so far. So what steps lose *because they came while low work
 # was out* is counted by itself: as for all steps (budget.py), a part of them may lose too much, and on average they may
-# lose the credit. What they lose later, beside work that was launched while they ran, does not count here. A few too many are
-# held against the programs they were lost to: a program of short pieces does not pay for another one's long pieces.
+# lose the credit. What they lose later, beside work that was launched while they ran, does not count here. A few too
+# many are held against the programs they were lost to: a program of short pieces does not pay for another one's long
+# pieces.
 
 
 ALLOWED_ARRIVAL_VIOLATIONS: Final = 1.0  # steps that may lose too much on arrival, to begin with

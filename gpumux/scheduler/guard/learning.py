@@ -1,7 +1,7 @@
-"""What the guard learns from every launch and its end.
+"""What follows from each launch: what low work costs, when it is banned, and what high jobs take and may lose.
 
-A low launch is followed until all high pieces beside it are done, and charged for what they were late. From that follow the costs of low programs (`costs.py`), bans, and each high job's baselines and budget
-(`high_job.py`).
+A low launch is followed until all high pieces beside it are done, and charged for what they were late. From that follow
+the costs of low programs (`costs.py`), bans, and each high job's baselines and budget (`high_job.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CostLearner:
         self.low_reported = now
         low = LowLaunch(launch, step.program.low_key(launch.share))
         first = not view.low_launches
-        low.alone = first and not windows.high.launches
+        low.only_launch = first and not windows.high.launches
         low.beside_high = bool(windows.high.launches or view.idle_jobs)
         start = now if first else max(now, view.low_until)
         low.due = view.low_until = start + (decision.seconds if decision is not None else launch.predicted)
@@ -130,7 +130,7 @@ class CostLearner:
             delay = low.began - low.at
             if delay < MOST_LAUNCH_DELAY_S:
                 view.launch_delay += (SMOOTHING if view.launch_delay else 1.0) * (delay - view.launch_delay)
-        if low.alone:
+        if low.only_launch:
             late = ended - low.at - low.predicted
             if late < low.predicted:
                 view.launch_overhead += SMOOTHING * (max(0.0, late) - view.launch_overhead)
@@ -169,7 +169,7 @@ class CostLearner:
             for low in found:
                 low.kinds = low.idle_costs = None
         if recent.open:
-            settle(recent, start, high.steps, high.budget)
+            learn_costs(recent, start, high.steps, high.budget)
         if found:
             self._shared(high, costs, piece, seconds, beside_high, found)
         elif costs.learn(piece, seconds, beside_high, high.from_idle) and not high.calibrating:
@@ -438,7 +438,7 @@ def charge_arrival(excess: float, found: LowLaunches) -> None:
         launch.charged_in_step += excess * launch.overlap / total
 
 
-def settle(recent: RecentLaunches, until: float, step: int, budget: SlowdownBudget) -> None:
+def learn_costs(recent: RecentLaunches, until: float, step: int, budget: SlowdownBudget) -> None:
     """All high pieces that began before `until` are done: learn what the launches that ended by then cost."""
     still: LowLaunches = []
     for launch in recent.open:
