@@ -1,7 +1,7 @@
-"""The nouns of gpumux, each with one meaning everywhere. Plain data, no behaviour.
+"""The nouns of gpumux, each with one meaning everywhere, and the events that devices emit and the scheduler takes as they
+are. Plain data, no behaviour.
 
-Programs and their operators are in `program/ir.py`. This file holds what the scheduler, the wire and
-the devices tell each other about jobs. Times are seconds, sizes are bytes, everywhere.
+Programs and their operators are in `program/ir.py`. Times are seconds, sizes are bytes, everywhere.
 """
 
 from __future__ import annotations
@@ -99,3 +99,66 @@ class DeviceInfo:
     piece_target_s: dict[str, float]  # by priority name, lower case: the length of a piece to aim at
     checks: int = 2
     shares: tuple[float, ...] = (1.0,)
+
+
+# ---- Events that a device emits and the scheduler takes. Named tuples where there is one for every piece, since they are
+# cheaper. The device's other events need work of the daemon first (device/base.py), and the scheduler's others come from
+# clients (scheduler/events.py).
+
+
+class PieceDone(NamedTuple):
+    """A launch has ended. `answered`: it ended its step, and the device has sent the step's answer to the client itself.
+    `suspended`: seconds between start and end in which it stood still and the device did something else, where a device
+    can do that."""
+
+    launch: LaunchId
+    started: float
+    ended: float
+    answered: bool = False
+    suspended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFailed:
+    """The launch failed, and the job's state is lost. A JobDied for its job follows."""
+
+    launch: LaunchId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReady:
+    """The program can be launched (cut 0), or has been cut anew, after it was measured or after CutProgram (a later
+    one). Steps that start after this event use cut `cut`; steps that have begun keep the cut they began with. `pieces`
+    are predicted seconds, of cut 0 unmeasured guesses, at least one piece; piece i is operators [bounds[i],
+    bounds[i + 1]), or one operator a piece where `bounds` is empty."""
+
+    job: JobId
+    program: ProgramId
+    cut: int
+    pieces: tuple[float, ...]
+    bounds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A transfer has ended; with a fault, its data is not complete."""
+
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDied:
+    """The job failed or its process ended. Nothing of it is left on the device."""
+
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class JobReleased:
+    """`unload` has ended: the device has released the job's memory."""
+
+    job: JobId

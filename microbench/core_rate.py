@@ -29,7 +29,19 @@ from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import DeviceInfo, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId
+from gpumux.types import (
+    DeviceInfo,
+    Footprint,
+    JobId,
+    JobSpec,
+    Peer,
+    PieceDone,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    SessionId,
+    StepId,
+)
 from microbench import common
 
 Timed = tuple[ev.Event, float]
@@ -90,7 +102,7 @@ class Recorder:
             spec = JobSpec(f"job-{index}", self.priority[job], weight=self.random.choice((0.5, 1.0, 2.0)))
             self.give(ev.JobRequested(SessionId("s"), job, spec))
             self.give(ev.ProgramOffered(job, ProgramId(0), Footprint(1 << 20, 1 << 20, 1 << 10)))
-            self.give(ev.ProgramReady(job, ProgramId(0), 0, self.seconds[job]))
+            self.give(ProgramReady(job, ProgramId(0), 0, self.seconds[job]))
             self.next_step[job] = 0
             for _ in range(spec.max_inflight):
                 heappush(self.submit_at, (0.0, job))
@@ -118,7 +130,7 @@ class Recorder:
             raise RuntimeError("the scheduler left the device idle with steps submitted")
         started, self.now, done = self.now, max(self.now, self.free_at), self.running
         self.running = None
-        self.give(ev.PieceDone(done.launch, min(started, self.now), self.now))
+        self.give(PieceDone(done.launch, min(started, self.now), self.now))
 
 
 def new_scheduler(jobs: int, policy: str) -> Scheduler:

@@ -21,7 +21,7 @@ from gpumux.device.sim.cost import GpuSpec
 from gpumux.device.sim.device import TARGET_S, Pieces, piece_seconds
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId, StepTimes
+from gpumux.types import JobId, LaunchId, PieceDone, Priority, ProgramId, ProgramReady, StepId, StepTimes
 
 HIGH_LAUNCHES = 2
 IDLE_LAUNCHES = 4  # low launches outstanding while no high piece is
@@ -149,7 +149,7 @@ class Planned:
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         commands: list[cmd.Command] = []
         self._commands = commands
-        if isinstance(event, ev.PieceDone):
+        if isinstance(event, PieceDone):
             self._done(event)
         elif isinstance(event, ev.StepSubmitted):
             self._line(event.job).steps.append(event.step)
@@ -157,7 +157,7 @@ class Planned:
             return [cmd.AcceptJob(event.session, event.job, fresh=True)]
         elif isinstance(event, ev.ProgramOffered):
             return [cmd.AcceptProgram(event.job, event.program)]
-        elif isinstance(event, ev.ProgramReady):
+        elif isinstance(event, ProgramReady):
             return [cmd.AnnounceProgram(event.job, event.program)]
         self._launch_high(now)
         self._launch_low(now)
@@ -174,7 +174,7 @@ class Planned:
 
     # ---- what happened
 
-    def _done(self, event: ev.PieceDone) -> None:
+    def _done(self, event: PieceDone) -> None:
         for line in (self._high, self._low):
             for index, out in enumerate(line.out):
                 if out.id == event.launch:
@@ -187,12 +187,12 @@ class Planned:
                         self._commands.append(cmd.FinishStep(line.job, StepId(out.step), NO_TIMES))
                     return
 
-    def _learn_high(self, out: Out, event: ev.PieceDone) -> None:
+    def _learn_high(self, out: Out, event: PieceDone) -> None:
         took = event.ended - max(self._high_end, out.began + self._ahead_s)
         self._high_s[out.piece] += EWMA * (took - self._high_s[out.piece])
         self._high_end = event.ended
 
-    def _learn_low(self, out: Out, event: ev.PieceDone) -> None:
+    def _learn_low(self, out: Out, event: PieceDone) -> None:
         key = (out.piece, out.beside, out.share)
         took = event.ended - event.started
         known = self._took.get(key)

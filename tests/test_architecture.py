@@ -331,9 +331,7 @@ def test_the_check_for_private_attributes_can_fail():
 TWICE = {
     "CloseJob",
     "Job",
-    "ProgramLoaded",
     "Segment",
-    "TransferDone",
 }
 
 

@@ -1,4 +1,4 @@
-"""Scheduler commands to effects (`CommandRunner`), and device events to scheduler events (`Completions`).
+"""Scheduler commands to effects (`CommandRunner`), and device events to the scheduler (`Completions`).
 
 The effects of a command are calls of the device, shared memory, and answers to clients.
 """
@@ -21,7 +21,7 @@ from gpumux.errors import DaemonGone, GpumuxError, JobClosed, ProgramError
 from gpumux.program.codec import outline
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import Fault, Footprint
+from gpumux.types import Fault, Footprint, JobDied, JobReleased, PieceDone, PieceFailed, ProgramReady, TransferEnded
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import step_done_form
 
@@ -285,7 +285,7 @@ class CommandRunner:
         transfer.due = True
         if transfer.refused:
             no_room = Fault("admission_refused", "there was no memory to stage it", "transfer fewer buffers at a time")
-            self._context.feed(ev.TransferEnded(c.job, c.transfer, no_room))
+            self._context.feed(TransferEnded(c.job, c.transfer, no_room))
         else:
             move(self._context, job, c.transfer, transfer)
 
@@ -333,7 +333,7 @@ def _closed(job: JobRecord) -> Fault:
     return Fault("", f"{job.stopped_by} stopped the job (gpumux jobs stop)", "ask why, then submit it again")
 
 
-# ---- Device events to scheduler events, with the daemon's own work in between.
+# ---- Device events for the scheduler: as they are, or with the daemon's own work in between.
 
 
 MAX_SCALARS = 28_000  # of 9 bytes each: what fits a Step (wire/limits.py, max_control_bytes)
@@ -341,21 +341,20 @@ _SCALARS: dict[str, type] = {"float": float, "int": int}
 
 
 class Completions:
-    """Handles device events; `handlers` has one method for each class of event."""
+    """Handles device events; `handlers` has one method for each class of event. The scheduler takes most as they are."""
 
     def __init__(self, context: DaemonContext) -> None:
         self._context = context
         self._records = context.records
         feed = context.feed
         self.handlers: dict[type, Callable[[Any], None]] = {
-            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended, e.answered, e.suspended)),
-            dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
-            dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces, e.bounds)),
-            dev.TransferDone: lambda e: feed(ev.TransferEnded(e.job, e.transfer, e.fault)),
-            dev.JobLost: lambda e: feed(ev.JobDied(e.job, e.fault)),
-            dev.JobUnloaded: lambda e: feed(ev.JobReleased(e.job)),
+            PieceDone: feed,
+            PieceFailed: feed,
+            ProgramReady: feed,
+            TransferEnded: feed,
+            JobDied: feed,
+            JobReleased: feed,
             dev.ProgramChecked: self._checked,
-            dev.ProgramLoaded: self._loaded,
             dev.ProgramRefused: self._refused,
             dev.ProgramProfiled: self._profiled,
         }
@@ -395,10 +394,6 @@ class Completions:
             event.content_hash,
         )
         self._context.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
-
-    def _loaded(self, event: dev.ProgramLoaded) -> None:
-        if self._program(event) is not None:
-            self._context.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces, event.bounds))
 
     def _refused(self, event: dev.ProgramRefused) -> None:
         self._context.checks.ended(event.job, event.program)

@@ -22,7 +22,7 @@ from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, Pr
 from gpumux.program.ir import ALIGN
 from gpumux.scheduler import admission
 from gpumux.scheduler import events as ev
-from gpumux.types import Fault, JobId, JobSpec, Priority, ProgramId, StepId, TransferId
+from gpumux.types import Fault, JobId, JobSpec, Priority, ProgramId, StepId, TransferEnded, TransferId
 from gpumux.wire import messages as msg
 from gpumux.wire.listen import check_descriptors
 
@@ -411,7 +411,7 @@ class Requests:
             if not record.asked:
                 job.transfers.pop(transfer, None)
             elif record.due:
-                self._context.feed(ev.TransferEnded(job.id, transfer, as_fault(made)))
+                self._context.feed(TransferEnded(job.id, transfer, as_fault(made)))
             return
         if job.over or record.refused:
             made.close()

@@ -17,7 +17,7 @@ from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
 from gpumux.scheduler.report import BannedRange, HeldJob, LaunchInfo
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import JobId, LaunchId, ProgramId, SessionId, StepId
+from gpumux.types import JobId, LaunchId, PieceDone, PieceFailed, ProgramId, SessionId, StepId
 from gpumux.wire import messages
 from gpumux.wire import messages as msg
 
@@ -49,9 +49,9 @@ class Recording:
     def saw(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
         """Record an event that the scheduler has handled. `commands` have not been carried out yet."""
         kind = type(event)
-        if kind is ev.PieceDone:
+        if kind is PieceDone:
             self._done(event)  # type: ignore[arg-type]
-        elif isinstance(event, ev.PieceFailed):
+        elif isinstance(event, PieceFailed):
             self._over(event.launch, now, "failed")
         elif isinstance(event, ev.PauseRequested):
             self._happened(event.job, now, "paused")
@@ -106,7 +106,7 @@ class Recording:
 
     # ---- pieces and steps
 
-    def _done(self, event: ev.PieceDone) -> None:
+    def _done(self, event: PieceDone) -> None:
         found = self._out.pop(event.launch, None)
         if found is None:
             return
@@ -143,7 +143,7 @@ class Recording:
 
     def _step(self, command: cmd.FinishStep, event: ev.Event, now: float) -> None:
         times = command.times
-        answered = event.ended if isinstance(event, ev.PieceDone) and command.answered else now
+        answered = event.ended if isinstance(event, PieceDone) and command.answered else now
         if answered > self.begin:
             short, _ = self._job(command.job)
             submitted = self._at(answered - times.total_s)

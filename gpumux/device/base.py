@@ -18,7 +18,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from gpumux.types import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
+from gpumux.types import (
+    DeviceInfo,
+    Fault,
+    Footprint,
+    JobDied,
+    JobId,
+    JobReleased,
+    JobSpec,
+    LaunchId,
+    PieceDone,
+    PieceFailed,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    StepId,
+    TransferEnded,
+    TransferId,
+)
 
 GENERATOR = -1  # in a transfer's list of buffers, last: the job's random generator, GENERATOR_BYTES of the segment
 
@@ -71,7 +88,7 @@ class Launch(NamedTuple):
     submitted: float | None = None  # see Answering; only with the piece that ends its step
 
 
-# ---- Events, from poll()
+# ---- Events, from poll(): these, and those in gpumux/types.py, which the scheduler takes as they are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,57 +102,6 @@ class ProgramChecked:
     content_hash: str
     operators: tuple[str, ...]
     scalars: tuple[Literal["float", "int"], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramLoaded:
-    """The program can be launched. These are the pieces of cut 0, by unmeasured guesses; see Recut. Piece i is
-    operators [bounds[i], bounds[i + 1]) of the Program."""
-
-    job: JobId
-    program: ProgramId
-    pieces: tuple[float, ...]  # predicted seconds of each piece, at least one piece
-    bounds: tuple[int, ...]  # one more than pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Recut:
-    """The device has cut the program anew, after measuring it or after a call of `cut`. Steps that start after this
-    event use cut `cut`; steps that have begun keep the cut they began with."""
-
-    job: JobId
-    program: ProgramId
-    cut: int
-    pieces: tuple[float, ...]
-    bounds: tuple[int, ...]
-
-
-class LaunchDone(NamedTuple):
-    """`answered`: it ended its step, and the device has sent the step's answer itself (Answering). `suspended`: seconds
-    between start and end in which it stood still and the device did something else, where a device can do that."""
-
-    launch: LaunchId
-    started: float
-    ended: float
-    answered: bool = False
-    suspended: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchFailed:
-    """The launch failed, and the job's state is lost. A JobLost for its job follows."""
-
-    launch: LaunchId
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True)
-class TransferDone:
-    """A transfer has ended; with a fault, its data is not complete."""
-
-    job: JobId
-    transfer: TransferId
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,32 +124,16 @@ class ProgramProfiled:
     fault: Fault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobLost:
-    """The job failed or its process ended. Nothing of it is left on the device."""
-
-    job: JobId
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True)
-class JobUnloaded:
-    """`unload` has ended: the job's memory is free."""
-
-    job: JobId
-
-
 DeviceEvent = (
     ProgramChecked
-    | ProgramLoaded
     | ProgramRefused
-    | Recut
-    | LaunchDone
-    | LaunchFailed
-    | TransferDone
+    | ProgramReady
+    | PieceDone
+    | PieceFailed
+    | TransferEnded
     | ProgramProfiled
-    | JobLost
-    | JobUnloaded
+    | JobDied
+    | JobReleased
 )
 
 
@@ -207,7 +157,7 @@ class Device(Protocol):
         """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused."""
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
-        """Open a job, which has no state yet. -> JobLost if that fails."""
+        """Open a job, which has no state yet. -> JobDied if that fails."""
 
     def load_program(
         self,
@@ -221,13 +171,13 @@ class Device(Protocol):
     ) -> None:
         """Allocate `new_buffers` (bytes of each; zeroed, and appended to the job's list of buffers), bind the program's
         state slot i to buffer `binding[i]`, map `data` (slots x SlotLayout.nbytes bytes) and make the program ready
-        -> ProgramLoaded or ProgramRefused."""
+        -> ProgramReady or ProgramRefused."""
 
     def launch(self, launch: Launch) -> None:
-        """Run a piece -> LaunchDone, or LaunchFailed then JobLost."""
+        """Run a piece -> PieceDone, or PieceFailed then JobDied."""
 
     def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
-        """Make the program's pieces about `target_s` seconds long from now on; None: the device's own length. -> Recut
+        """Make the program's pieces about `target_s` seconds long from now on; None: the device's own length. -> ProgramReady
         after a step of the newest cut, if the new cut differs. Nothing happens if there is no such program. May be
         called at any time; the last call counts."""
 
@@ -235,7 +185,7 @@ class Device(Protocol):
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
         """Copy the job's buffers to or from `segment`, end to end, each aligned to 64 bytes, in order with the job's
-        launches -> TransferDone. GENERATOR stands for the state of the job's random generator; a state of length 0
+        launches -> TransferEnded. GENERATOR stands for the state of the job's random generator; a state of length 0
         leaves it as it is."""
 
     def profile(self, job: JobId, program: ProgramId) -> None:
@@ -243,7 +193,7 @@ class Device(Protocol):
         launches -> ProgramProfiled, with a fault if nothing is measured yet."""
 
     def unload(self, job: JobId) -> None:
-        """Drop the job at once, even if a piece of it runs; idempotent -> JobUnloaded. No LaunchDone or LaunchFailed of
+        """Drop the job at once, even if a piece of it runs; idempotent -> JobReleased. No PieceDone or PieceFailed of
         the job comes after the call."""
 
     def memory(self) -> MemoryFigures:
@@ -259,17 +209,17 @@ class Answering(Protocol):
     before the caller does. A device without these methods leaves every answer to its caller.
 
     A launch with `submitted` ends its step. If the device was given the client's channel it may then send the filled
-    form, as one packet, before it reports LaunchDone with `answered`: queue seconds from `submitted` to the start of
+    form, as one packet, before it reports PieceDone with `answered`: queue seconds from `submitted` to the start of
     the step's first piece, device seconds of all its pieces, total seconds from `submitted` to the end of the last. It
     never waits for room: what it can't send at once, and from then on every answer of that job, it leaves to the
-    caller, whose LaunchDone then says so. So each step is answered once, and the answers of a job keep their order.
+    caller, whose PieceDone then says so. So each step is answered once, and the answers of a job keep their order.
     """
 
     def answer_on(self, job: JobId, channel: int, form: AnswerForm) -> None:
         """Answer the job's steps on `channel`, a SOCK_SEQPACKET socket. The caller keeps the descriptor."""
 
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
-        """Like poll, but LaunchDone of every step of the job that was answered is among the events of this
+        """Like poll, but PieceDone of every step of the job that was answered is among the events of this
         call or an earlier one, even if nothing has said so yet: a client may be quicker than poll."""
 
 

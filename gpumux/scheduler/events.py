@@ -1,5 +1,6 @@
-"""Events, which the scheduler is given, and commands, which it returns. Frozen data; named tuples where one is made for
-every piece, since they are cheaper. The clock is passed to `handle(event, now)` separately.
+"""Events, which the scheduler is given, and commands, which it returns. Frozen data; named tuples where there is one for
+every piece, since they are cheaper. The clock is passed to `handle(event, now)` separately. Events that the device emits
+are in `gpumux/types.py`, the rest comes from clients and operators, or from the daemon.
 
 The scheduler never sees bytes, descriptors or programs: the daemon keeps those under the ids used here.
 """
@@ -14,15 +15,21 @@ from gpumux.types import (
     DeviceInfo,
     Fault,
     Footprint,
+    JobDied,
     JobId,
+    JobReleased,
     JobSpec,
     LaunchId,
     Peer,
+    PieceDone,
+    PieceFailed,
     Priority,
     ProgramId,
+    ProgramReady,
     SessionId,
     StepId,
     StepTimes,
+    TransferEnded,
     TransferId,
 )
 
@@ -62,18 +69,6 @@ class ProgramOffered:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramReady:
-    """First cut (0), or a later one. `pieces` are predicted seconds, at least one piece; piece i is
-    operators [bounds[i], bounds[i + 1]), or one operator a piece where `bounds` is empty."""
-
-    job: JobId
-    program: ProgramId
-    cut: int
-    pieces: tuple[float, ...]
-    bounds: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ProgramDropped:
     """Loading failed after admission: give back what was charged."""
 
@@ -109,45 +104,6 @@ class TransferRequested:
     job: JobId
     transfer: TransferId
     into_device: bool
-
-
-class PieceDone(NamedTuple):
-    """`answered`: the step ended with it, and the device has answered the client. `suspended`: seconds between start
-    and end in which it stood still."""
-
-    launch: LaunchId
-    started: float
-    ended: float
-    answered: bool = False
-    suspended: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PieceFailed:
-    launch: LaunchId
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded:
-    job: JobId
-    transfer: TransferId
-    fault: Fault | None
-
-
-@dataclass(frozen=True, slots=True)
-class JobDied:
-    """The device lost the job (executor crash, allocation failure at load)."""
-
-    job: JobId
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True)
-class JobReleased:
-    """The device has released the job's memory."""
-
-    job: JobId
 
 
 @dataclass(frozen=True, slots=True)

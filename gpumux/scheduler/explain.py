@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
 
-from gpumux.scheduler.events import Event, PieceDone
+from gpumux.scheduler.events import Event
 from gpumux.scheduler.guard.bans import Ban
 from gpumux.scheduler.guard.costs import MAX_RATE, HighCosts
 from gpumux.scheduler.guard.decisions import REASONS, Hold
@@ -19,7 +19,7 @@ from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.scheduler.jobs import Job, JobStep
 from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
 from gpumux.scheduler.state import Record, SchedulerState
-from gpumux.types import JobId, Priority, StepId
+from gpumux.types import JobId, PieceDone, Priority, StepId
 
 OUTLIER = 8.0  # times what a step may lose on average
 SUSPENDED = 0.1  # part of the time on the device for which pieces stand still before it is mentioned

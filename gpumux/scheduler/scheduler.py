@@ -36,7 +36,21 @@ from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.jobs import Job, JobProgram, JobState, JobStep, JobTransfer, OpenSession, spans
 from gpumux.scheduler.policy import NextLaunch, Policy
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
-from gpumux.types import Fault, JobId, LaunchId, Priority, ProgramId, StepId, StepTimes
+from gpumux.types import (
+    Fault,
+    JobDied,
+    JobId,
+    JobReleased,
+    LaunchId,
+    PieceDone,
+    PieceFailed,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    StepId,
+    StepTimes,
+    TransferEnded,
+)
 
 SHORTEST_WAKE_S: Final = 20e-6  # a Tick is not asked for sooner
 
@@ -179,7 +193,7 @@ def drain_requested(state: SchedulerState, event: ev.DrainRequested) -> None:
     return None
 
 
-def job_died(state: SchedulerState, event: ev.JobDied) -> None:
+def job_died(state: SchedulerState, event: JobDied) -> None:
     """The device still answers the UnloadJob that follows, and only then is the job forgotten."""
     job = state.jobs.get(event.job)
     if job is None:
@@ -190,7 +204,7 @@ def job_died(state: SchedulerState, event: ev.JobDied) -> None:
     return None
 
 
-def job_released(state: SchedulerState, event: ev.JobReleased) -> None:
+def job_released(state: SchedulerState, event: JobReleased) -> None:
     job = state.jobs.get(event.job)
     if job is None or job.state is not JobState.CLOSING:
         return state.ignore()
@@ -224,7 +238,7 @@ def program_offered(state: SchedulerState, event: ev.ProgramOffered) -> None:
     return state.commands.append(AcceptProgram(job.id, event.program))
 
 
-def program_ready(state: SchedulerState, event: ev.ProgramReady) -> None:
+def program_ready(state: SchedulerState, event: ProgramReady) -> None:
     job = state.live(event.job)
     if job is None:
         return None
@@ -317,7 +331,7 @@ def client_waits(state: SchedulerState, event: ev.ClientWaits) -> None:
     return None
 
 
-def piece_done(state: SchedulerState, event: ev.PieceDone) -> None:
+def piece_done(state: SchedulerState, event: PieceDone) -> None:
     seconds = max(0.0, event.ended - event.started - event.suspended)
     launch = state.windows.complete(event.launch, seconds)
     if launch is None:
@@ -339,7 +353,7 @@ def piece_done(state: SchedulerState, event: ev.PieceDone) -> None:
     return state.refresh(job)
 
 
-def _finish_step(state: SchedulerState, job: Job, step: JobStep, event: ev.PieceDone) -> None:
+def _finish_step(state: SchedulerState, job: Job, step: JobStep, event: PieceDone) -> None:
     del job.running[step.id]
     if state.guard is not None:
         state.guard.awaited_steps.answered(job, step.id)
@@ -351,7 +365,7 @@ def _finish_step(state: SchedulerState, job: Job, step: JobStep, event: ev.Piece
     state.commands.append(FinishStep(job.id, step.id, times, event.answered))
 
 
-def piece_failed(state: SchedulerState, event: ev.PieceFailed) -> None:
+def piece_failed(state: SchedulerState, event: PieceFailed) -> None:
     """Part of a step may have run, so the job's state is lost, and the job with it."""
     launch = state.windows.complete(event.launch, 0.0)
     if launch is None:
@@ -382,7 +396,7 @@ def transfer_requested(state: SchedulerState, event: ev.TransferRequested) -> No
     return state.refuse(FinishTransfer(event.job, event.transfer, fault), fault)
 
 
-def transfer_ended(state: SchedulerState, event: ev.TransferEnded) -> None:
+def transfer_ended(state: SchedulerState, event: TransferEnded) -> None:
     job = state.jobs.get(event.job)
     if job is None or job.transfer is None or job.transfer.id != event.transfer:
         return state.ignore()
@@ -412,17 +426,17 @@ HANDLERS: dict[type[Any], Callable[[SchedulerState, Any], None]] = {
     ev.ChangeRequested: change_requested,
     ev.CloseRequested: close_requested,
     ev.DrainRequested: drain_requested,
-    ev.JobDied: job_died,
-    ev.JobReleased: job_released,
+    JobDied: job_died,
+    JobReleased: job_released,
     ev.ProgramOffered: program_offered,
-    ev.ProgramReady: program_ready,
+    ProgramReady: program_ready,
     ev.ProgramDropped: program_dropped,
     ev.StepSubmitted: step_submitted,
     ev.ClientWaits: client_waits,
-    ev.PieceDone: piece_done,
-    ev.PieceFailed: piece_failed,
+    PieceDone: piece_done,
+    PieceFailed: piece_failed,
     ev.TransferRequested: transfer_requested,
-    ev.TransferEnded: transfer_ended,
+    TransferEnded: transfer_ended,
     ev.Tick: ticked,
 }
 

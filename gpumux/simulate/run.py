@@ -29,7 +29,19 @@ from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.simulate.result import JobResult, LaunchRow, Result, Solo, percentile
 from gpumux.simulate.workload import Workload, cut_workload
-from gpumux.types import DeviceInfo, Footprint, JobId, LaunchId, Peer, Priority, ProgramId, SessionId, StepId
+from gpumux.types import (
+    DeviceInfo,
+    Footprint,
+    JobId,
+    LaunchId,
+    Peer,
+    PieceDone,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    SessionId,
+    StepId,
+)
 
 # ---- A simulated job's client: it submits steps and records their times.
 
@@ -361,7 +373,7 @@ class Simulation:
             self.timeline.append(
                 LaunchRow(name, launched.step, launched.piece, launched.share, done.started, done.ended)
             )
-        self.feed(ev.PieceDone(LaunchId(done.launch), done.started, done.ended))
+        self.feed(PieceDone(LaunchId(done.launch), done.started, done.ended))
         if client.asked is not None and client.cut_anew(launched.cut, launched.piece, self.spec):
             self._ready(client)
 
@@ -394,7 +406,7 @@ class Simulation:
 
     def _ready(self, client: Client) -> None:
         pieces = client.cuts[client.newest]
-        self.feed(ev.ProgramReady(client.id, PROGRAM, client.newest, pieces.seconds, pieces.bounds))
+        self.feed(ProgramReady(client.id, PROGRAM, client.newest, pieces.seconds, pieces.bounds))
 
     def _announced(self, c: cmd.AnnounceProgram) -> None:
         self._by_id[c.job].begin(self)

@@ -16,7 +16,22 @@ from gpumux.device import base as dev
 from gpumux.metrics.series import Metrics
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
-from gpumux.types import GENERATOR_BYTES, DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
+from gpumux.types import (
+    GENERATOR_BYTES,
+    DeviceInfo,
+    Fault,
+    Footprint,
+    JobDied,
+    JobId,
+    JobReleased,
+    Peer,
+    PieceDone,
+    PieceFailed,
+    ProgramId,
+    ProgramReady,
+    SessionId,
+    TransferEnded,
+)
 from gpumux.wire import messages as msg
 from gpumux.wire import router as wire
 from gpumux.wire.shared_memory import Segment
@@ -115,7 +130,7 @@ class FakeDevice:
 
     def _load(self, job, program, new_buffers):
         self.jobs[job].buffers += new_buffers
-        self.events.append(dev.ProgramLoaded(job, program, (0.001,), (0, 1)))
+        self.events.append(ProgramReady(job, program, 0, (0.001,), (0, 1)))
 
     def profile(self, job, program):
         assert program in self.jobs[job].programs, "asked for the profile of a program that is not loaded"
@@ -144,7 +159,7 @@ class FakeDevice:
         state = self.jobs.pop(job, None)
         for program in state.programs.values() if state else ():
             program.segment.close()
-        self.events.append(dev.JobUnloaded(job))
+        self.events.append(JobReleased(job))
 
     def _drops(self, item, job):
         if isinstance(item, dev.Launch | Held):
@@ -156,18 +171,18 @@ class FakeDevice:
     def lose(self, job, fault):
         """The executor dies."""
         for item in [i for i in self.work if isinstance(i, dev.Launch) and i.job == job]:
-            self.events.append(dev.LaunchFailed(item.launch, fault))
+            self.events.append(PieceFailed(item.launch, fault))
         for program in self.jobs[job].programs.values():
             program.segment.close()
         self.work = deque(item for item in self.work if not self._drops(item, job))
         del self.jobs[job]
-        self.events.append(dev.JobLost(job, fault))
+        self.events.append(JobDied(job, fault))
 
     def finish(self, now=0.0):
         item = self.work.popleft()
         if isinstance(item, dev.Launch):
             self._run(item)
-            self.events.append(dev.LaunchDone(item.launch, now, now + 0.001))
+            self.events.append(PieceDone(item.launch, now, now + 0.001))
         elif isinstance(item, Held):
             item.run()
         else:
@@ -176,7 +191,7 @@ class FakeDevice:
                 with segment.view() as view:
                     view[:4] = b"made"
             segment.close()
-            self.events.append(dev.TransferDone(job, transfer))
+            self.events.append(TransferEnded(job, transfer))
 
     def _run(self, launch):
         program = self.jobs[launch.job].programs[launch.program]
@@ -203,7 +218,7 @@ class FakeDevice:
 
 class AnsweringDevice(FakeDevice):
     """A device that answers steps itself, where it has the channel and is not told to `decline`. `answered` are those;
-    `quick` keeps LaunchDone back until somebody catches up."""
+    `quick` keeps PieceDone back until somebody catches up."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +245,7 @@ class AnsweringDevice(FakeDevice):
         self.work.popleft()
         self._run(launch)
         self.answered.append(launch.step)
-        done = dev.LaunchDone(launch.launch, now, now + 0.001, True)
+        done = PieceDone(launch.launch, now, now + 0.001, True)
         return (self.late if self.quick else self.events).append(done)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpumux.program import codec
 from gpumux.scheduler import events as ev
-from gpumux.types import Fault, JobId, ProgramId, StepId, TransferId
+from gpumux.types import Fault, JobId, JobReleased, ProgramId, StepId, TransferId
 from gpumux.wire import messages as msg
 from tests.program import samples
 
@@ -99,7 +99,7 @@ def test_an_end_in_the_middle_of_something_leaves_nothing(daemon, doing, end):
 def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, queued):
     daemon.load("s", JOB, PROGRAM, 1)
     daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
-    daemon.loop.context.feed(ev.JobReleased(JobId(JOB)))
+    daemon.loop.context.feed(JobReleased(JobId(JOB)))
     daemon.loop.context.feed(queued)
     daemon.turn()
     assert daemon.loop.context.records.jobs == {}
@@ -108,7 +108,7 @@ def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, 
 def test_a_step_that_the_core_never_heard_of_is_answered_when_its_job_is_forgotten(daemon):
     daemon.load("s", JOB, PROGRAM, 1)
     daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
-    daemon.loop.context.feed(ev.JobReleased(JobId(JOB)))
+    daemon.loop.context.feed(JobReleased(JobId(JOB)))
     answers = [message for message, _ in daemon.say("s", msg.Step(JOB, 1, 1, 0, [], 0))]
     assert [type(a) for a in answers if not isinstance(a, msg.JobEnded)] == [msg.StepFailed]
 

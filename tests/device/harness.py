@@ -17,24 +17,24 @@ from math import inf
 from time import monotonic, sleep
 from typing import TypeVar
 
-from gpumux.device.base import (
-    Device,
-    DeviceEvent,
-    JobLost,
-    JobUnloaded,
-    Launch,
-    LaunchDone,
-    LaunchFailed,
-    ProgramChecked,
-    ProgramLoaded,
-    ProgramRefused,
-    Recut,
-    Segment,
-    TransferDone,  # fmt: skip
-)
+from gpumux.device.base import Device, DeviceEvent, Launch, ProgramChecked, ProgramRefused, Segment
 from gpumux.program.codec import encode
 from gpumux.program.ir import ALIGN, Program, slot_layout
-from gpumux.types import JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
+from gpumux.types import (
+    JobDied,
+    JobId,
+    JobReleased,
+    JobSpec,
+    LaunchId,
+    PieceDone,
+    PieceFailed,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    StepId,
+    TransferEnded,
+    TransferId,
+)
 
 GIVE_UP_S = 60.0  # a test that waits this long has failed
 E = TypeVar("E", bound=DeviceEvent)
@@ -111,8 +111,14 @@ class LoadedJob:
     ) -> ProgramId:
         """Check and load; its number. The data segment has `slots` slots."""
         number = self.try_load(program, new_buffers, binding, slots)
-        answer = self.driver.until(ProgramLoaded | ProgramRefused, self.job)
-        assert isinstance(answer, ProgramLoaded), answer
+        answer = self.driver.wait_for(
+            lambda e: (
+                isinstance(e, ProgramReady | ProgramRefused | JobDied)
+                and e.job == self.job
+                and getattr(e, "program", number) == number
+            )
+        )
+        assert isinstance(answer, ProgramReady), answer
         self.pieces[number], self.cut[number] = answer.pieces, 0
         return number
 
@@ -167,7 +173,7 @@ class LoadedJob:
             for piece in range(len(self.pieces[program]))
         ]
 
-    def step(self, program: ProgramId, scalars: Sequence[float | int] = (), slot: int = 0) -> list[LaunchDone]:
+    def step(self, program: ProgramId, scalars: Sequence[float | int] = (), slot: int = 0) -> list[PieceDone]:
         """Run one step to its end, and use the newest cut from then on."""
         return [self.driver.done(launch) for launch in self.launch(program, scalars, slot)]
 
@@ -179,7 +185,7 @@ class LoadedJob:
                 shared.memory[: len(data)] = data
             number = TransferId(next(_numbers))
             self.driver.device.transfer(self.job, number, buffers, shared.segment, data is not None)
-            answer = self.driver.until(TransferDone, self.job)
+            answer = self.driver.until(TransferEnded, self.job)
             assert answer.transfer == number
             assert answer.fault is None, answer.fault
             return bytes(shared.memory)
@@ -205,7 +211,7 @@ class Driver:
     def poll(self) -> None:
         for event in self.device.poll():
             self.unread.append(event)
-            if isinstance(event, Recut) and event.job in self.jobs:
+            if isinstance(event, ProgramReady) and event.job in self.jobs:
                 held = self.jobs[event.job]
                 held.pieces[event.program], held.cut[event.program] = event.pieces, event.cut
 
@@ -227,25 +233,25 @@ class Driver:
         """The job's next event of a kind (or union of kinds); its loss ends the wait, and the test."""
 
         def wanted(event: DeviceEvent) -> bool:
-            return isinstance(event, kind | JobLost) and getattr(event, "job", None) == job
+            return isinstance(event, kind | JobDied) and getattr(event, "job", None) == job
 
         event = self.wait_for(wanted)
         assert isinstance(event, kind), event
         return event
 
-    def done(self, launch: LaunchId) -> LaunchDone:
-        event = self.wait_for(lambda e: isinstance(e, LaunchDone | LaunchFailed) and e.launch == launch)
-        assert isinstance(event, LaunchDone), event
+    def done(self, launch: LaunchId) -> PieceDone:
+        event = self.wait_for(lambda e: isinstance(e, PieceDone | PieceFailed) and e.launch == launch)
+        assert isinstance(event, PieceDone), event
         return event
 
-    def failed(self, launch: LaunchId) -> LaunchFailed:
-        event = self.wait_for(lambda e: isinstance(e, LaunchDone | LaunchFailed) and e.launch == launch)
-        assert isinstance(event, LaunchFailed), event
+    def failed(self, launch: LaunchId) -> PieceFailed:
+        event = self.wait_for(lambda e: isinstance(e, PieceDone | PieceFailed) and e.launch == launch)
+        assert isinstance(event, PieceFailed), event
         return event
 
     def unload(self, job: JobId) -> None:
         self.device.unload(job)
-        self.wait_for(lambda e: isinstance(e, JobUnloaded) and e.job == job)
+        self.wait_for(lambda e: isinstance(e, JobReleased) and e.job == job)
 
     def finish(self) -> None:
         """Unload what the test left, and close its memory."""

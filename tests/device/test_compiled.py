@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from gpumux.device import inductor
-from gpumux.device.base import ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.base import ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.run.interpreter import Liveness
 from gpumux.program.cut import units
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, contiguous_strides
+from gpumux.types import ProgramReady
 from tests.device.cuda.fake import fake_device, poll_wait
 from tests.device.harness import Case, Driver, select_wait
 
@@ -100,7 +101,7 @@ def run(driver: Driver, made: Program) -> list[bytes]:
         job.step(number, [0.1 + step])
         seen.append(job.get(number, 0, 4 * COLUMNS))
         if step == 1:
-            driver.until(Recut, job.job)
+            driver.until(ProgramReady, job.job)
         cuts.add(job.cut[number])
     assert {0, 1} <= cuts
     assert max(len(job.pieces[number]), 1) <= len(units(made))
@@ -171,7 +172,7 @@ def test_without_a_compiler_the_refusal_says_what_to_install(gpu: CudaDevice, mo
     job = driver.open()
     held = gpu.memory().by_job[job.job]
     job.try_load(program(), [4 * COLUMNS])
-    answer = driver.until(ProgramLoaded | ProgramRefused, job.job)
+    answer = driver.until(ProgramReady | ProgramRefused, job.job)
     assert isinstance(answer, ProgramRefused)
     assert "no-such-compiler" in answer.fault.message
     assert "install" in answer.fault.remedy

@@ -17,23 +17,30 @@ from gpumux.device.base import (
     AnswerForm,
     Answering,
     Device,
-    JobLost,
-    JobUnloaded,
     Launch,
-    LaunchDone,
-    LaunchFailed,
     ProgramChecked,
-    ProgramLoaded,
     ProgramProfiled,
     ProgramRefused,
-    Recut,
     Segment,
-    TransferDone,  # fmt: skip
 )
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
 from gpumux.program.profile import loads, op_shapes
-from gpumux.types import GENERATOR_BYTES, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+from gpumux.types import (
+    GENERATOR_BYTES,
+    JobDied,
+    JobId,
+    JobReleased,
+    JobSpec,
+    LaunchId,
+    PieceDone,
+    PieceFailed,
+    ProgramId,
+    ProgramReady,
+    StepId,
+    TransferEnded,
+    TransferId,
+)
 from tests.device.harness import Case, Driver, SharedMemory, floats, numbers
 from tests.leaks import snapshot
 from tests.program import samples
@@ -138,7 +145,7 @@ def test_a_measured_program_is_cut_anew(driver: Driver) -> None:
     program = job.load(samples.sgd_linear(), [12])
     for _ in range(2):
         job.step(program, [0.1])
-    recut = driver.until(Recut, job.job)
+    recut = driver.until(ProgramReady, job.job)
     assert recut.cut == 1
     assert recut.program == program
     assert len(recut.pieces) >= 1
@@ -152,12 +159,12 @@ def test_a_loaded_program_is_cut_as_it_is_told(driver: Driver) -> None:
     program = job.load(Program((Storage("state", 4 << 14, 0),), (view,), (relu,) * 12, (), ()), [4 << 14])
     for _ in range(2):
         job.step(program)
-    usual = driver.until(Recut, job.job)
+    usual = driver.until(ProgramReady, job.job)
     assert len(usual.pieces) < 12
     for target_s, pieces in ((1e-9, {12}), (None, range(1, 12)), (1e-9, {12}), (10.0, {1})):
         driver.device.cut(job.job, program, target_s)
         begun = [*job.launch(program), *job.launch(program)]  # both under the cut that is to go
-        recut = driver.until(Recut, job.job)
+        recut = driver.until(ProgramReady, job.job)
         assert recut.program == program
         assert len(recut.pieces) in pieces
         assert recut.bounds[0] == 0
@@ -179,7 +186,7 @@ def test_a_measured_program_has_a_profile_and_the_job_goes_on(driver: Driver) ->
     assert early.fault.remedy
     for _ in range(2):
         job.step(program, [0.1])
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     driver.device.profile(job.job, program)
     job.step(program, [0.1])
     answer = driver.until(ProgramProfiled, job.job)
@@ -208,7 +215,7 @@ def test_a_step_that_began_before_a_recut_keeps_its_cut(driver: Driver) -> None:
     launches = [*job.launch(program, [1.0]), *job.launch(program, [1.0]), *job.launch(program, [1.0])]
     for launch in launches:  # all of them under cut 0; the device cuts after the first
         driver.done(launch)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     job.step(program, [1.0])
     if driver.case.computes:
         assert numbers(job.get(program, 0, 4)) == (5.0,)
@@ -291,7 +298,7 @@ def test_what_is_no_generator_is_answered_and_the_job_lives_on(driver: Driver, l
     shared = SharedMemory(GENERATOR_BYTES)
     shared.memory[:8] = length.to_bytes(8, "little")
     driver.device.transfer(job.job, TransferId(1), [GENERATOR], shared.segment, True)
-    refused = driver.until(TransferDone, job.job).fault is not None
+    refused = driver.until(TransferEnded, job.job).fault is not None
     assert refused == driver.case.computes, "a device that draws nothing has no generator to refuse it for"
     shared.close()
     job.step(job.load(samples.add_one()))
@@ -307,7 +314,7 @@ def test_a_bad_transfer_is_answered_and_the_job_lives_on(driver: Driver, buffers
     program = job.load(samples.counter(), [4])
     shared = SharedMemory(64)
     driver.device.transfer(job.job, TransferId(1), buffers, shared.segment, True)
-    answer = driver.until(TransferDone, job.job)
+    answer = driver.until(TransferEnded, job.job)
     assert answer.fault is not None
     shared.close()
     job.step(program, [2.0])
@@ -319,7 +326,7 @@ def test_a_load_that_does_not_fit_is_refused_and_the_job_lives_on(driver: Driver
     job = driver.open()
     held = driver.device.memory().by_job[job.job]
     job.try_load(samples.counter(), [1 << 50])
-    assert driver.until(ProgramRefused | ProgramLoaded, job.job).fault.code == "admission_refused"
+    assert driver.until(ProgramRefused | ProgramReady, job.job).fault.code == "admission_refused"
     assert driver.device.memory().by_job[job.job] == held
     program = job.load(samples.counter(), [4])
     job.step(program, [1.0])
@@ -330,7 +337,7 @@ def test_a_load_with_a_wrong_binding_is_refused_and_gives_its_memory_back(driver
     job = driver.open()
     held = driver.device.memory().by_job[job.job]
     job.try_load(samples.counter(), [4], binding)
-    refused = driver.until(ProgramRefused | ProgramLoaded, job.job)
+    refused = driver.until(ProgramRefused | ProgramReady, job.job)
     assert isinstance(refused, ProgramRefused)
     assert driver.device.memory().by_job[job.job] == held
 
@@ -355,9 +362,9 @@ def test_unload_in_the_middle_says_nothing_more_of_the_job(driver: Driver) -> No
     driver.unread.clear()
     driver.unload(job.job)
     other.step(kept, [1.0])
-    spoken = [e for e in driver.unread if isinstance(e, LaunchDone | LaunchFailed) and e.launch in launches]
+    spoken = [e for e in driver.unread if isinstance(e, PieceDone | PieceFailed) and e.launch in launches]
     assert spoken == []
-    assert not [e for e in driver.unread if isinstance(e, JobLost | JobUnloaded)]
+    assert not [e for e in driver.unread if isinstance(e, JobDied | JobReleased)]
 
 
 def test_unload_is_idempotent(driver: Driver) -> None:
@@ -379,9 +386,9 @@ def test_verbs_on_an_unknown_job_are_answered(driver: Driver) -> None:
     job, shared = JobId("f" * 32), SharedMemory(64)
     driver.device.launch(Launch(LaunchId(1 << 40), job, StepId(0), ProgramId(1), 0, 0, 0, (), 0))
     assert driver.failed(LaunchId(1 << 40)).fault.code == "unknown_job"
-    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job)
+    assert driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job)
     driver.device.transfer(job, TransferId(1), [0], shared.segment, False)
-    assert driver.until(TransferDone, job).fault is not None
+    assert driver.until(TransferEnded, job).fault is not None
     driver.device.load_program(job, ProgramId(1), b"", [], [], shared.segment, 1)
     assert driver.until(ProgramRefused, job).fault.code == "unknown_job"
     driver.unload(job)
@@ -401,8 +408,8 @@ def test_a_launch_of_what_is_not_there_fails_the_job(
     launch = LaunchId((1 << 41) + hash((program, cut, piece, slot, len(scalars))) % 1000)
     driver.device.launch(Launch(launch, job.job, StepId(0), ProgramId(program), cut, piece, slot, scalars, 0))
     fault = driver.failed(launch).fault
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
+    assert isinstance(lost, JobDied)
     assert lost.fault == fault
 
 
@@ -446,13 +453,13 @@ def test_a_lost_job_takes_everything_outstanding_with_it(driver: Driver) -> None
     driver.device.profile(job.job, program)
     for launch in (*bad, *behind):
         assert driver.failed(launch).fault.message
-    transferred = driver.wait_for(lambda e: isinstance(e, TransferDone) and e.job == job.job)
-    assert isinstance(transferred, TransferDone)
+    transferred = driver.wait_for(lambda e: isinstance(e, TransferEnded) and e.job == job.job)
+    assert isinstance(transferred, TransferEnded)
     assert transferred.fault is not None
     profiled = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
     assert isinstance(profiled, ProgramProfiled)
     assert profiled.fault is not None
-    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     assert job.job not in driver.device.memory().by_job
     shared.close()
 
@@ -467,7 +474,7 @@ def test_the_callers_descriptors_stay_its_own(driver: Driver) -> None:
     os.ftruncate(fd, nbytes)
     driver.device.load_program(job.job, ProgramId(1), encoded, [], [], Segment(fd, nbytes), 1)
     os.close(fd)  # the device has its own by now
-    assert driver.until(ProgramLoaded, job.job)
+    assert driver.until(ProgramReady, job.job)
 
 
 def test_devices_keep_the_protocol(case: Case) -> None:
@@ -565,13 +572,13 @@ def test_catching_up_knows_every_step_that_was_answered(driver: Driver, channel)
         theirs.recv(100)
         heard = answering(driver).catch_up(job.job)
         driver.unread += heard
-        assert [e.answered for e in driver.unread if isinstance(e, LaunchDone) and e.launch == launch] == [True]
-        assert not [e for e in heard if isinstance(e, Recut) and len(e.pieces) != 1]
+        assert [e.answered for e in driver.unread if isinstance(e, PieceDone) and e.launch == launch] == [True]
+        assert not [e for e in heard if isinstance(e, ProgramReady) and len(e.pieces) != 1]
         for event in heard:
-            if isinstance(event, Recut):
+            if isinstance(event, ProgramReady):
                 job.pieces[program], job.cut[program] = event.pieces, event.cut
         launches.append(launch)
     job.step(program)  # whatever was still to be said has been said
-    done = [e.launch for e in driver.unread if isinstance(e, LaunchDone)]
+    done = [e.launch for e in driver.unread if isinstance(e, PieceDone)]
     assert done == launches
     assert answering(driver).catch_up(JobId("f" * 32)) == []

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client
-from gpumux.device.base import ProgramLoaded, ProgramProfiled, Recut
+from gpumux.device.base import ProgramProfiled
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import loads
-from gpumux.types import Priority
+from gpumux.types import Priority, ProgramReady
 from microbench.daemon import running_daemon
 from tests.device.harness import Driver, floats
 from tests.program import samples
@@ -40,7 +40,7 @@ def test_captured_pieces_do_what_operators_one_by_one_did_bit_for_bit(driver: Dr
 
     first = step()  # warms up, operator by operator
     assert step() == first  # timed
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     for _ in range(12):  # as graphs, through the next cut
         assert step() == first
 
@@ -57,7 +57,7 @@ def test_captured_dropout_draws_anew_each_step_and_the_same_again_in_another_run
             assert first == again
             assert first != other
             drawn.append(first)
-        driver.until(Recut, job.job)
+        driver.until(ProgramReady, job.job)
         return drawn
 
     drawn = masks()
@@ -210,7 +210,7 @@ def test_operators_are_measured_between_the_kernels_of_captured_pieces(driver: D
     number = job.load(products(1024, 40))
     for _ in range(2):
         job.step(number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     pieces = []
     for _ in range(10):
         pieces.append(sum(done.ended - done.started for done in job.step(number)))
@@ -240,7 +240,7 @@ def test_a_high_job_goes_on_while_a_big_low_one_is_admitted(
     urgent = high.load(samples.add_one())
     for _ in range(2):
         high.step(urgent)
-    driver.until(Recut, high.job)
+    driver.until(ProgramReady, high.job)
     high.put(urgent, 0, floats(1, 2, 3, 4))
 
     def delay() -> float:
@@ -261,13 +261,13 @@ def test_a_high_job_goes_on_while_a_big_low_one_is_admitted(
             found.append(delay())
         return found
 
-    during = delays_until(ProgramLoaded)
+    during = delays_until(ProgramReady)
     assert during
-    loaded = driver.until(ProgramLoaded, low.job)
+    loaded = driver.until(ProgramReady, low.job)
     low.pieces[number], low.cut[number] = loaded.pieces, 0
     for _ in range(2):
         low.launch(number)
-    during += (captures := delays_until(Recut))
+    during += (captures := delays_until(ProgramReady))
     assert len(captures) >= 10
     for name, found in (("without", before), ("with", during)):
         p50, p99, most = (1e6 * share(found, part) for part in (0.5, 0.99, 1.0))

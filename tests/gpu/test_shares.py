@@ -8,11 +8,11 @@ from statistics import median
 
 import pytest
 
-from gpumux.device.base import Launch, Recut
+from gpumux.device.base import Launch
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver
 from gpumux.device.cuda.streams import DEFAULT_SHARES
-from gpumux.types import LaunchId, StepId
+from gpumux.types import LaunchId, ProgramReady, StepId
 from tests.device.cuda.running import crossing, ready, step
 from tests.device.harness import Case, Driver, floats, wait_polled
 from tests.gpu.test_programs import products
@@ -56,7 +56,7 @@ def test_a_confined_piece_takes_longer_since_it_runs_on_less(driver: Driver, con
     number = job.load(products(4096, 8))
     for _ in range(2):
         job.step(number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     launches = iter(range(1 << 41, 1 << 42))
 
     def seconds(share: float) -> float:

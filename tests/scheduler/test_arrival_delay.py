@@ -10,7 +10,7 @@ from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard.budget import MOST_DELAY_S, SlowdownBudget
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import JobId, ProgramId, StepId
+from gpumux.types import JobId, PieceDone, ProgramId, StepId
 
 from .test_guard_scenarios import LIGHT, SMALL, high, ident, low
 from .test_guard_scenarios import world as simulated
@@ -157,7 +157,7 @@ def test_of_steps_that_come_at_once_the_first_one_found_the_job_idle() -> None:
     ]
     for number in range(3):
         started = began + number * SOLO_S
-        commands = core.handle(ev.PieceDone(launches[number], started, started + SOLO_S), started + SOLO_S)
+        commands = core.handle(PieceDone(launches[number], started, started + SOLO_S), started + SOLO_S)
         launches += [command.launch for command in commands if isinstance(command, cmd.LaunchPiece)]
     guard = core._state.guard
     assert guard is not None

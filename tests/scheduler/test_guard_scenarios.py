@@ -19,7 +19,7 @@ from gpumux.scheduler.guard import decisions
 from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, cut_workload
-from gpumux.types import Footprint, JobId, Priority, ProgramId
+from gpumux.types import Footprint, JobId, JobReleased, Priority, ProgramId
 
 WHOLE = replace(A100, shares=(1.0,))  # where a launch can't be confined
 SMALL = Kernel("small", 54, 100e-6, 1, 0)  # half of the multiprocessors: low work fits beside it
@@ -511,7 +511,7 @@ def test_a_high_job_that_is_gone_is_still_named() -> None:
     simulation.run(steps=150)
     gone = ident(simulation, "important")
     simulation.scheduler.handle(ev.CloseRequested(gone, False, "it is over"), simulation.now)
-    simulation.scheduler.handle(ev.JobReleased(gone), simulation.now)
+    simulation.scheduler.handle(JobReleased(gone), simulation.now)
     told = story(simulation, "low")
     assert "held (tail): beside job 'important' (gone) it would cost" in told
     assert gone not in told

@@ -9,7 +9,7 @@ import pytest
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.jobs import Job
-from gpumux.types import JobSpec, Peer
+from gpumux.types import JobDied, JobReleased, JobSpec, Peer, PieceDone, PieceFailed, TransferEnded
 from tests.scheduler.world import FAULT, INFO, World, assert_empty
 
 ENDINGS = ["close", "drain", "died", "failed", "session", "leaving"]
@@ -141,11 +141,11 @@ def test_a_dead_jobs_room_is_free_at_once_and_late_news_of_it_is_ignored() -> No
     world.steps("b", 1)
     world.died("a")
     assert [p.job for p in world.launches.values()] == ["b", "b"]
-    assert world.give(ev.PieceDone(1, 0.0, 1.0)) == []
-    assert world.give(ev.PieceFailed(2, FAULT)) == []
-    assert world.give(ev.JobDied("a", FAULT)) == []
+    assert world.give(PieceDone(1, 0.0, 1.0)) == []
+    assert world.give(PieceFailed(2, FAULT)) == []
+    assert world.give(JobDied("a", FAULT)) == []
     assert world.release("a") == [cmd.ForgetJob("a")]
-    assert world.give(ev.JobReleased("a")) == []
+    assert world.give(JobReleased("a")) == []
     assert world.scheduler.snapshot()["counters"]["ignored"] == {"PieceDone": 1, "PieceFailed": 1, "JobReleased": 1}
 
 
@@ -226,8 +226,8 @@ def test_what_is_said_twice_is_counted_and_changes_nothing() -> None:
     world = World()
     world.job("a")
     for event in (
-        ev.DeviceOpened(INFO), ev.SessionOpened("s", Peer(9, 9, 9)), ev.ProgramOffered("a", 0, None), ev.JobReleased("a"),
-        ev.ProgramDropped("a", 0, FAULT), ev.TransferEnded("a", 1, None), ev.SessionClosed("nobody", ""),
+        ev.DeviceOpened(INFO), ev.SessionOpened("s", Peer(9, 9, 9)), ev.ProgramOffered("a", 0, None), JobReleased("a"),
+        ev.ProgramDropped("a", 0, FAULT), TransferEnded("a", 1, None), ev.SessionClosed("nobody", ""),
     ):  # fmt: skip
         assert world.give(event) == []
     assert sum(world.scheduler.snapshot()["counters"]["ignored"].values()) == 7

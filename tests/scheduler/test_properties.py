@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import Footprint
+from gpumux.types import Footprint, JobDied, JobReleased, PieceDone, PieceFailed, ProgramReady, TransferEnded
 from tests.scheduler.world import FAULT, World
 
 SECONDS = st.floats(0, 2e-3)
@@ -247,8 +247,8 @@ class Life(RuleBasedStateMachine):
         """Late and repeated events about what is over, and about what never was."""
         gone = (self.world.forgotten or ["never"])[-1]
         events = (
-            ev.PieceDone(10**9 + n, 0.0, 1.0), ev.PieceFailed(10**9 + n, FAULT), ev.TransferEnded(gone, 1, None),
-            ev.JobDied(gone, FAULT), ev.JobReleased(gone), ev.ProgramReady(gone, 0, 0, (1.0,)),
+            PieceDone(10**9 + n, 0.0, 1.0), PieceFailed(10**9 + n, FAULT), TransferEnded(gone, 1, None),
+            JobDied(gone, FAULT), JobReleased(gone), ProgramReady(gone, 0, 0, (1.0,)),
             ev.ProgramOffered(gone, 0, Footprint(1, 1, 1)), ev.ProgramDropped(gone, 0, FAULT), ev.PauseRequested(gone),
             ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""), ev.SessionClosed("never", ""),
         )  # fmt: skip

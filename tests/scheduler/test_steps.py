@@ -6,7 +6,7 @@ import pytest
 
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import StepTimes
+from gpumux.types import PieceDone, ProgramReady, StepTimes, TransferEnded
 from tests.scheduler.world import FAULT, World
 
 
@@ -56,8 +56,8 @@ def test_an_older_or_empty_cut_changes_nothing() -> None:
     world = World()
     world.job("a")
     world.ready("a", 0, 3, (1e-4, 1e-4))
-    assert world.give(ev.ProgramReady("a", 0, 2, (1e-4,))) == []
-    assert world.give(ev.ProgramReady("a", 0, 4, ())) == []
+    assert world.give(ProgramReady("a", 0, 2, (1e-4,))) == []
+    assert world.give(ProgramReady("a", 0, 4, ())) == []
     world.steps("a", 1)
     assert {p.cut for p in world.run()} == {3}
 
@@ -90,7 +90,7 @@ def test_a_program_without_pieces_is_refused() -> None:
     world = World()
     world.job("a", pieces=None)
     world.offer("a", 0)
-    (refusal,) = world.give(ev.ProgramReady("a", 0, 0, ()))
+    (refusal,) = world.give(ProgramReady("a", 0, 0, ()))
     assert isinstance(refusal, cmd.RefuseProgram)
     assert refusal.fault.code == "program"
     assert world.scheduler.snapshot()["memory"]["used"] == 0
@@ -162,7 +162,7 @@ def test_transfers_are_bounded_and_answered_once() -> None:
     assert isinstance(refusal, cmd.FinishTransfer)
     assert refusal.fault.code == "refused"
     assert world.end_transfer("a", 1) == [cmd.FinishTransfer("a", 1, None), cmd.StartTransfer("a", 2, True)]
-    assert world.give(ev.TransferEnded("a", 1, None)) == []
+    assert world.give(TransferEnded("a", 1, None)) == []
 
 
 def test_a_paused_job_starts_nothing_and_finishes_what_is_out() -> None:
@@ -209,6 +209,6 @@ def test_negative_times_from_a_device_count_as_nothing() -> None:
     world = World()
     world.job("a")
     world.steps("a", 1)
-    (finish,) = world.scheduler.handle(ev.PieceDone(1, 5.0, 4.0), world.now)
+    (finish,) = world.scheduler.handle(PieceDone(1, 5.0, 4.0), world.now)
     assert isinstance(finish, cmd.FinishStep)
     assert finish.times.device_s == 0.0

@@ -14,7 +14,20 @@ from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.scheduler import SHORTEST_WAKE_S, Scheduler
-from gpumux.types import DeviceInfo, Fault, Footprint, JobSpec, Peer, Priority
+from gpumux.types import (
+    DeviceInfo,
+    Fault,
+    Footprint,
+    JobDied,
+    JobReleased,
+    JobSpec,
+    Peer,
+    PieceDone,
+    PieceFailed,
+    Priority,
+    ProgramReady,
+    TransferEnded,
+)
 
 GIB = 1 << 30
 INFO = DeviceInfo("sim", "virtual", GIB, None, 0, "", {"high": 400e-6, "low": 300e-6})
@@ -155,7 +168,7 @@ class World:
         if program in view.pending or cut > view.programs.get(program, (inf,))[0]:
             view.programs[program] = (cut, pieces)
         view.pending.discard(program)
-        return self.give(ev.ProgramReady(job, program, cut, pieces))
+        return self.give(ProgramReady(job, program, cut, pieces))
 
     def step(self, job: str, step: int, program: int = 0) -> list[cmd.Command]:
         """Submit a step with a new number."""
@@ -176,7 +189,7 @@ class World:
         return self.give(ev.TransferRequested(job, transfer, into_device))
 
     def end_transfer(self, job: str, transfer: int, fault: Fault | None = None) -> list[cmd.Command]:
-        return self.give(ev.TransferEnded(job, transfer, fault))
+        return self.give(TransferEnded(job, transfer, fault))
 
     def done(self, launch: int, seconds: float = 1e-4, suspended: float = 0.0) -> list[cmd.Command]:
         """The device finishes a launch it has; `seconds` is what it measured, in the last `suspended` of which it stood
@@ -190,19 +203,19 @@ class World:
                 item.done += 1
         started = self.now
         self.now += seconds
-        return self.give(ev.PieceDone(launch, started, self.now, False, suspended), after=0.0)
+        return self.give(PieceDone(launch, started, self.now, False, suspended), after=0.0)
 
     def fail(self, launch: int) -> list[cmd.Command]:
         piece = self.launches.pop(launch)
         self.jobs[piece.job].out.remove(launch)
-        return self.give(ev.PieceFailed(launch, FAULT))
+        return self.give(PieceFailed(launch, FAULT))
 
     def died(self, job: str) -> list[cmd.Command]:
         view = self.jobs[job]
         for launch in view.out:
             del self.launches[launch]
         view.out.clear()
-        return self.give(ev.JobDied(job, FAULT))
+        return self.give(JobDied(job, FAULT))
 
     def release(self, job: str) -> list[cmd.Command]:
         view = self.jobs[job]
@@ -210,7 +223,7 @@ class World:
         for launch in view.out:
             del self.launches[launch]
         view.out.clear()
-        return self.give(ev.JobReleased(job))
+        return self.give(JobReleased(job))
 
     def pause(self, job: str) -> list[cmd.Command]:
         self.elapse(1e-4)

@@ -42,7 +42,7 @@ from gpumux.device.workers.channel import DONE, Descriptors
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name
 from gpumux.program.ir import DEFAULT, ProgramLimits
-from gpumux.types import DeviceInfo, Fault, JobId, JobSpec, Priority, ProgramId
+from gpumux.types import DeviceInfo, Fault, JobDied, JobId, JobSpec, PieceFailed, Priority, ProgramId
 
 PIECE_S = 0.002
 OPEN_S = 120.0
@@ -132,13 +132,13 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if job in self._jobs:
             return None
         if self._fork_server is None or not is_seed(spec.seed):
-            return self._emit(dev.JobLost(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
+            return self._emit(JobDied(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
         try:
             executor = start_executor(self._fork_server, job, settings)
         except OSError as error:
-            return self._emit(dev.JobLost(job, no_process(error)))
+            return self._emit(JobDied(job, no_process(error)))
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
@@ -170,7 +170,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
         if executor is None:
-            self._emit(dev.LaunchFailed(launch.launch, UNKNOWN_JOB), dev.JobLost(launch.job, UNKNOWN_JOB))
+            self._emit(PieceFailed(launch.launch, UNKNOWN_JOB), JobDied(launch.job, UNKNOWN_JOB))
         elif not executor.unloading:
             if self._schedule.claim(launch.job, launch, launch.stream):
                 self._carry_out(executor, launch)

@@ -11,22 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumux.device.base import (
-    AnswerForm,
-    Charges,
-    DeviceEvent,
-    JobLost,
-    JobUnloaded,
-    Launch,
-    LaunchDone,
-    LaunchFailed,
-    ProgramLoaded,
-    ProgramProfiled,
-    ProgramRefused,
-    Recut,
-    Segment,
-    TransferDone,
-)
+from gpumux.device.base import AnswerForm, Charges, DeviceEvent, Launch, ProgramProfiled, ProgramRefused, Segment
 from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.run.commands import ProfileCommand, TransferCommand
 from gpumux.device.run.schedule import Schedule
@@ -61,7 +46,18 @@ from gpumux.device.workers.channel import (
 )
 from gpumux.device.workers.fork_server import ForkServer
 from gpumux.hostmemory import memory_file
-from gpumux.types import Fault, JobId, LaunchId, ProgramId
+from gpumux.types import (
+    Fault,
+    JobDied,
+    JobId,
+    JobReleased,
+    LaunchId,
+    PieceDone,
+    PieceFailed,
+    ProgramId,
+    ProgramReady,
+    TransferEnded,
+)
 
 OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
 UNKNOWN_STATUS = "ended, and nobody could say how"
@@ -157,12 +153,12 @@ class ExecutorRecord(Charges):
         (gaps in its heap count, too). OWN_BYTES, which every process has beside its tensors, are not charged."""
         return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
 
-    def answered(self, launch: Launch) -> LaunchDone | None:
+    def answered(self, launch: Launch) -> PieceDone | None:
         """The end of a launch whose step the process has answered, before its message about it has arrived."""
         if launch.submitted is None or PAGE_LAUNCH.unpack_from(self.page, PAGE_LAUNCH_AT)[0] != launch.launch:
             return None
         started, ended, suspended = PAGE_TIMES.unpack_from(self.page, PAGE_TIMES_AT)
-        return LaunchDone(launch.launch, started, ended, True, suspended)
+        return PieceDone(launch.launch, started, ended, True, suspended)
 
     def crash(self, launch: Launch | None) -> Fault:
         """The fault of a job whose process reported none before it ended."""
@@ -309,7 +305,7 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
                 executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
             return []
         schedule.done(job)
-        return [LaunchDone(LaunchId(launch), started, ended, answered, suspended)]
+        return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
     said = unpack(body)
     if tag == RECUT:
         program, cut, pieces, bounds, through_python = said
@@ -317,7 +313,7 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
             reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
             _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
         executor.programs[program].recut(cut, bounds)
-        return [Recut(job, program, cut, tuple(pieces), tuple(bounds))]
+        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds))]
     if tag == FAILED:
         executor.failure = Fault(*said[1:])  # reported when the process has ended
         return []
@@ -325,14 +321,14 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
     if tag == LOADED:
         program, pieces, bounds, table, ops = said
         executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramLoaded(job, program, tuple(pieces), tuple(bounds))]
+        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds))]
     if tag == REFUSED and isinstance(command, Load):
         executor.charged -= command.nbytes
         del executor.transients[command.program]
         return [ProgramRefused(job, command.program, Fault(*said[1:]))]
     if tag == TRANSFERRED and isinstance(command, TransferCommand):
         code, message, remedy = said[1:]
-        return [TransferDone(job, command.transfer, Fault(code, message, remedy) if code else None)]
+        return [TransferEnded(job, command.transfer, Fault(code, message, remedy) if code else None)]
     if tag == PROFILED and isinstance(command, ProfileCommand):
         text, code, message, remedy = said
         return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
@@ -340,7 +336,7 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
 
 
 def unheard(executor: ExecutorRecord, schedule: Schedule[Command]) -> list[DeviceEvent]:
-    """The LaunchDone of a launch whose step was answered, if the executor's message about it has not arrived yet."""
+    """The PieceDone of a launch whose step was answered, if the executor's message about it has not arrived yet."""
     running = schedule.running(executor.job)
     done = executor.answered(running) if isinstance(running, Launch) and not executor.unloading else None
     if done is None:
@@ -355,17 +351,17 @@ def obituary(executor: ExecutorRecord, unfinished: Sequence[Command]) -> list[De
     for command in unfinished:
         release(command)
     if executor.unloading:
-        return [JobUnloaded(executor.job)]
+        return [JobReleased(executor.job)]
     first = unfinished[0] if unfinished else None
     fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
-    return [*(_unanswered(executor, command, fault) for command in unfinished), JobLost(executor.job, fault)]
+    return [*(_unanswered(executor, command, fault) for command in unfinished), JobDied(executor.job, fault)]
 
 
 def _unanswered(executor: ExecutorRecord, command: Command, fault: Fault) -> DeviceEvent:
     if isinstance(command, Launch):
-        return LaunchFailed(command.launch, fault)
+        return PieceFailed(command.launch, fault)
     if isinstance(command, Load):
         return ProgramRefused(executor.job, ProgramId(command.program), fault)
     if isinstance(command, ProfileCommand):
         return ProgramProfiled(executor.job, command.program, b"", fault)
-    return TransferDone(executor.job, command.transfer, fault)
+    return TransferEnded(executor.job, command.transfer, fault)

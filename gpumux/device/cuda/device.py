@@ -43,7 +43,20 @@ from gpumux.device.run.device_base import DeviceBase
 from gpumux.device.workers.channel import Descriptors
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.ir import DEFAULT, ProgramLimits
-from gpumux.types import DeviceInfo, Fault, JobId, JobSpec, Priority, ProgramId
+from gpumux.types import (
+    DeviceInfo,
+    Fault,
+    JobDied,
+    JobId,
+    JobReleased,
+    JobSpec,
+    PieceDone,
+    PieceFailed,
+    Priority,
+    ProgramId,
+    ProgramReady,
+    TransferEnded,
+)
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.compute import Compute
@@ -166,7 +179,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         if job in self._jobs:
             return
         if not is_seed(spec.seed):
-            self._emit(dev.JobLost(job, BAD_SEED))
+            self._emit(JobDied(job, BAD_SEED))
             return
         self._jobs[job] = CudaJob(job, spec)
         self._schedule.open(job)
@@ -204,9 +217,9 @@ class CudaDevice(DeviceBase[CudaJob]):
     def launch(self, launch: Launch) -> None:
         held = self._jobs.get(launch.job)
         if held is None:
-            self._emit(dev.LaunchFailed(launch.launch, UNKNOWN_JOB), dev.JobLost(launch.job, UNKNOWN_JOB))
+            self._emit(PieceFailed(launch.launch, UNKNOWN_JOB), JobDied(launch.job, UNKNOWN_JOB))
         elif held.fault is not None and not held.unloading:
-            self._emit(dev.LaunchFailed(launch.launch, held.fault))
+            self._emit(PieceFailed(launch.launch, held.fault))
         elif not held.unloading:
             if self._schedule.claim(launch.job, launch, launch.stream):
                 self._carry_out(held, launch)
@@ -309,7 +322,7 @@ class CudaDevice(DeviceBase[CudaJob]):
     #
     # A job's commands keep their order. A command for the worker's thread starts when nothing of the job is in flight,
     # and nothing of the job is launched until it has ended. A lost job's commands are all answered; what the job holds
-    # is given back once the GPU has done with it, and JobLost or JobUnloaded comes only then.
+    # is given back once the GPU has done with it, and JobDied or JobReleased comes only then.
 
     def _is_live(self, job: CudaJob) -> bool:
         return not job.ended
@@ -382,7 +395,7 @@ class CudaDevice(DeviceBase[CudaJob]):
             self._fail_job(job, as_fault(completed.error), launch)
             return
         self._schedule.done(job.id)
-        self._events.append(dev.LaunchDone(launch.launch, completed.started, completed.ended))
+        self._events.append(PieceDone(launch.launch, completed.started, completed.ended))
         cuts = job.programs[launch.program].cuts
         cuts.ran(launch.cut, launch.piece, completed.ended - completed.started)
         if last:
@@ -441,7 +454,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         if fault is not None:
             self._fail_job(job, fault, launch)
             return
-        self._events.append(dev.LaunchDone(launch.launch, *value))
+        self._events.append(PieceDone(launch.launch, *value))
         cuts = job.programs[launch.program].cuts
         bounds = cuts.bounds(launch.cut)
         last = bounds is not None and launch.piece == len(bounds) - 2
@@ -459,11 +472,11 @@ class CudaDevice(DeviceBase[CudaJob]):
             job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
             job.transients[load.program] = max(job.transients[load.program], value.transient)
             bounds = value.cuts.bounds(0)
-            self._events.append(dev.ProgramLoaded(job.id, load.program, value.cuts.seconds(0), bounds))
+            self._events.append(ProgramReady(job.id, load.program, 0, value.cuts.seconds(0), bounds))
         self._continue_job(job, None)
 
     def _moved(self, job: CudaJob, move: TransferCommand, value: Any, fault: Fault | None) -> None:
-        self._events.append(dev.TransferDone(job.id, move.transfer, fault))
+        self._events.append(TransferEnded(job.id, move.transfer, fault))
         self._continue_job(job, None)
 
     def _profile_requested(self, job: CudaJob, asked: ProfileCommand, value: Any, fault: Fault | None) -> None:
@@ -512,7 +525,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         bounds = cuts.bounds(cuts.newest)
         assert bounds is not None
         self._profiles.recut(job, program)
-        self._events.append(dev.Recut(job.id, program, cuts.newest, cuts.seconds(cuts.newest), bounds))
+        self._events.append(ProgramReady(job.id, program, cuts.newest, cuts.seconds(cuts.newest), bounds))
 
     # A high job that is alone on the device runs each step as one graph: there is no other work to run between pieces.
     # Both cuts stay captured, so that it runs in pieces again from its next step when another job is opened.
@@ -593,7 +606,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         unfinished = self._schedule.drop(job.id)
         job.backlog.clear()
         if launch is not None:
-            self._events.append(dev.LaunchFailed(launch.launch, fault))
+            self._events.append(PieceFailed(launch.launch, fault))
         self._profiles.lost(job, fault)
         for command in unfinished:
             if command is not launch:
@@ -638,9 +651,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         del self._jobs[job.id]
         self._untrimmed = True
         assert job.fault is not None or job.unloading
-        self._events.append(
-            dev.JobUnloaded(job.id) if job.fault is None or job.unloading else dev.JobLost(job.id, job.fault)
-        )
+        self._events.append(JobReleased(job.id) if job.fault is None or job.unloading else JobDied(job.id, job.fault))
 
     def _trim(self) -> None:
         """Have torch give unused memory back to the driver. Only while nothing runs: the GPU stops for a moment."""

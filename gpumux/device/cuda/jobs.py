@@ -10,7 +10,7 @@ from gpumux.device import base as dev
 from gpumux.device.base import Charges, DeviceEvent, Launch
 from gpumux.device.run.commands import ProfileCommand, TransferCommand
 from gpumux.device.workers.channel import Descriptors
-from gpumux.types import Fault, JobId, JobSpec, ProgramId
+from gpumux.types import Fault, JobId, JobSpec, PieceFailed, ProgramId, TransferEnded
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.program import CudaProgram
@@ -114,11 +114,11 @@ def unanswered(job: JobId, command: Command | InternalCommand, fault: Fault) -> 
     """The events that answer a command of a lost job."""
     release(command)
     if isinstance(command, Launch):
-        return [dev.LaunchFailed(command.launch, fault)]
+        return [PieceFailed(command.launch, fault)]
     if isinstance(command, CudaLoad):
         return [dev.ProgramRefused(job, command.program, fault)]
     if isinstance(command, TransferCommand):
-        return [dev.TransferDone(job, command.transfer, fault)]
+        return [TransferEnded(job, command.transfer, fault)]
     if isinstance(command, ProfileCommand):
         return [dev.ProgramProfiled(job, command.program, b"", fault)]
     return []

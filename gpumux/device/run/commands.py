@@ -39,5 +39,5 @@ def is_seed(seed: int) -> bool:
 
 
 def of_job(event: DeviceEvent, job: JobId) -> bool:
-    """Whether an event names the job. LaunchDone and LaunchFailed name none."""
+    """Whether an event names the job. PieceDone and PieceFailed name none."""
     return getattr(event, "job", None) == job

@@ -23,7 +23,7 @@ from gpumux.device.workers.checks import Checks
 from gpumux.device.workers.fork_server import ForkServer, ForkServerSupervisor
 from gpumux.errors import ConfigError
 from gpumux.program.ir import ProgramLimits
-from gpumux.types import Fault, JobId, ProgramId, TransferId
+from gpumux.types import Fault, JobId, JobReleased, ProgramId, TransferEnded, TransferId
 
 
 class DeviceJob(Protocol):
@@ -91,7 +91,7 @@ class DeviceBase(ABC, Generic[J]):
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
         if self._live(job) is None:
-            self._emit(dev.TransferDone(job, transfer, self._fault_of(job)))
+            self._emit(TransferEnded(job, transfer, self._fault_of(job)))
             return
         held = Descriptors((os.dup(segment.fd),))
         self._submit(job, TransferCommand(transfer, tuple(buffers), held, segment.nbytes, into_device), None)
@@ -107,7 +107,7 @@ class DeviceBase(ABC, Generic[J]):
             self._supervisor.kill(token)
         held = self._jobs.get(job)
         if held is None:
-            self._emit(dev.JobUnloaded(job))
+            self._emit(JobReleased(job))
             return
         if held.unloading:
             return

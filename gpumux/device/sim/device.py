@@ -21,19 +21,12 @@ from gpumux import __version__, hostmemory
 from gpumux.device.base import (
     GENERATOR,
     DeviceEvent,
-    JobLost,
-    JobUnloaded,
     Launch,
-    LaunchDone,
-    LaunchFailed,
     MemoryFigures,
     ProgramChecked,
-    ProgramLoaded,
     ProgramProfiled,
     ProgramRefused,
-    Recut,
     Segment,
-    TransferDone,
 )
 from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernels_of, op_profiles, preset, solo_seconds
 from gpumux.device.sim.gpu import Gpu
@@ -50,11 +43,17 @@ from gpumux.types import (
     DeviceInfo,
     Fault,
     Footprint,
+    JobDied,
     JobId,
+    JobReleased,
     JobSpec,
     LaunchId,
+    PieceDone,
+    PieceFailed,
     Priority,
     ProgramId,
+    ProgramReady,
+    TransferEnded,
     TransferId,
 )
 
@@ -328,10 +327,10 @@ class SimJob:
                 return Fault("program", message, _BUG)
         return None
 
-    def move(self, move: SimTransfer) -> TransferDone:
+    def move(self, move: SimTransfer) -> TransferEnded:
         """Carry out a transfer, and close its descriptor."""
         try:
-            return TransferDone(self.job, move.transfer, self._copy(move))
+            return TransferEnded(self.job, move.transfer, self._copy(move))
         finally:
             os.close(move.fd)
 
@@ -480,12 +479,12 @@ class SimDevice:
         if isinstance(loaded, Fault):
             self._emit(ProgramRefused(job, program, loaded))
         else:
-            self._emit(ProgramLoaded(job, program, loaded.predicted.seconds, loaded.predicted.bounds))
+            self._emit(ProgramReady(job, program, 0, loaded.predicted.seconds, loaded.predicted.bounds))
 
     def launch(self, launch: Launch) -> None:
         job = self._jobs.get(launch.job)
         if job is None:
-            self._emit(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
+            self._emit(PieceFailed(launch.launch, _UNKNOWN), JobDied(launch.job, _UNKNOWN))
             return
         program = job.programs.get(launch.program)
         fault = (
@@ -506,7 +505,7 @@ class SimDevice:
     ) -> None:
         held = self._jobs.get(job)
         if held is None:
-            self._emit(TransferDone(job, transfer, _UNKNOWN))
+            self._emit(TransferEnded(job, transfer, _UNKNOWN))
             return
         self._submit(held, SimTransfer(transfer, tuple(buffers), os.dup(segment.fd), segment.nbytes, into_device))
 
@@ -524,7 +523,7 @@ class SimDevice:
             self._hand_over()
         self._checks.forget(job)
         self._events = [event for event in self._events if getattr(event, "job", None) != job]
-        self._emit(JobUnloaded(job))
+        self._emit(JobReleased(job))
 
     def memory(self) -> MemoryFigures:
         by_job = {job.job: job.memory for job in self._jobs.values()}
@@ -588,11 +587,11 @@ class SimDevice:
     def _launch_done(self, launch: Launch, started: float, ended: float) -> None:
         job = self._jobs[launch.job]
         job.running.popleft()
-        self._events.append(LaunchDone(launch.launch, started, ended))
+        self._events.append(PieceDone(launch.launch, started, ended))
         program = job.programs[launch.program]
         pieces = program.done(launch)
         if pieces is not None:
-            self._events.append(Recut(launch.job, launch.program, program.newest, pieces.seconds, pieces.bounds))
+            self._events.append(ProgramReady(launch.job, launch.program, program.newest, pieces.seconds, pieces.bounds))
         self._hand_over()
 
     # ---- endings
@@ -601,12 +600,12 @@ class SimDevice:
         """Report that the job is lost, and answer its outstanding commands."""
         for command in (*job.running, *job.waiting):
             if isinstance(command, Launch):
-                self._events.append(LaunchFailed(command.launch, fault))
+                self._events.append(PieceFailed(command.launch, fault))
             elif isinstance(command, SimTransfer):
-                self._events.append(TransferDone(job.job, command.transfer, fault))
+                self._events.append(TransferEnded(job.job, command.transfer, fault))
             else:
                 self._events.append(ProgramProfiled(job.job, command.program, b"", fault))
-        self._events.append(JobLost(job.job, fault))
+        self._events.append(JobDied(job.job, fault))
         self._forget_job(job)
         self._hand_over()
 

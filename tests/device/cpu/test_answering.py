@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from gpumux.device.base import JobLost, Launch, LaunchDone
+from gpumux.device.base import Launch
 from gpumux.device.cpu.executor import StepAnswers
 from gpumux.device.cpu.jobs import ExecutorRecord, answer, obituary, unheard
 from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
@@ -24,7 +24,7 @@ from gpumux.device.workers.channel import (
     Channel,
     pair,
 )
-from gpumux.types import JobId, LaunchId, ProgramId, StepId
+from gpumux.types import JobDied, JobId, LaunchId, PieceDone, ProgramId, StepId
 
 JOB = JobId("a" * 32)
 FORM = (bytes(32), 0, 8, 16, 24)
@@ -73,7 +73,7 @@ def test_an_answer_is_known_before_it_is_told_and_told_once(executor, answers):
     assert unheard(executor, schedule) == []
     assert answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.25)
     assert struct.unpack(">Qddd", answers[1].recv(100)) == (5, 1.0, 0.75, 2.0)
-    assert unheard(executor, schedule) == [LaunchDone(launch.launch, 2.0, 3.0, True, 0.25)]
+    assert unheard(executor, schedule) == [PieceDone(launch.launch, 2.0, 3.0, True, 0.25)]
     assert unheard(executor, schedule) == []
     assert schedule.running(JOB) is None
     assert answer(executor, schedule, DONE, done(7, True)) == []
@@ -93,7 +93,7 @@ def test_an_answered_step_counts_even_if_the_process_died_before_it_told(executo
     answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
     executor.status, executor.ended = 9, True
     events = [*unheard(executor, schedule), *obituary(executor, schedule.drop(JOB))]
-    assert [type(event) for event in events] == [LaunchDone, JobLost]
+    assert [type(event) for event in events] == [PieceDone, JobDied]
 
 
 def test_an_answer_that_could_not_be_sent_is_nowhere(executor, answers):
@@ -101,7 +101,7 @@ def test_an_answer_that_could_not_be_sent_is_nowhere(executor, answers):
     answers[1].close()
     assert not answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
     assert unheard(executor, schedule) == []
-    assert answer(executor, schedule, DONE, done(7, False)) == [LaunchDone(LaunchId(7), 2.0, 3.0, False, 0.25)]
+    assert answer(executor, schedule, DONE, done(7, False)) == [PieceDone(LaunchId(7), 2.0, 3.0, False, 0.25)]
 
 
 def test_an_answer_lost_after_we_counted_on_it_fails_the_job(executor, answers):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.device.base import JobLost, LaunchFailed, ProgramChecked, ProgramRefused
+from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.errors import ConfigError
 from gpumux.program.codec import encode
 from gpumux.program.ir import Program
-from gpumux.types import ProgramId
+from gpumux.types import JobDied, PieceFailed, ProgramId
 from tests.daemon.victim import long
 from tests.device.harness import GIVE_UP_S, Case, Driver, LoadedJob
 from tests.program import samples
@@ -85,12 +85,12 @@ class Neighbour:
             assert struct.unpack("f", self.job.get(self.program, 0, 4)) == (self.count,)
 
 
-def lose(driver: Driver, job: LoadedJob, program: ProgramId) -> JobLost:
+def lose(driver: Driver, job: LoadedJob, program: ProgramId) -> JobDied:
     """Run a step that fails; the loss of its job, which says what the launch said."""
     (launch,) = job.launch(program)
     failed = driver.failed(launch)
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
+    assert isinstance(lost, JobDied)
     assert lost.fault == failed.fault
     return lost
 
@@ -151,8 +151,8 @@ def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevi
     job.load(samples.counter(), [4])
     (pid,) = set(children(fork_server(device))) - before
     os.kill(pid, signal.SIGKILL)
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
+    assert isinstance(lost, JobDied)
     assert lost.fault.code == "executor_crashed"
     assert "SIGKILL" in lost.fault.message
     assert "out of memory" in lost.fault.remedy
@@ -168,13 +168,13 @@ def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: D
     old = fork_server(device)
     executors = children(old)
     os.kill(old, signal.SIGKILL)
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
+    assert isinstance(lost, JobDied)
     assert lost.fault.code == "executor_crashed"
     assert "ended with the process that started it" in lost.fault.message
     assert "operator" not in str(lost.fault), "no operator has to do with it"
     for event in driver.unread:
-        if isinstance(event, LaunchFailed):
+        if isinstance(event, PieceFailed):
             assert event.launch in launches
     assert executors
     assert not [pid for pid in executors if Path(f"/proc/{pid}/exe").exists()]
@@ -188,7 +188,7 @@ def test_a_check_that_dies_with_the_fork_server_is_answered(own: Driver, own_dev
     job = driver.open()
     driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear(rows=23)))  # which was never checked
     os.kill(fork_server(device), signal.SIGKILL)
-    answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobLost))
+    answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobDied))
     assert not isinstance(answer, ProgramChecked)
 
 
@@ -237,7 +237,7 @@ def test_a_command_that_can_not_be_sent_fails_its_job_and_no_other(
         patched.setattr("gpumux.device.cpu.jobs._send", full)
         (launch,) = job.launch(program, [1.0])
     assert "Message too long" in driver.failed(launch).fault.message
-    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     other.step(others, [2.0])
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpumux.device.base import JobLost, ProgramLoaded, ProgramRefused
+from gpumux.device.base import ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
-from gpumux.types import JobId, JobSpec, Priority
+from gpumux.types import JobDied, JobId, JobSpec, Priority, ProgramReady
 from tests.device.cpu.test_crashes import children, fork_server
 from tests.device.harness import Case, Driver
 from tests.program import samples
@@ -77,8 +77,8 @@ def test_an_operator_that_raises_fails_the_job_by_name(driver: Driver, steps_bef
     assert "aten.embedding.default" in fault.message
     assert "index out of range" in fault.message
     assert "Traceback" not in fault.message
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
+    assert isinstance(lost, JobDied)
     assert lost.fault == fault
 
 
@@ -88,7 +88,7 @@ def test_an_allocation_that_fails_refuses_the_program_alone(
     job = driver.open()
     monkeypatch.setattr(device, "_total", 1 << 62)  # so that it comes to the allocation
     job.try_load(samples.counter(), [4, 1 << 50])
-    refused = driver.until(ProgramRefused | ProgramLoaded, job.job)
+    refused = driver.until(ProgramRefused | ProgramReady, job.job)
     assert isinstance(refused, ProgramRefused)
     assert refused.fault.code == "admission_refused"
     program = job.load(samples.counter(), [4])
@@ -99,8 +99,8 @@ def test_an_allocation_that_fails_refuses_the_program_alone(
 def test_a_seed_torch_cannot_take_loses_the_job(driver: Driver, device: CpuDevice) -> None:
     job = JobId("e" * 32)
     device.open_job(job, JobSpec("seeded", seed=1 << 64))
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job)
-    assert isinstance(lost, JobLost)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job)
+    assert isinstance(lost, JobDied)
     assert "seed" in lost.fault.message
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpumux.device.base import Launch, Recut
+from gpumux.device.base import Launch
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from gpumux.types import LaunchId, Priority, ProgramId, StepId
+from gpumux.types import LaunchId, Priority, ProgramId, ProgramReady, StepId
 from tests.device.cuda.fake import FakeCompute, FakeDriver
 from tests.device.harness import Driver, LoadedJob, floats, numbers
 
@@ -66,7 +66,7 @@ def captured(
         driver.device._jobs[job.job].programs[number].cuts.aim(1e-9)
     for _ in range(2):
         job.step(number, [1.0] * len(program.scalars))
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     return job, number
 
 
@@ -80,7 +80,7 @@ def in_pieces(driver: Driver, shared: CudaDevice, priority: Priority = Priority.
     shared._jobs[job.job].programs[number].cuts.aim(1e-9)
     for _ in range(2):
         job.step(number, [1.0])
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     assert len(job.pieces[number]) == LENGTH
     return job, number
 
@@ -124,6 +124,6 @@ def ready(driver: Driver, device: CudaDevice, made: Program) -> tuple[LoadedJob,
     cut_fine(device, job, number)
     for _ in range(2):
         job.step(number, [1.0])
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     assert len(job.pieces[number]) > 10
     return job, number

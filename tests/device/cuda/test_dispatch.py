@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux.device.base import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.base import ProgramRefused
 from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.driver import fault
@@ -23,7 +23,7 @@ from gpumux.device.cuda.operators import FORMS
 from gpumux.device.cuda.program import HOST_S
 from gpumux.errors import DeviceLost, JobFailed
 from gpumux.program.ir import Op, Program, ProgramBuilder, ScalarRef, Storage, TensorRef, View, slot_layout
-from gpumux.types import Priority
+from gpumux.types import JobDied, JobReleased, Priority, ProgramReady
 from tests.device.cuda.fake import MEMORY, FakeCompute, fake_device, poll_wait
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Case, Driver, floats, numbers
@@ -150,7 +150,7 @@ def test_nothing_is_freed_while_a_launch_is_out(driver: Driver, shared: CudaDevi
     job.launch(number, [1.0])
     shared.unload(job.job)
     ended = [event for _ in range(20) for event in shared.poll()]
-    assert not [event for event in ended if isinstance(event, JobUnloaded)]
+    assert not [event for event in ended if isinstance(event, JobReleased)]
     assert job.job in shared.memory().by_job
     gpu.auto = True
     driver.unload(job.job)
@@ -177,7 +177,7 @@ def test_a_job_that_becomes_important_is_captured_anew_at_that_priority(driver: 
     stream = shared._jobs[job.job].capture_stream
     shared.regrade(job.job, Priority.HIGH)
     job.step(number, [1.0])
-    recut = driver.until(Recut, job.job)
+    recut = driver.until(ProgramReady, job.job)
     assert recut.cut == 2
     assert shared._jobs[job.job].capture_stream != stream
     gpu = gpu_of(shared)
@@ -213,7 +213,7 @@ def test_unloading_during_a_capture_gives_everything_back(driver: Driver, shared
     driver.unload(job.job)
     assert shared.memory().free_bytes == free
     assert all(graph.dropped for graph in compute.graphs[-1:])
-    assert not [event for event in driver.unread if isinstance(event, Recut) and event.job == job.job]
+    assert not [event for event in driver.unread if isinstance(event, ProgramReady) and event.job == job.job]
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}, {3, 4}, set(range(40)), set(range(999))], ids=len)
@@ -240,7 +240,7 @@ def test_pieces_that_cant_be_captured_stay_operator_by_operator(
     try:
         for value in (0.25, 4.0):
             assert step(value, 0) == pytest.approx(crossed((1, 2, 3, 4), value))
-        driver.until(Recut, job.job)
+        driver.until(ProgramReady, job.job)
     finally:
         compute.before_capture = lambda: None
     cut = shared._jobs[job.job].programs[number]._graphs[1]
@@ -299,7 +299,7 @@ def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_trace
     with monkeypatch.context() as patched:
         patched.setattr(gpu, "elapsed", fail)
         job.launch(number, [1.0])
-        lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+        lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     assert "INVALID_HANDLE" in lost.fault.message  # type: ignore[union-attr]
     other.step(kept, [1.0])
     (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -391,7 +391,7 @@ def test_pieces_among_captured_ones_take_nothing_from_the_graphs_memory(driver: 
     try:
         for _ in range(2):
             job.step(number, [1.0])
-        driver.until(Recut, job.job)
+        driver.until(ProgramReady, job.job)
     finally:
         compute.before_capture = lambda: None
     before = len(compute.eager)
@@ -413,13 +413,13 @@ def test_temporary_lists_of_an_optimizers_form_are_charged(
     slot = 3 * slot_layout(program).nbytes
     monkeypatch.setattr(shared, "_total", taken + sum(buffers) + slot + room)
     job.try_load(program, buffers)
-    answer = driver.wait_for(lambda e: isinstance(e, ProgramLoaded | ProgramRefused) and e.job == job.job)
+    answer = driver.wait_for(lambda e: isinstance(e, ProgramReady | ProgramRefused) and e.job == job.job)
     if room < 800:
         assert isinstance(answer, ProgramRefused)
         assert answer.fault.code == "admission_refused"
         assert "temporaries need 800 bytes" in answer.fault.message
     else:
-        assert isinstance(answer, ProgramLoaded)
+        assert isinstance(answer, ProgramReady)
         assert shared._jobs[job.job].transients == {answer.program: 800}
 
 
@@ -549,11 +549,11 @@ def test_memory_stays_while_the_worker_captures(
     shared.unload(leaving.job)
     gates[0].set()
     assert begun.acquire(timeout=60)  # the second piece's capture has begun, behind the end of the other job
-    driver.until(JobUnloaded, leaving.job)
+    driver.until(JobReleased, leaving.job)
     driver.poll()
     meanwhile = trims.asked
     gates[1].set()
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     for _ in range(3):
         driver.poll()
     assert (meanwhile, trims.asked) == (0, 1)
@@ -574,11 +574,11 @@ def test_memory_stays_while_another_job_is_let_go_of(
     monkeypatch.setattr(shared._engine, "release", slow)
     shared.unload(first.job)
     shared.unload(second.job)
-    driver.until(JobUnloaded, first.job)
+    driver.until(JobReleased, first.job)
     driver.poll()
     meanwhile = trims.asked
     gate.set()
-    driver.until(JobUnloaded, second.job)
+    driver.until(JobReleased, second.job)
     for _ in range(3):
         driver.poll()
     assert (meanwhile, trims.asked) == (0, 1)

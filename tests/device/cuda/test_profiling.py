@@ -7,13 +7,13 @@ from time import monotonic
 
 import pytest
 
-from gpumux.device.base import JobLost, ProgramProfiled, Recut
+from gpumux.device.base import ProgramProfiled
 from gpumux.device.cuda import profiling
 from gpumux.device.cuda.cuts import STEPS, InstrumentedCut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
 from gpumux.program.profile import StepProfile, loads
-from gpumux.types import JobId, Priority, ProgramId
+from gpumux.types import JobDied, JobId, Priority, ProgramId, ProgramReady
 from tests.device.cuda.fake import FakeDriver
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Driver, LoadedJob, floats, numbers
@@ -111,7 +111,7 @@ def test_a_step_that_a_new_cut_meets_midway_ends_through_the_graphs_it_began_wit
     assert instrumented.step == second[0].step
     gpu_of(shared).auto = True
     driver.done(second[0].launch)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     assert loaded.instrumented is not instrumented
     for piece in second[1:]:
         launch(piece)
@@ -176,7 +176,7 @@ def test_requests_are_answered_in_order_through_another_cut(
     shared.regrade(job.job, Priority.HIGH)  # captured anew: what was measured was another cut's
     for _ in range(2):
         assert "captured pieces" in steps_until_profiled(driver, job, number)[0].note
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     assert not shared._jobs[job.job].profiling
 
 
@@ -195,7 +195,7 @@ def test_a_job_that_ends_leaves_no_request_behind(
         answer = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
         assert isinstance(answer, ProgramProfiled)
         assert answer.fault is not None
-        driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+        driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     driver.unload(job.job)
     assert not [event for event in driver.unread if isinstance(event, ProgramProfiled) and event.job == job.job]
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumux.device.base import Recut
 from gpumux.device.cuda.cuts import SETTLE_STEPS
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
-from gpumux.types import Priority
+from gpumux.types import Priority, ProgramReady
 from tests.device.cuda.running import LENGTH, check, compute_of, gpu_of, in_pieces
 from tests.device.harness import Driver, LoadedJob, floats, numbers
 
@@ -23,17 +22,17 @@ def settle(job: LoadedJob, number: int) -> None:
 def test_alone_it_is_whole_and_beside_another_in_pieces_without_a_capture(driver: Driver, shared: CudaDevice) -> None:
     job, number = in_pieces(driver, shared)
     settle(job, number)
-    assert len(driver.until(Recut, job.job).pieces) == 1
+    assert len(driver.until(ProgramReady, job.job).pieces) == 1
     captures = len(compute_of(shared).captures)
     check(job, number, 0.5)
     for _ in range(2):
         other = driver.open()
-        assert len(driver.until(Recut, job.job).pieces) == LENGTH  # before its next step
+        assert len(driver.until(ProgramReady, job.job).pieces) == LENGTH  # before its next step
         check(job, number, 0.25)
         driver.unload(other.job)
         assert len(job.pieces[number]) == LENGTH
         check(job, number, -1.0)
-        assert len(driver.until(Recut, job.job).pieces) == 1
+        assert len(driver.until(ProgramReady, job.job).pieces) == 1
         check(job, number, 2.0)
     assert len(compute_of(shared).captures) == captures
 
@@ -41,14 +40,14 @@ def test_alone_it_is_whole_and_beside_another_in_pieces_without_a_capture(driver
 def test_a_step_goes_on_in_the_cut_it_began_with(driver: Driver, shared: CudaDevice) -> None:
     job, number = in_pieces(driver, shared)
     settle(job, number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     job.step(number, [1.0])
     gpu = gpu_of(shared)
     gpu.auto = False
     job.put(number, 0, floats(1, 2, 3, 4))
     (launch,) = job.launch(number, [3.0])
     driver.open()
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     gpu.auto = True
     driver.done(launch)
     assert numbers(job.get(number, 0, 16)) == pytest.approx([x + LENGTH * 3.0 for x in (1, 2, 3, 4)])
@@ -60,17 +59,17 @@ def test_low_jobs_and_those_with_company_stay_in_pieces(driver: Driver, shared: 
     settle(low, number)
     high, other = in_pieces(driver, shared)
     settle(high, other)
-    assert not [event for event in driver.unread if isinstance(event, Recut)]
+    assert not [event for event in driver.unread if isinstance(event, ProgramReady)]
     assert len(low.pieces[number]) == len(high.pieces[other]) == LENGTH
 
 
 def test_one_that_becomes_low_is_captured_anew_in_pieces(driver: Driver, shared: CudaDevice) -> None:
     job, number = in_pieces(driver, shared)
     settle(job, number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     shared.regrade(job.job, Priority.LOW)
     job.step(number, [1.0])
-    assert len(driver.until(Recut, job.job).pieces) == LENGTH
+    assert len(driver.until(ProgramReady, job.job).pieces) == LENGTH
     settle(job, number)
     check(job, number, 0.5)
     assert len(job.pieces[number]) == LENGTH
@@ -81,7 +80,7 @@ def test_steps_that_wait_behind_a_new_capture_find_their_cut(comes: bool, driver
     """A capture waits until they are over; their ends meanwhile make no further cut."""
     job, number = in_pieces(driver, shared)
     settle(job, number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     job.step(number, [1.0])
     gpu = gpu_of(shared)
     gpu.auto = False
@@ -132,7 +131,7 @@ def test_nothing_is_left_of_either_cut(driver: Driver, shared: CudaDevice) -> No
     before = len(compute.graphs)
     job, number = in_pieces(driver, shared)
     settle(job, number)
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     check(job, number, 0.5)
     driver.unload(job.job)
     assert all(graph.dropped for graph in compute.graphs[before:])

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpumux.device.base import JobLost, Launch, LaunchDone, ProgramProfiled, Recut
+from gpumux.device.base import Launch, ProgramProfiled
 from gpumux.device.sim.cost import A100, H200, GpuSpec, kernels_of, op_profiles, product, solo_seconds
 from gpumux.device.sim.device import SimDevice
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import OpProfile, StepProfile, loads
-from gpumux.types import LaunchId, Priority, StepId
+from gpumux.types import JobDied, LaunchId, PieceDone, Priority, ProgramReady, StepId
 from tests.device.conftest import CLOCK
 from tests.device.harness import Case, Driver
 from tests.program import samples
@@ -96,7 +96,7 @@ def test_a_profile_counts_more_than_the_model_and_the_first_step_shows_it() -> N
         assert sum(job.pieces[number]) < 300e-6  # the cost model's belief
         first = job.step(number)
         assert sum(done.ended - done.started for done in first) > 1200e-6
-        recut = driver.until(Recut, job.job)
+        recut = driver.until(ProgramReady, job.job)
         assert len(recut.pieces) > len(first)
         assert sum(recut.pieces) == pytest.approx(1200e-6, rel=0.05)
         driver.device.profile(job.job, number)
@@ -121,7 +121,7 @@ def test_a_launch_may_be_confined_to_a_share_the_device_offers_and_to_no_other()
         wrong = Launch(LaunchId(1 << 51), job.job, StepId(9), number, 0, 0, 0, (), 0, 0.3)
         driver.device.launch(wrong)
         assert "share" in driver.failed(wrong.launch).fault.message
-        driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+        driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
 
 
 def test_a_high_launch_overtakes_low_ones_on_the_device(driver: Driver) -> None:
@@ -156,7 +156,7 @@ def test_unloading_one_job_leaves_the_other_its_launches(driver: Driver) -> None
     gone.launch(number)
     launches = kept.launch(mine)
     driver.unload(gone.job)
-    assert all(isinstance(driver.done(launch), LaunchDone) for launch in launches)
+    assert all(isinstance(driver.done(launch), PieceDone) for launch in launches)
 
 
 # ---- the cost model

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumux.device.base import Recut
 from gpumux.device.cuda.streams import DEFAULT_SHARES
+from gpumux.types import ProgramReady
 from tests.device.cuda.running import crossing, cut_fine, step
 from tests.device.harness import Case, Driver, floats, numbers
 from tests.stub.device.compute import stub_device
@@ -34,7 +34,7 @@ def test_a_step_runs_on_any_shares(driver: Driver) -> None:
     cut_fine(driver.device, job, number)
     for _ in range(2):
         job.step(number, [1.0])
-    driver.until(Recut, job.job)
+    driver.until(ProgramReady, job.job)
     assert len(job.pieces[number]) > 2
     _, half, quarter = driver.device._partitions.shares
     for shares in ([1.0], [half], [half, quarter, 1.0]):
