@@ -16,7 +16,7 @@ from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepR
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device import base as dev
-from gpumux.device.base import AnswerForm, Answering, Launch, Regrading, Segment
+from gpumux.device.base import AnswerForm, Answering, Launch, Regrading, SegmentHandle
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed, ProgramError
 from gpumux.program.codec import outline
 from gpumux.scheduler import events as cmd
@@ -33,7 +33,7 @@ _CLOSED = Fault(JobClosed.code, "the job was closed", "open a new one")
 class CommandRunner:
     """Carries out commands; `handlers` has one method for each class of command.
 
-    The scheduler may still send commands for a job that ended while it handled the same event. CloseJob and ForgetJob
+    The scheduler may still send commands for a job that ended while it handled the same event. EndJob and ForgetJob
     have answered all open requests of the job, so such a command finds no record and does nothing. `forgotten` is
     called with each job after ForgetJob.
     """
@@ -59,7 +59,7 @@ class CommandRunner:
             cmd.StartTransfer: self._start_transfer,
             cmd.FinishTransfer: self._finish_transfer,
             cmd.UnloadJob: self._unload_job,
-            cmd.CloseJob: self._close_job,
+            cmd.EndJob: self._end_job,
             cmd.JobChanged: self._job_changed,
             cmd.ForgetJob: self._forget_job,
         }
@@ -149,7 +149,7 @@ class CommandRunner:
         self._context.checks.forget(c.job)
         self._device.unload(c.job)
 
-    def _close_job(self, c: cmd.CloseJob) -> None:
+    def _end_job(self, c: cmd.EndJob) -> None:
         job = self._records.jobs.get(c.job)
         if job is None:
             return
@@ -235,7 +235,7 @@ class CommandRunner:
             program.encoded,
             program.new_buffers,
             program.binding,
-            Segment(made.fd, made.nbytes),
+            SegmentHandle(made.fd, made.nbytes),
             program.slots,
         )
 

@@ -90,7 +90,7 @@ class JobRecord:
     last_step: int = -1
     last_transfer: int = -1
     unloading: bool = False  # the device was told to unload it
-    over: bool = False  # CloseJob was executed: the client has been told
+    over: bool = False  # EndJob was executed: the client has been told
     device_answers: bool = False  # the device has the session's channel, to answer steps itself
 
     @property

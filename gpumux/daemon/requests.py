@@ -17,7 +17,7 @@ from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.snapshots.requests import SnapshotRequests
 from gpumux.daemon.tracing import Tracing
-from gpumux.device.base import Regrading, Segment
+from gpumux.device.base import Regrading, SegmentHandle
 from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
 from gpumux.program.ir import ALIGN
 from gpumux.scheduler import admission
@@ -444,7 +444,7 @@ def move(context: DaemonContext, job: JobRecord, transfer: TransferId, record: T
     """Pass a due transfer to the device, if its segment exists."""
     if record.segment is not None and not job.unloading:
         context.device.transfer(
-            job.id, transfer, record.buffers, Segment(record.segment.fd, record.segment.nbytes), record.push
+            job.id, transfer, record.buffers, SegmentHandle(record.segment.fd, record.segment.nbytes), record.push
         )
 
 

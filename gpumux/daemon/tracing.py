@@ -66,7 +66,7 @@ class Recording:
                 self._step(command, event, now)
             elif type(command) is cmd.FailStep:
                 self._happened(command.job, now, f"step {command.step} failed", command.fault.message)
-            elif type(command) is cmd.CloseJob:
+            elif type(command) is cmd.EndJob:
                 fault = command.fault
                 self._happened(command.job, now, "job ended", fault.message if fault is not None else "")
             elif type(command) is cmd.ForgetJob:

@@ -41,7 +41,7 @@ GENERATOR = -1  # in a transfer's list of buffers, last: the job's random genera
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentHandle:
     """Shared memory by descriptor: a sealed memfd of exactly `nbytes`. The caller owns `fd` and may close it when the
     call returns; the device duplicates what it keeps."""
 
@@ -166,7 +166,7 @@ class Device(Protocol):
         encoded: bytes,
         new_buffers: Sequence[int],
         binding: Sequence[int],
-        data: Segment,
+        data: SegmentHandle,
         slots: int,
     ) -> None:
         """Allocate `new_buffers` (bytes of each; zeroed, and appended to the job's list of buffers), bind the program's
@@ -182,7 +182,7 @@ class Device(Protocol):
         called at any time; the last call counts."""
 
     def transfer(
-        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: SegmentHandle, into_device: bool
     ) -> None:
         """Copy the job's buffers to or from `segment`, end to end, each aligned to 64 bytes, in order with the job's
         launches -> TransferEnded. GENERATOR stands for the state of the job's random generator; a state of length 0

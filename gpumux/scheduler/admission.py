@@ -14,7 +14,7 @@ from math import inf
 from gpumux.access import Rule, refuse_submit
 from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.jobs import Job
+from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
 
 # ---- Refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
@@ -154,12 +154,12 @@ class AdmissionLedger:
             )
         return None
 
-    def add_job(self, job: Job) -> None:
+    def add_job(self, job: ScheduledJob) -> None:
         self.charges[job.id] = Charge()
         self.jobs_by_uid[job.peer.uid] = self.jobs_by_uid.get(job.peer.uid, 0) + 1
         self.bytes_by_uid.setdefault(job.peer.uid, 0)
 
-    def remove_job(self, job: Job) -> None:
+    def remove_job(self, job: ScheduledJob) -> None:
         uid, total = job.peer.uid, self.charges.pop(job.id).total
         self.used -= total
         self.bytes_by_uid[uid] -= total
@@ -169,7 +169,7 @@ class AdmissionLedger:
 
     # ---- programs
 
-    def refuse_program(self, job: Job, footprint: Footprint) -> Fault | None:
+    def refuse_program(self, job: ScheduledJob, footprint: Footprint) -> Fault | None:
         """Why this program can't be loaded, or None. Charges nothing."""
         if self.capacity is None:
             return admission("the device is not open yet", "try again in a moment")
@@ -205,7 +205,7 @@ class AdmissionLedger:
             )
         return None
 
-    def recharge(self, job: Job) -> None:
+    def recharge(self, job: ScheduledJob) -> None:
         """Charge the job for the programs it has now."""
         charge = charge_for(p.footprint for p in job.programs.values())
         more = charge.total - self.charges[job.id].total
@@ -213,7 +213,7 @@ class AdmissionLedger:
         self.bytes_by_uid[job.peer.uid] += more
         self.charges[job.id] = charge
 
-    def check(self, jobs: Mapping[JobId, Job]) -> None:
+    def check(self, jobs: Mapping[JobId, ScheduledJob]) -> None:
         """Raise AssertionError unless the sums are the sums of the parts."""
         assert self.charges.keys() == jobs.keys(), f"charged jobs {set(self.charges)} are not {set(jobs)}"
         by_uid: dict[int, int] = {}

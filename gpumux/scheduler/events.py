@@ -272,7 +272,7 @@ class UnloadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseJob:
+class EndJob:
     """Tell the client the job is over. `fault` None: closed as it asked."""
 
     job: JobId
@@ -304,5 +304,5 @@ class WakeAt(NamedTuple):
 
 Command = (
     AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | CutProgram | LaunchPiece | StartTransfer
-    | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | JobChanged | ForgetJob | WakeAt
+    | FinishTransfer | FinishStep | FailStep | UnloadJob | EndJob | JobChanged | ForgetJob | WakeAt
 )  # fmt: skip

@@ -16,7 +16,7 @@ from gpumux.scheduler.guard.costs import MAX_RATE, HighCosts
 from gpumux.scheduler.guard.decisions import REASONS, Hold
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.guard.high_job import HighJob
-from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
 from gpumux.scheduler.state import Record, SchedulerState
 from gpumux.types import JobId, PieceDone, Priority, StepId
@@ -28,7 +28,7 @@ MOST_BANS = 8
 NAMES = 3  # operators of a range that are named
 
 
-def explain(state: SchedulerState, job: Job) -> list[str]:
+def explain(state: SchedulerState, job: ScheduledJob) -> list[str]:
     """Sentences about a job, the most important first."""
     lines = [_state(state, job), *_longest(state, job), *suspended(job)]
     guard = state.guard
@@ -61,7 +61,7 @@ def held(state: SchedulerState, hold: Hold) -> str:
     return _REASONS[hold.reason](state, hold)
 
 
-def _state(state: SchedulerState, job: Job) -> str:
+def _state(state: SchedulerState, job: ScheduledJob) -> str:
     subject = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
     blocked, out = job.blocked(), "1 piece" if job.outstanding == 1 else f"{job.outstanding} pieces"
     if blocked == "empty":
@@ -79,7 +79,7 @@ def _state(state: SchedulerState, job: Job) -> str:
     return f"{subject} {doing}; {job.steps_done} steps done."
 
 
-def _longest(state: SchedulerState, job: Job) -> list[str]:
+def _longest(state: SchedulerState, job: ScheduledJob) -> list[str]:
     """How a step is cut, and its longest piece."""
     ready = [program for program in job.programs.values() if program.ready]
     if not ready:
@@ -102,7 +102,7 @@ def _longest(state: SchedulerState, job: Job) -> list[str]:
 # ---- high jobs
 
 
-def _high(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
+def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
     high = guard.high_jobs.get(job.id)
     if high is None or high.costs is None:
         return ["No step of it has run yet, so nothing is known of its speed."]
@@ -170,7 +170,7 @@ def _takes(ratio: float) -> str:
     return f"takes {ratio:.2f} times as long beside it"
 
 
-def _running(state: SchedulerState, job: Job, key: str) -> list[str]:
+def _running(state: SchedulerState, job: ScheduledJob, key: str) -> list[str]:
     """The job's name for each of its programs that `key` stands for, with the program's number where it has others."""
     name, several = _name(state, job.id), len(job.programs) > 1
     return [f"{name} (its program {p.id})" if several else name for p in job.programs.values() if p.key == key]
@@ -179,7 +179,7 @@ def _running(state: SchedulerState, job: Job, key: str) -> list[str]:
 # ---- low jobs
 
 
-def _low(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
+def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
     lines = []
     hold = guard.decisions.holds.current.get(job.id)
     if hold is not None and not job.blocked():
@@ -210,7 +210,7 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
     return lines
 
 
-def _waits_for_turn(state: SchedulerState, guard: SlowdownGuard, job: Job) -> str:
+def _waits_for_turn(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> str:
     """What a low job waits for if it is not held itself."""
     before = next(iter(guard.decisions.holds.current.items()), None)
     if before is None or job.outstanding:
@@ -350,7 +350,7 @@ def outlier(high: HighJob) -> list[str]:
     ]
 
 
-def suspended(job: Job) -> list[str]:
+def suspended(job: ScheduledJob) -> list[str]:
     """How long its pieces stood still, on a device that can suspend them (the CPU)."""
     stood, out = job.suspended_s, job.suspended_s + job.device_s
     if stood <= SUSPENDED * out:
@@ -364,7 +364,7 @@ def suspended(job: Job) -> list[str]:
 # ---- Bans, ranges and names
 
 
-def _bans(state: SchedulerState, guard: SlowdownGuard, job: Job) -> list[str]:
+def _bans(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
     mine = [ban for ban in guard.bans.active if job.id in (ban.high, ban.low)]
     lines = [_banned(state, ban) for ban in mine[:MOST_BANS]]
     return lines + ([f"And {len(mine) - MOST_BANS} bans more."] if len(mine) > MOST_BANS else [])

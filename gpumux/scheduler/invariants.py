@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import isclose
 
-from gpumux.scheduler.jobs import Job, JobState, JobStep
+from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
 from gpumux.scheduler.state import SchedulerState
 from gpumux.scheduler.windows import MIN_COST_S, FairQueue, Outstanding, Window
 from gpumux.types import Priority
@@ -36,7 +36,7 @@ def _check_sessions(state: SchedulerState) -> None:
     assert not state.changed_jobs, "an event left its notes behind"
 
 
-def _check_job(job: Job) -> None:
+def _check_job(job: ScheduledJob) -> None:
     where = f"job {job.id}"
     steps = list(job.steps())
     ids = [step.id for step in steps]
@@ -107,7 +107,7 @@ def _check_class(state: SchedulerState, priority: Priority) -> None:
             assert isclose(job.pending, owed, rel_tol=1e-6, abs_tol=1e-9), f"job {job.id}: {job.pending} not {owed}"
 
 
-def _check_window(window: Window, jobs: list[Job]) -> None:
+def _check_window(window: Window, jobs: list[ScheduledJob]) -> None:
     launches = list(window.launches.values())
     total = sum(launch.predicted for launch in launches)
     assert isclose(window.seconds, total, rel_tol=1e-6, abs_tol=1e-9), f"window holds {window.seconds}, not {total}"

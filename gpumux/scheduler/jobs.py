@@ -142,7 +142,7 @@ class OpenSession:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ScheduledJob:
     """A job and its virtual queue. `served` and `pending` are virtual seconds (device seconds over weight): measured so
     far, and predicted for launches that are out. `ready_entry` numbers its entry in the ready queue (0: it has none),
     and `ready_key` is the key of that entry."""
@@ -164,7 +164,7 @@ class Job:
     active: bool = False  # counted in its class's active jobs
     state: JobState = JobState.OPEN
     paused: bool = False
-    close_sent: bool = False  # CloseJob was sent
+    end_sent: bool = False  # EndJob was sent
     new_priority: Priority | None = None  # the class it is to change to, once none of its pieces is out
     programs: dict[ProgramId, JobProgram] = field(default_factory=dict)
     running: dict[StepId, JobStep] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from gpumux.errors import ConfigError
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.decisions import DEFAULT_TARGET_S
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.jobs import Job
+from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.windows import Limit, Order, Windows
 from gpumux.types import DeviceInfo, Priority
 
@@ -39,7 +39,7 @@ class NextLaunch:
 
     __slots__ = ("job", "share", "stream")
 
-    def __init__(self, job: Job, stream: int, share: float = 1.0) -> None:
+    def __init__(self, job: ScheduledJob, stream: int, share: float = 1.0) -> None:
         self.job, self.stream, self.share = job, stream, share
 
 
@@ -158,7 +158,9 @@ class Guarded(Paced):
         decisions.none_admitted(first, ready.additions, bool(windows.low.launches))
         return None
 
-    def _candidates(self, windows: Windows, first: Job, limit: Limit, others_matter: bool) -> Iterator[Job]:
+    def _candidates(
+        self, windows: Windows, first: ScheduledJob, limit: Limit, others_matter: bool
+    ) -> Iterator[ScheduledJob]:
         """Low jobs that may be launched, in this order, as long as those before are held: the first; those that a
         client waits for before it steps its high jobs again, since no high job loses by them; and if the device would
         be left without low work, the next two, and one more out of turn, since a held job keeps its turn for as long as

@@ -42,7 +42,7 @@ from typing import Any, Final, NamedTuple
 from gpumux.scheduler.guard.bans import Ban
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS, HighJob
-from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.state import SchedulerState
 from gpumux.scheduler.windows import Outstanding
 from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId
@@ -53,7 +53,7 @@ LENGTH_LIMITED: Final = frozenset(("tail", "next", "gap", "ban"))  # reasons tha
 # ---- Low jobs that don't get to run: for how long, and whether the length of their pieces is the reason.
 
 
-def held_steps(guard: SlowdownGuard, job: Job) -> int:
+def held_steps(guard: SlowdownGuard, job: ScheduledJob) -> int:
     """Steps of the high job that holds this low one, since it was last launched."""
     hold = guard.decisions.holds.current.get(job.id)
     high = guard.high_jobs.get(hold.high_id) if hold is not None else None
@@ -62,7 +62,7 @@ def held_steps(guard: SlowdownGuard, job: Job) -> int:
     return int((guard.view.now - hold.since) / high.solo_step())
 
 
-def too_long(guard: SlowdownGuard, job: Job) -> tuple[float, float] | None:
+def too_long(guard: SlowdownGuard, job: ScheduledJob) -> tuple[float, float] | None:
     """(seconds of its next piece, seconds that would fit) for a low job that is held because its pieces are long."""
     hold = guard.decisions.holds.current.get(job.id)
     if hold is None or hold.reason not in LENGTH_LIMITED or job.blocked() or held_steps(guard, job) < HELD_LONG_STEPS:
@@ -94,7 +94,7 @@ def guard_figures(guard: SlowdownGuard, now: float) -> dict[str, Any]:
     }
 
 
-def job_figures(guard: SlowdownGuard, job: Job, now: float) -> dict[str, Any] | None:
+def job_figures(guard: SlowdownGuard, job: ScheduledJob, now: float) -> dict[str, Any] | None:
     if job.priority is Priority.LOW:
         hold, long = guard.decisions.holds.current.get(job.id), too_long(guard, job)
         return {
@@ -271,7 +271,7 @@ def take(state: SchedulerState) -> dict[str, Any]:
     }
 
 
-def _job(state: SchedulerState, job: Job) -> dict[str, Any]:
+def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
     """`queued` steps have no piece launched yet, `running` ones do; `outstanding` counts pieces."""
     charge = state.ledger.charges[job.id]
     queued = sum(1 for item in job.queue if isinstance(item, JobStep) and not item.launched)

@@ -21,8 +21,8 @@ from gpumux.scheduler.events import (
     AcceptJob,
     AcceptProgram,
     AnnounceProgram,
-    CloseJob,
     Command,
+    EndJob,
     FailStep,
     FinishStep,
     FinishTransfer,
@@ -33,7 +33,7 @@ from gpumux.scheduler.events import (
     WakeAt,
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.jobs import Job, JobProgram, JobState, JobStep, JobTransfer, OpenSession, spans
+from gpumux.scheduler.jobs import JobProgram, JobState, JobStep, JobTransfer, OpenSession, ScheduledJob, spans
 from gpumux.scheduler.policy import NextLaunch, Policy
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
 from gpumux.types import (
@@ -59,7 +59,7 @@ SHORTEST_WAKE_S: Final = 20e-6  # a Tick is not asked for sooner
 #
 # A job's life: OPEN -> (DRAINING ->) CLOSING -> forgotten. CLOSING means that everything it submitted is answered and
 # the device was asked to release it. Until the device reports that (JobReleased) the job's memory stays charged, and
-# its launches stay in the window because they may still run. A client that closes its job is told (CloseJob) only then,
+# its launches stay in the window because they may still run. A client that closes its job is told (EndJob) only then,
 # so that its next job finds the memory free; a job that ends for any other reason is reported at once.
 
 
@@ -104,7 +104,7 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
         fault = fault or admission.unknown_session(event.session)
         return state.refuse(RefuseJob(event.session, event.job, fault), fault)
     spec = event.spec
-    job = Job(event.job, session.id, session.peer, spec, state.now, spec.priority, spec.weight)
+    job = ScheduledJob(event.job, session.id, session.peer, spec, state.now, spec.priority, spec.weight)
     state.jobs[job.id] = job
     session.jobs.add(job.id)
     state.ledger.add_job(job)
@@ -112,12 +112,12 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
 
-def _same(job: Job, event: ev.JobRequested) -> bool:
+def _same(job: ScheduledJob, event: ev.JobRequested) -> bool:
     return job.session == event.session and job.spec == event.spec and job.state is JobState.OPEN
 
 
 def _why_not(
-    state: SchedulerState, event: ev.JobRequested, session: OpenSession | None, known: Job | None
+    state: SchedulerState, event: ev.JobRequested, session: OpenSession | None, known: ScheduledJob | None
 ) -> Fault | None:
     if state.leaving is not None:
         return admission.leaving(state.leaving)
@@ -130,7 +130,7 @@ def _why_not(
     return admission.closing(event.job) if known.state is not JobState.OPEN else admission.changed(event.job)
 
 
-def _pause(state: SchedulerState, job: Job, paused: bool) -> None:
+def _pause(state: SchedulerState, job: ScheduledJob, paused: bool) -> None:
     job.paused = paused
     state.record(job.id, None, "paused" if paused else "resumed")
     if state.guard is not None:
@@ -215,8 +215,8 @@ def job_released(state: SchedulerState, event: JobReleased) -> None:
     if job.session in state.sessions:
         state.sessions[job.session].jobs.remove(job.id)
     state.record(job.id, None, "forgotten")
-    if not job.close_sent:
-        state.commands.append(CloseJob(job.id, job.session, None))
+    if not job.end_sent:
+        state.commands.append(EndJob(job.id, job.session, None))
     return state.commands.append(ForgetJob(job.id))
 
 
@@ -270,7 +270,7 @@ def program_dropped(state: SchedulerState, event: ev.ProgramDropped) -> None:
     return _drop(state, job, program, event.fault)
 
 
-def _drop(state: SchedulerState, job: Job, program: JobProgram, fault: Fault) -> None:
+def _drop(state: SchedulerState, job: ScheduledJob, program: JobProgram, fault: Fault) -> None:
     del job.programs[program.id]
     state.ledger.recharge(job)
     state.refuse(RefuseProgram(job.id, program.id, fault), fault)
@@ -353,7 +353,7 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
     return state.refresh(job)
 
 
-def _finish_step(state: SchedulerState, job: Job, step: JobStep, event: PieceDone) -> None:
+def _finish_step(state: SchedulerState, job: ScheduledJob, step: JobStep, event: PieceDone) -> None:
     del job.running[step.id]
     if state.guard is not None:
         state.guard.awaited_steps.answered(job, step.id)
@@ -526,7 +526,7 @@ class Scheduler:
                 state.record(job_id, step.id, f"waits:held:{hold.reason}", explain.HoldClause(state, hold))
         started.clear()
 
-    def _record_wait(self, job: Job) -> None:
+    def _record_wait(self, job: ScheduledJob) -> None:
         """Record why the job's next step has not begun, once for each reason."""
         state, step = self._state, job.queue[0]
         if not isinstance(step, JobStep) or step.launched or state.policy is None:
@@ -540,7 +540,7 @@ class Scheduler:
             step.recorded_wait = reason
             state.record(job.id, step.id, f"waits:{reason}", *detail)
 
-    def _why_not_launched(self, policy: Policy, job: Job) -> tuple[str, tuple[object, ...]]:
+    def _why_not_launched(self, policy: Policy, job: ScheduledJob) -> tuple[str, tuple[object, ...]]:
         state = self._state
         decision = policy.guard.decisions.current(job, state.now) if policy.guard is not None else None
         if decision is not None and decision.hold is not None:

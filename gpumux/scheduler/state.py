@@ -15,9 +15,9 @@ from gpumux.scheduler import admission
 from gpumux.scheduler.admission import AdmissionLedger
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.events import (
-    CloseJob,
     Command,
     CutProgram,
+    EndJob,
     Event,
     FailStep,
     FinishTransfer,
@@ -29,7 +29,7 @@ from gpumux.scheduler.events import (
     UnloadJob,
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.jobs import Job, JobState, JobStep, JobTransfer, OpenSession
+from gpumux.scheduler.jobs import JobState, JobStep, JobTransfer, OpenSession, ScheduledJob
 from gpumux.scheduler.policy import Policy, policy_named
 from gpumux.scheduler.windows import Windows
 from gpumux.types import DeviceInfo, Fault, JobId, LaunchId, Priority, SessionId, StepId
@@ -58,7 +58,7 @@ class SchedulerState:
         self.info: DeviceInfo | None = None
         self.leaving: str | None = None  # why, once the daemon is about to leave
         self.sessions: dict[SessionId, OpenSession] = {}
-        self.jobs: dict[JobId, Job] = {}
+        self.jobs: dict[JobId, ScheduledJob] = {}
         self.windows = Windows(self.policy_class.order)
         self.ledger = AdmissionLedger(config)
         self.history: deque[Record] = deque(maxlen=config.story_records)  # the oldest records are forgotten first
@@ -74,7 +74,7 @@ class SchedulerState:
         self.now = 0.0
         self.cause: Event = Tick()
         self.commands: list[Command] = []
-        self.changed_jobs: list[Job] = []  # jobs that may wait for another reason now
+        self.changed_jobs: list[ScheduledJob] = []  # jobs that may wait for another reason now
 
     def begin(self, event: Event, now: float) -> None:
         """An event is to be handled."""
@@ -89,7 +89,7 @@ class SchedulerState:
         """Add a record to the history; `kind` is one of explain.TEMPLATES."""
         self.history.append((self.now, job, step, kind, detail, self.cause))
 
-    def live(self, job_id: JobId) -> Job | None:
+    def live(self, job_id: JobId) -> ScheduledJob | None:
         """The job, unless it is unknown or closing; then the event is ignored."""
         job = self.jobs.get(job_id)
         if job is None or job.state is JobState.CLOSING:
@@ -104,13 +104,13 @@ class SchedulerState:
         self.record(command.job, step, "refused", fault.message)
         self.commands.append(command)
 
-    def fail(self, job: Job, step: StepId, fault: Fault) -> None:
+    def fail(self, job: ScheduledJob, step: StepId, fault: Fault) -> None:
         """Fail a step that was accepted."""
         job.steps_failed += 1
         self.record(job.id, step, "failed", fault.code, fault.message)
         self.commands.append(FailStep(job.id, step, fault))
 
-    def refresh(self, job: Job) -> None:
+    def refresh(self, job: ScheduledJob) -> None:
         """After a change to the job: start what needs no window, and update the ready queue."""
         if job.new_priority is not None:
             self.finish_change(job)
@@ -126,7 +126,7 @@ class SchedulerState:
             self._unload(job, admission.closing(job.id), None)
         self.windows.update(job)
 
-    def finish_change(self, job: Job) -> None:
+    def finish_change(self, job: ScheduledJob) -> None:
         """Change the job's class if that was asked for and is possible; say so once no change is left.
 
         A class is changed while no piece of the job is out: then each class's window holds launches of its own jobs
@@ -141,7 +141,7 @@ class SchedulerState:
         job.new_priority = None
         self.commands.append(JobChanged(job.id, job.priority, job.weight))
 
-    def _set_priority(self, job: Job, priority: Priority) -> None:
+    def _set_priority(self, job: ScheduledJob, priority: Priority) -> None:
         self.windows.set_priority(job, priority)
         self.record(job.id, None, "changes", priority.name.lower())
         if self.guard is not None:
@@ -152,7 +152,7 @@ class SchedulerState:
                 begun = head if isinstance(head, JobStep) and head.launched else None
                 self.guard.promoted(job, begun, self.now)
 
-    def request_cut(self, job: Job) -> None:
+    def request_cut(self, job: ScheduledJob) -> None:
         """Ask the device to cut the job's programs as the guard wants them, where they are not and can be."""
         if self.guard is None:
             return
@@ -173,7 +173,7 @@ class SchedulerState:
             for launch in launches:
                 self.guard.lost(launch)
 
-    def close(self, job: Job, fault: Fault, tell: Fault | None) -> None:
+    def close(self, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
         """Answer everything the job has submitted with `fault` and have the device release it. The client is told at
         once with `tell`; None: the client asked for it, and is told when the memory is free."""
         self.record(job.id, None, "closing", fault.message)
@@ -185,19 +185,19 @@ class SchedulerState:
         self._unload(job, fault, tell)
         self.windows.update(job)
 
-    def _unload(self, job: Job, fault: Fault, tell: Fault | None) -> None:
+    def _unload(self, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
         job.state = JobState.CLOSING
         if self.guard is not None:
             self.guard.forget(job, self.now)
         if tell is not None:
-            job.close_sent = True
-            self.commands.append(CloseJob(job.id, job.session, tell))
+            job.end_sent = True
+            self.commands.append(EndJob(job.id, job.session, tell))
         for program in job.programs.values():  # an offer is answered, too: announced or refused
             if not program.ready:
                 self.refuse(RefuseProgram(job.id, program.id, fault), fault)
         self.commands.append(UnloadJob(job.id))
 
-    def remember_name(self, job: Job) -> None:
+    def remember_name(self, job: ScheduledJob) -> None:
         """The job is gone, but the history still names it."""
         if job.spec.name:
             self.departed[job.id] = job.spec.name

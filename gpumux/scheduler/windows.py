@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.types import LaunchId, Priority
 
 # ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
@@ -27,7 +27,7 @@ from gpumux.types import LaunchId, Priority
 
 
 Order: TypeAlias = Literal["fair", "arrival"]
-Entry: TypeAlias = tuple[float, int, Job]  # key, number of the entry, job
+Entry: TypeAlias = tuple[float, int, ScheduledJob]  # key, number of the entry, job
 
 # Pieces that take no time by the clock still use a turn, or a job of them would always be first.
 MIN_COST_S: Final = 1e-6
@@ -55,28 +55,28 @@ class ReadyQueue:
         self._number = 0  # of the newest entry
         self.size = 0  # ready jobs
         self.additions = 0  # how often a job became ready
-        self._other: Job | None = None  # the job that may be launched out of turn
+        self._other: ScheduledJob | None = None  # the job that may be launched out of turn
         self._holds_left = 0
         self._launches_left = 0
         self._scanned = 0  # position in the heap where it was found
 
-    def key(self, job: Job) -> float:
+    def key(self, job: ScheduledJob) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
         return job.head_step().arrival
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ScheduledJob) -> None:
         self.size += 1
         self.additions += 1
         self._push(job)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: ScheduledJob) -> None:
         if job.ready_entry:
             job.ready_entry = 0
             self.size -= 1
             if len(self._heap) > 2 * self.size + MAX_STALE_ENTRIES:
                 self._compact()
 
-    def purge(self, job: Job) -> None:
+    def purge(self, job: ScheduledJob) -> None:
         """Remove the job and its stale entries, so that nothing refers to it any more."""
         self.remove(job)
         if self._other is job:
@@ -84,7 +84,7 @@ class ReadyQueue:
         self._heap = [entry for entry in self._heap if entry[2] is not job]
         heapify(self._heap)
 
-    def peek(self) -> Job | None:
+    def peek(self) -> ScheduledJob | None:
         """The first job, or None."""
         heap = self._heap
         while heap:
@@ -101,14 +101,14 @@ class ReadyQueue:
             return job
         return None
 
-    def next_two(self) -> list[Job]:
+    def next_two(self) -> list[ScheduledJob]:
         """The two jobs behind the first, in order, or fewer. Valid right after `peek`.
 
         No entry of the heap comes before the one above it, so only the top of the heap is visited.
         """
         heap = self._heap
-        second: Job | None = None
-        third: Job | None = None
+        second: ScheduledJob | None = None
+        third: ScheduledJob | None = None
         second_key = third_key = inf
         unvisited = [2, 1]  # the last one is visited first
         while unvisited:
@@ -128,7 +128,7 @@ class ReadyQueue:
             unvisited.append(2 * at + 1)
         return [job for job in (second, third) if job is not None]
 
-    def peek_other(self, first: Job, others: list[Job]) -> Job | None:
+    def peek_other(self, first: ScheduledJob, others: list[ScheduledJob]) -> ScheduledJob | None:
         """A ready job that is neither the first nor one of `others`: the same job as before, until it was held or
         launched often enough. None if there is none, or none was found soon."""
         self._holds_left -= 1
@@ -144,16 +144,16 @@ class ReadyQueue:
                 return job
         return None
 
-    def charge(self, job: Job, predicted: float) -> None:
+    def charge(self, job: ScheduledJob, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""
         if job is self._other:
             self._launches_left -= 1
             self._holds_left = MOST_HOLDS if self._launches_left > 0 else 0
 
-    def correct_charge(self, job: Job, predicted: float, measured: float) -> None:
+    def correct_charge(self, job: ScheduledJob, predicted: float, measured: float) -> None:
         """A piece charged as `predicted` took `measured` seconds."""
 
-    def check(self, jobs: list[Job]) -> None:
+    def check(self, jobs: list[ScheduledJob]) -> None:
         """Raise AssertionError unless exactly `jobs` are ready, each with a key not above its own."""
         live = [entry for entry in self._heap if entry[2].ready_entry == entry[1]]
         assert len(live) == self.size, f"ready queue counts {self.size} jobs and holds {len(live)}"
@@ -163,7 +163,7 @@ class ReadyQueue:
         most = 2 * self.size + MAX_STALE_ENTRIES
         assert len(self._heap) <= most, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
-    def _push(self, job: Job) -> None:
+    def _push(self, job: ScheduledJob) -> None:
         key = self.key(job)
         self._number = job.ready_entry = number = self._number + 1
         job.ready_key = key
@@ -184,19 +184,19 @@ class FairQueue(ReadyQueue):
         super().__init__()
         self.virtual = 0.0
 
-    def key(self, job: Job) -> float:
+    def key(self, job: ScheduledJob) -> float:
         return job.served + job.pending
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ScheduledJob) -> None:
         job.served = max(job.served, self.virtual)
         super().add(job)
 
-    def charge(self, job: Job, predicted: float) -> None:
+    def charge(self, job: ScheduledJob, predicted: float) -> None:
         super().charge(job, predicted)
         self.virtual = max(self.virtual, job.served)
         job.pending += max(predicted, MIN_COST_S) / job.weight
 
-    def correct_charge(self, job: Job, predicted: float, measured: float) -> None:
+    def correct_charge(self, job: ScheduledJob, predicted: float, measured: float) -> None:
         if job.outstanding:
             charged = max(predicted, MIN_COST_S) / job.weight
             job.pending = max(0.0, job.pending - charged)
@@ -229,7 +229,7 @@ class Outstanding:
     __slots__ = ("at", "count_before", "id", "job", "limit", "piece", "predicted", "seconds_before", "share", "step")
 
     def __init__(
-        self, *, id: LaunchId, job: Job, step: JobStep, piece: int, predicted: float, at: float,  # noqa: A002
+        self, *, id: LaunchId, job: ScheduledJob, step: JobStep, piece: int, predicted: float, at: float,  # noqa: A002
         limit: Limit, count_before: int, seconds_before: float, share: float,
     ) -> None:  # fmt: skip
         self.id, self.job, self.step, self.piece, self.predicted, self.at = id, job, step, piece, predicted, at
@@ -261,11 +261,11 @@ class Windows:
 
     # ---- what policies read
 
-    def peek(self, priority: Priority) -> Job | None:
+    def peek(self, priority: Priority) -> ScheduledJob | None:
         """The class's first ready job, or None."""
         return self.ready[priority].peek()
 
-    def fits(self, job: Job, limit: Limit) -> bool:
+    def fits(self, job: ScheduledJob, limit: Limit) -> bool:
         """Whether the next piece of this ready job has room in its class's window under `limit`."""
         window = self.by_class[job.priority]
         if not window.launches:
@@ -278,7 +278,7 @@ class Windows:
 
     # ---- what the scheduler changes
 
-    def update(self, job: Job) -> None:
+    def update(self, job: ScheduledJob) -> None:
         """Add the job to the ready queue or remove it, and count it as active or not. Called after every change to
         it."""
         blocked = job.blocked()
@@ -293,7 +293,7 @@ class Windows:
             self.ready[job.priority].add(job)
 
     def launch(
-        self, launch_id: LaunchId, job: Job, step: JobStep, limit: Limit, share: float, now: float
+        self, launch_id: LaunchId, job: ScheduledJob, step: JobStep, limit: Limit, share: float, now: float
     ) -> Outstanding:
         """Count the next piece of the job's next step as outstanding."""
         window = self.by_class[job.priority]
@@ -321,14 +321,14 @@ class Windows:
                 return launch
         return None
 
-    def set_weight(self, job: Job, weight: float) -> None:
+    def set_weight(self, job: ScheduledJob, weight: float) -> None:
         """Give the job another weight. Launches that are out count by the new one, and what was served by the old."""
         self.ready[job.priority].remove(job)
         job.pending *= job.weight / weight
         job.weight = weight
         self.update(job)
 
-    def set_priority(self, job: Job, priority: Priority) -> None:
+    def set_priority(self, job: ScheduledJob, priority: Priority) -> None:
         """Put the job into another class, level with the jobs there. None of its pieces may be out."""
         assert not job.outstanding, f"job {job.id} changes class with {job.outstanding} pieces out"
         self.ready[job.priority].purge(job)
@@ -337,7 +337,7 @@ class Windows:
             self.active_jobs[priority] += 1
         job.priority, job.served, job.pending = priority, 0.0, 0.0
 
-    def drop_launches(self, job: Job) -> list[LaunchId]:
+    def drop_launches(self, job: ScheduledJob) -> list[LaunchId]:
         """Remove all launches of a job of which the device holds nothing any more, and return their ids."""
         dropped: list[LaunchId] = []
         if job.outstanding:
@@ -346,7 +346,7 @@ class Windows:
                 self.complete(launch_id, 0.0)
         return dropped
 
-    def remove_job(self, job: Job) -> list[LaunchId]:
+    def remove_job(self, job: ScheduledJob) -> list[LaunchId]:
         """Remove everything of the job, and return the ids of its launches."""
         dropped = self.drop_launches(job)
         self.ready[job.priority].purge(job)

@@ -17,7 +17,7 @@ from math import inf
 from time import monotonic, sleep
 from typing import TypeVar
 
-from gpumux.device.base import Device, DeviceEvent, Launch, ProgramChecked, ProgramRefused, Segment
+from gpumux.device.base import Device, DeviceEvent, Launch, ProgramChecked, ProgramRefused, SegmentHandle
 from gpumux.program.codec import encode
 from gpumux.program.ir import ALIGN, Program, slot_layout
 from gpumux.types import (
@@ -87,7 +87,7 @@ class SharedMemory:
         self.fd = os.memfd_create("gpumux-test", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
         self.memory = mmap.mmap(self.fd, nbytes)
-        self.segment = Segment(self.fd, nbytes)
+        self.segment = SegmentHandle(self.fd, nbytes)
 
     def close(self) -> None:
         self.memory.close()

@@ -21,7 +21,7 @@ from gpumux.device.base import (
     ProgramChecked,
     ProgramProfiled,
     ProgramRefused,
-    Segment,
+    SegmentHandle,
 )
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
@@ -472,7 +472,7 @@ def test_the_callers_descriptors_stay_its_own(driver: Driver) -> None:
     nbytes = slot_layout(program).nbytes
     fd = os.memfd_create("mine")
     os.ftruncate(fd, nbytes)
-    driver.device.load_program(job.job, ProgramId(1), encoded, [], [], Segment(fd, nbytes), 1)
+    driver.device.load_program(job.job, ProgramId(1), encoded, [], [], SegmentHandle(fd, nbytes), 1)
     os.close(fd)  # the device has its own by now
     assert driver.until(ProgramReady, job.job)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.scheduler.jobs import Job
+from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.windows import MAX_LAG_S, MAX_STALE_ENTRIES, FairQueue
 from gpumux.types import JobId, JobSpec, Peer, Priority, SessionId
 from tests.scheduler.world import World
@@ -196,9 +196,9 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
     queue.check([])
 
 
-def low_jobs(count: int) -> list[Job]:
+def low_jobs(count: int) -> list[ScheduledJob]:
     names = [str(n) for n in range(count)]
-    return [Job(JobId(n), SessionId("s"), Peer(0, 0, 0), JobSpec(n), 0.0, Priority.LOW, 1.0) for n in names]
+    return [ScheduledJob(JobId(n), SessionId("s"), Peer(0, 0, 0), JobSpec(n), 0.0, Priority.LOW, 1.0) for n in names]
 
 
 def test_a_job_that_is_forgotten_is_referred_to_by_nobody() -> None:

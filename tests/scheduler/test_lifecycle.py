@@ -8,7 +8,7 @@ import pytest
 
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.jobs import Job
+from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.types import JobDied, JobReleased, JobSpec, Peer, PieceDone, PieceFailed, TransferEnded
 from tests.scheduler.world import FAULT, INFO, World, assert_empty
 
@@ -55,7 +55,7 @@ def test_an_end_answers_everything_at_once(how: str, code: str) -> None:
     world = busy_world()
     commands = [c for c in end(world, how) if getattr(c, "job", "a") == "a"]
     kinds = [type(c) for c in commands]
-    told = [] if how == "close" else [cmd.CloseJob]
+    told = [] if how == "close" else [cmd.EndJob]
     assert kinds == [cmd.FailStep, cmd.FailStep, cmd.FinishTransfer, *told, cmd.RefuseProgram, cmd.UnloadJob]
     assert {c.fault.code for c in commands[:-1]} == {code}
     (after,) = world.step("a", 3)
@@ -65,7 +65,7 @@ def test_an_end_answers_everything_at_once(how: str, code: str) -> None:
     assert isinstance(late, cmd.FinishTransfer)
     assert late.fault.code == "job_closed"
     commands = world.release("a")
-    told = [cmd.CloseJob("a", "s", None)] if how == "close" else []
+    told = [cmd.EndJob("a", "s", None)] if how == "close" else []
     assert commands == [*told, cmd.ForgetJob("a")]
 
 
@@ -78,7 +78,7 @@ def test_a_drain_answers_every_step_first() -> None:
     assert [p.step for p in world.run()] == [1, 1, 1, 2, 2, 2]
     commands = world.end_transfer("a", 1)
     assert [type(c) for c in commands] == [cmd.FinishTransfer, cmd.RefuseProgram, cmd.UnloadJob]
-    assert world.release("a") == [cmd.CloseJob("a", "s", None), cmd.ForgetJob("a")]
+    assert world.release("a") == [cmd.EndJob("a", "s", None), cmd.ForgetJob("a")]
 
 
 def test_an_idle_job_drains_at_once_and_a_drain_can_be_cut_short() -> None:
@@ -115,7 +115,7 @@ def test_a_closed_job_leaves_nothing_behind(how: str) -> None:
     end(world, how)
     world.finish()
     gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is Job and id(found) in mine]
+    assert not [found for found in gc.get_objects() if type(found) is ScheduledJob and id(found) in mine]
     assert_empty(world.scheduler)
 
 
@@ -175,7 +175,7 @@ def test_a_jobs_end_is_its_owners_to_hear_after_the_session_is_gone() -> None:
     world.close("a")
     world.give(ev.SessionClosed("s", "it left"))
     world.sessions.remove("s")
-    assert world.release("a") == [cmd.CloseJob("a", "s", None), cmd.ForgetJob("a")]
+    assert world.release("a") == [cmd.EndJob("a", "s", None), cmd.ForgetJob("a")]
 
 
 def test_asking_for_a_job_again_gets_the_same_answer() -> None:
@@ -211,7 +211,7 @@ def test_a_leaving_daemon_closes_every_job_and_takes_no_more() -> None:
     world = busy_world()
     assert not world.scheduler.drained
     commands = end(world, "leaving")
-    assert [c.job for c in commands if isinstance(c, cmd.CloseJob)] == ["a", "b"]
+    assert [c.job for c in commands if isinstance(c, cmd.EndJob)] == ["a", "b"]
     (refused,) = world.request("c")
     assert isinstance(refused, cmd.RefuseJob)
     assert refused.fault.code == "daemon_gone"

@@ -65,7 +65,7 @@ class View:
     out: list[int] = field(default_factory=list)  # launches on the device, oldest first
     paused: bool = False
     draining: bool = False
-    closed: bool = False  # CloseJob seen
+    closed: bool = False  # EndJob seen
     unloading: bool = False
 
 
@@ -369,7 +369,7 @@ class World:
         assert not view.pending, f"programs {view.pending} were offered and never answered"
         view.unloading = True
 
-    def _saw_CloseJob(self, c: cmd.CloseJob) -> None:
+    def _saw_EndJob(self, c: cmd.EndJob) -> None:
         view = self.jobs[c.job]
         assert not view.closed, "a job was closed twice"
         assert c.session == view.session

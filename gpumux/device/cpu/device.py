@@ -18,7 +18,7 @@ from math import inf
 
 from gpumux import hostmemory
 from gpumux.device import base as dev
-from gpumux.device.base import DeviceEvent, Launch, Segment
+from gpumux.device.base import DeviceEvent, Launch, SegmentHandle
 from gpumux.device.cpu import niceness
 from gpumux.device.cpu.jobs import (
     Answers,
@@ -152,7 +152,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         encoded: bytes,
         new_buffers: Sequence[int],
         binding: Sequence[int],
-        data: Segment,
+        data: SegmentHandle,
         slots: int,
     ) -> None:
         executor = self._live(job)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumux.device.base import AnswerForm, Charges, DeviceEvent, Launch, ProgramProfiled, ProgramRefused, Segment
+from gpumux.device.base import AnswerForm, Charges, DeviceEvent, Launch, ProgramProfiled, ProgramRefused, SegmentHandle
 from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.run.commands import ProfileCommand, TransferCommand
 from gpumux.device.run.schedule import Schedule
@@ -193,7 +193,12 @@ def ending(status: int | str | None) -> str:
 
 
 def load_command(
-    program: ProgramId, encoded: bytes, new_buffers: Sequence[int], binding: Sequence[int], data: Segment, slots: int
+    program: ProgramId,
+    encoded: bytes,
+    new_buffers: Sequence[int],
+    binding: Sequence[int],
+    data: SegmentHandle,
+    slots: int,
 ) -> Load:
     """Make a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
     lists = {"new_buffers": list(new_buffers), "binding": list(binding)}

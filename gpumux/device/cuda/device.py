@@ -20,7 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from gpumux.device import base as dev
-from gpumux.device.base import DeviceEvent, Launch, Segment
+from gpumux.device.base import DeviceEvent, Launch, SegmentHandle
 from gpumux.device.cuda.cuts import HIGH_S, LOW_S
 from gpumux.device.cuda.driver import CudaDriver, Driver, GpuProperties, as_fault
 from gpumux.device.cuda.jobs import (
@@ -192,7 +192,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         encoded: bytes,
         new_buffers: Sequence[int],
         binding: Sequence[int],
-        data: Segment,
+        data: SegmentHandle,
         slots: int,
     ) -> None:
         held = self._live(job)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from gpumux.device import base as dev
-from gpumux.device.base import DeviceEvent, Segment
+from gpumux.device.base import DeviceEvent, SegmentHandle
 from gpumux.device.run.commands import (
     NO_FORK_SERVER,
     UNKNOWN_JOB,
@@ -88,7 +88,7 @@ class DeviceBase(ABC, Generic[J]):
             self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
 
     def transfer(
-        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: SegmentHandle, into_device: bool
     ) -> None:
         if self._live(job) is None:
             self._emit(TransferEnded(job, transfer, self._fault_of(job)))

@@ -26,7 +26,7 @@ from gpumux.device.base import (
     ProgramChecked,
     ProgramProfiled,
     ProgramRefused,
-    Segment,
+    SegmentHandle,
 )
 from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernels_of, op_profiles, preset, solo_seconds
 from gpumux.device.sim.gpu import Gpu
@@ -462,7 +462,7 @@ class SimDevice:
         encoded: bytes,
         new_buffers: Sequence[int],
         binding: Sequence[int],
-        data: Segment,
+        data: SegmentHandle,
         slots: int,
     ) -> None:
         held = self._jobs.get(job)
@@ -501,7 +501,7 @@ class SimDevice:
             held.programs[program].target_s = target_s
 
     def transfer(
-        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: SegmentHandle, into_device: bool
     ) -> None:
         held = self._jobs.get(job)
         if held is None:

@@ -10,7 +10,7 @@ from gpumux.scheduler.guard.budget import TAIL
 from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LowCosts
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import HighJob, Version
-from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.windows import ReadyQueue
 from gpumux.types import JobId
 
@@ -75,7 +75,7 @@ class Holds:
             found[self.class_reason] += now - self._class_since
         return found
 
-    def set(self, job: Job, hold: Hold, now: float) -> None:
+    def set(self, job: ScheduledJob, hold: Hold, now: float) -> None:
         """The job is held now, for this reason."""
         old = self.current.get(job.id)
         if old is hold:
@@ -92,13 +92,13 @@ class Holds:
             self._add_seconds(job, old, now)
             hold.reason_since = now
 
-    def end(self, job: Job, now: float) -> None:
+    def end(self, job: ScheduledJob, now: float) -> None:
         """The job was launched, or has nothing to launch."""
         old = self.current.pop(job.id, None)
         if old is not None:
             self._add_seconds(job, old, now)
 
-    def job_seconds(self, job: Job, now: float) -> dict[str, float]:
+    def job_seconds(self, job: ScheduledJob, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
         found = dict(job.held_s)
         hold = self.current.get(job.id)
@@ -106,7 +106,7 @@ class Holds:
             found[hold.reason] = found.get(hold.reason, 0.0) + now - hold.reason_since
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _add_seconds(self, job: Job, hold: Hold, now: float) -> None:
+    def _add_seconds(self, job: ScheduledJob, hold: Hold, now: float) -> None:
         job.held_s[hold.reason] = job.held_s.get(hold.reason, 0.0) + (now - hold.reason_since)
 
 
@@ -132,7 +132,7 @@ class LaunchDecision:
     need = -inf  # HighJob.least_need
     earliest_arrival = 0.0  # until then, that job's next step is not expected earlier than when this was decided
 
-    def __init__(self, job: Job, step: JobStep, share: float, seconds: float) -> None:
+    def __init__(self, job: ScheduledJob, step: JobStep, share: float, seconds: float) -> None:
         self.job, self.step, self.share = job, step, share
         self.seconds = seconds  # the launch is predicted to take
 
@@ -176,7 +176,7 @@ class AllHeld:
         "until",
     )
 
-    def __init__(self, first: Job, additions: int, low_version: int, first_only: bool) -> None:
+    def __init__(self, first: ScheduledJob, additions: int, low_version: int, first_only: bool) -> None:
         self._first, self._step, self._additions = first, first.queue[0], additions
         self._low_version, self._low_version_seen = low_version, ANY_VERSION
         self._decisions: list[LaunchDecision] = []  # one for each version they depend on
@@ -286,7 +286,9 @@ class Decisions:
         self.held_now: list[LaunchDecision] = []  # decisions of this event that hold a job
         self.admitted: LaunchDecision | None = None  # of the launch that is made next, where one was needed
         self.holds = Holds()
-        self._first: Job | None = None  # this event considered every low job that could launch, and this one first
+        self._first: ScheduledJob | None = (
+            None  # this event considered every low job that could launch, and this one first
+        )
         self._additions = 0  # ReadyQueue.additions then
         self._first_only = False
         self.all_held: AllHeld | None = None  # as of an earlier event
@@ -309,7 +311,7 @@ class Decisions:
         self.unchanged = True
         return True
 
-    def none_admitted(self, first: Job, additions: int, first_only: bool) -> None:
+    def none_admitted(self, first: ScheduledJob, additions: int, first_only: bool) -> None:
         """Every low job that could launch was considered and is held."""
         self._first, self._additions, self._first_only = first, additions, first_only
 
@@ -341,14 +343,14 @@ class Decisions:
 
     # ---- one job
 
-    def cached(self, job: Job, step: JobStep, now: float) -> LaunchDecision | None:
+    def cached(self, job: ScheduledJob, step: JobStep, now: float) -> LaunchDecision | None:
         """The decision that still holds the job's step, or None."""
         found = self._by_job.get(job.id)
         if found is None or found.step is not step or not found.is_current(self._view.low_version, now):
             return None
         return found
 
-    def current(self, job: Job, now: float) -> LaunchDecision | None:
+    def current(self, job: ScheduledJob, now: float) -> LaunchDecision | None:
         """The decision that holds the job as of this event, or None."""
         found = self._by_job.get(job.id)
         if found is None or found in self.held_now:
@@ -364,25 +366,25 @@ class Decisions:
         else:
             self.held_now.append(decision)
 
-    def holds_all(self, job: Job) -> bool:
+    def holds_all(self, job: ScheduledJob) -> bool:
         """Whether what holds this job, just considered, holds every low job."""
         decision = self._by_job.get(job.id)
         hold = decision.hold if decision is not None else None
         return hold is not None and hold.piece < 0 and hold.reason in HOLD_ALL
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: ScheduledJob) -> None:
         """The job's next piece is another one, or is decided about anew."""
         decision = self._by_job.pop(job.id, None)
         if decision is not None and decision in self.held_now:
             self.held_now.remove(decision)
 
-    def recut(self, job: Job) -> None:
+    def recut(self, job: ScheduledJob) -> None:
         """A program of the job was loaded or cut anew: its decision is of another piece."""
         if job.id in self._by_job:
             self.forget(job)
             self.all_held = None
 
-    def awaited(self, job: Job) -> None:
+    def awaited(self, job: ScheduledJob) -> None:
         """A client waits for a step of the job. Where it is held for an idle high job that gets a step only after that,
         it is decided about anew."""
         decision = self._by_job.get(job.id)
@@ -391,7 +393,7 @@ class Decisions:
             self.forget(job)
         self.all_held = None  # the job may not have been considered at all
 
-    def job_gone(self, job: Job, now: float) -> None:
+    def job_gone(self, job: ScheduledJob, now: float) -> None:
         """The job is closing, or changes its class."""
         self.forget(job)
         self.all_held = self._first = None

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LaunchPlan, LowCosts, RangeCost
 from gpumux.scheduler.guard.high_job import HighJob
-from gpumux.scheduler.jobs import Job, LowKey, LowPiece
+from gpumux.scheduler.jobs import LowKey, LowPiece, ScheduledJob
 from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import JobId, LaunchId
 
@@ -226,7 +226,7 @@ def _running(windows: Windows, high_jobs: dict[JobId, HighJob], now: float) -> l
     """The oldest piece of each high job on the device, with its predicted end."""
     found: list[RunningPiece] = []
     for launch in windows.high.launches.values():
-        job: Job = launch.job
+        job: ScheduledJob = launch.job
         high = high_jobs.get(job.id)
         costs = high.step_costs.get(launch.step.id) if high is not None else None
         if high is None or costs is None or (found and found[0].high is high):

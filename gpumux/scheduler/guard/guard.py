@@ -68,7 +68,7 @@ from gpumux.scheduler.guard.timing import (
     next_timed_launch,
     overlap_cost,
 )
-from gpumux.scheduler.jobs import Job, JobStep, LowKey, LowPiece, Span
+from gpumux.scheduler.jobs import JobStep, LowKey, LowPiece, ScheduledJob, Span
 from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import DeviceInfo, JobId, LaunchId, Priority
 
@@ -98,7 +98,7 @@ class SlowdownGuard:
 
     # ---- the question
 
-    def admit(self, job: Job, windows: Windows, now: float) -> float:
+    def admit(self, job: ScheduledJob, windows: Windows, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held. Changes nothing but
         what is noted about the decision."""
         view, decisions = self.view, self.decisions
@@ -139,7 +139,7 @@ class SlowdownGuard:
 
     # ---- while high work runs
 
-    def _beside(self, job: Job, step: JobStep, piece: LowPiece) -> LaunchDecision:
+    def _beside(self, job: ScheduledJob, step: JobStep, piece: LowPiece) -> LaunchDecision:
         """The decision while high pieces run."""
         view = self.view
         for running in view.running:
@@ -158,7 +158,9 @@ class SlowdownGuard:
             decision.hold.until = next_timed_launch(only, self._plan(only, piece), view)
         return decision
 
-    def _planned(self, running: RunningPiece, job: Job, step: JobStep, piece: LowPiece) -> LaunchDecision | None:
+    def _planned(
+        self, running: RunningPiece, job: ScheduledJob, step: JobStep, piece: LowPiece
+    ) -> LaunchDecision | None:
         """The decision for a launch that would begin at a moment of the high step that repeats; None if this one would
         not, or if another moment is no better."""
         view = self.view
@@ -228,7 +230,7 @@ class SlowdownGuard:
         price = max([LEAST_PRICE, *[running.high.budget.price for running in self.view.running]])
         return piece.seconds - price * decision.expected - WORTH_S * decision.seconds
 
-    def _consider(self, job: Job, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
+    def _consider(self, job: ScheduledJob, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
         """The decision for a launch on this share now, beside each of the high pieces that run."""
         view = self.view
         key, seconds = piece.program.low_key(share), piece.seconds
@@ -379,7 +381,7 @@ class SlowdownGuard:
         """When to reconsider held jobs at the latest; inf: an event will come."""
         return self.decisions.end_event(now)
 
-    def step_submitted(self, job: Job, step: JobStep, delay: float, now: float) -> None:
+    def step_submitted(self, job: ScheduledJob, step: JobStep, delay: float, now: float) -> None:
         """A step of a high job was queued. The scheduler was given it `delay` seconds after it came."""
         self.view.changed()
         self.view.expect_high_work()
@@ -388,7 +390,7 @@ class SlowdownGuard:
             self.view.became_busy(high)
             high.step_arrived(step, delay, now, self.learner.low_reported)
 
-    def client_waits(self, job: Job, step: JobStep, before: list[HighJob]) -> None:
+    def client_waits(self, job: ScheduledJob, step: JobStep, before: list[HighJob]) -> None:
         """A client waits for this step of the low job, and gives these high jobs a step only after it."""
         for high in before:
             self.awaited_steps.add(job, step.id, high)
@@ -417,7 +419,7 @@ class SlowdownGuard:
         """The launch will not end: it failed, or the device lost its job."""
         self.view.low_launches.pop(launch, None)
 
-    def paused(self, job: Job, now: float) -> None:
+    def paused(self, job: ScheduledJob, now: float) -> None:
         """The job was paused or resumed."""
         self.decisions.holds.end(job, now)
         high = self.high_jobs.get(job.id)
@@ -427,7 +429,7 @@ class SlowdownGuard:
             high.changed()
             self.view.idle_jobs_changed()
 
-    def promoted(self, job: Job, begun: JobStep | None, now: float) -> None:
+    def promoted(self, job: ScheduledJob, begun: JobStep | None, now: float) -> None:
         """A low job with no piece out is a high one from now on. `begun`: its step of which pieces ran already. That
         step tells nothing as a whole, since its beginning was not protected."""
         self.view.changed()
@@ -440,7 +442,7 @@ class SlowdownGuard:
             high.began, high.shared, high.beside_high = now, True, True
             high.budget.begin_step(high.solo_step())
 
-    def forget(self, job: Job, now: float) -> None:
+    def forget(self, job: ScheduledJob, now: float) -> None:
         """The job is closing, or changes its class."""
         self.view.changed()
         self.view.expect_high_work()  # a job that was idle for longer may be considered again

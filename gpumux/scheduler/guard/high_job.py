@@ -19,7 +19,7 @@ from gpumux.scheduler.guard.costs import (
     Bounds,
     HighCosts,
 )
-from gpumux.scheduler.jobs import Job, JobStep
+from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.types import JobId, StepId
 
 # ---- When a high job's next step arrives: between steps, the pauses seen so far tell how probable that is.
@@ -202,7 +202,7 @@ class HighJob:
         "watched_until", "watching",
     )  # fmt: skip
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScheduledJob) -> None:
         self.job = job
         self.costs: HighCosts | None = None  # of the newest step launched
         self.step_costs: dict[StepId, HighCosts] = {}  # of each step that has pieces out
@@ -219,7 +219,7 @@ class HighJob:
         self.passed = 0  # known pauses that are no longer than this one, as of the last look
         self.idle_from = 0.0  # when the job became idle before its newest step came
         self.arrived = 0.0  # when a step last found the job idle
-        self.waits_for: Job | None = (
+        self.waits_for: ScheduledJob | None = (
             None  # low job whose step `waits_for_step` the client waits for before it steps this
         )
         self.waits_for_step = StepId(-1)
@@ -429,10 +429,10 @@ class AwaitedSteps:
     __slots__ = ("jobs", "waiting")
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[ScheduledJob] = []
         self.waiting: dict[JobId, list[HighJob]] = {}
 
-    def add(self, low: Job, step: StepId, high: HighJob) -> None:
+    def add(self, low: ScheduledJob, step: StepId, high: HighJob) -> None:
         """The high job gets no step before this one of the low job is answered."""
         self.remove(high)
         high.waits_for, high.waits_for_step = low, step
@@ -452,13 +452,13 @@ class AwaitedSteps:
             del self.waiting[low.id]
             self.jobs.remove(low)
 
-    def answered(self, low: Job, step: StepId) -> None:
+    def answered(self, low: ScheduledJob, step: StepId) -> None:
         """This step of the low job was answered."""
         for high in list(self.waiting.get(low.id, ())):
             if high.waits_for_step <= step:
                 self.remove(high)
 
-    def forget(self, low: Job) -> None:
+    def forget(self, low: ScheduledJob) -> None:
         """The job is gone, or is a high one now."""
         for high in list(self.waiting.get(low.id, ())):
             self.remove(high)

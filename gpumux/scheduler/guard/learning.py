@@ -16,7 +16,7 @@ from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, HighCosts, Lau
 from gpumux.scheduler.guard.decisions import Cutting, LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighJob
-from gpumux.scheduler.jobs import Job, JobState, JobStep
+from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
 from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import JobId, LaunchId, Priority
 
@@ -43,7 +43,7 @@ class CostLearner:
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their pauses
         self.low_reported = 0.0  # when a low launch was last made or ended
         self._to_judge: list[tuple[HighCosts, HighJob, LowLaunch, int]] = []  # with the high piece
-        self._last_high: Job | None = None  # the high job of which a piece ended last
+        self._last_high: ScheduledJob | None = None  # the high job of which a piece ended last
         self._last_end = 0.0  # when that was
         self._other_end = 0.0  # when a piece of another high job ended last
 
@@ -183,7 +183,7 @@ class CostLearner:
         elif high.least_need < inf:
             high.piece_changed()
 
-    def _beside_high(self, job: Job, start: float, ended: float, windows: Windows) -> bool:
+    def _beside_high(self, job: ScheduledJob, start: float, ended: float, windows: Windows) -> bool:
         """Whether another high job had a launch on the device since `start`."""
         if self._last_high is not job:
             self._other_end, self._last_high = self._last_end, job
@@ -231,7 +231,7 @@ class CostLearner:
             if low.job.state is not JobState.CLOSING:
                 self._to_judge.append((costs, high, low, piece))
 
-    def _step_done(self, high: HighJob, job: Job, step: JobStep, ended: float) -> None:
+    def _step_done(self, high: HighJob, job: ScheduledJob, step: JobStep, ended: float) -> None:
         view = self._view
         high.end_step(step, ended)
         high.changed()
@@ -254,7 +254,7 @@ class CostLearner:
             high.idle_since, high.earliest_arrival, high.passed = ended, 0.0, 0
             view.became_idle(high)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: ScheduledJob) -> None:
         """The job is closing, or changes its class."""
         if self._last_high is job:
             self._last_high = None
@@ -363,7 +363,7 @@ def relied_on_arrivals(found: LowLaunches, idle_from: float, arrived: float, pro
     return relied / total
 
 
-def other_launches(out: dict[LaunchId, Outstanding], job: Job, before: float) -> bool:
+def other_launches(out: dict[LaunchId, Outstanding], job: ScheduledJob, before: float) -> bool:
     """Whether any of these launches is another job's and was made before that time."""
     return any(launch.job is not job and launch.at < before for launch in out.values())
 
