@@ -52,6 +52,7 @@ from gpumux.types import (
     TransferEnded,
 )
 
+_HIGH: Final = Priority.HIGH
 SHORTEST_WAKE_S: Final = 20e-6  # a Tick is not asked for sooner
 
 
@@ -545,7 +546,7 @@ class Scheduler:
         decision = policy.guard.decisions.current(job, state.now) if policy.guard is not None else None
         if decision is not None and decision.hold is not None:
             return f"held:{decision.hold.reason}", (explain.HoldClause(state, decision.hold),)
-        windows, name = state.windows, job.priority.name.lower()
+        windows, name = state.windows, "high" if job.priority is _HIGH else "low"
         limit, window = policy.limit(windows, job.priority), windows.by_class[job.priority]
         if windows.fits(job, limit) or not window.launches:
             first = windows.peek(job.priority)

@@ -283,10 +283,11 @@ class LaunchPlan:
     def __init__(
         self, at: Options, tried: Options, *, seconds: float, version: int, step: int, price: float, limit: float
     ) -> None:
-        found = [option for option in at if option is not None]
         self.at, self.tried, self.version = at, tried, version
-        self.score = min([option.score for option in found], default=inf)
-        self.cost = min([option.cost for option in found], default=inf)
+        self.score = self.cost = inf
+        for option in at:
+            if option is not None:
+                self.score, self.cost = min(self.score, option.score), min(self.cost, option.cost)
         self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
         self._rest: list[float] | None = None
         self._timed: dict[int, list[tuple[int, float, float]]] | None = None
@@ -619,13 +620,17 @@ class LowCosts:
 
     def best(self, low: Span, since: int) -> float:
         """The least that launches of the low piece were found to cost since step `since`; inf: nothing is known."""
-        at, found = self._best.get(low, (-(1 << 30), inf))
-        if 0 <= since - at < BEST_EVERY:
-            return found
-        recent = [launched.mean for launched in self.by_span.get(low, ()) if launched.last_step >= since]
-        found = max(0.0, min(recent, default=inf))
-        self._best[low] = (since, found)
-        return found
+        known = self._best.get(low)
+        if known is not None and 0 <= since - known[0] < BEST_EVERY:
+            return known[1]
+        least, launches = inf, self.by_span.get(low)
+        if launches is not None:
+            for launched in launches:
+                if launched.last_step >= since:
+                    least = min(least, launched.mean)
+        least = max(0.0, least)
+        self._best[low] = (since, least)
+        return least
 
     def elsewhere(self, piece: int) -> float:
         """What the other ranges cost: the median of those known; 0.0 where there are none."""
