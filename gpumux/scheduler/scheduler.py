@@ -463,7 +463,7 @@ class Scheduler:
 
     def _launch_all(self, policy: Policy) -> None:
         """Launch as long as the policy chooses a job, then ask to be woken if low work is held until some time."""
-        state, guard = self._state, policy.guard
+        state, guard = self._state, self._state.guard
         if guard is not None:
             if guard.cutting.changed:
                 guard.cutting.changed = False
@@ -493,8 +493,8 @@ class Scheduler:
         limit = policy.limit(windows, job.priority)
         launch = windows.launch(launch_id, job, step, limit, choice.share, state.now)
         step.launched += 1
-        if policy.guard is not None:
-            policy.guard.launched(launch, windows)
+        if state.guard is not None:
+            state.guard.launched(launch, windows)
         state.record(job.id, step.id, "launched", launch.piece, len(step.pieces), launch_id, choice.stream, step.cut)
         last = step.launched == len(step.pieces)
         state.commands.append(
@@ -543,7 +543,7 @@ class Scheduler:
 
     def _why_not_launched(self, policy: Policy, job: ScheduledJob) -> tuple[str, tuple[object, ...]]:
         state = self._state
-        decision = policy.guard.decisions.current(job, state.now) if policy.guard is not None else None
+        decision = state.guard.decisions.current(job, state.now) if state.guard is not None else None
         if decision is not None and decision.hold is not None:
             return f"held:{decision.hold.reason}", (explain.HoldClause(state, decision.hold),)
         windows, name = state.windows, "high" if job.priority is _HIGH else "low"

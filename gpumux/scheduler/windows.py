@@ -110,23 +110,22 @@ class ReadyQueue:
         second: ScheduledJob | None = None
         third: ScheduledJob | None = None
         second_key = third_key = inf
-        unvisited = [2, 1]  # the last one is visited first
-        while unvisited:
-            at = unvisited.pop()
-            if at >= len(heap):
+        at = 1
+        while at:
+            if at >= len(heap) or heap[at][0] >= third_key:
+                at = _after_subtree(at)
                 continue
-            known, number, job = heap[at]
-            if known >= third_key:
-                continue
+            _, number, job = heap[at]
             if job.ready_entry == number:
                 key = self.key(job)
                 if key < second_key:
                     third, third_key, second, second_key = second, second_key, job, key
                 elif key < third_key:
                     third, third_key = job, key
-            unvisited.append(2 * at + 2)
-            unvisited.append(2 * at + 1)
-        return [job for job in (second, third) if job is not None]
+            at = 2 * at + 1
+        if second is None:
+            return []
+        return [second] if third is None else [second, third]
 
     def peek_other(self, first: ScheduledJob, others: list[ScheduledJob]) -> ScheduledJob | None:
         """A ready job that is neither the first nor one of `others`: the same job as before, until it was held or
@@ -175,6 +174,14 @@ class ReadyQueue:
         """Drop stale entries."""
         self._heap = [entry for entry in self._heap if entry[2].ready_entry == entry[1]]
         heapify(self._heap)
+
+
+def _after_subtree(at: int) -> int:
+    """The position in a heap that is visited after `at` and everything below it: parents before children, left before
+    right. 0: it was the last."""
+    while at and at % 2 == 0:  # the right one of its parent's two
+        at = (at - 1) // 2
+    return at + 1 if at else 0
 
 
 class FairQueue(ReadyQueue):

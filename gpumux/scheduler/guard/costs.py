@@ -144,7 +144,10 @@ class RobustMean:
         self.third, self.second, self.newest = self.second, self.newest, sample
         if self.count <= MIN_SAMPLES:  # the mean is their median
             self.mean = self.median
-            self.deviation = sum([abs(each - self.mean) for each in self._newest_samples()]) / self.count
+            total = 0.0
+            for each in self._newest_samples():
+                total += abs(each - self.mean)
+            self.deviation = total / self.count
             return
         part = weight / min(self.count, MEMORY)
         bound = CLIP * self.deviation + self.floor + 0.1 * abs(self.mean)

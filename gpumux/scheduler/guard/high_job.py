@@ -35,14 +35,17 @@ class InterArrivals:
     one that nearly all exceed. A job that has been without a step for `longest` is idle for good: that is the longest
     pause seen or, unless arrivals are `unpredictable`, many usual ones. All are 0.0 while no pause is known."""
 
-    __slots__ = ("_newest", "_widest", "least", "longest", "short", "sorted", "unpredictable", "usual")
+    __slots__ = (
+        "_newest", "_widest", "_widest_known", "least", "longest", "short", "sorted", "unpredictable", "usual",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.sorted: list[float] = []  # by length
         self.longest = self.short = self.usual = self.least = 0.0
         self.unpredictable = False  # steps came when none was expected
         self._newest: deque[float] = deque()
-        self._widest: float | None = None  # distance between neighbours; None: not known since the newest pause
+        self._widest = 0.0  # distance between neighbours
+        self._widest_known = False  # since the newest pause
 
     def add(self, seconds: float) -> None:
         """One more pause; the oldest is forgotten."""
@@ -51,7 +54,7 @@ class InterArrivals:
             del known[bisect_left(known, self._newest.popleft())]
         self._newest.append(seconds)
         insort(known, seconds)
-        self._widest = None
+        self._widest_known = False
         self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
         self._bound()
 
@@ -74,22 +77,16 @@ class InterArrivals:
 
     def denser(self, passed: int, apart: float) -> bool:
         """Whether no two neighbours among the pauses, without the `passed` shortest, are `apart` or more."""
-        known, widest = self.sorted, self._widest
-        if widest is None:
-            widest = 0.0
-            for at in range(1, len(known)):
-                widest = max(widest, known[at] - known[at - 1])
-            self._widest = widest
-        if widest < apart:  # mostly
-            return True
-        for at in range(passed + 1, len(known)):
-            if known[at] - known[at - 1] >= apart:
-                return False
-        return apart > 0.0
+        if not self._widest_known:
+            self._widest, self._widest_known = _widest(self.sorted), True
+        return self._widest < apart or _widest(self.sorted[passed:]) < apart
 
     def count_passed(self, waited: float, at_least: int) -> int:
         """How many pauses were no longer than `waited`; `at_least` of them are known to be."""
-        return bisect_right(self.sorted, waited, at_least)
+        known = self.sorted
+        if at_least == len(known) or waited < known[at_least]:  # mostly
+            return at_least
+        return bisect_right(known, waited, at_least + 1)
 
     def chance_within(self, passed: int, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds, which `passed` of the pauses were no longer than,
@@ -103,6 +100,14 @@ class InterArrivals:
         # None so far does not mean never: the nearest pauses on both sides say how dense they are here.
         before = known[passed - 1] if passed else 0.0
         return min(1.0, seconds / (known[passed] - before)) / (left + 1)
+
+
+def _widest(known: list[float]) -> float:
+    """The longest distance between neighbours of a sorted list."""
+    widest, before = 0.0, inf
+    for pause in known:
+        widest, before = max(widest, pause - before), pause
+    return widest
 
 
 # ---- Whether the pauses seen so far tell when a high job's next step comes.
