@@ -15,7 +15,6 @@ a later one would fit: jobs with long pieces would starve. It may where the guar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
 from typing import ClassVar, Final, Protocol
 
@@ -24,7 +23,7 @@ from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.decisions import DEFAULT_TARGET_S
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.jobs import ScheduledJob
-from gpumux.scheduler.windows import Limit, Order, Windows
+from gpumux.scheduler.windows import Limit, Order, ReadyQueue, Windows
 from gpumux.types import DeviceInfo, Priority
 
 _LOW: Final = Priority.LOW
@@ -151,32 +150,34 @@ class Guarded(Paced):
         first = ready.peek()
         if first is None or not windows.fits(first, limit):
             return None
-        for job in self._candidates(windows, first, limit, others_matter):
+        chosen = self._first_admitted([first, *self._awaited(windows, first, limit)], windows, now)
+        if chosen is None and others_matter and not decisions.holds_all(first):
+            chosen = self._first_admitted(self._others(ready, first), windows, now)
+        if chosen is None:
+            decisions.none_admitted(first, ready.additions, bool(windows.low.launches))
+        return chosen
+
+    def _first_admitted(self, jobs: list[ScheduledJob], windows: Windows, now: float) -> NextLaunch | None:
+        for job in jobs:
             share = self._guard.admit(job, windows, now)
             if share:
                 return NextLaunch(job, int(_LOW), share)
-        decisions.none_admitted(first, ready.additions, bool(windows.low.launches))
         return None
 
-    def _candidates(
-        self, windows: Windows, first: ScheduledJob, limit: Limit, others_matter: bool
-    ) -> Iterator[ScheduledJob]:
-        """Low jobs that may be launched, in this order, as long as those before are held: the first; those that a
-        client waits for before it steps its high jobs again, since no high job loses by them; and if the device would
-        be left without low work, the next two, and one more out of turn, since a held job keeps its turn for as long as
-        it is held."""
-        ready = windows.low_ready
-        yield first
-        for job in self._guard.awaited_steps.jobs:
-            if job.ready_entry and job is not first and windows.fits(job, limit):
-                yield job
-        if others_matter and not self._guard.decisions.holds_all(first):
-            others = ready.next_two()
-            if ready.size > 1 + len(others):
-                more = ready.peek_other(first, others)
-                if more is not None:
-                    others.append(more)
-            yield from others
+    def _awaited(self, windows: Windows, first: ScheduledJob, limit: Limit) -> list[ScheduledJob]:
+        """Low jobs that a client waits for before it steps its high jobs again: no high job loses by them."""
+        awaited = self._guard.awaited_steps.jobs
+        return [job for job in awaited if job.ready_entry and job is not first and windows.fits(job, limit)]
+
+    def _others(self, ready: ReadyQueue, first: ScheduledJob) -> list[ScheduledJob]:
+        """Low jobs that may be launched while the first is held and the device would be left without low work: the next
+        two, and one more out of turn, since a held job keeps its turn for as long as it is held."""
+        others = ready.next_two()
+        if ready.size > 1 + len(others):
+            more = ready.peek_other(first, others)
+            if more is not None:
+                others.append(more)
+        return others
 
 
 POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": StreamPriorities, "paced": Paced, "guarded": Guarded}

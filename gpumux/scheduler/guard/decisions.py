@@ -94,9 +94,8 @@ class Holds:
 
     def end(self, job: ScheduledJob, now: float) -> None:
         """The job was launched, or has nothing to launch."""
-        old = self.current.pop(job.id, None)
-        if old is not None:
-            self._add_seconds(job, old, now)
+        if job.id in self.current:
+            self._add_seconds(job, self.current.pop(job.id), now)
 
     def job_seconds(self, job: ScheduledJob, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
@@ -374,9 +373,10 @@ class Decisions:
 
     def forget(self, job: ScheduledJob) -> None:
         """The job's next piece is another one, or is decided about anew."""
-        decision = self._by_job.pop(job.id, None)
-        if decision is not None and decision in self.held_now:
-            self.held_now.remove(decision)
+        if job.id in self._by_job:
+            decision = self._by_job.pop(job.id)
+            if decision in self.held_now:
+                self.held_now.remove(decision)
 
     def recut(self, job: ScheduledJob) -> None:
         """A program of the job was loaded or cut anew: its decision is of another piece."""

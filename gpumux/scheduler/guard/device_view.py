@@ -79,7 +79,10 @@ class RecentLaunches:
         """A high step ended. True if the next one may be charged for a launch that was made to find out what it
         costs."""
         exploring = False
-        for launch in [*out, *self.open]:
+        for launch in out:
+            launch.close_step()
+            exploring = exploring or launch.exploring
+        for launch in self.open:
             launch.close_step()
             exploring = exploring or launch.exploring
         return exploring

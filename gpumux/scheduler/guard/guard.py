@@ -282,7 +282,9 @@ class SlowdownGuard:
         solo_s, start, span = running.costs.solo_s, view.free_at, piece.span
         at, next_step, moment, until = launch_position(running, view)
         kind = (at, moment, span)
-        decision.kinds = [*(decision.kinds or ()), (low_costs, kind)]
+        if decision.kinds is None:
+            decision.kinds = []
+        decision.kinds.append((low_costs, kind))
         decision.exposed = 1.0 if next_step and at < len(solo_s) else exposed_part(running, at, until, start, lasts)
         placement, expected, upper = low_costs.placement, 0.0, 0.0
         known = low_costs.launches.get(kind)

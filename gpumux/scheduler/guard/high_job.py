@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -78,15 +78,19 @@ class InterArrivals:
     def denser(self, passed: int, apart: float) -> bool:
         """Whether no two neighbours among the pauses, without the `passed` shortest, are `apart` or more."""
         if not self._widest_known:
-            self._widest, self._widest_known = _widest(self.sorted), True
-        return self._widest < apart or _widest(self.sorted[passed:]) < apart
+            self._widest, self._widest_known = _widest(self.sorted, 0), True
+        return self._widest < apart or _widest(self.sorted, passed) < apart
 
     def count_passed(self, waited: float, at_least: int) -> int:
         """How many pauses were no longer than `waited`; `at_least` of them are known to be."""
-        known = self.sorted
-        if at_least == len(known) or waited < known[at_least]:  # mostly
-            return at_least
-        return bisect_right(known, waited, at_least + 1)
+        known, beyond = self.sorted, len(self.sorted)
+        while at_least < beyond:
+            middle = (at_least + beyond) // 2
+            if waited < known[middle]:
+                beyond = middle
+            else:
+                at_least = middle + 1
+        return at_least
 
     def chance_within(self, passed: int, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds, which `passed` of the pauses were no longer than,
@@ -102,10 +106,11 @@ class InterArrivals:
         return min(1.0, seconds / (known[passed] - before)) / (left + 1)
 
 
-def _widest(known: list[float]) -> float:
-    """The longest distance between neighbours of a sorted list."""
+def _widest(known: list[float], start: int) -> float:
+    """The longest distance between neighbours of a sorted list, from `start` on."""
     widest, before = 0.0, inf
-    for pause in known:
+    for at in range(start, len(known)):
+        pause = known[at]
         widest, before = max(widest, pause - before), pause
     return widest
 
@@ -459,9 +464,10 @@ class AwaitedSteps:
 
     def answered(self, low: ScheduledJob, step: StepId) -> None:
         """This step of the low job was answered."""
-        for high in list(self.waiting.get(low.id, ())):
-            if high.waits_for_step <= step:
-                self.remove(high)
+        if low.id in self.waiting:
+            for high in self.waiting[low.id].copy():
+                if high.waits_for_step <= step:
+                    self.remove(high)
 
     def forget(self, low: ScheduledJob) -> None:
         """The job is gone, or is a high one now."""

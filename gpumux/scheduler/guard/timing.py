@@ -143,7 +143,9 @@ def hold_for_arrival(
             arrivals, passed, seconds, mean=0.0, worst=inf, room=0.0, affordable=0.0, rare=SPOILS
         )
         return Hold("calibration", high.job.id, until=since + clear)
-    decision.idle_costs = [*(decision.idle_costs or ()), costs]
+    if decision.idle_costs is None:
+        decision.idle_costs = []
+    decision.idle_costs.append(costs)
     known = costs.arrival_cost(key, span)
     if known is not None:
         seen_worst, mean = max(known.upper, known.worst), max(0.0, known.mean)
@@ -235,11 +237,12 @@ def time_until_bearable(
             apart -= room / OVERLAPPING
         if arrivals.denser(passed, apart):
             return longest
-    looked = 0
+    looked, coming = 0, known[passed]
     for behind in range(passed + 1, count):
-        at, coming = known[behind - 1] + AFTER_ARRIVAL_S, known[behind]
-        if coming - known[behind - 1] < apart:
+        before, coming = coming, known[behind]
+        if coming - before < apart:
             continue
+        at = before + AFTER_ARRIVAL_S
         if at >= arrivals.longest:
             break
         if coming <= at:  # that one has passed by then, too
