@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             history.append((epoch, loss.item(), right, averaged))
             found = {
                 "model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
-                "average": average.state_dict(), "random": torch.get_rng_state(), "epoch": epoch + 1, "history": history,
+                "average": average.state_dict(), "random": torch.get_rng_state(), "epoch": epoch + 1,
+                "history": history,
             }  # fmt: skip
             torch.save(found, saved)
             print(f"epoch {epoch}: loss {loss.item():.4f}, {right:.0%} right, {averaged:.4f} by the average")

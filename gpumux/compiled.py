@@ -4,8 +4,8 @@
 Compiled modules are in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter and the sources they
 were made of. Modules older than the sources therefore have another name and are never used.
 `gpumux/scheduler/__init__.py` looks there first when it is imported. GPUMUX_CORE overrides this: `interpreted` ignores
-compiled modules, and `compiled` is an error if none fit. Both behave the same; `tests/scheduler/test_compiled_is_equal.py` checks
-that.
+compiled modules, and `compiled` is an error if none fit. Both behave the same;
+`tests/scheduler/test_compiled_is_equal.py` checks that.
 """
 
 from __future__ import annotations

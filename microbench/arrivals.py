@@ -89,7 +89,8 @@ def rows(args: Any) -> Iterator[Row]:
                 result = simulation.run(steps=args.steps + LEARNING, warmup_steps=LEARNING)
                 job = result.job("high")
                 yield Row(
-                    step_s, rate, random, policy, job.mean_slowdown, job.p99_slowdown, result.job("low").relative_throughput
+                    step_s, rate, random, policy, job.mean_slowdown, job.p99_slowdown,
+                    result.job("low").relative_throughput,
                 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """What it costs a job alone that its random draws go on from the client's generator: steps a second over the plain
 loop's.
 
-The same step, with dropout, in turns: without_fetching; as a job with a generator of its own (rng="own"); and as one that draws
-from the client's, whose generator is brought behind each step by skipping the words it takes, by waiting for the step's
-answer, and by whichever of the two submit() would choose. Also seconds a word of the generator: skipped, and drawn by
-dropout.
+The same step, with dropout, in turns: without_fetching; as a job with a generator of its own (rng="own"); and as one
+that draws from the client's, whose generator is brought behind each step by skipping the words it takes, by waiting
+for the step's answer, and by whichever of the two submit() would choose. Also seconds a word of the generator:
+skipped, and drawn by dropout.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def main(argv: list[str] | None = None) -> int:
             found = measure(MODELS[name], daemon.endpoint, args.repeats, args.seconds)
             result[name] = found
             over = found["over_plain"]
-            rows.append([name, f"{1e3 * found['plain_s'].median:.2f}", str(found["words"]), found["chosen"],
-                         *(f"{over[way].median:.2f} ({over[way].low:.2f}-{over[way].high:.2f})" for way in WAYS)])  # fmt: skip
+            ranges = [f"{over[way].median:.2f} ({over[way].low:.2f}-{over[way].high:.2f})" for way in WAYS]
+            plain_ms = f"{1e3 * found['plain_s'].median:.2f}"
+            rows.append([name, plain_ms, str(found["words"]), found["chosen"], *ranges])
             print(common.table(["model", "plain ms", "words a step", "chosen", *WAYS], rows[-1:]))
     print(common.table(["model", "plain ms", "words a step", "chosen", *WAYS], rows))
     targets = {

@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--dropout", type=float, metavar="P", help="instead of the models' own")
     usual = [way for way in fusing.WAYS if way not in fusing.SLOW_TO_MAKE]
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",
-                           help=f"of {', '.join(fusing.WAYS)} (default: all but the compiled ones, which take minutes)")  # fmt: skip
+                           help=f"of {', '.join(fusing.WAYS)} (default: all but the compiled ones,"
+                           " which take minutes)")  # fmt: skip
     arguments.add_argument("--no-memory", action="store_true", help="leave memory out")
     arguments.add_argument(
         "--no-throughput", action="store_true", help="memory alone, which other load does not change"

@@ -125,7 +125,9 @@ RECIPES: dict[str, Recipe] = {
     "wide_resnet101_2": Recipe(
         lambda: zoo.ResNet((3, 4, 23, 3), 2), lambda: _small(zoo.Bottleneck(3, 4, 8, 2), width=16), (400, 16), (16, 2)
     ),
-    "bert_base": Recipe(lambda: _bert(num_labels=2), lambda: _bert(num_labels=2, **_TINY_BERT), (128, 8), (32, 2), (30522, 64)),
+    "bert_base": Recipe(
+        lambda: _bert(num_labels=2), lambda: _bert(num_labels=2, **_TINY_BERT), (128, 8), (32, 2), (30522, 64)
+    ),
     "gpt2": Recipe(_gpt2, lambda: _gpt2(**_TINY_GPT2), (512, 8), (8, 2), (50257, 64)),
 }  # fmt: skip
 TRAIN, INFER = "train", "infer"

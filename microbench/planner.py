@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratio = timed["ratio"]
             printed = a100.MODELS[name].paper[size] if gpus in SIZES else None
             rows.append(
-                [f"{name}, {gpus} GPUs", _ms(timed["optimal_s"]), _ms(timed["first_s"]), _ms(timed["deeppool_s"]), f"{ratio.median:.1f}",
-                 f"{ratio.low:.1f}-{ratio.high:.1f}", f"{timed['first_ratio'].median:.1f}", f"{timed['looked_up_ratio'].median:.1f}", "-" if printed is None else f"{printed * 1e3:.0f} ms",
+                [f"{name}, {gpus} GPUs", _ms(timed["optimal_s"]), _ms(timed["first_s"]), _ms(timed["deeppool_s"]),
+                 f"{ratio.median:.1f}", f"{ratio.low:.1f}-{ratio.high:.1f}", f"{timed['first_ratio'].median:.1f}",
+                 f"{timed['looked_up_ratio'].median:.1f}", "-" if printed is None else f"{printed * 1e3:.0f} ms",
                  f"{timed['iteration_s']['optimal'] * 1e3:.3f}", f"{timed['iteration_s']['deeppool'] * 1e3:.3f}",
                  str(timed["deeppool_over_limit"])]
             )  # fmt: skip
@@ -76,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 }  # fmt: skip
         found["gains"] = worth(graph, a100.MODELS[name].batch, args.sizes[0])
         for each in found["gains"]:
-            gains.append([f"{name}, limit {each['limit'] or 'none'}", f"{each['data_parallel_s'] * 1e3:.3f}", f"{each['burst_s'] * 1e3:.3f}",
-                          f"{each['gain']:.2f}", f"{each['idle']:.0%}", a100.MODELS[name].reported])  # fmt: skip
+            gains.append([f"{name}, limit {each['limit'] or 'none'}", f"{each['data_parallel_s'] * 1e3:.3f}",
+                          f"{each['burst_s'] * 1e3:.3f}", f"{each['gain']:.2f}", f"{each['idle']:.0%}",
+                          a100.MODELS[name].reported])  # fmt: skip
         report["models"][name] = found
     chain = long_chain(args.layers, args.repeats)
     report["chain"] = chain
@@ -204,8 +206,8 @@ def worth(graph: LayerGraph, batch: int, gpus: int) -> list[dict[str, Any]]:
     for limit in LIMITS:
         plan = replace(query, limit=limit).plan()
         found.append(
-            {"limit": None if limit == inf else limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds, "gain": plain.seconds / plan.seconds,
-             "idle": plan.idle / (gpus * plan.seconds)}
+            {"limit": None if limit == inf else limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds,
+             "gain": plain.seconds / plan.seconds, "idle": plan.idle / (gpus * plan.seconds)}
         )  # fmt: skip
     return found
 

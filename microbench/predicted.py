@@ -44,11 +44,13 @@ def grid(
 def bars(measured: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rows that both have, by label: high and low throughput."""
     says = {row["label"]: row for row in predicted}
-    off = [
-        {"label": row["label"], **{f"{what}_{who}": of[what] for who, of in (("measured", row), ("predicted", says[row["label"]])) for what in ("high", "low")}}
-        for row in measured
-        if row["label"] in says
-    ]  # fmt: skip
+    off = []
+    for row in measured:
+        if row["label"] not in says:
+            continue
+        sources = {"measured": row, "predicted": says[row["label"]]}
+        throughputs = {f"{what}_{source}": of[what] for source, of in sources.items() for what in ("high", "low")}
+        off.append({"label": row["label"], **throughputs})
     return {
         "rows": off,
         **_errors([row[f"{what}_measured"] - row[f"{what}_predicted"] for row in off for what in ("high", "low")]),

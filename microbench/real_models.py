@@ -78,8 +78,8 @@ def _vit(t: Any, tiny: bool) -> nn.Module:
 
 def _encoder(words: int) -> dict[str, int]:
     return {
-        "vocab_size": words, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-        "max_position_embeddings": 32,
+        "vocab_size": words, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": 32,
     }  # fmt: skip
 
 

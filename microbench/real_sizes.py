@@ -323,9 +323,10 @@ def show(model: str, r: dict[str, Any]) -> None:
                 + ", ".join(f"{k} {megabytes(v)}" for k, v in peak["then"].items())
             )
         print(
-            f"  peak {megabytes(memory['peak'])} MB, plain {megabytes(r['plain_memory'])}, mark {megabytes(r['memory_mark'])} "
-            f"({r['memory_over_mark']:.2f} of it); charged {megabytes(said['charged'])}, measured "
-            f"{megabytes(said['measured'])} ({r['measured_over_charged']:.2f} of that)"
+            f"  peak {megabytes(memory['peak'])} MB, plain {megabytes(r['plain_memory'])}, mark "
+            f"{megabytes(r['memory_mark'])} ({r['memory_over_mark']:.2f} of it); "
+            f"charged {megabytes(said['charged'])}, measured {megabytes(said['measured'])} "
+            f"({r['measured_over_charged']:.2f} of that)"
         )  # fmt: skip
     if "first" in r:
         rate = r["rate_over_plain"]

@@ -124,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         cost = r["snapshot_costs_s"]
         rows.append(
             (
-                f"{r['state_bytes'] / 1e6:.1f} MB", f"{r['step_s']['plain'] * 1e3:.2f} ms", f"{r['step_s']['kept'] * 1e3:.2f} ms",
-                f"{r['extra_s_a_step'] * 1e6:.0f} us", str(r["snapshots"]),
+                f"{r['state_bytes'] / 1e6:.1f} MB", f"{r['step_s']['plain'] * 1e3:.2f} ms",
+                f"{r['step_s']['kept'] * 1e3:.2f} ms", f"{r['extra_s_a_step'] * 1e6:.0f} us", str(r["snapshots"]),
                 f"{cost.median * 1e3:.0f} ms ({cost.low * 1e3:.0f} to {cost.high * 1e3:.0f})" if cost else "none taken",
             )
         )  # fmt: skip

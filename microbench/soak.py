@@ -61,7 +61,8 @@ class Daemon:
         settings = {
             "SOAK_CHECKS": self.checks, "SOAK_FILES": FILES, "GPUMUX_MAX_JOBS_PER_USER": clients + 16,
             "GPUMUX_MAX_SESSIONS_PER_USER": 2 * clients + 32, "GPUMUX_MAX_SESSIONS": 3 * clients + 96,
-            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2, "GPUMUX_LOW_NICE": LOW_NICE, "GPUMUX_LEASE_S": plan.LEASE_S,
+            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2,
+            "GPUMUX_LOW_NICE": LOW_NICE, "GPUMUX_LEASE_S": plan.LEASE_S,
         }  # fmt: skip
         clean = {name: value for name, value in environment.items() if not name.startswith("GPUMUX_")}
         with self.log.open("wb") as out:
@@ -178,9 +179,9 @@ def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[s
 
     verdict = trainers.verify(directory / "results")
     return {
-        "seconds": round(seconds, 1), "counted": dict(counted), "trained": asdict(verdict), "happened": dict(stage.done),
-        "vandalism": dict(stage.vandalism), "operator_refused": dict(refusals), "invariants": checks, "peak": peak,
-        "at_start": asdict(at_start), "after_tides": [asdict(h) for h in holdings],
+        "seconds": round(seconds, 1), "counted": dict(counted), "trained": asdict(verdict),
+        "happened": dict(stage.done), "vandalism": dict(stage.vandalism), "operator_refused": dict(refusals),
+        "invariants": checks, "peak": peak, "at_start": asdict(at_start), "after_tides": [asdict(h) for h in holdings],
         "checks": _checks(at_start, holdings, shared, code, left, files, counted, troubles, verdict, checks, log),
         "troubles": troubles[:50],
     }  # fmt: skip

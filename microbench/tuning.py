@@ -103,8 +103,9 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
         wall, device = row["wall_s"], row["device_s"]
         cells.append(
             [
-                name, f"{wall.median:.2f} s", f"{100 * wall.spread:.0f} %", f"{reference['wall_s'].median / wall.median:.2f}",
-                f"{device.median:.2f} s", f"{reference['device_s'].median / device.median:.2f}",
+                name, f"{wall.median:.2f} s", f"{100 * wall.spread:.0f} %",
+                f"{reference['wall_s'].median / wall.median:.2f}", f"{device.median:.2f} s",
+                f"{reference['device_s'].median / device.median:.2f}",
             ]
         )  # fmt: skip
     return common.table(["scheduler", "wall", "spread", "x", "device", "x"], cells)

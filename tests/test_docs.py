@@ -46,8 +46,8 @@ def places(name: str, page: Path, folders: frozenset[Path] = frozenset()) -> lis
 
 
 def missing_files(text: str, page: Path) -> set[str]:
-    """Paths in the text, but for its blocks of commands, that lead nowhere, and tests that no such file has. A bare name
-    has to be in a folder that the same page names, itself or by another file in it."""
+    """Paths in the text, but for its blocks of commands, that lead nowhere, and tests that no such file has. A bare
+    name has to be in a folder that the same page names, itself or by another file in it."""
     prose = FENCE.sub("", re.sub(r"\w+://\S+|^ {4}.*$", "", text, flags=re.MULTILINE))
     named = [path for name, _ in FOLDERS.findall(prose) for path in places(name, page)]
     folders = frozenset(path if path.is_dir() else path.parent for path in named)
@@ -144,12 +144,14 @@ def test_the_checks_can_fail() -> None:
     page = ROOT / "docs/architecture.md"
     text = (
         "`gpumux/client/nothing.py` beside gpumux/client/job.py, `scheduler/policy.py`, `windows.py`, `nothing.py`,"
-        " `fork_server.py`, `gpumux/nowhere/`, `tests/test_docs.py::test_nothing`, `test_docs.py::test_the_checks_*`, [a](plain-loop.md#nothing),"
-        " [b](plain-loop.md#between-two-steps) and `python -m microbench.nothing`.\n```\nnot/a/path.py\n```\n"
+        " `fork_server.py`, `gpumux/nowhere/`, `tests/test_docs.py::test_nothing`, `test_docs.py::test_the_checks_*`,"
+        " [a](plain-loop.md#nothing), [b](plain-loop.md#between-two-steps) and `python -m microbench.nothing`.\n"
+        "```\nnot/a/path.py\n```\n"
         "`gpumux serve --gpu 0 --no-such-option`, `gpumux plan gpus --speedup 3 --slowdown 4`, gpumux_no_metric"
     )
     assert missing_files(text, page) == {
-        "gpumux/client/nothing.py", "nothing.py", "fork_server.py", "gpumux/nowhere/", "tests/test_docs.py::test_nothing"
+        "gpumux/client/nothing.py", "nothing.py", "fork_server.py", "gpumux/nowhere/",
+        "tests/test_docs.py::test_nothing"
     }  # fmt: skip
     assert missing_modules(text) == {"microbench.nothing"}
     assert missing_headings(text, page) == {"plain-loop.md#nothing"}

@@ -25,8 +25,9 @@ def main(directory: str) -> dict[str, Tensor]:
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     args = TrainingArguments(
-        directory, num_train_epochs=2, per_device_train_batch_size=16, gradient_accumulation_steps=2, learning_rate=1e-3,
-        logging_steps=1, eval_strategy="epoch", save_strategy="no", report_to="tensorboard", use_cpu=True, disable_tqdm=True,
+        directory, num_train_epochs=2, per_device_train_batch_size=16, gradient_accumulation_steps=2,
+        learning_rate=1e-3, logging_steps=1, eval_strategy="epoch", save_strategy="no", report_to="tensorboard",
+        use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=sentences(160, 1), eval_dataset=sentences(32, 2))
     trainer = on_gpumux(trainer, priority="low", name="bert")

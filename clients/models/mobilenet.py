@@ -68,7 +68,8 @@ class SqueezeExcitation(nn.Module):
         super().__init__()
         inner = _round8(channels / 4)
         self.scale = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inner, 1), nn.ReLU(), nn.Conv2d(inner, channels, 1), nn.Hardsigmoid()
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inner, 1), nn.ReLU(), nn.Conv2d(inner, channels, 1),
+            nn.Hardsigmoid(),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:

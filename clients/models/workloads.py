@@ -245,11 +245,13 @@ RECIPES: dict[str, Recipe] = {
     ),
     "pointnet_cls": Recipe(
         _clouds, (32, 8, 4), *_ADAM,
-        lambda size, config: pointnet.Classification(size, 16 if size == "full" else 3, **_point_options(config)), _point_loss,
+        lambda size, config: pointnet.Classification(size, 16 if size == "full" else 3, **_point_options(config)),
+        _point_loss,
     ),
     "pointnet_seg": Recipe(
         _parts, (32, 8, 4), *_ADAM,
-        lambda size, config: pointnet.Segmentation(size, feature_transform=config.get("feature_transform", True)), _point_loss,
+        lambda size, config: pointnet.Segmentation(size, feature_transform=config.get("feature_transform", True)),
+        _point_loss,
     ),
     "dcgan": Recipe(_faces, (128, 16, 4), torch.optim.Adam, 2e-4),
     "resnet18": Recipe(_images((32, 32, 16)), (128, 8, 4), *_ADADELTA, lambda size, config: resnet18(size), _classify),

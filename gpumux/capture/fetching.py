@@ -242,12 +242,13 @@ _TENSOR: Any = torch.Tensor  # its attributes, read from the class, are descript
 _DESCRIBES = DESCRIBES | frozenset(
     (
         *_getters(
-            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "is_ipu", "is_leaf", "is_maia", "is_mkldnn",
-            "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "name", "names", "output_nr", "retains_grad", "volatile",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "is_ipu", "is_leaf", "is_maia",
+            "is_mkldnn", "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "name", "names", "output_nr",
+            "retains_grad", "volatile",
         ),
         *_methods(
-            "has_names", "is_shared", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
-            "storage_offset",
+            "has_names", "is_shared", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+            "retain_grad", "storage_offset",
         ),
         _TENSOR.requires_grad.__set__,
         _TENSOR._backward_hooks.__set__,
@@ -637,10 +638,10 @@ def _forward(names: Iterable[str]) -> None:
 
 _forward(
     (
-        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__", "__le__",
-        "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__", "__reversed__",
-        "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
-        "update", "values",
+        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__",
+        "__le__", "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__",
+        "__reversed__", "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem",
+        "setdefault", "update", "values",
     )
 )  # fmt: skip
 FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]

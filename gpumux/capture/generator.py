@@ -41,14 +41,14 @@ from gpumux.program.validate import leaves, op_args, out_views
 _BY_SIZE_ALONE = frozenset(
     f"aten.{name}"
     for name in (
-        "bernoulli.default", "bernoulli.p", "bernoulli.Tensor", "bernoulli_.Tensor", "bernoulli_.float", "cauchy.default",
-        "cauchy_.default", "exponential.default", "exponential_.default", "geometric.default", "geometric_.default",
-        "log_normal.default", "log_normal_.default", "multinomial.default", "native_dropout.default",
-        "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.float_float", "normal_.default",
-        "normal_functional.default", "rand.default", "rand_like.default", "randint.default", "randint.low",
-        "randint_like.default", "randint_like.low_dtype", "randn.default", "randn_like.default", "random.default",
-        "random.from", "random.to", "random_.default", "random_.from", "random_.to", "randperm.default", "uniform.default",
-        "uniform_.default",
+        "bernoulli.default", "bernoulli.p", "bernoulli.Tensor", "bernoulli_.Tensor", "bernoulli_.float",
+        "cauchy.default", "cauchy_.default", "exponential.default", "exponential_.default", "geometric.default",
+        "geometric_.default", "log_normal.default", "log_normal_.default", "multinomial.default",
+        "native_dropout.default", "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor",
+        "normal.float_float", "normal_.default", "normal_functional.default", "rand.default", "rand_like.default",
+        "randint.default", "randint.low", "randint_like.default", "randint_like.low_dtype", "randn.default",
+        "randn_like.default", "random.default", "random.from", "random.to", "random_.default", "random_.from",
+        "random_.to", "randperm.default", "uniform.default", "uniform_.default",
     )
 )  # fmt: skip
 _NEVER_ON_THE_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # its kernel there has no dropout

@@ -177,6 +177,7 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 
 _AS_TENSOR = torch.as_tensor
+_SCALER_TYPE = torch.amp.GradScaler
 _SCALER = ("scale", "unscale_", "step", "update")
 _CAPTURABLE = "_get_capturable_supported_devices"
 
@@ -203,7 +204,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),
-        *((torch.amp.GradScaler, name, here(getattr(torch.amp.GradScaler, name), _scaler_guard(name, gpu))) for name in _SCALER),
+        *((_SCALER_TYPE, name, here(getattr(_SCALER_TYPE, name), _scaler_guard(name, gpu))) for name in _SCALER),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip

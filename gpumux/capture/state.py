@@ -37,15 +37,16 @@ DESCRIBES = frozenset(
         *(
             getattr(_TENSOR, name).__get__
             for name in (
-                "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu",
-                "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
+                "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse",
+                "is_xpu", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
             )
         ),
         *(
             getattr(_TENSOR, name)
             for name in (
                 "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
-                "is_floating_point", "is_inference", "is_neg", "is_signed", "ndimension", "nelement", "numel", "size", "stride",
+                "is_floating_point", "is_inference", "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
+                "stride",
             )
         ),
         torch.is_complex, torch.is_floating_point, torch.numel, torch.is_signed,

@@ -366,8 +366,8 @@ class LocalModel:
             )  # fmt: skip
         except GpumuxError as error:
             log.warning(
-                "job %r ends, and what its last %d steps trained could not be brought back: %s. The local model is as it"
-                " was before them",
+                "job %r ends, and what its last %d steps trained could not be brought back: %s. The local model is as"
+                " it was before them",
                 self._name,
                 steps,
                 error.message,

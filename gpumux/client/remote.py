@@ -175,8 +175,12 @@ class Remote:
         self._observer = None
 
     def call(
-        self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = (), meanwhile: Callable[[], float] | None = None
-    ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
+        self,
+        make: Callable[..., Any],
+        *args: Any,
+        frames: Sequence[bytes] = (),
+        meanwhile: Callable[[], float] | None = None,
+    ) -> tuple[Any, Sequence[Any]]:
         # Checking a large Program or draining a queue may take long; a daemon that dies ends the wait.
         return self.session.call(make(0, self.job, *args), frames, timeout=None, meanwhile=meanwhile)
 

@@ -262,8 +262,12 @@ class Session:
     # ---- sending ---------------------------------------------------------------------------------
 
     def call(
-        self, msg: Message, frames: Payload = (), timeout: float | None = 60.0, meanwhile: Callable[[], float] | None = None
-    ) -> tuple[Any, list[bytes]]:  # fmt: skip
+        self,
+        msg: Message,
+        frames: Payload = (),
+        timeout: float | None = 60.0,
+        meanwhile: Callable[[], float] | None = None,
+    ) -> tuple[Any, list[bytes]]:
         """Send a request (its `ref` is filled in here) and wait for the answer.
 
         Raises the error a Refusal stands for, and DaemonGone when no answer comes in `timeout`

@@ -347,15 +347,15 @@ class Snapshots:
         if self._log.full:
             self._log.give_up()
             log.warning(
-                "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come back"
-                " if the daemon ends before a snapshot succeeds",
+                "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come"
+                " back if the daemon ends before a snapshot succeeds",
                 self._name,
             )
         elif not self._waited:
             self._waited = True
             log.warning(
-                "job %r waited until its state was saved, as it holds all it may keep to run again: raise replay_bytes if"
-                " its steps are to go on meanwhile",
+                "job %r waited until its state was saved, as it holds all it may keep to run again: raise replay_bytes"
+                " if its steps are to go on meanwhile",
                 self._name,
             )
 

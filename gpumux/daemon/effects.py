@@ -73,7 +73,8 @@ class CommandRunner:
         submitted = c.submitted if job.device_answers or self._share_channel(job) else None
         self._device.launch(
             Launch(
-                c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share, submitted
+                c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share,
+                submitted,
             )
         )  # fmt: skip
 

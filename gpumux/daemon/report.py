@@ -10,9 +10,10 @@ memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as scheduler/report.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
-          memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known), device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
-          max_slowdown, models (that a step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is
-          0: daemon/context.py)}]; promise is None where nothing is known, and otherwise
+          memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known),
+          device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago, max_slowdown, models (that a
+          step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
+          daemon/context.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
           high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
           held_for_s, too_long (None, or {piece_seconds, fits_seconds}: its pieces don't fit beside high

@@ -1,5 +1,6 @@
 """The protocol between clients and the daemon: messages, their encoding, sessions, and shared memory.
 
-Start with `messages.py`; `router.py` is the daemon's end, `channel.py` the connection that a local session's steps go by.
+Start with `messages.py`; `router.py` is the daemon's end, `channel.py` the connection that a local
+session's steps go by.
 May import `types` and `errors` alone.
 """

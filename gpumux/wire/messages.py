@@ -497,10 +497,10 @@ Message = (
 
 # Tag -> class. Never reuse a tag.
 REGISTRY: dict[int, type[Any]] = {
-    1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step,
-    9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
-    15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
-    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
+    1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step, 9: StepDone,
+    10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone, 15: PauseJob,
+    16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report, 23: Heartbeat,
+    24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
     31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 

@@ -55,8 +55,8 @@ class Running:
         results = stage.directory / "results"
         results.mkdir(exist_ok=True)
         spec = {
-            "endpoint": stage.endpoint, "ledger": str(ledger.path), "all": len(tide.seats), "lease_s": LEASE_S, "tide": tide.number,
-            "results": str(results), "seats": [asdict(seat) for seat in tide.seats],
+            "endpoint": stage.endpoint, "ledger": str(ledger.path), "all": len(tide.seats), "lease_s": LEASE_S,
+            "tide": tide.number, "results": str(results), "seats": [asdict(seat) for seat in tide.seats],
         }  # fmt: skip
         self._spec.write_text(json.dumps(spec))
         self.clients: dict[int, subprocess.Popen[bytes]] = {}

@@ -132,8 +132,9 @@ def test_gpu_names_mean_the_jobs_device_wherever_torch_takes_one() -> None:
     with DeviceNames(torch.device("cuda", 0), here):
         for made in (
             torch.zeros(3, device="cuda"), torch.arange(3, device=torch.device("cuda:0")), x.new_ones(2, device="cuda"),
-            torch.tensor([1.0], device=0), x.to("cuda:0"), x.to(torch.device("cuda"), torch.float64), x.to(device="cuda"),
-            x.cuda(), x.cuda(0), torch.empty_like(x, device="cuda"), x.to(x.device), x.to(torch.float16), x.to(x),
+            torch.tensor([1.0], device=0), x.to("cuda:0"), x.to(torch.device("cuda"), torch.float64),
+            x.to(device="cuda"), x.cuda(), x.cuda(0), torch.empty_like(x, device="cuda"), x.to(x.device),
+            x.to(torch.float16), x.to(x),
         ):  # fmt: skip
             assert made.device == here
         for other in (lambda: torch.zeros(3, device="cuda:1"), lambda: x.cuda(1), lambda: x.to("cuda:2")):

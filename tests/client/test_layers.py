@@ -60,7 +60,8 @@ def captured_program(endpoint: str, model: nn.Module, *models: nn.Module, **opti
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(4, 3, 8, 8), torch.randint(0, CLASSES, (4,))
     with client.submit(
-        training_step(model, optimizer), example=batch, model=[model, *models], optimizer=optimizer, endpoint=endpoint, **options
+        training_step(model, optimizer), example=batch, model=[model, *models], optimizer=optimizer, endpoint=endpoint,
+        **options,
     ) as job:  # fmt: skip
         return chosen(job, batch)
 

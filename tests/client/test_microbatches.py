@@ -109,8 +109,9 @@ def test_clipping_schedulers_and_results_of_every_kind(endpoint: str) -> None:
             opt.step()
             right = out.argmax(1) == y
             return {
-                "loss": loss, "norm": norm, "perplexity": loss.exp(), "right": right.sum(), "share": right.double().mean(),
-                "out": out, "each": right, "labels": y, "size": x.shape[0], "lr": opt.param_groups[0]["lr"],
+                "loss": loss, "norm": norm, "perplexity": loss.exp(), "right": right.sum(),
+                "share": right.double().mean(), "out": out, "each": right, "labels": y, "size": x.shape[0],
+                "lr": opt.param_groups[0]["lr"],
             }  # fmt: skip
 
         return Work([model], [opt], [(step, data[0])], simple_loop(data, 12, scheduler.step), {"microbatches": 4})
@@ -422,7 +423,8 @@ def queue_of(model: nn.Module, out: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
-    ("batch norm", lambda m, x, y: F.cross_entropy(m(F.batch_norm(x, None, None, training=True)), y), "batch norm in training"),
+    ("batch norm", lambda m, x, y: F.cross_entropy(m(F.batch_norm(x, None, None, training=True)), y),
+     "batch norm in training"),
     ("pairwise distances", lambda m, x, y: torch.cdist(m(x), m(x)).sum(), "relates samples of the batch to each other"),
     ("condensed distances", lambda m, x, y: torch.pdist(m(x)).sum(), "relates samples"),
     ("contrastive", lambda m, x, y: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x))), "relates samples"),
@@ -432,17 +434,20 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("squared mean", lambda m, x, y: F.cross_entropy(m(x), y) ** 2, "what pow at"),
     ("worst sample", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").max(), "single samples"),
     ("hardest samples", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(4)[0].mean(), "single samples"),
-    ("hardest half", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(len(x) // 2)[0].mean(), "topk mixes samples"),
+    ("hardest half", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(len(x) // 2)[0].mean(),
+     "topk mixes samples"),
     ("spread", lambda m, x, y: m(x).std(), "single samples"),
     ("mean and sum", lambda m, x, y: m(x).mean() + m(x).square().sum(), "neither the sum nor the mean"),
     ("neighbours", lambda m, x, y: (m(x) - m(x.roll(1, 0))).square().mean(), "roll mixes samples"),
     ("halves", lambda m, x, y: (m(x[: len(x) // 2]) * m(x[len(x) // 2 :])).mean(), "mixes samples"),
     ("first sample", lambda m, x, y: (m(x) * m(x)[0]).mean(), "picks certain samples"),
     ("mixup", lambda m, x, y: m(mixup(x)).mean(), "draws numbers that depend on how many samples"),
-    ("load balance", lambda m, x, y: m(x).mean() + (m(x).softmax(1).mean(0) ** 2).sum(), "together with single samples"),
+    ("load balance", lambda m, x, y: m(x).mean() + (m(x).softmax(1).mean(0) ** 2).sum(),
+     "together with single samples"),
     ("memory bank", lambda m, x, y: queue_of(m, m(x)), "writes values of single samples into the job's state"),
     ("fixed size", lambda m, x, y: (m(x) * torch.ones(8, 1)).mean(), "not on one of 2 parts"),
-    ("labels of its own", lambda m, x, y: F.cross_entropy(m(x), m(x).argmax(1)), "labels that the step works out itself"),
+    ("labels of its own", lambda m, x, y: F.cross_entropy(m(x), m(x).argmax(1)),
+     "labels that the step works out itself"),
     ("batch size squared", lambda m, x, y: m(x).sum() / len(x) ** 2 + m(x).mean(), "neither the sum nor the mean"),
 ]  # fmt: skip
 

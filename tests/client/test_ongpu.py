@@ -34,8 +34,8 @@ DIFFER = {"renorm": "the CPU adds up in double precision"}
 NOT_RECORDED = {"lstm", "lstm both ways", "gru", "rnn"}
 # Operators that differ between versions of torch and change no number: views of memory, and allocations.
 WINDOWS = {
-    "view", "_unsafe_view", "t", "transpose.int", "expand", "unsqueeze", "squeeze.dim", "select.int", "permute", "unbind.int",
-    "slice.Tensor", "clone",
+    "view", "_unsafe_view", "t", "transpose.int", "expand", "unsqueeze", "squeeze.dim", "select.int", "permute",
+    "unbind.int", "slice.Tensor", "clone",
 }  # fmt: skip
 
 
@@ -166,7 +166,8 @@ def test_every_allowed_operator_without_a_kernel_on_the_gpu_is_told_otherwise_or
         except ProgramError:
             refused.append(target)
     assert {target.split(".")[1] for target in refused} == {
-        "linear_backward", "mkldnn_linear", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "native_norm", "slow_conv3d_forward",
+        "linear_backward", "mkldnn_linear", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "native_norm",
+        "slow_conv3d_forward",
     }  # fmt: skip
 
 

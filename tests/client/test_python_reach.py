@@ -488,8 +488,10 @@ def test_a_new_tensor_of_the_same_kind_that_is_no_state_selects_nothing(endpoint
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda it: next(it), lambda it: it.__next__(), lambda it: sum(w for w in it)], ids=["next", "__next__", "for"]
-)  # fmt: skip
+    "draw",
+    [lambda it: next(it), lambda it: it.__next__(), lambda it: sum(w for w in it)],
+    ids=["next", "__next__", "for"],
+)
 @pytest.mark.parametrize("kind", [iter, lambda values: (v for v in values)], ids=["iterator", "generator"])
 def test_drawing_from_an_iterator_is_refused(draw: Any, kind: Any, endpoint: str) -> None:
     source = kind([1.0] * 100)

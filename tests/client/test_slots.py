@@ -45,7 +45,8 @@ class Trained:
 def submit(trained: Trained, endpoint: str, **options: Any) -> client.Job:
     example = default_collate([Samples()[i] for i in range(ROWS)])
     return client.submit(
-        trained.step, example=tuple(example), model=trained.model, optimizer=trained.optimizer, endpoint=endpoint, **options
+        trained.step, example=tuple(example), model=trained.model, optimizer=trained.optimizer, endpoint=endpoint,
+        **options,
     )  # fmt: skip
 
 

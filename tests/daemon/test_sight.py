@@ -71,9 +71,10 @@ def test_nothing_a_neighbour_may_ask_for_tells_names_ids_or_operators(daemon):
     session = daemon.router.open["me"]
     assert session.uid == 1001
     asked = [
-        msg.GetStatus(1), msg.JobStats(2, THEIRS), msg.JobStats(3, MINE), msg.ExplainJob(4, MINE), msg.ExplainJob(5, THEIRS),
-        msg.ProfileJob(6, THEIRS, None), msg.PauseJob(7, THEIRS), msg.CloseJob(8, THEIRS, False),
-        msg.OpenJob(9, THEIRS, "x", 0, 1.0, 1.1, None, 1, 0), msg.RecordTrace(10, 1.0), msg.RecordTrace(11, 0.0),
+        msg.GetStatus(1), msg.JobStats(2, THEIRS), msg.JobStats(3, MINE), msg.ExplainJob(4, MINE),
+        msg.ExplainJob(5, THEIRS), msg.ProfileJob(6, THEIRS, None), msg.PauseJob(7, THEIRS),
+        msg.CloseJob(8, THEIRS, False), msg.OpenJob(9, THEIRS, "x", 0, 1.0, 1.1, None, 1, 0), msg.RecordTrace(10, 1.0),
+        msg.RecordTrace(11, 0.0),
     ]  # fmt: skip
     heard = []
     for message in asked:

@@ -72,13 +72,14 @@ def test_every_metric_an_operator_acts_on_is_shown_or_alerted():
     used = {re.sub(r"_(bucket|sum|count)$", "", s.metric) if s.metric not in FROZEN else s.metric
             for text in texts for s in promql.selectors(text)}  # fmt: skip
     left_out = {
-        "gpumux_build_info", "gpumux_job_baseline_samples", "gpumux_job_estimate_samples", "gpumux_job_host_wait_seconds_total", "gpumux_job_models",
-        "gpumux_job_solo_step_seconds", "gpumux_job_steps_over_target_total", "gpumux_jobs_opened_total",
-        "gpumux_messages_received_total", "gpumux_programs_loaded_total", "gpumux_sessions_opened_total",
-        "gpumux_step_device_seconds", "gpumux_transfer_bytes_total", "gpumux_transfers_total",
-        "gpumux_job_state_snapshot_bytes", "gpumux_job_state_snapshot_timestamp_seconds", "gpumux_replayed_steps_total",
-        "gpumux_restores_total", "gpumux_state_snapshot_bytes_total", "gpumux_state_snapshot_seconds_total",
-        "gpumux_state_snapshots_read_total", "gpumux_state_snapshots_total",
+        "gpumux_build_info", "gpumux_job_baseline_samples", "gpumux_job_estimate_samples",
+        "gpumux_job_host_wait_seconds_total", "gpumux_job_models", "gpumux_job_solo_step_seconds",
+        "gpumux_job_steps_over_target_total", "gpumux_jobs_opened_total", "gpumux_messages_received_total",
+        "gpumux_programs_loaded_total", "gpumux_sessions_opened_total", "gpumux_step_device_seconds",
+        "gpumux_transfer_bytes_total", "gpumux_transfers_total", "gpumux_job_state_snapshot_bytes",
+        "gpumux_job_state_snapshot_timestamp_seconds", "gpumux_replayed_steps_total", "gpumux_restores_total",
+        "gpumux_state_snapshot_bytes_total", "gpumux_state_snapshot_seconds_total", "gpumux_state_snapshots_read_total",
+        "gpumux_state_snapshots_total",
     }  # fmt: skip
     assert set(FROZEN) - used == left_out
 

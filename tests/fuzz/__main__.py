@@ -2,8 +2,8 @@
 
     python -m tests.fuzz --seeds A:B [--keeping] [--out FOLDER]
 
-Runs the sequences of seeds A to B - 1, each plainly and as a job, and prints each that differs, shrunk, as a script that
-can be run. `--out` writes them to files as well. The exit code is 1 if there was one. `--keeping` has an optimizer
+Runs the sequences of seeds A to B - 1, each plainly and as a job, and prints each that differs, shrunk, as a script
+that can be run. `--out` writes them to files as well. The exit code is 1 if there was one. `--keeping` has an optimizer
 among the others that keeps `p.grad` in its state, which most steps are refused for (docs/plain-loop.md, row G3).
 """
 

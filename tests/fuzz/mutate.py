@@ -16,9 +16,9 @@ from gpumux.program.codec import HEADER, MAGIC
 from gpumux.program.ir import IR_VERSION
 
 INTERESTING: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 127, 128, 255, 256, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
-    0.0, -0.0, 1.5, float("nan"), float("inf"), 5e-324, "", "a" * 31, "a" * 32, "0" * 32, "\x1b[31m", "\ud7ff", "x" * 300, b"",
-    b"\x00" * 64, [], [[]], {}, {"a": {}},
+    None, True, False, 0, 1, -1, 2, 127, 128, 255, 256, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
+    -(2**63), 0.0, -0.0, 1.5, float("nan"), float("inf"), 5e-324, "", "a" * 31, "a" * 32, "0" * 32, "\x1b[31m",
+    "\ud7ff", "x" * 300, b"", b"\x00" * 64, [], [[]], {}, {"a": {}},
 )  # fmt: skip
 PREFIX = {"message": 1, "channel": 0, "trace": 0}  # bytes before the msgpack
 

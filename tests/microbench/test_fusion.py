@@ -41,8 +41,14 @@ def test_ratios_are_of_turns():
 
 @pytest.mark.parametrize(
     ("name", "batch", "models", "target"),
-    [("transformer", 2, 8, 2.6), ("transformer", 16, 8, 0.95), ("transformer", 2, 4, 0.95), ("cnn", 4, 8, 1.6), ("dcgan", 4, 8, 0.95)],
-)  # fmt: skip
+    [
+        ("transformer", 2, 8, 2.6),
+        ("transformer", 16, 8, 0.95),
+        ("transformer", 2, 4, 0.95),
+        ("cnn", 4, 8, 1.6),
+        ("dcgan", 4, 8, 0.95),
+    ],
+)
 def test_the_marks_are_where_they_were_set(name: str, batch: int, models: int, target: float):
     for ours in (target - 0.01, target):
         (found,) = fusion.targets(measured(name, batch, models, ours), "small", "cpu", OURS).values()

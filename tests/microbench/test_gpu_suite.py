@@ -256,7 +256,8 @@ def test_results_of_tests_are_read(tmp_path: Path):
     assert result["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     text = suite_parts.tests_text(result)
     assert text.splitlines() == [
-        "1 passed, 1 failed, 1 skipped", "a: beside: bit-equal", "failed: b: assert 1 == 2", "skipped: c: no green contexts",
+        "1 passed, 1 failed, 1 skipped", "a: beside: bit-equal", "failed: b: assert 1 == 2",
+        "skipped: c: no green contexts",
     ]  # fmt: skip
     path.write_text("{half a fi")
     assert suite_parts.read(path) is None

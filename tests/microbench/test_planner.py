@@ -53,7 +53,7 @@ def test_it_runs_on_modelled_times(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 LINES = """\
- conv2d{"in_channels":3,"kernel_size":3,"out_channels":64,"padding":1,"stride":1}[1][3,224,224]   2.157      2157         6
+ conv2d{"in_channels":3,"kernel_size":3,"out_channels":64,"padding":1,"stride":1}[1][3,224,224]   2.157     2157      6
  ReLU2d{"inplace":true,"kernel_size":1,"padding":0,"stride":1}[1][64,224,224]   4.936      1205      3730
 """
 

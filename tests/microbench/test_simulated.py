@@ -310,8 +310,8 @@ def test_an_interrupted_sweep_keeps_what_is_done(
     def measure_pair(pair: int, *rest: object) -> dict[str, object]:
         if pair != first:
             raise KeyboardInterrupt
-        return {"pair": pair, "feasible": False, "mean_slowdown": 1.0, "p99_slowdown": 1.0, "learning_mean_slowdown": 1.0,
-                "seconds": {"policy": 1.0, "oracle": 2.0}}  # fmt: skip
+        return {"pair": pair, "feasible": False, "mean_slowdown": 1.0, "p99_slowdown": 1.0,
+                "learning_mean_slowdown": 1.0, "seconds": {"policy": 1.0, "oracle": 2.0}}  # fmt: skip
 
     few = ["--pairs", "3", "--processes", "1", "--out", str(tmp_path / "out")]
     settings = (0, "a100", "guarded", 1.05, 2000, 200)
@@ -351,8 +351,8 @@ def test_pairs_differ_and_follow_from_the_seed() -> None:
 
 
 def test_the_summary_names_what_missed() -> None:
-    pair = {"pair": 7, "feasible": True, "mean_slowdown": 1.06, "p99_slowdown": 1.2, "harvest_share": 0.5, "harvest": 0.1,
-            "oracle_harvest": 0.2, "learning_mean_slowdown": 1.1}  # fmt: skip
+    pair = {"pair": 7, "feasible": True, "mean_slowdown": 1.06, "p99_slowdown": 1.2, "harvest_share": 0.5,
+            "harvest": 0.1, "oracle_harvest": 0.2, "learning_mean_slowdown": 1.1}  # fmt: skip
     told = sweep.summary(
         [pair, {**pair, "pair": 8, "feasible": False, "harvest_share": None, "mean_slowdown": 1.0}], 1.05
     )

@@ -131,8 +131,9 @@ def test_jobs_are_bounded_in_all_and_for_each_user() -> None:
     "wrong",
     [
         {"weight": 0.0}, {"weight": -1.0}, {"weight": float("nan")}, {"weight": float("inf")}, {"weight": 1e-300},
-        {"max_inflight": 0}, {"max_inflight": 65}, {"models": 0}, {"models": 1 << 17}, {"max_slowdown": 0.5}, {"max_slowdown": float("nan")},
-        {"max_slowdown": float("inf")}, {"memory_limit": 0}, {"memory_limit": -1}, {"priority": 7}, {"name": "n" * 201},
+        {"max_inflight": 0}, {"max_inflight": 65}, {"models": 0}, {"models": 1 << 17}, {"max_slowdown": 0.5},
+        {"max_slowdown": float("nan")}, {"max_slowdown": float("inf")}, {"memory_limit": 0}, {"memory_limit": -1},
+        {"priority": 7}, {"name": "n" * 201},
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:

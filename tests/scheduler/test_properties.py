@@ -250,7 +250,8 @@ class Life(RuleBasedStateMachine):
             PieceDone(10**9 + n, 0.0, 1.0), PieceFailed(10**9 + n, FAULT), TransferEnded(gone, 1, None),
             JobDied(gone, FAULT), JobReleased(gone), ProgramReady(gone, 0, 0, (1.0,)),
             ev.ProgramOffered(gone, 0, Footprint(1, 1, 1)), ev.ProgramDropped(gone, 0, FAULT), ev.PauseRequested(gone),
-            ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""), ev.SessionClosed("never", ""),
+            ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""),
+            ev.SessionClosed("never", ""),
         )  # fmt: skip
         event = events[n % len(events)]
         before = self.world.scheduler.snapshot()["counters"]["ignored"].get(type(event).__name__, 0)

@@ -1,4 +1,4 @@
-"""What a core does in fixed lives, line by line: run by test_compiled_is_equal.py with an interpreted core and with a compiled one.
+"""What a scheduler does in fixed histories, line by line: run by test_compiled_is_equal.py interpreted and compiled.
 
     python -m tests.scheduler.trace FILE
 
@@ -121,7 +121,8 @@ def one_rule(life: Any, draw: random.Random) -> None:
         ("ask_transfer", {"n": n, "into": draw.random() < 0.5}), ("transfer_ended", {"n": n, "fault": None}),
         ("pause", {"n": n}), ("resume", {"n": n}), ("resume", {"n": n}),
         ("change", {
-            "n": n, "priority": draw.choice(("", "low", "high")), "weight": draw.choice((None, draw.uniform(0.1, 10.0))),
+            "n": n, "priority": draw.choice(("", "low", "high")),
+            "weight": draw.choice((None, draw.uniform(0.1, 10.0))),
         }),
         ("close", {"n": n, "drain": draw.random() < 0.5, "really": really}),
         ("leave", {"really": really, "truly": draw.random() < 0.1}), ("released", {"n": n}),

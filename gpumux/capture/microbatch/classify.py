@@ -173,7 +173,10 @@ UNDEFINED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new
 
 # Operators that map shares of a sum to shares of a sum. They may stay within a part, so that fewer shares are
 # accumulated. All others that read a share run once, on the sum.
-_LINEAR = ["add", "sub", "neg", "mul", "div", "sum", "mean", "clone", "copy", "_to_copy", "view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "cat", "stack", "squeeze", "unsqueeze"]  # fmt: skip
+_LINEAR = [
+    "add", "sub", "neg", "mul", "div", "sum", "mean", "clone", "copy", "_to_copy", "view", "_unsafe_view", "reshape",
+    "expand", "t", "transpose", "permute", "cat", "stack", "squeeze", "unsqueeze",
+]  # fmt: skip
 LINEAR = frozenset(
     form for name in _LINEAR for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")
 )  # fmt: skip

@@ -147,8 +147,8 @@ class WriterClient:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "gpumux.daemon.snapshots.writer", str(theirs.fileno()), str(os.getpid()),
-                    str(self._root),
+                    sys.executable, "-P", "-m", "gpumux.daemon.snapshots.writer", str(theirs.fileno()),
+                    str(os.getpid()), str(self._root),
                 ],
                 pass_fds=[theirs.fileno(), self._lock.fd], stdin=subprocess.DEVNULL, stdout=2, process_group=0,
                 env={**os.environ, "PYTHONPATH": _path()},

@@ -51,7 +51,9 @@ STICKY: dict[str, str] = {
 
 # Errors while the device is opened: the machine or the configuration has to change.
 _OPENING: dict[str, tuple[str, str]] = {
-    "CUDA_ERROR_NO_DEVICE": ("there is no NVIDIA GPU this process may use", "check nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    "CUDA_ERROR_NO_DEVICE": (
+        "there is no NVIDIA GPU this process may use", "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+    ),
     "CUDA_ERROR_INVALID_DEVICE": ("there is no such GPU", "choose another --gpu; nvidia-smi -L lists them"),
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": (
         "the loaded kernel module and the driver's library are of different versions",
@@ -68,10 +70,14 @@ _OPENING: dict[str, tuple[str, str]] = {
     "CUDA_ERROR_DEVICE_NOT_LICENSED": ("the virtual GPU has no licence", "give it one, or use another GPU"),
     "CUDA_ERROR_STUB_LIBRARY": ("the driver's stub library was loaded", "take cuda/lib64/stubs off LD_LIBRARY_PATH"),
     "CUDA_ERROR_NOT_PERMITTED": ("the process may not use the GPU", "check the rights on /dev/nvidia*"),
-    "CUDA_ERROR_OPERATING_SYSTEM": ("the operating system refused a call of the driver", "check the rights on /dev/nvidia*"),
+    "CUDA_ERROR_OPERATING_SYSTEM": (
+        "the operating system refused a call of the driver", "check the rights on /dev/nvidia*",
+    ),
     "CUDA_ERROR_MPS_SERVER_NOT_READY": ("the MPS server is not ready", "wait for it, or stop it: gpumux needs none"),
     "CUDA_ERROR_MPS_CONNECTION_FAILED": ("the MPS server can't be reached", "start it, or stop it: gpumux needs none"),
-    "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED": ("the MPS server has no room", "end other clients, or stop it: gpumux needs none"),
+    "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED": (
+        "the MPS server has no room", "end other clients, or stop it: gpumux needs none",
+    ),
 }  # fmt: skip
 
 

@@ -401,7 +401,9 @@ NORMAL_STEPS: dict[str, Step] = {
     "complex": lambda: torch.randn(1, dtype=torch.complex64).real.sum(),
     "many complex": lambda: torch.randn(20, dtype=torch.complex64).real.sum(),
     "like a transposed one": lambda: torch.randn_like(torch.zeros(4, 8).t()).sum(),
-    "like one of channels last": lambda: torch.randn_like(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)).sum(),
+    "like one of channels last": lambda: torch.randn_like(
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    ).sum(),
     "every other element": lambda: torch.zeros(4, 8)[:, ::2].normal_().sum(),
 }  # fmt: skip
 

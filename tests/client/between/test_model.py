@@ -275,8 +275,9 @@ def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) ->
         lambda m: m[0].weight.tolist(),
     ],
     ids=[
-        "state_dict", "torch.save", "torch.save of a state_dict", "deepcopy", "of a module", "pickle", "deepcopy of a parameter",
-        "copy of a parameter", "pickle of a parameter", "torch.save of a parameter", "deepcopy of buffers", "repr", "tolist",
+        "state_dict", "torch.save", "torch.save of a state_dict", "deepcopy", "of a module", "pickle",
+        "deepcopy of a parameter", "copy of a parameter", "pickle of a parameter", "torch.save of a parameter",
+        "deepcopy of buffers", "repr", "tolist",
     ],
 )  # fmt: skip
 def test_m3_copies_and_pickles(way: Any, endpoint: str) -> None:
@@ -391,8 +392,8 @@ def fill(model: Any) -> None:
         lambda m: numpy.from_dlpack(m[0].weight.detach()).sum() and m[0].weight.detach().numpy().fill(1.0),
     ],
     ids=[
-        "M6 in place", "M6 reset_parameters", "M6 nn.init", "M7 clipped data", "M7 copied data",
-        "M7 data set", "M8 load_state_dict", "M9 buffer replaced", "M11 reset_running_stats", "M11 data of a buffer", "M14 numpy",
+        "M6 in place", "M6 reset_parameters", "M6 nn.init", "M7 clipped data", "M7 copied data", "M7 data set",
+        "M8 load_state_dict", "M9 buffer replaced", "M11 reset_running_stats", "M11 data of a buffer", "M14 numpy",
         "M14 numpy of a parameter",
     ],
 )  # fmt: skip

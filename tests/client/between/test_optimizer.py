@@ -191,8 +191,8 @@ def test_o4_groups(endpoint: str) -> None:
         lambda s: bool(s.optimizer.state),
     ],
     ids=[
-        "moment", "step", "get", "values", "len", "in", "items", "dict", "**", "state_dict", "deepcopy", "deepcopy of the state",
-        "pickle", "repr", "bool",
+        "moment", "step", "get", "values", "len", "in", "items", "dict", "**", "state_dict", "deepcopy",
+        "deepcopy of the state", "pickle", "repr", "bool",
     ],
 )  # fmt: skip
 def test_o5_reading_the_state_that_the_daemon_made(read: Any, endpoint: str) -> None:

@@ -90,7 +90,9 @@ PLACES: dict[str, tuple[Leave, Callable[[Any, Any], Any], str]] = {
         lambda m, o: o.last_norm, r"optimizer\.last_norm",
     ),
     "global": (leave_global, lambda m, o: LAST, "LAST"),
-    "dictionary": (lambda m, o, loss: STORE.__setitem__("last", loss.detach()), lambda m, o: STORE["last"], r"STORE\['last'\]"),
+    "dictionary": (
+        lambda m, o, loss: STORE.__setitem__("last", loss.detach()), lambda m, o: STORE["last"], r"STORE\['last'\]",
+    ),
     "list": (lambda m, o, loss: FIRST.__setitem__(0, loss.detach()), lambda m, o: FIRST[0], r"FIRST\[0\]"),
     "deque": (lambda m, o, loss: WINDOW.append(loss.detach()), lambda m, o: WINDOW[0], r"WINDOW\[0\]"),
     "slot": (leave_slot, lambda m, o: SLOTS.last, r"SLOTS\.last"),
@@ -100,9 +102,10 @@ PLACES: dict[str, tuple[Leave, Callable[[Any, Any], Any], str]] = {
 READS: dict[str, Callable[[Any], Any]] = {
     "float": float, "item": lambda t: t.item(), "add": lambda t: t + 1, "in a list": lambda t: torch.stack([t, t]),
     "bool": bool, "format": lambda t: f"{t:.3f}", "compare": lambda t: t == 0, "tensor": lambda t: torch.tensor([t, t]),
-    "as_tensor": lambda t: torch.as_tensor(t, dtype=torch.float64), "array": numpy.asarray, "numpy": lambda t: t.numpy(),
-    "detach": lambda t: t.detach(), "backward": lambda t: t.backward(), "data": lambda t: t.data, "copy_": lambda t: X[0, 0].copy_(t),
-    "tolist": lambda t: t.tolist(), "data_ptr": lambda t: t.data_ptr(), "clone": lambda t: t.clone(), "grad": lambda t: t.grad,
+    "as_tensor": lambda t: torch.as_tensor(t, dtype=torch.float64), "array": numpy.asarray,
+    "numpy": lambda t: t.numpy(), "detach": lambda t: t.detach(), "backward": lambda t: t.backward(),
+    "data": lambda t: t.data, "copy_": lambda t: X[0, 0].copy_(t), "tolist": lambda t: t.tolist(),
+    "data_ptr": lambda t: t.data_ptr(), "clone": lambda t: t.clone(), "grad": lambda t: t.grad,
 }  # fmt: skip
 
 

@@ -323,7 +323,9 @@ if "model then" in kept: model.load_state_dict(kept["model then"])
 
 if "state" in kept: model.load_state_dict(kept["state"])
 
-file = io.BytesIO(); torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], file); kept["file"] = file.getvalue()
+file = io.BytesIO()
+torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], file)
+kept["file"] = file.getvalue()
 
 if "file" in kept:
     one, two, three = torch.load(io.BytesIO(kept["file"]))
