@@ -22,8 +22,7 @@ import zmq
 
 from gpumux.client.session import Session
 from gpumux.wire.messages import Step, StepDone
-from gpumux.wire.router import Router
-from gpumux.wire.sessions import Incoming
+from gpumux.wire.router import Incoming, Router
 from microbench import common
 
 Measure = Callable[[int], list[float]]  # rounds in, seconds of each out

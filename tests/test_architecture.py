@@ -20,6 +20,7 @@ PACKAGE = ROOT / "gpumux"
 MAX_LINES = 1000
 
 MAX_MODULES = 15  # directly in a folder
+SMALL = 60  # lines; a smaller module that one other in its folder imports, and nothing else, belongs into it
 
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
 BASE = frozenset(
@@ -192,6 +193,36 @@ def folders() -> dict[str, list[str]]:
 
 def test_folders_stay_readable():
     assert {name: len(found) for name, found in folders().items() if len(found) > MAX_MODULES} == {}
+
+
+# Small modules with one importer in their folder that are meant, each with its reason.
+SMALL_ALONE: dict[str, str] = {}
+
+
+def too_small(imports: list[Import], sizes: dict[str, int]) -> set[str]:
+    """Modules under SMALL lines that only one module imports, which lies in the same folder."""
+    importers: dict[str, set[str]] = {}
+    for found in imports:
+        target = found.imported if found.imported in sizes else found.imported.rpartition(".")[0]
+        if target in sizes and target != found.importer:
+            importers.setdefault(target, set()).add(found.importer)
+    return {
+        name
+        for name, by in importers.items()
+        if sizes[name] < SMALL and len(by) == 1 and {b.rpartition(".")[0] for b in by} == {name.rpartition(".")[0]}
+    }
+
+
+def test_no_small_module_serves_its_neighbour_alone():
+    sizes = {name: len(path.read_text().splitlines()) for name, path in modules().items() if path.name != "__init__.py"}
+    assert too_small(all_imports(), sizes) == set(SMALL_ALONE)
+
+
+def test_the_check_for_small_modules_can_fail():
+    there = [Import("gpumux.wire.codec", "gpumux.wire.bits.pack", 1), Import("gpumux.cli.main", "gpumux.wire.codec", 1)]
+    sizes = {"gpumux.wire.codec": SMALL - 1, "gpumux.wire.bits": SMALL - 1, "gpumux.cli.main": SMALL - 1}
+    assert too_small(there, sizes) == {"gpumux.wire.bits"}  # codec's importer lies elsewhere
+    assert too_small(there, {**sizes, "gpumux.wire.bits": SMALL}) == set()
 
 
 def test_every_folder_says_what_lives_there():

@@ -29,7 +29,7 @@ from gpumux import __version__, compiled, config, hostmemory
 from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
-from gpumux.device import registry
+from gpumux.device import nvidia, registry
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.endpoint import check_listening, living_holder, lock_path, recorded_holder
@@ -62,7 +62,7 @@ def _read(path: Path) -> str:
 
 def gpu(root: Path = Path("/")) -> Finding:
     """The NVIDIA driver and its devices, without loading CUDA."""
-    has = registry.look(root)
+    has = nvidia.look(root)
     if not has.driver:
         return Finding(
             "gpu", WARN, "no NVIDIA driver",
@@ -79,9 +79,9 @@ def gpu(root: Path = Path("/")) -> Finding:
     return Finding("gpu", OK, f"{len(has.gpus)} GPU(s), driver {has.driver}")
 
 
-def device(settings: config.Config, has: registry.Nvidia | None = None) -> Finding:
+def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding:
     """The device that `gpumux serve` takes with these settings, and whether it is available."""
-    has = has or registry.look()
+    has = has or nvidia.look()
     name, why = registry.choose(settings.device, settings.gpu, has)
     if name != "cuda":
         buildable = settings.device == "auto" and has.driver and has.gpus and not has.hidden

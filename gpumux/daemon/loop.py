@@ -28,7 +28,6 @@ from gpumux.daemon import report
 from gpumux.daemon.config_reload import Reloading, core_config
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.effects import CommandRunner, Completions
-from gpumux.daemon.memory_overuse import MemoryOveruseCheck
 from gpumux.daemon.records import JobRecord, SessionRecord
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Offload, Segments
@@ -156,7 +155,7 @@ class Loop:
         self._handle: Handle = self.scheduler.handle  # or the recording's, which calls it
         self._tracing = Tracing(self.context, clock, self._observe)
         self._snapshot_requests = SnapshotRequests(self.context, writer, clock)
-        self._memory_overuse = MemoryOveruseCheck(self.context, clock)
+        self._memory_overuse = report.MemoryOveruseCheck(self.context, clock)
         self._requests = Requests(self.context, self.status, self._tracing, self._snapshot_requests)
         self._completions = Completions(self.context)
         self._commands = CommandRunner(self.context, self._snapshot_requests.forgotten)

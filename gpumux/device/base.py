@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.types import (
     DeviceInfo,
@@ -233,32 +233,3 @@ class Regrading(Protocol):
 
     def regrade(self, job: JobId, priority: Priority) -> None:
         """Give the job this priority from its next launch on."""
-
-
-# ---- The memory of a job, and whether another program fits.
-
-
-@dataclass(slots=True, kw_only=True)
-class Charges:
-    """The memory of a job; a device's record of a job extends it. `WHERE`: follows the free bytes in refusals."""
-
-    WHERE: ClassVar[str] = ""
-    charged: int = 0  # bytes of its buffers and data
-    transients: dict[ProgramId, int] = field(default_factory=dict)  # bytes of temporaries, by program loaded or loading
-
-    @property
-    def memory(self) -> int:
-        """Bytes charged to the job. Its programs never run at once, so they share the transient part."""
-        return self.charged + max(self.transients.values(), default=0)
-
-    def refuses(self, program: ProgramId, wanted: int, footprint: Footprint | None, free: int) -> Fault | None:
-        """Why a program that adds `wanted` bytes of buffers and data is refused, or None. `free`: bytes."""
-        if footprint is None:
-            return Fault("program", "the program was not checked", "check these bytes before loading them")
-        if program in self.transients:
-            return Fault("program", f"program {program} is loaded already", "choose another number")
-        wanted += footprint.transient_bytes
-        if wanted <= free:
-            return None
-        message = f"the program needs {wanted} bytes and {free} are free{self.WHERE}"
-        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")

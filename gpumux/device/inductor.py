@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from gpumux.device.cuda import operators
 from gpumux.device.cuda.operators import FORMS, NumberTable, takes_numbers
-from gpumux.device.run.interpreter import Liveness, first_lines, outputs
+from gpumux.device.run.interpreter import first_lines, outputs
+from gpumux.device.run.operands import Liveness
 from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
 from gpumux.errors import ProgramError
 from gpumux.program.cut import Unit

@@ -31,20 +31,22 @@ import select
 import socket
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
-from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
+import gpumux
+from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError, ProtocolError
 from gpumux.types import Peer, SessionId
 from gpumux.wire.channel import FROM_DAEMON, PACKET, DaemonChannel, decode_packet
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.limits import Limits, SessionlessLimiter
+from gpumux.wire.limits import Limits
 from gpumux.wire.listen import FULL, Listening, Route, Sockets, check_descriptors
 from gpumux.wire.messages import (
     FROM_CLIENT,
+    PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
     Hello,
@@ -55,12 +57,11 @@ from gpumux.wire.messages import (
     SegmentPassed,
     Step,
     StepFailed,
+    Welcome,
 )
 from gpumux.wire.peers import ServerCurve, cut, identify, peer_name, with_groups
-from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, RouterSession, Unsent, check_hello, make_welcome
 
-__all__ = ["GOODBYE", "Arrival", "Closed", "Incoming", "Opened", "Router"]
-
+ROLES = ("client", "control")
 _POLLIN = int(zmq.POLLIN)
 _OUT, _IN = int(select.EPOLLOUT), int(select.EPOLLIN)
 _ACCEPT_EVERY = 8  # busy passes between checks for new channels, which are less urgent than steps
@@ -71,6 +72,187 @@ _SHORT = 4000  # characters of a text that has to fit a packet
 GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
 GONE = "the client is gone"
 TAKES_NO_DESCRIPTORS = "the client does not take its descriptors"
+
+# ---- Events about sessions, which the router reports to the loop.
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session began. `inline`: its tensors travel as frames, never in segments."""
+
+    session: SessionId
+    peer: Peer
+    hello: Hello
+    inline: bool
+
+
+class Incoming(NamedTuple):
+    """A message of an open session, checked field by field, not yet interpreted."""
+
+    session: SessionId
+    peer: Peer
+    message: Message
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A session has ended, by either side. No other arrival of it follows."""
+
+    session: SessionId
+    peer: Peer
+    reason: str
+
+
+Arrival = Opened | Incoming | Closed
+
+
+class Unsent(NamedTuple):
+    """A message that waits for room on a session's channel, or behind one that does. `fd`: its descriptor, which this
+    record owns; -1 without."""
+
+    parts: Sequence[bytes | memoryview]
+    by_channel: bool
+    fd: int
+
+
+# ---- What one client may send in a while.
+
+
+class Meter:
+    """A token bucket: `rate` tokens a second, at most `burst` saved up. Starts full."""
+
+    __slots__ = ("_at", "_burst", "_rate", "_tokens")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = burst
+        self._at = now
+
+    def spend(self, tokens: float, now: float) -> bool:
+        """Take `tokens`. Takes none and returns False if there are too few."""
+        have = min(self._tokens + (now - self._at) * self._rate, self._burst)
+        self._at = now
+        if have < tokens:
+            self._tokens = have
+            return False
+        self._tokens = have - tokens
+        return True
+
+    def is_full(self, now: float) -> bool:
+        return self._tokens + (now - self._at) * self._rate >= self._burst
+
+
+class Allowance:
+    """The messages and bytes that a session may still send: two meters in one, since every message counts for both."""
+
+    __slots__ = ("_at", "_bytes", "_limits", "_messages")
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._messages = limits.burst_messages
+        self._bytes = limits.burst_bytes
+        self._at = now
+
+    def spend(self, size: int, now: float) -> bool:
+        """Count a message of `size` bytes. Returns False if it exceeds the allowance."""
+        limits, passed = self._limits, now - self._at
+        self._at = now
+        messages = self._messages + passed * limits.messages_per_s
+        if messages > limits.burst_messages:
+            messages = limits.burst_messages
+        held = self._bytes + passed * limits.bytes_per_s
+        if held > limits.burst_bytes:
+            held = limits.burst_bytes
+        enough = messages >= 1 and held >= size
+        self._messages, self._bytes = (messages - 1, held - size) if enough else (messages, held)
+        return enough
+
+
+class SessionlessLimiter:
+    """Limits messages outside any session, by user."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._meters: dict[int, Meter] = {}  # by uid
+
+    def allow(self, uid: int, now: float) -> bool:
+        """Count a message. Returns False if the user has sent too many."""
+        meter = self._meters.get(uid)
+        if meter is None:
+            meter = self._meters[uid] = Meter(self._limits.sessionless_per_s, self._limits.burst_sessionless, now)
+        return meter.spend(1, now)
+
+    def forget(self, now: float) -> None:
+        """Drop meters that are full again, because their users have sent nothing for long."""
+        for uid in [uid for uid, meter in self._meters.items() if meter.is_full(now)]:
+            del self._meters[uid]
+
+
+# ---- Open sessions.
+
+
+@dataclass(slots=True, eq=False)
+class RouterSession:
+    """The router's record of an open session. `heard` and `sent`: times of the newest messages."""
+
+    id: SessionId
+    peer: Peer
+    name: str  # the peer_name that each frame of the session must have
+    route: tuple[int, bytes]  # which listening socket, routing id
+    welcome: Welcome
+    allowance: Allowance
+    heard: float
+    sent: float
+    inline: bool  # its tensors travel as frames; it has no channel
+    channel: DaemonChannel | None = None  # once its client has opened it
+    unsent: deque[Unsent] = field(default_factory=deque)
+
+    @classmethod
+    def begin(
+        cls,
+        session: SessionId,
+        peer: Peer,
+        name: str,
+        route: tuple[int, bytes],
+        welcome: Welcome,
+        limits: Limits,
+        now: float,
+    ) -> RouterSession:
+        return cls(session, peer, name, route, welcome, Allowance(limits, now), now, now, not welcome.channel)
+
+
+def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
+    """Raise ProtocolError or AdmissionRefused if this session may not begin. `others`: the peers of all open
+    sessions."""
+    if hello.role not in ROLES:
+        raise ProtocolError(f"the role {hello.role!r} is unknown", f"use one of {', '.join(ROLES)}")
+    if not over_ipc and not hello.inline:
+        raise ProtocolError("descriptors can't travel over tcp", "say inline, or use the ipc endpoint")
+    if len(others) >= limits.max_sessions:
+        raise AdmissionRefused(f"{limits.max_sessions} sessions are open already", "close some clients")
+    if sum(other.uid == peer.uid for other in others) >= limits.max_sessions_per_user:
+        raise AdmissionRefused(
+            f"{limits.max_sessions_per_user} sessions of this user are open already", "close some clients"
+        )
+
+
+def make_welcome(session: SessionId, channel: str, nonce: bytes, limits: Limits, device: dict[str, Any]) -> Welcome:
+    return Welcome(
+        protocol=PROTOCOL_VERSION,
+        gpumux_version=gpumux.__version__,
+        session=session,
+        channel=channel,
+        nonce=nonce,
+        heartbeat_s=limits.heartbeat_s,
+        lease_s=limits.lease_s,
+        max_message_bytes=limits.max_message_bytes,
+        device=device,
+    )
+
+
+# ---- The router.
 
 
 class Router:

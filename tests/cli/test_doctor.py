@@ -12,7 +12,7 @@ from gpumux.cli import doctor
 from gpumux.cli.doctor import FAIL, OK, WARN
 from gpumux.cli.main import main
 from gpumux.config import Config
-from gpumux.device.registry import Nvidia
+from gpumux.device.nvidia import Nvidia
 
 
 def machine(tmp_path, **files):

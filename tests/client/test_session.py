@@ -31,8 +31,7 @@ from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
 from gpumux.wire.limits import Limits
 from gpumux.wire.peers import ClientCurve, ServerCurve, make_keys
-from gpumux.wire.router import Router
-from gpumux.wire.sessions import Incoming
+from gpumux.wire.router import Incoming, Router
 from gpumux.wire.shared_memory import Segment
 from tests.wire.world import JOB, serving
 

@@ -20,7 +20,7 @@ from gpumux.types import Fault
 from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
 from gpumux.wire.limits import Limits
-from gpumux.wire.sessions import Incoming
+from gpumux.wire.router import Incoming
 from tests.program import samples
 
 from .fakes import BAD, UNLOADABLE, Daemon

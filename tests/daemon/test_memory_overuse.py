@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from gpumux.daemon.memory_overuse import EVERY_S, SLACK_BYTES
+from gpumux.daemon.report import OVERUSE_EVERY_S, SLACK_BYTES
 from gpumux.device.base import MemoryFigures
 from gpumux.types import JobId
 
@@ -30,7 +30,7 @@ def look(daemon, measured, monkeypatch):
     """The daemon looks, some seconds later, while the first job was measured to hold so much."""
     figures = MemoryFigures(1 << 34, 1 << 33, {}, {JobId(JOB): measured})
     monkeypatch.setattr(daemon.device, "memory", lambda: figures)
-    daemon.now += EVERY_S
+    daemon.now += OVERUSE_EVERY_S
     daemon.turn()
 
 

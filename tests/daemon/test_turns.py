@@ -8,7 +8,7 @@ from gpumux.daemon.context import MAX_WAITING
 from gpumux.errors import AdmissionRefused
 from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
-from gpumux.wire.sessions import Incoming
+from gpumux.wire.router import Incoming
 from tests.program import samples
 
 from .fakes import Daemon

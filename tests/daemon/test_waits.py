@@ -9,7 +9,7 @@ import pytest
 from gpumux.config import Config
 from gpumux.types import Peer, SessionId
 from gpumux.wire import messages as msg
-from gpumux.wire.sessions import Opened
+from gpumux.wire.router import Opened
 from tests.program import samples
 
 from .fakes import Daemon

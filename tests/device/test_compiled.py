@@ -15,7 +15,7 @@ from gpumux.device import inductor
 from gpumux.device.base import ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.run.interpreter import Liveness
+from gpumux.device.run.operands import Liveness
 from gpumux.program.cut import units
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, contiguous_strides
 from gpumux.types import ProgramReady

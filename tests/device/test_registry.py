@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpumux.config import GPU_MODELS
-from gpumux.device import registry
+from gpumux.config import DEVICES, GPU_MODELS
+from gpumux.device import nvidia
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.registry import NAMES, Nvidia, _value, choose, look, make
+from gpumux.device.nvidia import Nvidia, _value, look
+from gpumux.device.registry import choose, make
 from gpumux.device.sim.cost import PRESETS
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
@@ -42,12 +43,12 @@ def test_auto_takes_the_cpu_where_a_gpu_lacks_something_and_says_what(
     machine = replace(GPU, **lacks)
     name, why = choose("auto", 0, machine)
     assert (name, why.startswith("the CPU: "), says in why) == ("cpu", True, True)
-    monkeypatch.setattr(registry, "look", lambda: machine)
+    monkeypatch.setattr(nvidia, "look", lambda: machine)
     assert isinstance(make("auto"), CpuDevice)
 
 
 def test_auto_takes_the_gpu_where_there_is_one_and_says_that_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "look", lambda: GPU)
+    monkeypatch.setattr(nvidia, "look", lambda: GPU)
     name, why = choose("auto")
     assert (name, "new and unproven" in why, "\n" in why) == ("cuda", True, False)
     assert isinstance(make("auto"), CudaDevice)
@@ -73,7 +74,7 @@ def test_what_the_machine_has_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_torchs_version_and_cuda_are_found_without_importing_it() -> None:
     code = (
-        "import sys; from gpumux.device.registry import look; found = look(); assert 'torch' not in sys.modules;"
+        "import sys; from gpumux.device.nvidia import look; found = look(); assert 'torch' not in sys.modules;"
         "import torch; assert (found.torch, found.torch_cuda) == (torch.__version__, torch.version.cuda or '')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -113,7 +114,7 @@ def test_importing_the_cuda_device_needs_neither_torch_nor_a_driver() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown device 'tpu'") as raised:
         make("tpu")
-    assert all(name in raised.value.remedy for name in NAMES)
+    assert all(name in raised.value.remedy for name in DEVICES)
 
 
 def test_more_threads_than_cores_are_refused_at_open() -> None:

@@ -14,8 +14,7 @@ import pytest
 from gpumux.errors import ProtocolError
 from gpumux.wire import messages as m
 from gpumux.wire.channel import MORE, PACKET, ClientChannel, DaemonChannel
-from gpumux.wire.router import GOODBYE, MAX_DESCRIPTORS
-from gpumux.wire.sessions import Closed, Incoming
+from gpumux.wire.router import GOODBYE, MAX_DESCRIPTORS, Closed, Incoming
 from gpumux.wire.shared_memory import Segment
 from tests.wire.world import JOB, packet, step
 

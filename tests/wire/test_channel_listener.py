@@ -18,7 +18,7 @@ from gpumux.wire import channel as channels
 from gpumux.wire import messages as m
 from gpumux.wire.channel import MAX_PENDING_PER_USER, PENDING_S, ChannelListener, ClientChannel
 from gpumux.wire.codec import decode
-from gpumux.wire.sessions import Closed
+from gpumux.wire.router import Closed
 from tests.wire.world import LOCAL_HELLO, opening, packet
 
 ME = SessionId("me")

@@ -13,7 +13,7 @@ import pytest
 from gpumux.wire import listen as connections
 from gpumux.wire.limits import Limits
 from gpumux.wire.listen import AcceptGate, Connections
-from gpumux.wire.sessions import Opened
+from gpumux.wire.router import Opened
 from tests.wire.world import HELLO, WAIT_MS
 
 FEW = Limits(max_sessions=4, max_sessions_per_user=2)

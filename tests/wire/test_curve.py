@@ -21,7 +21,7 @@ from gpumux.wire.peers import (
     secure_client,
     secure_server,
 )
-from gpumux.wire.sessions import Incoming, Opened
+from gpumux.wire.router import Incoming, Opened
 from tests.wire.world import JOB, LOCAL_HELLO, World
 
 INLINE = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", True)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from gpumux.wire import peers
-from gpumux.wire.sessions import Opened
+from gpumux.wire.router import Opened
 from tests.wire.world import HELLO
 
 

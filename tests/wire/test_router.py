@@ -17,8 +17,7 @@ from gpumux.errors import ConfigError, EndpointBusy, ProtocolError
 from gpumux.wire import listen as listening
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
-from gpumux.wire.router import GOODBYE, Router
-from gpumux.wire.sessions import Closed, Incoming, Opened
+from gpumux.wire.router import GOODBYE, Closed, Incoming, Opened, Router
 from tests.wire.samples import payload_for
 from tests.wire.world import HELLO, JOB, LOCAL_HELLO, WAIT_MS, World
 

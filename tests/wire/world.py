@@ -18,8 +18,7 @@ import zmq
 from gpumux.wire import messages as m
 from gpumux.wire.channel import ClientChannel
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.router import Router
-from gpumux.wire.sessions import Arrival, Incoming, Opened
+from gpumux.wire.router import Arrival, Incoming, Opened, Router
 
 JOB = "0123456789abcdef" * 2
 WAIT_MS = 60_000  # a bound for a broken test, never reached by a working one

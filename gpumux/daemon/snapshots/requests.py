@@ -245,6 +245,7 @@ class SnapshotRequests:
         # Not when the daemon starts: after a kill, clients reconnect and still need their snapshots.
         self._expire_at = clock() + EXPIRE_EVERY_S if writer is not None else inf
         self._look_at = inf
+        self.due = self._expire_at  # time of the next call of `run_timers` or `may_leave`, on the loop's clock
         self._notes_bytes = 0
 
     def handlers(self, working: Callable[[SessionRecord, str], JobRecord]) -> dict[type, Handler]:
@@ -261,11 +262,6 @@ class SnapshotRequests:
             msg.FindKept: self._find,
             msg.ReadSnapshot: self._restoring.read,
         }
-
-    @property
-    def due(self) -> float:
-        """The time of the next call of `run_timers` or `may_leave`, on the loop's clock."""
-        return min(self._expire_at, self._look_at)
 
     # ---- taking a snapshot
 
@@ -439,6 +435,7 @@ class SnapshotRequests:
             before = self._now() - self._context.config.keep_s
             self._writer.ask("expire", {"before": before, "living": self._living()}, [], _expected)
             self._expire_at = now + EXPIRE_EVERY_S
+            self.due = min(self._expire_at, self._look_at)
 
     def may_leave(self, now: float) -> bool:
         """Whether the daemon may leave: every job that ran steps has a new snapshot, or its client doesn't answer. The
@@ -454,10 +451,10 @@ class SnapshotRequests:
                     self._context.reply(job.session, msg.SnapshotWanted(job_id))
         waited = now - self._wanted_at
         waits = any(self._waits_for(job, last, waited) for job, last in self._wanted.items())
-        if waits and waited < self._context.config.drain_s:
-            self._look_at = now + _LOOK_S
-            return False
-        return True
+        waits = waits and waited < self._context.config.drain_s
+        self._look_at = now + _LOOK_S if waits else inf
+        self.due = min(self._expire_at, self._look_at)
+        return not waits
 
     def _waits_for(self, job: JobId, last: int, waited: float) -> bool:
         state = self._jobs.get(job)

@@ -11,15 +11,16 @@ the device answers its open commands once both its channel and its process have 
 from __future__ import annotations
 
 import os
+import resource
 import select
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 from gpumux import hostmemory
 from gpumux.device import base as dev
 from gpumux.device.base import DeviceEvent, Launch, SegmentHandle
-from gpumux.device.cpu import niceness
 from gpumux.device.cpu.jobs import (
     Answers,
     Command,
@@ -28,7 +29,6 @@ from gpumux.device.cpu.jobs import (
     Renice,
     UnscheduledCommand,
     answer,
-    load_command,
     no_process,
     obituary,
     release,
@@ -36,14 +36,16 @@ from gpumux.device.cpu.jobs import (
     start_executor,
     unheard,
 )
-from gpumux.device.run.commands import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, is_seed
-from gpumux.device.run.device_base import DeviceBase
+from gpumux.device.run.device_base import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, DeviceBase, is_seed
 from gpumux.device.workers.channel import DONE, Descriptors
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name
 from gpumux.program.ir import DEFAULT, ProgramLimits
-from gpumux.types import DeviceInfo, Fault, JobDied, JobId, JobSpec, PieceFailed, Priority, ProgramId
+from gpumux.types import DeviceInfo, Fault, Footprint, JobDied, JobId, JobSpec, PieceFailed, Priority, ProgramId
 
+_CAP_SYS_NICE = 23
+_NORMAL = 20  # RLIMIT_NICE that allows niceness 0
+MOST_NICE = 19
 PIECE_S = 0.002
 OPEN_S = 120.0
 CLOSE_S = 10.0
@@ -145,28 +147,6 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         self._schedule.open(job)
         return self._supervisor.watch()
 
-    def load_program(
-        self,
-        job: JobId,
-        program: ProgramId,
-        encoded: bytes,
-        new_buffers: Sequence[int],
-        binding: Sequence[int],
-        data: SegmentHandle,
-        slots: int,
-    ) -> None:
-        executor = self._live(job)
-        if executor is None:
-            return self._emit(dev.ProgramRefused(job, program, UNKNOWN_JOB))
-        footprint = self._checks.footprint(job, program, encoded)
-        wanted = sum(new_buffers) + data.nbytes
-        fault = executor.refuses(program, wanted, footprint, self.memory().free_bytes)
-        if fault is not None or footprint is None:
-            return self._emit(dev.ProgramRefused(job, program, fault or UNKNOWN_JOB))
-        executor.charged += wanted
-        executor.transients[program] = footprint.transient_bytes
-        return self._submit(job, load_command(program, encoded, new_buffers, binding, data, slots), None)
-
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
         if executor is None:
@@ -183,8 +163,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             self._carry_out(executor, Answers(Descriptors((os.dup(channel),)), form))
 
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
-        executor = self._live(job)
-        if executor is not None:
+        executor = self._jobs.get(job)
+        if executor is not None and not executor.unloading:
             while not executor.ended and self._hear(executor):
                 pass  # messages that it sent before the answer come first
             self._events += unheard(executor, self._schedule)
@@ -197,7 +177,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     def may_regrade(self, priority: Priority) -> Fault | None:
         """See base.Regrading."""
-        if priority is Priority.LOW or not self._low_nice or niceness.may_be_less_nice():
+        if priority is Priority.LOW or not self._low_nice or may_be_less_nice():
             return None
         return Fault(
             "refused",
@@ -211,7 +191,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None and self._low_nice:
             more = self._low_nice if priority is Priority.LOW else 0
-            self._carry_out(executor, Renice(min(niceness.MOST, niceness.own() + more)))
+            self._carry_out(executor, Renice(min(MOST_NICE, _own_niceness() + more)))
 
     def memory(self) -> dev.MemoryFigures:
         return replace(super().memory(), measured={job: executor.measured for job, executor in self._jobs.items()})
@@ -238,6 +218,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     def _is_live(self, executor: ExecutorRecord) -> bool:
         return not executor.unloading
+
+    def _data_charge(self, data: SegmentHandle, footprint: Footprint) -> int:
+        return data.nbytes
 
     def _carry_out(self, executor: ExecutorRecord, command: Command | UnscheduledCommand) -> None:
         fault = send(executor.channel, command)
@@ -309,3 +292,25 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             executor.status = how
             self._bury(executor)
         super().fork_server_lost(how)
+
+
+# ---- Niceness. Every process may be made nicer; making it less nice takes CAP_SYS_NICE, or a limit (RLIMIT_NICE) that
+# allows it.
+
+
+def _own_niceness() -> int:
+    """The daemon's own niceness, which high jobs' processes have."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def may_be_less_nice(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether a process of the daemon may go back to the daemon's own niceness."""
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _NORMAL - _own_niceness():
+        return True
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    capable = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    return bool(capable >> _CAP_SYS_NICE & 1)

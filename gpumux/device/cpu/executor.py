@@ -10,6 +10,7 @@ freed by reference counts alone, so no object that holds a tensor may be part of
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -22,8 +23,6 @@ from typing import Any
 import torch
 
 from gpumux.device.base import GENERATOR
-from gpumux.device.cpu.niceness import own, renice
-from gpumux.device.cpu.peak import Heap, PeakMemory
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.graph import turn_off_optimisation
 from gpumux.device.run.interpreter import CoreWaits, first_lines
@@ -43,6 +42,8 @@ from gpumux.device.workers.channel import (
     NICE,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
+    PAGE_MEMORY,
+    PAGE_MEMORY_AT,
     PAGE_TIMES,
     PAGE_TIMES_AT,
     PROFILE,
@@ -123,6 +124,94 @@ class StepAnswers:
             channel.close()
 
 
+# ---- How much memory the process really takes for its job: the most that it held during a step.
+#
+# The measure counts memory of the process alone: its anonymous memory, less what it had when it was forked, and shared
+# memory mapped since. Linux keeps the highest value (VmHWM in /proc/PID/status), and resets it on request
+# (/proc/PID/clear_refs, proc(5)). Where the reset is forbidden, the highest value since the process began is used. A
+# measurement takes time, so not every step is measured.
+
+
+MEASURE_EVERY_S = 0.5
+SLACK, SLACK_BYTES = 1.15, 64 << 20  # allowed beyond what is planned, before the heap is trimmed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+_BEGIN_ANEW = b"5"
+
+
+class PeakMemory:
+    """Measures this process, and writes the result, in bytes, to the page that it shares with the daemon."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        anonymous, shared, _, _ = _memory()
+        self._base = anonymous + shared
+        self._next = 0.0
+        self._looking = False
+
+    def begin(self, now: float) -> None:
+        """Reset the peak at the start of a step, at most every MEASURE_EVERY_S. `now` in seconds."""
+        if now < self._next:
+            return
+        self._next, self._looking = now + MEASURE_EVERY_S, True
+        try:
+            file = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            os.write(file, _BEGIN_ANEW)
+        except OSError:
+            pass  # some containers forbid it
+        finally:
+            os.close(file)
+
+    def end(self) -> int:
+        """Read the peak at the end of a step. Returns bytes, 0 if this step was not measured."""
+        if not self._looking:
+            return 0
+        self._looking = False
+        _, _, files, highest = _memory()
+        held = max(0, highest - files - self._base)
+        PAGE_MEMORY.pack_into(self._page, PAGE_MEMORY_AT, held)
+        return held
+
+
+class Heap:
+    """Returns free heap memory to the kernel if a job takes more than was planned for it: glibc keeps free blocks of
+    tens of megabytes for reuse, and those of one batch shape do not fit another's. The next step pays for mapping the
+    pages again, so each trim doubles the pause before the next one."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        self._planned = 0
+        self._largest = 0
+        self._next, self._pause = 0.0, FIRST_PAUSE_S
+
+    def loaded(self, kept: int, transient: int) -> None:
+        """Plan for another Program. Bytes that it keeps add up; of transient bytes the largest count, because Programs
+        never run at once."""
+        self._planned += kept
+        self._largest = max(self._largest, transient)
+        self._next, self._pause = 0.0, FIRST_PAUSE_S
+
+    def look(self, held: int, now: float) -> None:
+        """Trim the heap if a step held more bytes than planned, and no trim was made recently."""
+        if self._trim is None or now < self._next or held <= (self._planned + self._largest) * SLACK + SLACK_BYTES:
+            return
+        self._trim(0)
+        self._next, self._pause = now + self._pause, min(LONGEST_PAUSE_S, 2 * self._pause)
+
+
+def _memory() -> tuple[int, int, int, int]:
+    """Resident bytes: anonymous, shared memory, files; and the highest sum of the three."""
+    with open("/proc/self/status", "rb") as file:
+        lines = (line.split() for line in file)
+        found = {words[0]: int(words[1]) << 10 for words in lines if words[0] in _FIELDS}
+    return tuple(found.get(name, 0) for name in _FIELDS)  # type: ignore[return-value]
+
+
+_FIELDS = (b"RssAnon:", b"RssShmem:", b"RssFile:", b"VmHWM:")
+
+
 # ---- The executor.
 
 
@@ -144,6 +233,7 @@ class Executor:
         self._buffers: list[torch.Tensor] = []
         self._programs: dict[int, LoadedProgram] = {}
         self._numerics = CurrentNumerics()
+        self._newest: LoadedProgram | None = None  # the program that the newest launch ran
         self._python_s = python_cost()
         self._usual = settings["usual"]
         self._waits = CoreWaits() if settings["nice"] else None  # None: it gives way to no other job
@@ -189,7 +279,9 @@ class Executor:
             loaded = self._programs.get(program)
             if loaded is None:
                 raise ProgramError(f"no program {program} is loaded", "load a program before launching it")
-            self._numerics.apply(loaded.program.numerics)
+            if loaded is not self._newest:  # numerics are the process's, not a program's
+                self._numerics.apply(loaded.program.numerics)
+                self._newest = loaded
             ended_step = loaded.run(step, cut, piece, slot, scalars)
         except GpumuxError as error:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
@@ -206,7 +298,12 @@ class Executor:
         return True
 
     def _renice(self, nice: int) -> None:
-        renice(nice)
+        """Set the niceness of this process and all its threads. Raises PermissionError."""
+        for thread in map(int, os.listdir("/proc/self/task")):
+            try:
+                os.setpriority(os.PRIO_PROCESS, thread, nice)
+            except ProcessLookupError:
+                pass  # it ended meanwhile
         self._waits = CoreWaits() if nice > self._usual else None
 
     def _aim(self, program: int, target_s: float | None) -> None:
@@ -355,7 +452,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
-    settings["usual"] = own()
+    settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
     os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()

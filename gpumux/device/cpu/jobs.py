@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumux.device.base import AnswerForm, Charges, DeviceEvent, Launch, ProgramProfiled, ProgramRefused, SegmentHandle
-from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
-from gpumux.device.run.commands import ProfileCommand, TransferCommand
-from gpumux.device.run.schedule import Schedule
+from gpumux.device.base import AnswerForm, DeviceEvent, Launch, ProgramProfiled, ProgramRefused
+from gpumux.device.run.device_base import DeviceJob
+from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
 from gpumux.device.workers.channel import (
     ANSWER,
     CUT,
@@ -30,6 +29,8 @@ from gpumux.device.workers.channel import (
     PACKET,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
+    PAGE_MEMORY,
+    PAGE_MEMORY_AT,
     PAGE_TIMES,
     PAGE_TIMES_AT,
     PROFILE,
@@ -44,7 +45,7 @@ from gpumux.device.workers.channel import (
     pair,
     unpack,
 )
-from gpumux.device.workers.fork_server import ForkServer
+from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.types import (
     Fault,
@@ -60,17 +61,7 @@ from gpumux.types import (
 )
 
 OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
-UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A command to load a program: descriptors of its description with the program, and of the data segment."""
-
-    program: ProgramId
-    held: Descriptors
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +87,7 @@ class Cut:
     target_s: float | None
 
 
-Command = Launch | Load | TransferCommand | ProfileCommand  # what is scheduled
+Command = Launch | LoadCommand | TransferCommand | ProfileCommand  # what is scheduled
 UnscheduledCommand = Answers | Renice | Cut  # what is not
 
 
@@ -127,7 +118,7 @@ class Listing:
 
 
 @dataclass(slots=True)
-class ExecutorRecord(Charges):
+class ExecutorRecord(DeviceJob):
     """The daemon's record of one job's process. `page` is memory shared with it: while the process runs operators one
     by one, the page holds the operator's index plus one. `failure` is the fault that it reported before it ended."""
 
@@ -136,7 +127,6 @@ class ExecutorRecord(Charges):
     channel: Channel
     page: mmap.mmap
     programs: dict[ProgramId, Listing] = field(default_factory=dict)
-    unloading: bool = False
     ended: bool = False  # its end of the channel is closed
     status: int | str | None = None  # how it ended: a wait status, or words
     failure: Fault | None = None
@@ -179,32 +169,6 @@ class ExecutorRecord(Charges):
             remedy = "look whether the machine ran out of memory, or somebody killed it"
         message = f"the process running the job {ending(self.status)}{doing}"
         return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
-
-
-def ending(status: int | str | None) -> str:
-    """A wait status in words: "died of SIGSEGV"."""
-    if not isinstance(status, int):
-        return status or UNKNOWN_STATUS
-    number = status & 0x7F
-    if number:
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"died of {name}" + (", as when the machine runs out of memory" if number == signal.SIGKILL else "")
-    return f"exited with status {status >> 8}"
-
-
-def load_command(
-    program: ProgramId,
-    encoded: bytes,
-    new_buffers: Sequence[int],
-    binding: Sequence[int],
-    data: SegmentHandle,
-    slots: int,
-) -> Load:
-    """Make a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
-    lists = {"new_buffers": list(new_buffers), "binding": list(binding)}
-    description = pack({"program": program, "slots": slots, "data_bytes": data.nbytes, **lists})
-    fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, encoded])
-    return Load(program, Descriptors((fd, os.dup(data.fd))), sum(new_buffers) + data.nbytes)
 
 
 def start_executor(server: ForkServer, job: JobId, settings: dict[str, Any]) -> ExecutorRecord:
@@ -262,13 +226,24 @@ def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
     try:
         if isinstance(command, Answers):
             channel.send(ANSWER, command.form, command.held.fds)
-        elif isinstance(command, Load):
-            channel.send(LOAD, [], command.held.fds)
+        elif isinstance(command, LoadCommand):
+            _send_load(channel, command)
         else:
             body = [command.transfer, command.buffers, command.nbytes, command.into_device]
             channel.send(TRANSFER, body, command.held.fds)
     finally:
         command.held.close()
+
+
+def _send_load(channel: Channel, load: LoadCommand) -> None:
+    """Send a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
+    lists = {"new_buffers": load.new_buffers, "binding": load.binding}
+    description = pack({"program": load.program, "slots": load.slots, "data_bytes": load.nbytes, **lists})
+    fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, load.encoded])
+    try:
+        channel.send(LOAD, [], (fd, *load.held.fds))
+    finally:
+        os.close(fd)
 
 
 def _send_unscheduled(channel: Channel, head: bytes, scalars: bytes) -> None:
@@ -283,7 +258,7 @@ def _send_unscheduled(channel: Channel, head: bytes, scalars: bytes) -> None:
 
 def release(command: Command) -> None:
     """Close what a command that will never be sent holds."""
-    if isinstance(command, Load | TransferCommand):
+    if isinstance(command, LoadCommand | TransferCommand):
         command.held.close()
 
 
@@ -327,9 +302,8 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         program, pieces, bounds, table, ops = said
         executor.programs[program] = Listing(table, ops, {0: bounds})
         return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds))]
-    if tag == REFUSED and isinstance(command, Load):
-        executor.charged -= command.nbytes
-        del executor.transients[command.program]
+    if tag == REFUSED and isinstance(command, LoadCommand):
+        executor.not_loaded(command)
         return [ProgramRefused(job, command.program, Fault(*said[1:]))]
     if tag == TRANSFERRED and isinstance(command, TransferCommand):
         code, message, remedy = said[1:]
@@ -365,7 +339,7 @@ def obituary(executor: ExecutorRecord, unfinished: Sequence[Command]) -> list[De
 def _unanswered(executor: ExecutorRecord, command: Command, fault: Fault) -> DeviceEvent:
     if isinstance(command, Launch):
         return PieceFailed(command.launch, fault)
-    if isinstance(command, Load):
+    if isinstance(command, LoadCommand):
         return ProgramRefused(executor.job, ProgramId(command.program), fault)
     if isinstance(command, ProfileCommand):
         return ProgramProfiled(executor.job, command.program, b"", fault)

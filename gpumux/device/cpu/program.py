@@ -26,9 +26,9 @@ import torch
 
 from gpumux import __version__
 from gpumux.device import inductor
-from gpumux.device.run.graph import GraphPiece, PieceBuilder, sources
-from gpumux.device.run.interpreter import Context, Frame, Interpreter, Stopwatch, failed, names
-from gpumux.device.run.operands import Operands, window
+from gpumux.device.run.graph import GraphPiece, PieceBuilder
+from gpumux.device.run.interpreter import Interpreter, Stopwatch, failed, names
+from gpumux.device.run.operands import Context, Frame, Operands, window
 from gpumux.device.run.randomness import RandomStreams, Replays, begin_from, repeated_slots
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import cpu_name
@@ -148,6 +148,7 @@ class LoadedProgram:
         self.operands = Operands(program, buffers, data, slots)
         self._replays = Replays(repeated_slots(program))
         self._streams = RandomStreams()
+        self._draws = any(op.random is not None or op.stream is not None for op in program.ops)
         self._context = Context(program, self.operands, self._replays, self._streams)
         self._interpreter = Interpreter(self._context, progress)
         self._builder: PieceBuilder | None = None
@@ -278,8 +279,9 @@ class LoadedProgram:
             raise ProgramError(f"{given} scalars where the program takes {len(self.program.scalars)}", "send one each")
         operands = self.operands.slot(slot)
         self._frame = Frame(operands, slot, scalars, [None] * len(self.program.storages), step, cut)
-        self._replays.begin()
-        self._streams.begin()
+        if self._draws:
+            self._replays.begin()
+            self._streams.begin()
         self._progress(-1)
         self.operands.begin(operands)
         if self.program.generator is not None:
@@ -289,8 +291,9 @@ class LoadedProgram:
     def _finish(self, frame: Frame) -> None:
         if self.program.generator is not None:
             self._context.tensor(frame, self.program.generator).copy_(torch.default_generator.get_state())
-        self.operands.finish(frame.slot, sources(self._context, frame))
-        self._streams.finish()
+        self.operands.finish(frame.slot, self._context.results(frame))
+        if self._draws:
+            self._streams.finish()
         self._frame = None
         if frame.cut == self.newest:
             self._steps += 1

@@ -27,7 +27,6 @@ from gpumux.device.cuda.jobs import (
     Capture,
     Command,
     CudaJob,
-    CudaLoad,
     DropUnused,
     Instrument,
     InternalCommand,
@@ -38,14 +37,14 @@ from gpumux.device.cuda.launches import CompletedLaunch, LaunchTracker
 from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.streams import Partitions, StreamAssigner, StreamPool
 from gpumux.device.cuda.worker import Worker
-from gpumux.device.run.commands import BAD_SEED, UNKNOWN_JOB, ProfileCommand, TransferCommand, is_seed
-from gpumux.device.run.device_base import DeviceBase
-from gpumux.device.workers.channel import Descriptors
+from gpumux.device.run.device_base import BAD_SEED, UNKNOWN_JOB, DeviceBase, is_seed
+from gpumux.device.run.schedule import LoadCommand, ProfileCommand, TransferCommand
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.ir import DEFAULT, ProgramLimits
 from gpumux.types import (
     DeviceInfo,
     Fault,
+    Footprint,
     JobDied,
     JobId,
     JobReleased,
@@ -111,7 +110,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         self._name = ""
         self._handlers: dict[type, Callable[[CudaJob, Any, Any, Fault | None], None]] = {
             Launch: self._eager_piece_done,
-            CudaLoad: self._loaded,
+            LoadCommand: self._loaded,
             TransferCommand: self._moved,
             ProfileCommand: self._profile_requested,
             Capture: self._captured,
@@ -184,35 +183,6 @@ class CudaDevice(DeviceBase[CudaJob]):
         self._jobs[job] = CudaJob(job, spec)
         self._schedule.open(job)
         self._split_merged()
-
-    def load_program(
-        self,
-        job: JobId,
-        program: ProgramId,
-        encoded: bytes,
-        new_buffers: Sequence[int],
-        binding: Sequence[int],
-        data: SegmentHandle,
-        slots: int,
-    ) -> None:
-        held = self._live(job)
-        if held is None:
-            return self._emit(dev.ProgramRefused(job, program, UNKNOWN_JOB))
-        footprint = self._checks.footprint(job, program, encoded)
-        wanted = sum(new_buffers) + (3 * footprint.slot_bytes if footprint is not None else 0)
-        free = self.memory().free_bytes
-        fault = held.refuses(program, wanted, footprint, free)
-        if fault is not None or footprint is None:
-            return self._emit(dev.ProgramRefused(job, program, fault or UNKNOWN_JOB))
-        held.charged += wanted
-        held.transients[program] = footprint.transient_bytes
-        duplicate = Descriptors((os.dup(data.fd),))
-        transient = footprint.transient_bytes
-        load = CudaLoad(
-            program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted, transient,
-            free - wanted,
-        )  # fmt: skip
-        return self._submit(job, load, None)
 
     def launch(self, launch: Launch) -> None:
         held = self._jobs.get(launch.job)
@@ -327,6 +297,9 @@ class CudaDevice(DeviceBase[CudaJob]):
     def _is_live(self, job: CudaJob) -> bool:
         return not job.ended
 
+    def _data_charge(self, data: SegmentHandle, footprint: Footprint) -> int:
+        return 3 * footprint.slot_bytes
+
     def _fault_of(self, job: JobId) -> Fault:
         held = self._jobs.get(job)
         return held.fault if held is not None and held.fault is not None else UNKNOWN_JOB
@@ -412,7 +385,7 @@ class CudaDevice(DeviceBase[CudaJob]):
             last = loaded.check(command.step, command.cut, command.piece)
             stream = self._assigner.acquire(job, command.stream, command.share)
             work = partial(engine.run, job, command, loaded, stream, last=last)
-        elif isinstance(command, CudaLoad):
+        elif isinstance(command, LoadCommand):
             work = engine.load_work(job, command)
         elif isinstance(command, TransferCommand):
             work = partial(engine.move, job, command, self._assigner.acquire(job, int(job.spec.priority)))
@@ -435,7 +408,7 @@ class CudaDevice(DeviceBase[CudaJob]):
         if isinstance(error, DeviceLost):
             raise error
         if job.ended:
-            if isinstance(command, CudaLoad) and value is not None:
+            if isinstance(command, LoadCommand) and value is not None:
                 job.programs[command.program] = value  # released with the rest
             if isinstance(command, Capture | Instrument) and value is not None:
                 job.unused_graphs.append(value[0])
@@ -462,10 +435,9 @@ class CudaDevice(DeviceBase[CudaJob]):
             cuts.stepped(launch.cut)
         self._continue_job(job, launch if last else None)
 
-    def _loaded(self, job: CudaJob, load: CudaLoad, value: Any, fault: Fault | None) -> None:
+    def _loaded(self, job: CudaJob, load: LoadCommand, value: Any, fault: Fault | None) -> None:
         if fault is not None:
-            job.charged -= load.charge
-            del job.transients[load.program]
+            job.not_loaded(load)
             self._events.append(dev.ProgramRefused(job.id, load.program, fault))
         else:
             job.programs[load.program] = value

@@ -23,14 +23,14 @@ from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.execute import CompiledRunner, OperatorRunner
-from gpumux.device.cuda.jobs import Capture, CudaJob, CudaLoad
+from gpumux.device.cuda.jobs import Capture, CudaJob
 from gpumux.device.cuda.operands import CudaOperands, PinnedSegment
 from gpumux.device.cuda.program import WHOLE, CaptureRun, CudaProgram, wait
 from gpumux.device.cuda.streams import Partitions
 from gpumux.device.cuda.worker import PENDING
-from gpumux.device.run.commands import TransferCommand
 from gpumux.device.run.interpreter import first_lines
 from gpumux.device.run.randomness import move_generator
+from gpumux.device.run.schedule import LoadCommand, TransferCommand
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
@@ -70,7 +70,7 @@ class Engine:
         with torch.inference_mode():
             yield
 
-    def load_work(self, job: CudaJob, load: CudaLoad) -> Callable[[], Any]:
+    def load_work(self, job: CudaJob, load: LoadCommand) -> Callable[[], Any]:
         """Work for the worker's thread: `load`, then the compilation of a compiled program, a unit in each part."""
         loaded: CudaProgram | None = None
         kept = len(job.buffers)
@@ -90,7 +90,7 @@ class Engine:
 
         return part
 
-    def load(self, job: CudaJob, load: CudaLoad) -> CudaProgram:
+    def load(self, job: CudaJob, load: LoadCommand) -> CudaProgram:
         """Load a program. Raises AdmissionRefused or ProgramError, and leaves the job's memory as it was."""
         kept = len(job.buffers)
         data: PinnedSegment | None = None

@@ -14,7 +14,8 @@ from gpumux.device.cuda import operators
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.operands import CudaOperands
 from gpumux.device.cuda.operators import form_temporary_bytes, window
-from gpumux.device.run.interpreter import Liveness, failed, names, outputs
+from gpumux.device.run.interpreter import failed, names, outputs
+from gpumux.device.run.operands import Liveness
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.cut import Unit, units
 from gpumux.program.ir import Op, Program, View, aligned

@@ -7,29 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumux.device import base as dev
-from gpumux.device.base import Charges, DeviceEvent, Launch
-from gpumux.device.run.commands import ProfileCommand, TransferCommand
-from gpumux.device.workers.channel import Descriptors
+from gpumux.device.base import DeviceEvent, Launch
+from gpumux.device.run.device_base import DeviceJob
+from gpumux.device.run.schedule import LoadCommand, ProfileCommand, TransferCommand
 from gpumux.types import Fault, JobId, JobSpec, PieceFailed, ProgramId, TransferEnded
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.program import CudaProgram
-
-
-@dataclass(frozen=True, slots=True)
-class CudaLoad:
-    """A program to load, as Device.load_program was given it."""
-
-    program: ProgramId
-    encoded: bytes
-    new_buffers: tuple[int, ...]
-    binding: tuple[int, ...]
-    held: Descriptors  # the data segment
-    nbytes: int
-    slots: int
-    charge: int  # bytes of buffers and blocks it was admitted with
-    transient: int  # bytes of temporaries it was admitted with
-    room: int  # bytes of temporaries it could have been admitted with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +38,12 @@ class DropUnused:
     """Drop graphs that no step can use any more (`CudaJob.unused_graphs`)."""
 
 
-Command = Launch | CudaLoad | TransferCommand | ProfileCommand
+Command = Launch | LoadCommand | TransferCommand | ProfileCommand
 InternalCommand = Capture | Instrument | DropUnused  # the device's own: no event answers them
 
 
 @dataclass(slots=True)
-class CudaJob(Charges):
+class CudaJob(DeviceJob):
     """One job. `backlog`: commands handed over that wait. All wait while `busy`; those for the worker's thread also
     wait until nothing of the job is in flight."""
 
@@ -71,7 +55,6 @@ class CudaJob(Charges):
     current: Command | InternalCommand | None = None  # that command, or the last one
     in_flight: int = 0
     releasing: bool = False
-    unloading: bool = False
     fault: Fault | None = None  # why it is lost
     logged: bool = False  # a failure of it is in the log, with its traceback
     warned: bool = False  # it is in the log that a piece of it can't be captured
@@ -106,7 +89,7 @@ class CudaJob(Charges):
 
 def release(command: Command | InternalCommand) -> None:
     """Close the descriptors of a command that will not be carried out."""
-    if isinstance(command, CudaLoad | TransferCommand):
+    if isinstance(command, LoadCommand | TransferCommand):
         command.held.close()
 
 
@@ -115,7 +98,7 @@ def unanswered(job: JobId, command: Command | InternalCommand, fault: Fault) -> 
     release(command)
     if isinstance(command, Launch):
         return [PieceFailed(command.launch, fault)]
-    if isinstance(command, CudaLoad):
+    if isinstance(command, LoadCommand):
         return [dev.ProgramRefused(job, command.program, fault)]
     if isinstance(command, TransferCommand):
         return [TransferEnded(job, command.transfer, fault)]

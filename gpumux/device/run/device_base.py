@@ -6,33 +6,62 @@ import os
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 from gpumux.device import base as dev
 from gpumux.device.base import DeviceEvent, SegmentHandle
-from gpumux.device.run.commands import (
-    NO_FORK_SERVER,
-    UNKNOWN_JOB,
-    ProfileCommand,
-    TransferCommand,
-    of_job,
-)
-from gpumux.device.run.schedule import Schedule
+from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
 from gpumux.device.workers.channel import Descriptors
 from gpumux.device.workers.checks import Checks
 from gpumux.device.workers.fork_server import ForkServer, ForkServerSupervisor
 from gpumux.errors import ConfigError
 from gpumux.program.ir import ProgramLimits
-from gpumux.types import Fault, JobId, JobReleased, ProgramId, TransferEnded, TransferId
+from gpumux.types import (
+    Fault,
+    Footprint,
+    JobId,
+    JobReleased,
+    ProgramId,
+    TransferEnded,
+    TransferId,
+)
+
+UNKNOWN_JOB = Fault("unknown_job", "the device holds no such job", "open the job first")
+BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
+UNCHECKED = Fault("program", "the program was not checked", "check these bytes before loading them")
+NO_FORK_SERVER = Fault(
+    "executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log"
+)
 
 
-class DeviceJob(Protocol):
-    """What the base needs of a device's record of a job."""
+@dataclass(slots=True, kw_only=True)
+class DeviceJob:
+    """What every device keeps of a job; its own record extends it. `WHERE`: follows the free bytes in refusals."""
 
-    unloading: bool
+    WHERE: ClassVar[str] = ""
+    charged: int = 0  # bytes of its buffers and data
+    unloading: bool = False
+    transients: dict[ProgramId, int] = field(default_factory=dict)  # bytes of temporaries, by program loaded or loading
 
     @property
-    def memory(self) -> int: ...
+    def memory(self) -> int:
+        """Bytes charged to the job. Its programs never run at once, so they share the transient part."""
+        return self.charged + max(self.transients.values(), default=0)
+
+    def refuses(self, program: ProgramId, wanted: int, free: int) -> Fault | None:
+        """Why a program that needs `wanted` bytes is refused where `free` are left, or None."""
+        if program in self.transients:
+            return Fault("program", f"program {program} is loaded already", "choose another number")
+        if wanted <= free:
+            return None
+        message = f"the program needs {wanted} bytes and {free} are free{self.WHERE}"
+        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
+
+    def not_loaded(self, load: LoadCommand) -> None:
+        """Give back what a program was charged that could not be loaded."""
+        self.charged -= load.charge
+        del self.transients[load.program]
 
 
 J = TypeVar("J", bound=DeviceJob)
@@ -73,6 +102,10 @@ class DeviceBase(ABC, Generic[J]):
     def _drop_job(self, job: J) -> None:
         """Unload a job, whose commands are not answered."""
 
+    @abstractmethod
+    def _data_charge(self, data: SegmentHandle, footprint: Footprint) -> int:
+        """Bytes that a program is charged for its slots of data."""
+
     def _fault_of(self, job: JobId) -> Fault:
         """Why a command of a job that is not live is refused."""
         return UNKNOWN_JOB
@@ -86,6 +119,42 @@ class DeviceBase(ABC, Generic[J]):
             self._supervisor.watch()
         else:
             self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
+
+    def load_program(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        new_buffers: Sequence[int],
+        binding: Sequence[int],
+        data: SegmentHandle,
+        slots: int,
+    ) -> None:
+        held, footprint = self._live(job), self._checks.footprint(job, program, encoded)
+        if held is None or footprint is None:
+            self._emit(dev.ProgramRefused(job, program, self._fault_of(job) if held is None else UNCHECKED))
+            return
+        charge, transient = sum(new_buffers) + self._data_charge(data, footprint), footprint.transient_bytes
+        free = self.memory().free_bytes
+        fault = held.refuses(program, charge + transient, free)
+        if fault is not None:
+            self._emit(dev.ProgramRefused(job, program, fault))
+            return
+        held.charged += charge
+        held.transients[program] = transient
+        load = LoadCommand(
+            program=program,
+            encoded=encoded,
+            new_buffers=tuple(new_buffers),
+            binding=tuple(binding),
+            held=Descriptors((os.dup(data.fd),)),
+            nbytes=data.nbytes,
+            slots=slots,
+            charge=charge,
+            transient=transient,
+            room=free - charge,
+        )
+        self._submit(job, load, None)
 
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: SegmentHandle, into_device: bool
@@ -111,7 +180,7 @@ class DeviceBase(ABC, Generic[J]):
             return
         if held.unloading:
             return
-        self._events = [event for event in self._events if not of_job(event, job)]
+        self._events = [event for event in self._events if not _names(event, job)]
         self._drop_job(held)
 
     def memory(self) -> dev.MemoryFigures:
@@ -182,3 +251,13 @@ class DeviceBase(ABC, Generic[J]):
     def fork_server_lost(self, how: str) -> None:
         for token in self._checks.running:
             self._events.extend(self._checks.exited(token, how))
+
+
+def is_seed(seed: int) -> bool:
+    """Whether torch's generators take it: an integer of 64 bits, signed or not."""
+    return -(1 << 63) <= seed < 1 << 64
+
+
+def _names(event: DeviceEvent, job: JobId) -> bool:
+    """Whether an event names the job. PieceDone and PieceFailed name none."""
+    return getattr(event, "job", None) == job

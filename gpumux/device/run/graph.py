@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import _C
 
-from gpumux.device.run.interpreter import Context, Frame, Interpreter, failed, names
+from gpumux.device.run.interpreter import Interpreter, failed, names
+from gpumux.device.run.operands import Context, Frame
 from gpumux.device.run.schema import constant, named_arguments, overload, takes_generator
 from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 
@@ -328,8 +328,3 @@ class PieceBuilder:
         live = context.liveness
         live_out = [s for s, born in live.born.items() if start <= born < stop and live.last[s] >= stop]
         return GraphStretch(context, builder.finish(live_out), start, stop)
-
-
-def sources(context: Context, frame: Frame) -> Sequence[torch.Tensor]:
-    """The tensors a step's results are copied from, once its last operator has run."""
-    return [context.tensor(frame, view) for view in context.program.results]

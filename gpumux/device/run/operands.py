@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpumux.device.run.schema import DTYPES, IndexCheck, index_checks, views_written
+from gpumux.device.run.randomness import RandomStreams, Replays
+from gpumux.device.run.schema import DTYPES, IndexCheck, index_checks, views_made, views_read, views_written
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Program, View, slot_layout
 
@@ -136,3 +137,72 @@ class Operands:
                 flat = raw.view(dtype).view(view.size)
             results.append(flat)
         return SlotOperands(views, copies, results)
+
+
+# ---- A step in progress: the tensors that its pieces pass to each other.
+
+
+@dataclass(slots=True)
+class Frame:
+    """One step in progress. `temps`: by storage, the tensor made there, until its last use."""
+
+    slot: SlotOperands
+    slot_index: int
+    scalars: Sequence[float | int]
+    temps: list[torch.Tensor | None]
+    step: int
+    cut: int
+    next_piece: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """For each temporary storage: `birth`, the view it is made with; `born`, the operator that makes it; `last`, the
+    last operator that uses it (the number of operators if it holds a result)."""
+
+    birth: dict[int, View]
+    born: dict[int, int]
+    last: dict[int, int]
+
+    @staticmethod
+    def of(program: Program) -> Liveness:
+        birth: dict[int, View] = {}
+        born: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for index, op in enumerate(program.ops):
+            for v in (*views_read(op), *views_made(op)):
+                view = program.views[v]
+                if program.storages[view.storage].kind != "temp":
+                    continue
+                if view.storage not in birth:
+                    birth[view.storage], born[view.storage] = view, index
+                last[view.storage] = index
+        for v in program.results:
+            if program.views[v].storage in birth:
+                last[program.views[v].storage] = len(program.ops)
+        return Liveness(birth, born, last)
+
+
+class Context:
+    """What the interpreter and graphs need of a program."""
+
+    def __init__(self, program: Program, operands: Operands, replays: Replays, streams: RandomStreams) -> None:
+        self.program = program
+        self.operands = operands
+        self.replays = replays
+        self.streams = streams
+        self.liveness = Liveness.of(program)
+
+    def tensor(self, frame: Frame, index: int) -> torch.Tensor:
+        """The tensor of a view, on a temporary storage or another."""
+        made = frame.slot.views[index]
+        if made is not None:
+            return made
+        view = self.program.views[index]
+        base = frame.temps[view.storage]
+        assert base is not None, "used before it is made: the Program was checked for this"
+        return base if view == self.liveness.birth[view.storage] else window(base, view)
+
+    def results(self, frame: Frame) -> Sequence[torch.Tensor]:
+        """The tensors a step's results are copied from, once its last operator has run."""
+        return [self.tensor(frame, view) for view in self.program.results]

@@ -1,4 +1,4 @@
-"""Which command of which job is carried out next. Pure: no processes, no clock.
+"""Which command of which job is carried out next, and the commands that devices have in common. No torch.
 
 At most `parallel` pieces run at once, over all jobs. A job's commands (launches, loads, transfers) keep their order. A
 free slot goes to the oldest launch of the highest-priority stream among the jobs that run no piece.
@@ -24,9 +24,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from gpumux.types import JobId
+from gpumux.device.workers.channel import Descriptors
+from gpumux.types import JobId, ProgramId, TransferId
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCommand:
+    """A program to load, as Device.load_program was given it."""
+
+    program: ProgramId
+    encoded: bytes
+    new_buffers: tuple[int, ...]
+    binding: tuple[int, ...]
+    held: Descriptors  # the data segment
+    nbytes: int
+    slots: int
+    charge: int  # bytes of buffers and blocks it was admitted with
+    transient: int  # bytes of temporaries it was admitted with
+    room: int  # bytes of temporaries it could have been admitted with
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCommand:
+    """A transfer to carry out, as Device.transfer was given it."""
+
+    transfer: TransferId
+    buffers: tuple[int, ...]
+    held: Descriptors  # the segment
+    nbytes: int
+    into_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCommand:
+    """A request for a program's operator times."""
+
+    program: ProgramId
 
 
 @dataclass(slots=True)

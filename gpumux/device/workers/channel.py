@@ -49,9 +49,11 @@ DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, s
 
 
 # An executor's page holds, after the operator it runs (4 bytes), the times and the id of the launch whose step it
-# answered last. It writes the id after the times: a reader that finds the id finds the times of that launch.
+# answered last. It writes the id after the times: a reader that finds the id finds the times of that launch. Then the
+# bytes that the process held at most in the newest step it measured.
 PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<ddd"), 8  # started, ended, suspended
 PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 32
+PAGE_MEMORY, PAGE_MEMORY_AT = struct.Struct("<Q"), 40
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -14,10 +14,9 @@ from sys import intern
 from typing import Any
 
 from gpumux.device.base import ProgramChecked, ProgramRefused
-from gpumux.device.cpu.jobs import ending
 from gpumux.device.workers import channel as wire
 from gpumux.device.workers.channel import CHECKED, REFUSED, Channel, unpack
-from gpumux.device.workers.fork_server import ForkServer
+from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Fault, Footprint, JobId, ProgramId

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -37,7 +38,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                process_group=0,  # no session of its own: see process.settle
+                process_group=0,  # no session of its own: see fork_server_process.settle
                 env={**_environment(), VARIABLE: self._code.folder, TUNABLES: _heap()},
             )
         ours.setblocking(False)
@@ -131,7 +132,7 @@ def _heap() -> str:
     Tensors are aligned to 64 bytes, which leaves a small gap before and after each. If such a gap lies in a cache of
     free blocks (tcache, fast bins), or is given to a small object that stays, the tensor's freed block can't be merged
     with it, nor reused for an equal tensor in the next step, and the heap grows. Large blocks come from the heap,
-    because glibc would otherwise map them anew in each step, page by page. peak.py returns free memory to the kernel
+    because glibc would otherwise map them anew in each step, page by page. Executors return free memory to the kernel
     if the heap has grown beyond what was planned."""
     usual = ("tcache_count=0", "mxfast=0", "mmap_max=0", f"trim_threshold={1 << 30}")
     own = ":".join(f"glibc.malloc.{setting}" for setting in usual)
@@ -149,6 +150,17 @@ def _environment() -> dict[str, str]:
 def _close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def ending(status: int | str | None) -> str:
+    """A wait status in words: "died of SIGSEGV"."""
+    if not isinstance(status, int):
+        return status or "ended, and nobody could say how"
+    number = status & 0x7F
+    if number:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"died of {name}" + (", as when the machine runs out of memory" if number == signal.SIGKILL else "")
+    return f"exited with status {status >> 8}"
 
 
 # ---- Keeping a fork server running.

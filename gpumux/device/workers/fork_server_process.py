@@ -8,25 +8,129 @@ daemon ends, the socket closes, this process ends, and the kernel kills its chil
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpumux.device.cpu import executor
-from gpumux.device.workers import checker, process
-from gpumux.device.workers.channel import EXITED, FORK, KILL, READY, WARMED, Channel, unpack
-from gpumux.errors import ProgramError
-from gpumux.program.check import schema
+from gpumux.device.workers.channel import (
+    CHECKED,
+    EXITED,
+    FORK,
+    KILL,
+    READY,
+    REFUSED,
+    WARMED,
+    Channel,
+    unpack,
+)
+from gpumux.errors import GpumuxError, ProgramError
+from gpumux.program.check import check, schema
+from gpumux.program.codec import encode
+from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, View
 
-_CHILDREN = {"executor": executor.main, "checker": checker.main}
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_OOM_SCORE = 500  # the kernel takes these processes before the daemon
+_libc = ctypes.CDLL(None, use_errno=True)
+_CHECKER_NICE = 10  # checks give way to jobs of the daemon's own niceness
+
+
+# ---- The set-up of every child, right after the fork.
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, even one that is gone already."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def name_process(name: str) -> None:
+    """The name shown by ps and top, at most 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def settle(parent: int, name: str, keep: Iterable[int]) -> None:
+    """Give this process its own process group, no core dumps, and no descriptors but `keep` and the standard ones. It
+    ignores interrupts at the daemon's terminal, which the daemon handles. It gets no session of its own: the kernel
+    would give each session an equal part of the cores (autogroup), and niceness would have no effect between jobs."""
+    die_with(parent)
+    os.setpgid(0, 0)
+    name_process(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    except OSError:
+        pass  # a hardened container may forbid it, and nothing depends on it
+    wanted = {0, 1, 2, *keep}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in wanted:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # the descriptor that listdir itself used
+
+
+# ---- The checker: a child that checks one Program. Fake execution holds Python's global lock for long, so it needs a
+# process of its own. The kernel ends it if it takes too long, which the daemon learns from its exit status.
+
+
+def warm_checker() -> None:
+    """Check a small Program in the fork server: torch imports hundreds of modules at its first fake operator, and no
+    check should wait for that. Nothing is computed."""
+    x = View(0, "float32", (1,), (1,))
+    op = Op("aten.add.Tensor", (TensorRef(0), TensorRef(0)), outs=(1,))
+    storages = (Storage("input", 4, 0), Storage("temp", 4))
+    check(encode(Program(storages, (x, replace(x, storage=1)), (op,), (0,), (1,))))
+
+
+def check_program(settings: dict[str, Any], fds: list[int]) -> None:
+    """Check one Program, in a new fork. `fds`: the channel's descriptor, and one with the encoded Program."""
+    os.nice(_CHECKER_NICE)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(settings["wall_s"])
+    # Counted from the fork: a child starts with no time of its parent's.
+    resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))
+    channel = Channel(socket.socket(fileno=fds[0]))
+    with mmap.mmap(fds[1], 0, prot=mmap.PROT_READ) as memory:
+        encoded = bytes(memory[:])
+    os.close(fds[1])
+    try:
+        report = check(encoded, ProgramLimits(**settings["limits"]), tuple(settings["extra_ops"]))
+    except GpumuxError as error:
+        channel.send(REFUSED, [error.code, error.message, error.remedy])
+        return
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
+        fault = ProgramError(f"the check of the program failed: {error}"[:500], "report the step that made it")
+        channel.send(REFUSED, [fault.code, fault.message, fault.remedy])
+        return
+    footprint = report.footprint
+    sizes = [footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes]
+    operators = [op.target for op in report.program.ops]
+    channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars])
+
+
+# ---- The fork server.
+
+
+_CHILDREN = {"executor": executor.main, "checker": check_program}
 
 
 class ForkServerProcess:
@@ -95,7 +199,7 @@ def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], hel
     """Run a child; never returns. The fork server's finalisers and exit handlers don't run in a child."""
     code = 70
     try:
-        process.settle(parent, f"gpumux-{kind[:8]}", [*fds, held])
+        settle(parent, f"gpumux-{kind[:8]}", [*fds, held])
         _CHILDREN[kind](settings, fds)
         code = 0
     except EOFError:
@@ -117,11 +221,11 @@ def _known(target: str) -> bool:
 
 def main(fd: int, operators: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.name_process("gpumux-zygote")
+    name_process("gpumux-zygote")
     control = Channel(socket.socket(fileno=fd))
     try:
         control.send(READY, {"torch": torch.__version__, "unknown": [op for op in operators if not _known(op)]})
-        checker.warm()  # while the daemon and its first client start
+        warm_checker()  # while the daemon and its first client start
         gc.collect()
         gc.freeze()  # present objects are never garbage, here or in a child: collections need not visit them
         control.send(WARMED, [])

@@ -301,6 +301,7 @@ def test_a_leaving_daemon_waits_for_snapshots_of_what_was_done(daemon: Daemon, w
     daemon.now += 0.1
     heard = kinds(daemon.hear("s"))
     assert heard[:2] == ["SnapshotSaved", "Leaving"]
+    assert daemon.loop._snapshot_requests.due > daemon.now  # else the loop would not wait between its last turns
 
 
 def test_a_leaving_daemon_waits_not_long_for_who_says_nothing(daemon: Daemon, writer: FakeWriter):

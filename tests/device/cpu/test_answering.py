@@ -12,13 +12,14 @@ import pytest
 from gpumux.device.base import Launch
 from gpumux.device.cpu.executor import StepAnswers
 from gpumux.device.cpu.jobs import ExecutorRecord, answer, obituary, unheard
-from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.run.schedule import Schedule
 from gpumux.device.workers.channel import (
     DONE,
     DONE_BODY,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
+    PAGE_MEMORY,
+    PAGE_MEMORY_AT,
     PAGE_TIMES,
     PAGE_TIMES_AT,
     Channel,
