@@ -1,10 +1,11 @@
-"""A daemon among many clients, good and bad: they join, work, pause, change, leave, hang, are killed, or send garbage.
+"""A daemon with many clients, some of them hostile: they join, work, pause, change, leave, hang, are killed, or send
+garbage.
 
 Up to a few hundred clients: most are light ones that speak the protocol through gpumux's session, twelve in a process,
 some train with torch. Beside them an operator pauses, stops and regrades jobs, processes of clients are killed and
-stopped for longer than a lease, and vandals send bytes, messages and connections that nobody should; where we are root,
-one of them is another user who opens more connections than one may have. What happens is made of the seed
-(soaking/plan.py); the core's invariants are checked meanwhile.
+stopped for longer than a lease, and vandals (soaking/vandals.py) send invalid bytes and messages and open too many
+connections; if we are root, one of them runs as another user. All of it is derived from the seed (soaking/plan.py). The
+scheduler's invariants are checked meanwhile.
 
 Afterwards: every acknowledged step must have had the right bits (worked out beside it, or by the same loop without a
 daemon), and the daemon must hold what it held before: descriptors, shared memory, processes, and memory after the last
@@ -39,7 +40,7 @@ from microbench.soaking.tide import Running, Stage, at_rest
 START_S, STOP_S, REST_S = 90.0, 60.0, 60.0
 FILES = 4096  # descriptors the daemon may have: below it `gpumux doctor` warns
 LARGEST = 4 << 20  # bytes of a frame: vandals should not have to send 256 MiB
-LOW_NICE = 5  # at the usual 19 whatever else the machine does would stop low jobs for minutes
+LOW_NICE = 5  # at the default of 19 any other work on the machine would stop low jobs for minutes
 NOBODY = 65534
 MEMORY_SLACK = 24 << 20
 WHY_SLACK = (

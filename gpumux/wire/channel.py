@@ -1,7 +1,7 @@
 """The local channel: one AF_UNIX SOCK_SEQPACKET connection a session, for steps, their answers and descriptors.
 
-ZeroMQ carries everything else, and everything over TCP. It puts a thread of its own between two processes; on the
-channel a step costs one system call to send and one to receive, and memory can be passed as a descriptor.
+ZeroMQ carries everything else, and everything over TCP. ZeroMQ passes each message through a thread of its own; on the
+channel a step costs one system call to send and one to receive, and descriptors of shared memory can be passed.
 
     client -> daemon   OpenChannel, first and once; then Step and Goodbye
     daemon -> client   ChannelOpened or Refusal, first and once; then StepDone, StepFailed and SegmentPassed, which
@@ -133,8 +133,8 @@ class ClientChannel:
         return True
 
     def receive(self) -> bytes | None:
-        """The next answer, None when there is none; descriptors that came before it are kept for `take`. Raises
-        EOFError when the daemon has closed the channel, ProtocolError for a descriptor that is no segment."""
+        """The next answer, None if there is none. Segments that came before it are kept for `take`. Raises EOFError
+        when the daemon has closed the channel, ProtocolError for a descriptor that is no segment."""
         while True:
             try:
                 packet, ancillary, flags, _ = self._receive(PACKET + 1, _ROOM, _RECEIVE)
@@ -164,8 +164,8 @@ class ClientChannel:
         self._segments[message.segment] = Segment.adopt(fds[0], message.nbytes)
 
     def take(self, segment: int, nbytes: int) -> Segment:
-        """The segment that a message has announced under this id; the caller owns it. Raises ProtocolError when it
-        is not as announced, or not there: the daemon passes it before it says so."""
+        """The segment that a message has announced under this id; the caller owns it. Raises ProtocolError if it was
+        not passed before the announcement, or has another size."""
         found = self._segments.pop(segment, None)
         if found is None:
             raise ProtocolError(f"segment {segment} was announced and not passed")
@@ -189,7 +189,7 @@ class ClientChannel:
 
 def _timeval(seconds: float) -> bytes:
     whole = int(seconds)
-    return _TIMEVAL.pack(whole, max(int((seconds - whole) * 1_000_000), 0 if whole else 1))  # 0 would be for ever
+    return _TIMEVAL.pack(whole, max(int((seconds - whole) * 1_000_000), 0 if whole else 1))  # 0 means no timeout
 
 
 _TIMEVAL = struct.Struct("@ll")
@@ -237,8 +237,8 @@ class DaemonChannel:
         return True
 
     def receive(self) -> bytes | None:
-        """The next message, None when none is whole. Raises EOFError when the client is gone, and ProtocolError for
-        packets that make up no message."""
+        """The next message, None if none has arrived completely. Raises EOFError when the client is gone, and
+        ProtocolError for packets that form no message."""
         while True:
             try:
                 packet = self._receive(PACKET + 1)
@@ -275,7 +275,8 @@ class DaemonChannel:
 
 
 def decode_packet(packet: bytes, max_bytes: int) -> Message:
-    """The message a client sent on its open channel. Raises ProtocolError for all that has no place there."""
+    """The message in a packet of a client's open channel. Raises ProtocolError for one that clients don't send
+    there."""
     message = decode_step(packet, max_bytes)
     if type(message) not in FROM_CLIENT:
         raise ProtocolError(f"a {type(message).__name__} on the channel", "send it by ZeroMQ")
@@ -284,8 +285,8 @@ def decode_packet(packet: bytes, max_bytes: int) -> Message:
 
 # ---- Where clients connect.
 #
-# Connections that have not said a valid nonce are bounded in age and in number, in all and for each user: beyond one
-# for each session whose client is expected, since a user's hundred clients may well come at the same moment.
+# Connections that have not sent a valid nonce are bounded in age and in number, in all and for each user. Those of
+# expected clients (one for each session without a channel) don't count, since many may connect at the same moment.
 
 
 NONCE_BYTES = 32
@@ -308,7 +309,7 @@ class _Expected:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A connection that has not said a nonce."""
+    """A connection that has not sent a nonce."""
 
     connection: socket.socket
     uid: int
@@ -316,8 +317,8 @@ class _Pending:
 
 
 class ChannelListener:
-    """Accepts connections and finds out whose they are. `fileno()` turns readable when `process` has something to
-    do."""
+    """Accepts connections and finds their sessions by the nonce. `fileno()` turns readable when `process` has something
+    to do."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -341,7 +342,7 @@ class ChannelListener:
         return self._epoll.fileno()
 
     def expect(self, session: SessionId, uid: int) -> bytes:
-        """Let the session's client connect, once; the nonce it must say."""
+        """Let the session's client connect, once. Returns the nonce that it must send."""
         nonce = os.urandom(NONCE_BYTES)
         self._expected[nonce] = _Expected(session, nonce, uid)
         self._nonces[session] = nonce
@@ -354,7 +355,8 @@ class ChannelListener:
             self._expected.pop(nonce, None)
 
     def process(self, now: float) -> list[tuple[SessionId, socket.socket]]:
-        """Accept and check what is ready: sessions whose client has connected, with the connection, the caller's."""
+        """Accept and check connections. Returns the sessions whose clients have connected, each with its connection,
+        which the caller owns."""
         opened: list[tuple[SessionId, socket.socket]] = []
         for fd, _ in self._epoll.poll(0):
             if fd == self._listener.fileno():
@@ -364,7 +366,7 @@ class ChannelListener:
         return opened
 
     def expire(self, now: float) -> None:
-        """Close connections that have not said a nonce for too long."""
+        """Close connections that have not sent a nonce in time."""
         if not self._pending:
             return
         for fd, pending in list(self._pending.items()):
@@ -407,7 +409,7 @@ class ChannelListener:
             self._epoll.register(connection, select.EPOLLIN)
 
     def _has_room(self, uid: int) -> bool:
-        """Whether one more connection of this user may be without a nonce for a while."""
+        """Whether one more connection of this user may be pending."""
         users = Counter(pending.uid for pending in self._pending.values())
         expected = Counter(session.uid for session in self._expected.values())
         if users[uid] < expected[uid]:
@@ -416,7 +418,8 @@ class ChannelListener:
         return surplus[uid] < MAX_PENDING_PER_USER and surplus.total() < MAX_PENDING
 
     def _turn_away(self) -> None:
-        """Out of descriptors: without this the listener would stay readable and the loop spin."""
+        """Refuse a connection when there are no descriptors left: the listener would stay readable, and the loop
+        would spin."""
         os.close(self._spare)
         try:
             self._listener.accept()[0].close()
@@ -444,7 +447,7 @@ class ChannelListener:
         return [(expected.session, connection)]
 
     def _identify(self, packet: bytes, uid: int) -> _Expected:
-        """The session whose channel this opening asks for. Raises ProtocolError, and VersionMismatch if the protocols
+        """The session whose channel the packet opens. Raises ProtocolError, and VersionMismatch if the protocols
         differ."""
         message, _ = decode((packet,), _OPENING_BYTES)
         if not isinstance(message, OpenChannel):
@@ -460,7 +463,7 @@ class ChannelListener:
 
 
 def _has_spoken(connection: socket.socket) -> bool:
-    """Whether something waits to be read. Where the daemon was held up, `process` is late, not the client."""
+    """Whether something waits to be read: then the daemon is late, not the client."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:

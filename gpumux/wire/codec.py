@@ -1,8 +1,8 @@
-"""Messages to frames and back (docs/protocol.md). Whatever bytes come in, the only error that comes
-out is ProtocolError (or its VersionMismatch).
+"""Encodes messages as frames, and decodes them (docs/protocol.md). Decoding raises ProtocolError (or its subclass
+VersionMismatch) and no other error, whatever the bytes.
 
-Every field is checked against its annotation, by a checker made once for each class (wire/codec.py),
-on the way out as on the way in: what one side can send, the other can read.
+Every field is checked against its annotation when a message is encoded as when it is decoded, so that what one side can
+send the other can read. The checkers are made once for each class of message.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gpumux.wire.messages import (
     Welcome,
 )
 
-# ---- What a message's field may hold: one checker an annotation, made once, called for every message.
+# ---- What a field of a message may hold: a checker for each field, made from its annotation.
 #
-# A checker returns whether a value, as msgpack gives it, fits. `type(x) is int` rather than isinstance:
-# True is no number here, and msgpack's Timestamp or ExtType fits nothing.
+# A checker returns whether a value, as msgpack decoded it, is valid. It compares types (`type(x) is int`) instead of
+# using isinstance: True is no number here, and msgpack's Timestamp and ExtType are never valid.
 
 
 Check: TypeAlias = Callable[[Any], bool]
@@ -46,9 +46,9 @@ MAX_LIST = 65_536  # items of a list field
 MAX_DEPTH = 8  # containers inside containers, in all
 MAX_INT = 2**63 - 1
 
-# Sentences for people: a long one is clipped by the sender, not refused.
+# Fields that hold sentences for people. The sender clips a long one; it is not refused.
 PROSE = frozenset({"message", "remedy", "reason"})
-# Counts, sizes and ids: never negative.
+# Fields that hold counts, sizes and ids, which are never negative.
 NATURAL = frozenset(
     {
         "protocol", "pid", "max_message_bytes", "ref", "priority", "memory_limit", "max_inflight", "program",
@@ -60,13 +60,13 @@ _HEX = "0123456789abcdef"
 
 
 def clip(text: str) -> str:
-    """`text` at a length every receiver takes."""
+    """`text`, clipped to the length that every receiver accepts."""
     return text if len(text) <= MAX_PROSE else text[: MAX_PROSE - 4] + " ..."
 
 
 def checker_for(name: str, hint: Any) -> Check:
-    """The checker of field `name` with annotation `hint`. Raises TypeError for an annotation this
-    protocol has no rule for, when the module is imported."""
+    """The checker of field `name` with annotation `hint`. Raises TypeError for an annotation that the protocol has no
+    rule for; that happens when the module is imported."""
     if name == "seed":
         return _is_seed
     if name == "scalars":
@@ -142,7 +142,7 @@ def _either(first: Check, second: Check) -> Check:
 
 
 def _is_tree(value: Any) -> bool:
-    """A map of plain data for people and scripts (device facts, status)."""
+    """Whether it is a map of plain data for people and scripts (facts about the device, status)."""
     return type(value) is dict and _is_plain(value, 1)
 
 
@@ -156,7 +156,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def fits_step(values: Sequence[Any]) -> bool:
-    """All of Step's fields at once; the same answer as its checkers one by one, at a third of the cost."""
+    """Check all fields of a Step at once: the same result as its checkers one by one, faster."""
     job, step, program, slot, scalars, frames = values
     return (
         type(job) is str and len(job) == 32 and not job.strip(_HEX)
@@ -167,7 +167,7 @@ def fits_step(values: Sequence[Any]) -> bool:
 
 
 def fits_step_done(values: Sequence[Any]) -> bool:
-    """The same for StepDone."""
+    """Check all fields of a StepDone at once."""
     job, step, queue_s, device_s, total_s, frames = values
     return (
         type(job) is str and len(job) == 32 and not job.strip(_HEX)
@@ -185,7 +185,7 @@ _SIMPLE: dict[Any, Check] = {
     type(None): _is_none,
 }
 
-# A learning rate of nan is the user's own business; the plain loop takes it, too.
+# A float may be nan or infinite here: the plain loop takes such a learning rate, too.
 _are_scalars = _list_of(_either(lambda value: type(value) is float, _is_int))
 
 
@@ -249,7 +249,7 @@ def _all_fit(checks: tuple[Check, ...], values: Sequence[Any]) -> bool:
     return all(map(operator.call, checks, values))
 
 
-# What comes by with every step.
+# Faster checkers for the messages that each step has.
 _AT_ONCE: dict[type[Any], Callable[[Sequence[Any]], bool]] = {Step: fits_step, StepDone: fits_step_done}
 
 
@@ -267,8 +267,8 @@ _HANDSHAKE = frozenset(spec.tag for cls, spec in _BY_CLASS.items() if cls in (He
 
 
 def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
-    """The ZeroMQ frames of `msg` and its payload. Raises ProtocolError when a field does not fit
-    its annotation or the payload is not what the message announces."""
+    """The ZeroMQ frames of `msg` and its payload. Raises ProtocolError if a field does not fit its annotation, or the
+    payload is not what the message announces."""
     spec = _BY_CLASS.get(type(msg))
     if spec is None:
         raise ProtocolError(f"{type(msg).__name__} is not a message")
@@ -278,7 +278,7 @@ def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[byte
     expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
     if len(frames) != expected or expected > MAX_FRAMES:
         raise ProtocolError(f"{type(msg).__name__} announces {expected} payload frames and has {len(frames)}")
-    # A Packer starts with a quarter of a megabyte unless told otherwise: system calls, page faults.
+    # By default a Packer allocates a quarter of a megabyte, which costs system calls and page faults.
     head: bytes = msgpack.Packer(buf_size=_PACK_BYTES).pack((spec.tag, *values))
     if len(head) > MAX_CONTROL_BYTES:
         raise ProtocolError(f"{type(msg).__name__} is {len(head)} bytes long, {MAX_CONTROL_BYTES} at most are allowed")
@@ -286,7 +286,7 @@ def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[byte
 
 
 def encode_alone(msg: Step | StepDone) -> bytes | memoryview:
-    """The one frame of a message without payload: what `encode` gives, sooner."""
+    """The only frame of a message without payload: the same as `encode`, faster."""
     spec = _BY_CLASS[type(msg)]
     if msg.frames == 0 and spec.fits(msg):
         head: bytes = msgpack.Packer(buf_size=_PACK_BYTES).pack((spec.tag, *msg))
@@ -296,8 +296,8 @@ def encode_alone(msg: Step | StepDone) -> bytes | memoryview:
 
 
 def step_done_form(job: str) -> tuple[bytes, int, int, int, int]:
-    """An encoded StepDone of `job` without payload, and where its step number, queue, device and total
-    seconds lie: 8 bytes each, as struct's ">Q" and ">d". For a process that answers instead of the daemon."""
+    """An encoded StepDone of `job` without payload, and the offsets of its step number and its queue, device and total
+    seconds: 8 bytes each, as struct's ">Q" and ">d". For a process that answers steps instead of the daemon."""
     uint64, float64, zeros = b"\xcf", b"\xcb", bytes(8)
     head = bytes((0x90 + 1 + len(StepDone._fields), _BY_CLASS[StepDone].tag, 0xD9, len(job))) + job.encode("ascii")
     at = len(head) + 1
@@ -306,7 +306,8 @@ def step_done_form(job: str) -> tuple[bytes, int, int, int, int]:
 
 
 def _mend(spec: _Spec, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Own code may say 1 for 1.0 and write a long sentence; anything else that is wrong stays so."""
+    """Convert ints in float fields, and clip long sentences: our own code may send these. Raises ProtocolError if any
+    other field is invalid."""
     mended = list(values)
     for i in spec.floats:
         if type(mended[i]) is int and abs(mended[i]) <= 2**53:
@@ -320,8 +321,8 @@ def _mend(spec: _Spec, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) -> tuple[Message, list[Frame]]:
-    """The message in `frames` and its payload frames, as they came. Raises ProtocolError for
-    everything that is not exactly one message of this protocol."""
+    """The message in `frames`, and its payload frames unchanged. Raises ProtocolError for anything that is not exactly
+    one message of this protocol."""
     if not frames:
         raise ProtocolError("a message without frames")
     head = frames[0]
@@ -346,7 +347,7 @@ def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) 
 
 
 def _decoder_of(cls: type[Any]) -> Callable[..., Message]:
-    """`decode` for a first frame without others that is probably a `cls`: the same, sooner if it is."""
+    """A `decode` for messages of one frame that are probably of class `cls`: the same result, faster if they are."""
     tag, fits, fields = _BY_CLASS[cls].tag, _BY_CLASS[cls].fits, _BY_CLASS[cls].arity
     new: Callable[..., Message] = tuple.__new__  # past the check of arity, which is made here
     unpack = msgpack.unpackb
@@ -372,8 +373,8 @@ decode_step_done = _decoder_of(StepDone)
 
 
 def _unpack(head: bytes | memoryview, size: int) -> list[Any]:
-    # msgpack makes a list of the announced length before it reads the items, so a few kilobytes of
-    # nested headers could announce gigabytes. In a small frame no honest one announces much.
+    # msgpack allocates a list of the announced length before it reads the items, so a few kilobytes of nested headers
+    # could allocate gigabytes. In a small frame the announced lengths are bounded by its size.
     most = size
     if size > _SMALL_BYTES:
         most = MAX_LIST
@@ -441,7 +442,7 @@ def _check_version(spec: _Spec, values: list[Any]) -> None:
 
 
 def version_mismatch(theirs: int, side: str) -> VersionMismatch:
-    """The error both ends give when the protocols differ; it names both versions."""
+    """The error that both ends raise if their protocols differ; it names both versions."""
     return VersionMismatch(
         f"the {side} speaks protocol {theirs}, this side speaks protocol {PROTOCOL_VERSION}",
         "install the same gpumux version on both sides",
@@ -449,7 +450,7 @@ def version_mismatch(theirs: int, side: str) -> VersionMismatch:
 
 
 def _misfit(spec: _Spec, values: Sequence[Any]) -> ProtocolError:
-    """The error that names the first field which does not fit."""
+    """The error for values of which one is invalid; it names the first such field."""
     triples = zip(spec.names, spec.checks, values, strict=True)
     name, value = next((name, value) for name, check, value in triples if not check(value))
     shown = repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__

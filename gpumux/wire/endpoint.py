@@ -1,12 +1,11 @@
-"""The endpoint where a daemon listens and a client looks: one rule for both.
+"""The endpoint of a daemon, by one rule for daemons and clients:
 
-    explicit argument, else GPUMUX_ENDPOINT (of several, with commas, as a daemon takes them, a client
-    takes the first ipc one, or else the first), else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME
-    is /run when /run/gpumux/GPU exists (a system service made it), else $XDG_RUNTIME_DIR, else
-    /tmp/gpumux-UID.
+    the explicit argument, else GPUMUX_ENDPOINT (which may name several, with commas: a daemon listens on all, a client
+    takes the first ipc one, or else the first), else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME is /run if
+    /run/gpumux/GPU exists (a system service made it), else $XDG_RUNTIME_DIR, else /tmp/gpumux-UID.
 
-A directory under /tmp is trusted only if it belongs to this user and no other user may write to it:
-anyone can make a name there first.
+A directory under /tmp is trusted only if it belongs to this user and no other user may write to it, because any user
+can create a name there first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gpumux.errors import ConfigError, DaemonGone, EndpointBusy
 
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path less its closing zero
 SOCKET_NAME = "gpumux.sock"
-CHANNEL_SUFFIX = ".chan"  # of the socket for local channels, so that several daemons can share a directory
+CHANNEL_SUFFIX = ".chan"  # of the socket for local channels
 SYSTEM_RUNTIME = Path("/run")
 ENVIRONMENT = "GPUMUX_ENDPOINT"
 
@@ -76,8 +75,8 @@ def _ipc_path(text: str) -> Path:
 
 
 def channel_path(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
-    """The socket of a daemon's local channels: named after its first ipc endpoint, or, where it has none, after
-    the default one in `runtime_dir`."""
+    """The socket of a daemon's local channels. It is named after the daemon's first ipc endpoint, or, if it has none,
+    after the default one in `runtime_dir`, so that several daemons can share a directory."""
     first = next((e.path for e in endpoints if e.path is not None), runtime_dir / SOCKET_NAME)
     return first.with_name(first.name + CHANNEL_SUFFIX)
 
@@ -97,19 +96,19 @@ def default_endpoint(gpu: int = 0, environ: Mapping[str, str] | None = None) -> 
 
 
 def resolve(explicit: str | None = None, gpu: int = 0, environ: Mapping[str, str] | None = None) -> Endpoint:
-    """The endpoint to use. Raises ConfigError when the one given is malformed."""
+    """The endpoint to use. Raises ConfigError if the given one is malformed."""
     env = os.environ if environ is None else environ
     named = [part.strip() for part in env.get(ENVIRONMENT, "").split(",") if part.strip()]
     return parse(explicit or preferred(named) or default_endpoint(gpu, env))
 
 
 def preferred(texts: Sequence[str]) -> str:
-    """Choose the endpoint for a client on the daemon's machine: ipc needs no keys and copies least."""
+    """Choose the endpoint for a client on the daemon's machine: ipc needs no keys and copies the least."""
     return next((text for text in texts if text.startswith("ipc://")), texts[0] if texts else "")
 
 
 def check_distinct(endpoints: Sequence[Endpoint], channel: Path) -> None:
-    """Raises ConfigError when a daemon would listen twice at one place."""
+    """Raises ConfigError if a daemon would listen twice at one address."""
     seen = {os.path.normpath(channel): "the place of the daemon's local channels"}
     for endpoint in endpoints:
         place = os.path.normpath(endpoint.path) if endpoint.path is not None else endpoint.text
@@ -119,11 +118,8 @@ def check_distinct(endpoints: Sequence[Endpoint], channel: Path) -> None:
 
 
 def ensure_runtime_dir(path: Path) -> None:
-    """Make `path` with mode 0700 (parents too), or keep an existing one as it is.
-
-    Raises ConfigError when it can't be made, is no directory, or is the default one under
-    /tmp and could be another user's.
-    """
+    """Make `path` with mode 0700 (parents too), or keep an existing one as it is. Raises ConfigError if it can't be
+    made, is no directory, or is the default one under /tmp and could be another user's."""
     try:
         _make_private(path)
     except OSError as error:
@@ -141,9 +137,8 @@ def _make_private(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Refuse the default directory below /tmp when another user made it or may write to it
-    (ConfigError). Both sides ask: the daemon before it binds, the client before it hands over data.
-    Other directories under /tmp were chosen explicitly."""
+    """Raise ConfigError for the default directory under /tmp if another user made it or may write to it. The daemon
+    checks before it binds, the client before it sends data. Other directories under /tmp were chosen explicitly."""
     tmp = Path("/tmp")
     if tmp not in path.parents:
         return
@@ -164,11 +159,11 @@ def check_private(path: Path) -> None:
         )
 
 
-# ---- One daemon an endpoint: a lock file beside the socket.
+# ---- A lock file beside the socket: one daemon for each endpoint.
 #
-# ZeroMQ binds over an existing ipc path without an error, so the path alone protects nothing. The lock
-# (flock) lives as long as its holder's descriptor; a file left by a killed daemon is therefore free.
-# The file itself stays: removing it would let two daemons lock two different files of one name.
+# ZeroMQ binds over an existing ipc path without an error, so the path protects nothing. The lock (flock) lasts as long
+# as its holder's descriptor, so the file that a killed daemon left is not locked. The file is never removed: two
+# daemons could then lock two different files of the same name.
 
 
 def lock_path(socket_path: Path) -> Path:
@@ -176,7 +171,7 @@ def lock_path(socket_path: Path) -> Path:
 
 
 def recorded_holder(socket_path: Path) -> int | None:
-    """The process that took the endpoint's lock last; it may be gone. None when nothing says."""
+    """The process that took the endpoint's lock last, which may have ended. None if that is unknown."""
     try:
         text = lock_path(socket_path).read_text("ascii", "replace").strip()
     except OSError:
@@ -185,8 +180,8 @@ def recorded_holder(socket_path: Path) -> int | None:
 
 
 class EndpointLock:
-    """Held from construction to `close`. Raises EndpointBusy, naming the holder's pid, when another
-    daemon has it, and ConfigError when the file can't be opened."""
+    """The lock of an endpoint, held from construction to `close`. Raises EndpointBusy, which names the holder's pid, if
+    another daemon has it, and ConfigError if the file can't be opened."""
 
     def __init__(self, socket_path: Path) -> None:
         self.path = lock_path(socket_path)
@@ -215,7 +210,7 @@ class EndpointLock:
         _held.add(self)
 
     def close(self) -> None:
-        """Let the next daemon have the endpoint. Idempotent."""
+        """Release the lock. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -227,8 +222,8 @@ def _read_pid(fd: int) -> str:
 
 
 def remove_stale(socket_path: Path) -> None:
-    """Remove a socket file that a killed daemon left. Call it only under the endpoint's lock.
-    Raises ConfigError when something other than a socket has the name."""
+    """Remove a socket file that a killed daemon left. To be called under the endpoint's lock only. Raises ConfigError
+    if something other than a socket has the name."""
     try:
         if not socket_path.exists() and not socket_path.is_symlink():
             return
@@ -239,8 +234,8 @@ def remove_stale(socket_path: Path) -> None:
         raise ConfigError(f"can't remove the stale socket {socket_path}: {error.strerror}", "remove it") from error
 
 
-# flock belongs to the open file, which a forked child shares: without this an executor that
-# outlives a killed daemon would keep the endpoint locked.
+# flock belongs to the open file, which a forked child shares: without this a child that outlives a killed daemon would
+# keep the endpoint locked.
 _held: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
 
 
@@ -252,14 +247,14 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# ---- Whether a process listens at an ipc endpoint, asked of the kernel.
+# ---- Whether a process listens at an ipc endpoint.
 #
-# ZeroMQ connects in the background and tries again for ever; that there is no daemon shows only as silence.
-# A plain connection says so at once. Nothing is sent on it, and a daemon drops it without a word.
+# ZeroMQ connects in the background, and tries again without end and without an error if there is no daemon. A plain
+# connection fails at once. Nothing is sent on it, and a daemon drops it silently.
 
 
 def check_listening(endpoint: Endpoint, remedy: str) -> None:
-    """Raises DaemonGone, with `remedy`, when no process listens there. A tcp endpoint is not asked."""
+    """Raises DaemonGone, with `remedy`, if no process listens at an ipc endpoint. Tcp endpoints are not checked."""
     if endpoint.path is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
@@ -280,7 +275,7 @@ def check_listening(endpoint: Endpoint, remedy: str) -> None:
 
 
 def unanswered(endpoint: Endpoint, remedy: str) -> DaemonGone:
-    """The error for a daemon that said nothing in time: it may be there and stuck."""
+    """The error for a daemon that did not answer in time; it may be running and stuck."""
     holder = None if endpoint.path is None else living_holder(endpoint.path)
     if holder is None:
         return DaemonGone(f"no daemon answers at {endpoint.text}", remedy)
@@ -291,7 +286,7 @@ def unanswered(endpoint: Endpoint, remedy: str) -> DaemonGone:
 
 
 def living_holder(path: Path) -> int | None:
-    """The process that the endpoint's lock names, if it lives."""
+    """The process that the endpoint's lock names, if it is running."""
     pid = recorded_holder(path)
     if pid is None:
         return None
@@ -300,5 +295,5 @@ def living_holder(path: Path) -> int | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # it lives, and belongs to another user
+        pass  # it is running, and belongs to another user
     return pid

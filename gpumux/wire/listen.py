@@ -47,15 +47,15 @@ from gpumux.wire.endpoint import (
 from gpumux.wire.limits import Limits
 from gpumux.wire.peers import DOMAIN, Gatekeeper, ServerCurve, secure_server
 
-# ---- A listening socket of libzmq's that hands out one connection at a time, and the next when we say so.
+# ---- A gate in front of a listening socket of libzmq: one connection at a time.
 #
-# libzmq's I/O thread accepts as fast as clients connect, and ends the whole process at the first `accept` for which
-# there is no descriptor (an assertion in the listener of ipc sockets). Whatever is told of connections afterwards may
-# come too late. But the thread is told of a waiting connection by its epoll set, and there a socket can be registered
-# to be reported once (EPOLLONESHOT, epoll(7)): then it sleeps until it is registered again. So between two connections
-# libzmq waits without knowing it; connections made meanwhile wait in the kernel's queue.
+# libzmq's I/O thread accepts as fast as clients connect, and aborts the process if `accept` finds no free descriptor
+# (an assertion in the listener of ipc sockets). Its monitor reports connections too late to prevent that. But the
+# thread learns of a waiting connection from its epoll set, where a socket can be registered to be reported once
+# (EPOLLONESHOT, epoll(7)) and then not again until it is registered anew. So between two connections libzmq sleeps, and
+# connections made meanwhile wait in the kernel's queue.
 #
-# Which set that is, and what libzmq wants to be handed with the report, the kernel says in /proc/self/fdinfo (proc(5)).
+# /proc/self/fdinfo (proc(5)) tells which epoll set that is, and which data libzmq has registered for the socket.
 
 
 _TARGET = re.compile(r"^tfd:\s*(\d+)\s+events:\s*([0-9a-f]+)\s+data:\s*([0-9a-f]+)", re.MULTILINE)

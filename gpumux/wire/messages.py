@@ -1,9 +1,9 @@
-"""Every message of protocol 2: dataclasses in an explicit registry (docs/protocol.md). Step and StepDone,
-which every step pays for, are named tuples: they are made at a third of the cost.
+"""Every message of protocol 2: dataclasses in an explicit registry (docs/protocol.md). Step and StepDone, of which each
+step has one, are named tuples, because those are made faster.
 
-A message is one ZeroMQ frame of msgpack: [tag, field, field, ...] in declaration order; large
-payloads (Programs, inline tensors) follow as further frames, counted by `frames` where a message
-has any. Tags are stable for ever; a changed message gets a new tag.
+A message is one ZeroMQ frame of msgpack: [tag, field, field, ...] in declaration order. Large payloads (Programs,
+inline tensors) follow as further frames; the field `frames` counts them in messages that can have any. A tag never
+changes its meaning; a changed message gets a new tag.
 
     client -> daemon                    daemon -> client
     Hello                               Welcome | Refusal
@@ -18,7 +18,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
-    (snapshots and recovery: below)
+    (snapshots and recovery: the next section)
     OpenChannel                         ChannelOpened | Refusal, SegmentPassed (on the local channel)
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
@@ -37,7 +37,7 @@ import msgpack
 from gpumux.errors import ProtocolError
 
 # ---- Messages of recovery: snapshots of a job's state, and how a client gets one back (docs/architecture.md, "Nothing
-# is lost"). Their tags are in messages.py, with all others.
+# is lost").
 #
 #     client -> daemon                        daemon -> client
 #     PrepareSnapshot                         Done | Refusal        there is memory to copy the state to
@@ -48,7 +48,7 @@ from gpumux.errors import ProtocolError
 #     ReadSnapshot                            SnapshotRead | Refusal (its segment by the channel)
 #     Replay (+1 frame: the generator)        Done | Refusal
 #
-# The daemon never looks into notes: what they say is between the client that wrote them and the one that reads them.
+# The daemon does not read notes: one client writes them, for itself or for the client that resumes the job.
 
 
 MAX_NOTES = 16 << 20  # bytes
@@ -57,7 +57,7 @@ MAX_ASKED = 16  # snapshots a ReadSnapshot names
 
 @dataclass(frozen=True, slots=True)
 class PrepareSnapshot:
-    """Make room for a copy of the job's state, so that taking it keeps no step waiting."""
+    """Allocate memory for a copy of the job's state beforehand, so that no step waits for that."""
 
     ref: int
     job: str
@@ -77,8 +77,8 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSaved:
-    """`seconds` from TakeSnapshot to the end of writing. With a `code` it could not be saved, and the one before
-    stays."""
+    """The end of a snapshot. `seconds`: from TakeSnapshot to the end of writing. With a `code` it could not be saved,
+    and the one before stays."""
 
     job: str
     snapshot: int
@@ -98,7 +98,7 @@ class SnapshotWanted:
 
 @dataclass(frozen=True, slots=True)
 class FindKept:
-    """The newest job of this user's that is called so and was kept."""
+    """Find the newest job of this user with this name whose snapshots were kept."""
 
     ref: int
     name: str
@@ -106,7 +106,7 @@ class FindKept:
 
 @dataclass(frozen=True, slots=True)
 class KeptFound:
-    """Its id, under which it is to be opened again, and its snapshots, newest first."""
+    """The answer to FindKept: the job's id, under which it is to be opened again, and its snapshots, newest first."""
 
     ref: int
     job: str
@@ -115,7 +115,7 @@ class KeptFound:
 
 @dataclass(frozen=True, slots=True)
 class ReadSnapshot:
-    """The first of `snapshots` that is there and whole. The job need not be open; it must be this user's."""
+    """Read the first of `snapshots` that exists and is undamaged. The job need not be open; it must be this user's."""
 
     ref: int
     job: str
@@ -124,8 +124,9 @@ class ReadSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRead:
-    """`segment` (0 on TCP, where one frame follows) holds `nbytes`: the state buffers, each on 64 bytes, the generator,
-    and `notes` bytes of notes at the end. `bad`: those of the request that are there and damaged."""
+    """The answer to ReadSnapshot. `segment` (0 on TCP, where one frame follows) holds `nbytes`: the state buffers, each
+    aligned to 64 bytes, the generator, and `notes` bytes of notes at the end. `bad`: the requested snapshots that are
+    damaged."""
 
     ref: int
     job: str
@@ -167,8 +168,8 @@ PROTOCOL_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a connection. `role` is "client" or "control". `inline`: the client can't
-    take descriptors (TCP), so tensors travel as frames."""
+    """The first message of a connection. `role` is "client" or "control". `inline`: the client can't receive
+    descriptors (TCP), so tensors travel as frames."""
 
     protocol: int
     gpumux_version: str
@@ -180,8 +181,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """`channel` is the AF_UNIX path of the local channel, "" for an inline session; `nonce` opens this session's
-    (OpenChannel). `device` is types.DeviceInfo as a map."""
+    """The answer to Hello: the session is open. `channel` is the AF_UNIX path of the local channel, "" for an inline
+    session; `nonce` opens this session's (OpenChannel). `device` is types.DeviceInfo as a map."""
 
     protocol: int
     gpumux_version: str
@@ -236,8 +237,8 @@ class LoadProgram:
 
 @dataclass(frozen=True, slots=True)
 class ProgramLoaded:
-    """Its data segment (`slots` x `slot_bytes`) was passed on the channel under `segment` (0 for an inline session).
-    `warnings` are for the user."""
+    """The program is loaded. Its data segment (`slots` x `slot_bytes`) was passed on the channel under `segment` (0 for
+    an inline session). `warnings` are for the user."""
 
     ref: int
     job: str
@@ -279,7 +280,7 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransfer:
-    """Move state buffers, laid end to end, each starting on 64 bytes. push: client to device."""
+    """Copy state buffers, laid end to end, each aligned to 64 bytes. push: from the client to the device."""
 
     ref: int
     job: str
@@ -311,12 +312,12 @@ class FillTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """The copy is over; the segment may be read (pull) and is the client's to unmap. On TCP a pull
-    carries one frame: the bytes."""
+    """The copy has ended. The client may read the segment (pull), and unmaps it. On TCP one frame follows a pull: the
+    bytes."""
 
     job: str
     transfer: int
-    code: str  # "" when it went well
+    code: str  # "" on success
     message: str
     remedy: str
     frames: int
@@ -336,7 +337,7 @@ class ResumeJob:
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
-    """`drain`: answer what was submitted first; otherwise those steps fail."""
+    """Close the job. `drain`: first answer the steps that were submitted; otherwise they fail."""
 
     ref: int
     job: str
@@ -366,7 +367,7 @@ class JobStats:
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Everything `gpumux status` and `gpumux jobs` show."""
+    """Ask for all that `gpumux status` and `gpumux jobs` show."""
 
     ref: int
 
@@ -379,8 +380,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ProfileJob:
-    """Ask for the costs of a program's operators; None: the program that ran most steps. Only a session
-    that may change the job may ask."""
+    """Ask for the times of a program's operators; None: of the program that ran most steps. Only a session that may
+    change the job may ask."""
 
     ref: int
     job: str
@@ -399,7 +400,7 @@ class JobProfile:
 
 @dataclass(frozen=True, slots=True)
 class ExplainJob:
-    """Why the job is slow or held, in sentences -> Report. For sessions that may change it."""
+    """Ask why the job is slow or held -> Report, with sentences. Only a session that may change the job may ask."""
 
     ref: int
     job: str
@@ -417,8 +418,8 @@ class ChangeJob:
 
 @dataclass(frozen=True, slots=True)
 class RecordTrace:
-    """Record what runs for so many seconds -> TraceParts. With seconds 0: end this session's recording now; it has
-    no answer of its own."""
+    """Record what the device runs for `seconds` -> TraceParts. 0 ends this session's recording now, and has no answer
+    of its own."""
 
     ref: int
     seconds: float
@@ -426,8 +427,8 @@ class RecordTrace:
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """One frame follows: records (gpumux/wire/messages.py), in no particular order. `seconds` have been recorded; with
-    `last` it is over, and `reason` says why it is shorter than asked, "" if it is not."""
+    """A part of a recording. One frame follows: records (the last section), in no particular order. `seconds` have been
+    recorded. With `last` the recording has ended, and `reason` says why it is shorter than asked, "" if it is not."""
 
     ref: int
     last: bool
@@ -439,7 +440,8 @@ class TracePart:
 @dataclass(frozen=True, slots=True)
 class StepAwaited:
     """A thread of the client waits for this step, and steps the jobs `before` as well, which therefore get no step
-    before it is answered. `over`: it waits no longer, though there was no answer. Nothing answers it but a Refusal."""
+    before it is answered. `over`: the thread waits no longer, though there was no answer. The only answer is a
+    Refusal."""
 
     ref: int
     job: str
@@ -450,7 +452,7 @@ class StepAwaited:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Application heartbeat: each end sends one when it has been silent for heartbeat_s."""
+    """Each end sends one when it has sent nothing for heartbeat_s."""
 
     sent: float
 
@@ -462,7 +464,7 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The daemon shuts down; every open call fails with DaemonGone at once."""
+    """The daemon shuts down; every open call of the client fails with DaemonGone at once."""
 
     reason: str
 
@@ -482,7 +484,7 @@ class ChannelOpened:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPassed:
-    """Shared memory of `nbytes`; its descriptor comes with this packet. Another message then names it by its id."""
+    """Shared memory of `nbytes`, whose descriptor comes with this packet. A later message refers to it by `segment`."""
 
     segment: int
     nbytes: int
@@ -504,7 +506,7 @@ REGISTRY: dict[int, type[Any]] = {
     31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 
-# What a client may say; everything else from one is a protocol error.
+# What a client may send; any other message from a client is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel,
@@ -512,17 +514,17 @@ FROM_CLIENT: frozenset[type[Any]] = frozenset(
 )  # fmt: skip
 
 
-# ---- What a recording is made of (docs/protocol.md, "Recordings"): named tuples, packed as msgpack arrays.
+# ---- The records of a recording (docs/protocol.md, RecordTrace): named tuples, packed as msgpack arrays.
 #
-# All times are seconds since the recording began. Jobs go by their short ids. Of a job that is not the asker's own
-# (`JobSeen.own`) there are no operators: programs, ranges and messages are left empty.
+# All times are seconds since the recording began. Jobs are named by their short ids. Of a job that the session may not
+# change (`JobSeen.own` is false) programs, ranges and messages are left empty.
 
 
 MAX_ITEMS = 1 << 20  # of an array in a part
 
 
 class JobSeen(NamedTuple):
-    """Comes before anything else of the job. `priority` is "high" or "low"."""
+    """The first record of a job. `priority` is "high" or "low"."""
 
     job: str
     name: str
@@ -531,7 +533,7 @@ class JobSeen(NamedTuple):
 
 
 class ProgramSeen(NamedTuple):
-    """The operators of one program by name, in captured order; comes before its pieces."""
+    """The operators of one program by name, in captured order. It precedes the program's pieces."""
 
     job: str
     program: int
@@ -557,8 +559,8 @@ class PieceRan(NamedTuple):
 
 
 class StepRan(NamedTuple):
-    """A step from its arrival to its answer; it waited `queue_s` for its first piece, and `device_s` is its pieces'
-    time."""
+    """A step, from its arrival to its answer. Its first piece started after `queue_s`, and its pieces ran for
+    `device_s`."""
 
     job: str
     step: int
@@ -569,7 +571,7 @@ class StepRan(NamedTuple):
 
 
 class WasHeld(NamedTuple):
-    """A low job could have run, and the guard held it for the sake of `high`; reasons as in
+    """A low job could have run, and the guard held it back for `high`. Reasons are those of
     gpumux/scheduler/guard/decisions.py."""
 
     job: str
@@ -580,8 +582,8 @@ class WasHeld(NamedTuple):
 
 
 class WasBanned(NamedTuple):
-    """`low` was banned from operators [first, end) of `high`, where work beside took `ratio` times as long; on a
-    `share`."""
+    """`low` was banned from running beside operators [first, end) of `high`, which took `ratio` times as long with
+    it; on a `share`."""
 
     high: str
     low: str
@@ -595,7 +597,7 @@ class WasBanned(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """One moment: what, in a few words, and a sentence for a session that may know more."""
+    """An event: `what` happened, in a few words, and a sentence for a session that may change the job."""
 
     job: str
     when: float

@@ -1,10 +1,9 @@
-"""`gpumux`, with the core's invariants checked as it serves. A broken one ends the daemon with exit code 70.
+"""`gpumux` that checks the scheduler's invariants as it serves. A violation ends the daemon with exit code 70.
 
     SOAK_CHECKS=FILE SOAK_FILES=4096 python -m microbench.soaking.checked serve ...
 
-A check looks at every job, so checking after every event would leave no time for anything else: it is done as often as
-a part of the time allows. FILE gets {"events", "checks"} when the daemon ends. SOAK_FILES: how many descriptors it may
-have.
+A check visits every job, so a check after every event would take most of the time: checks take a fixed part of the
+time. FILE gets {"events", "checks"} when the daemon ends. SOAK_FILES: how many descriptors the daemon may have.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What clients in many processes have counted, in a file they all map: a client that is killed has lost nothing of it.
+"""Counts by clients in many processes, in a file that all of them map, so that a killed client's counts are kept.
 
-A row for each seat, each written by one process at a time.
+There is a row for each seat, which one process at a time writes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import struct
 from pathlib import Path
 
 FIELDS = (
-    "lives",  # how often somebody sat down
-    "right",  # steps that were acknowledged with the bits they had to have
-    "wrong",  # ... with others
-    "states_right",  # looks at the whole state, likewise
+    "lives",  # clients that connected
+    "right",  # steps answered with the right bits
+    "wrong",  # steps answered with other bits
+    "states_right",  # comparisons of the whole state that found it right
     "states_wrong",
-    "stopped",  # lives that an operator ended
-    "refused",  # joins that were refused with a typed error, and tried again
-    "cut",  # lives whose session was lost, as its process had stood still
-    "trouble",  # what should not have been; trouble.txt has the words
+    "stopped",  # clients whose job an operator stopped
+    "refused",  # OpenJob or connections refused with a typed error, and tried again
+    "cut",  # clients whose session was lost because their process had been stopped
+    "trouble",  # errors of any other kind; trouble.txt describes them
 )
 _NUMBER = struct.Struct("=q")
 
@@ -54,7 +54,7 @@ class Ledger:
         return sum(self.get(seat, field) for seat in range(self.seats))
 
     def trouble(self, seat: int, text: str) -> None:
-        """Note what should not have been."""
+        """Record an error."""
         self.add(seat, "trouble")
         with self.path.with_name("trouble.txt").open("a") as out:
             out.write(f"seat {seat}: {text}\n")

@@ -1,9 +1,7 @@
-"""Clients that speak to the daemon by gpumux's session and hand-made Programs, without torch: many of them fit in a
-process.
+"""Clients that use gpumux's session and hand-made Programs, without torch, so that many of them fit in a process.
 
-What a step must return is worked out beside it, with numpy in float32 or int64: the operators used here round each
-element once, so there is one right answer, to the bit. A step is right when its StepDone comes and its slot holds these
-bits.
+The expected result of each step is computed with numpy in float32 or int64. The operators used here round each element
+once, so the result is determined to the bit. A step is right if its StepDone comes and its slot holds these bits.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ from gpumux.wire import messages as m
 from microbench.soaking.ledger import Ledger
 from microbench.soaking.plan import ENDINGS, Seat
 
-WAIT_S = 600.0  # for one answer: a hundred others work too, and whatever else the machine does
-LOOK = 0.02  # of the steps are followed by a look at the state
+WAIT_S = 600.0  # for one answer, with a hundred other clients on the machine
+LOOK = 0.02  # of the steps are followed by a comparison of the state
 Array = NDArray[Any]
 
 
 class Gone(Exception):
-    """The life is over: an operator ended the job, or the daemon the session."""
+    """An operator stopped the client's job, or the daemon ended its session."""
 
 
 class Work:
-    """A Program, and what it has to answer. `run(batch, scalars)` does the step on the reference."""
+    """A Program, and its expected results: `run(batch, scalars)` does the step with numpy."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.size = size
         self.state: Array = np.zeros(size, np.float32)
         build = ProgramBuilder()
         self.scalars = 0
-        if kind == "whole":  # of whole numbers, and without state
+        if kind == "whole":  # on integers, without state
             x = build.input("int64", [size])
             thrice = build.call("aten.mul.Scalar", x, 3, dtype="int64", size=[size])
             result = build.call("aten.add.Scalar", thrice, 1, dtype="int64", size=[size])
@@ -90,7 +88,7 @@ def _built(build: ProgramBuilder, result: TensorRef) -> Program:
 
 
 class Life:
-    """One client from its connection to its end. `expect(text)` notes what should not be."""
+    """One client, from its connection to its end. `expect(text)` records an error."""
 
     def __init__(self, seat: Seat, endpoint: str, ledger: Ledger, leave: threading.Event) -> None:
         number = ledger.add(seat.number, "lives")
@@ -103,13 +101,15 @@ class Life:
         self._answers: dict[int, Any] = {}
         self._moved: dict[int, m.TransferDone] = {}
         self._ended: m.JobEnded | None = None
-        self._under_way: deque[tuple[int, int, bytes]] = deque()  # step, slot, what it must return
+        self._under_way: deque[tuple[int, int, bytes]] = deque()  # step, slot, expected result
         self._step = self._transfer = 0
         self._job = uuid.UUID(int=self._draw.getrandbits(128)).hex
         self._session = Session.connect(endpoint, WAIT_S)
 
     def live(self) -> None:
-        """Raises Gone when somebody else ends it; the session is closed afterwards in any case."""
+        """Run until its time is over. Raises Gone if its job is stopped or its session ended; the session is closed in
+            any
+        case."""
         ending = self._draw.choice(ENDINGS)
         try:
             self._open()
@@ -175,7 +175,7 @@ class Life:
         self._session.post_step(m.Step(self._job, self._step, 0, slot, scalars, 0))
 
     def _collect(self) -> None:
-        """Wait for the oldest step, and hold its result against what it must be."""
+        """Wait for the oldest step, and compare its result with the expected one."""
         step, slot, expected = self._under_way[0]
         self._wait(lambda: step in self._answers)
         answer = self._answers.pop(step)
@@ -202,7 +202,7 @@ class Life:
             raise Gone
 
     def _look(self) -> None:
-        """The whole state, behind the steps that are under way."""
+        """Pull the whole state, after the steps that are under way, and compare it."""
         self._transfer += 1
         number = self._transfer
         opened, _ = self._session.call(m.OpenTransfer(0, self._job, number, [0], False), timeout=WAIT_S)
@@ -219,7 +219,7 @@ class Life:
             self._ledger.trouble(self.seat.number, f"the state of {self._job} has the wrong bits")
 
     def _rest(self) -> None:
-        """Hold the own job back for a moment."""
+        """Pause its own job for a moment."""
         self._session.call(m.PauseJob(0, self._job), timeout=WAIT_S)
         self._leave.wait(self._draw.uniform(0.0, 0.3))
         self._session.call(m.ResumeJob(0, self._job), timeout=WAIT_S)
@@ -243,7 +243,7 @@ class Life:
             raise RuntimeError(f"the job ended with {self._ended.code}: {self._ended.message}")
 
     def _cut(self) -> None:
-        """Let go without a word, as a process that dies does."""
+        """Disconnect without a message, as a process that dies does."""
         self._session._pump.die(DaemonGone("cut by its client"))
         data = getattr(self, "_data", None)
         if data is not None:
@@ -251,7 +251,7 @@ class Life:
 
 
 def sit(seat: Seat, endpoint: str, ledger: Ledger, leave: threading.Event, stunned: Callable[[], bool]) -> None:
-    """One life after the other, until it is time to leave."""
+    """Run one client after the other on a seat, until SIGTERM."""
     while not leave.is_set():
         try:
             Life(seat, endpoint, ledger, leave).live()
@@ -266,14 +266,14 @@ def sit(seat: Seat, endpoint: str, ledger: Ledger, leave: threading.Event, stunn
             elif isinstance(error, DaemonGone):
                 ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
             else:
-                ledger.add(seat.number, "stopped")  # an operator was quicker than the message that says so
-        except Exception as error:  # noqa: BLE001 - whatever it is, it should not have been
+                ledger.add(seat.number, "stopped")  # an operator stopped it, and the message about that has not arrived
+        except Exception as error:  # noqa: BLE001 - every other error is recorded
             ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
         leave.wait(0.05)
 
 
 class Stuns:
-    """Whether this process stood still for long a short while ago: then its sessions may be lost."""
+    """Whether this process was stopped for long a short while ago: then its sessions may be lost."""
 
     BEAT_S = 0.5
 
@@ -311,7 +311,7 @@ def main(path: str, process: str) -> int:
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive():  # a join without end would not let the signal in
+        while thread.is_alive():  # a join without a timeout would delay the signal's handler
             thread.join(0.2)
     return 0
 

@@ -1,9 +1,9 @@
-"""What happens in a soak, and when: made of the seed alone, so that the same seed asks for the same things again.
+"""The plan of a soak: what happens, and when. It is derived from the seed alone, so equal seeds give equal plans.
 
-A soak has *tides*. In each one everybody comes, works and is disturbed; at its end everybody leaves, and what the
-daemon then holds is compared with what it held after the tide before. Clients are *seats*: whoever sits there lives for
-a while, leaves in one way or another, and somebody else comes. What the plan can't fix is who gets the processor when,
-so which step meets which pause differs from run to run.
+A soak has several *tides*. In each, all clients connect, work and are disturbed; at its end all of them leave, and what
+the daemon then holds is compared with what it held after the tide before. A tide has *seats*: on each seat one client
+runs for a while and leaves in one of several ways, then the next one connects. The plan does not fix when each process
+runs, so which step meets which pause differs from run to run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 KINDS = ("counter", "mix", "whole")  # of a light client's program (light.py)
-ENDINGS = ("close", "abandon", "vanish")  # drained; with steps under way; without a word
+ENDINGS = ("close", "abandon", "vanish")  # drained; with steps under way; without a message
 CROWD = 12  # light clients of a process
 PAIR = 2  # training clients of a process
 TRAINING = 0.08  # of the clients train with torch
 HIGH = 0.05  # of the clients are important
-LEASE_S = 30.0  # longer than usual: of so many clients on so few cores one may not be heard for ten seconds
-STUN_S = 35.0  # a process that stands still for so long has lost its sessions
+LEASE_S = 30.0  # longer than the default: with many clients on few cores one may send nothing for ten seconds
+STUN_S = 35.0  # a process that is stopped for so long loses its sessions
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """`size`: elements of state and batch. `pace_s`: the longest pause between two steps. `life_s`: of each life, at
-    most."""
+    """A place for one client at a time. `size`: elements of state and batch. `pace_s`: the longest pause between two
+    steps. `life_s`: the longest time that one client runs."""
 
     number: int
     process: int
@@ -42,8 +42,9 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """At `at_s` of a tide. `what`: kill, stun (of process `which`), pause, priority, weight, stop, look (of a job:
-    `which` picks one of those that are there). `much`: seconds of a pause, a weight."""
+    """An event `at_s` seconds after the start of a tide. `what`: kill or stun (process `which`), or pause, priority,
+    weight, stop or look (a job, which `which` picks of those that are open). `much`: seconds of a pause, or a
+    weight."""
 
     at_s: float
     what: str
@@ -97,7 +98,7 @@ def _torch(draw: random.Random, number: int, process: int, seconds: float) -> Se
 
 
 def _happenings(draw: random.Random, seconds: float, processes: Sequence[int], clients: int) -> list[Happening]:
-    """About one kill every twelve seconds and one meddling operator every second for 25 clients."""
+    """About one kill in twelve seconds, and one change by an operator in a second for 25 clients."""
     found = [
         Happening(draw.uniform(0.15, 0.9) * seconds, "kill", draw.choice(processes), 0.0)
         for _ in range(max(1, round(seconds / 12)))
@@ -115,5 +116,5 @@ def _happenings(draw: random.Random, seconds: float, processes: Sequence[int], c
 
 
 def digest(tides: Sequence[Tide]) -> str:
-    """Of all that is planned: equal for equal seeds."""
+    """A digest of the plan, equal for equal seeds."""
     return hashlib.sha256(json.dumps([asdict(tide) for tide in tides]).encode()).hexdigest()[:16]

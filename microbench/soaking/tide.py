@@ -1,5 +1,5 @@
-"""One tide of a soak: processes of clients are started, killed, stunned and ended, and an operator meddles with
-jobs."""
+"""One tide (round) of a soak: processes of clients are started, killed, stopped for a while and ended, and an operator
+changes jobs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from gpumux.errors import DaemonGone, GpumuxError
 from microbench.soaking.ledger import Ledger
 from microbench.soaking.plan import LEASE_S, Happening, Tide
 
-SIT_S = 600.0  # from the start of the clients until all of them are there
-LEAVE_S = 660.0  # from being asked to leave to being gone: everybody leaves at once
+SIT_S = 600.0  # from the start of the clients until all of them are connected
+LEAVE_S = 660.0  # from SIGTERM to the end of a client's process: all are ended at once
 SAY_S = 5.0
 
 
 @dataclass
 class Stage:
-    """What a tide needs: the daemon's endpoint, a directory for files, the environment of all that is started."""
+    """What a tide needs: the daemon's endpoint, a directory for files, the environment of all processes that it
+    starts."""
 
     endpoint: str
     directory: Path
@@ -44,7 +45,7 @@ class Stage:
 
 
 class Running:
-    """A tide that has begun. `close` in any case."""
+    """A tide in progress. To be closed in any case."""
 
     def __init__(self, tide: Tide, stage: Stage, control: Control, ledger: Ledger) -> None:
         self.tide = tide
@@ -66,7 +67,7 @@ class Running:
         self.refusals: Counter[str] = Counter()
 
     def run(self, tell: Callable[[float], str]) -> None:
-        """Everything that is planned. `tell(seconds)` is the progress line."""
+        """Do all that is planned. `tell(seconds)` gives the progress line."""
         for process in self.tide.processes:
             self._start(process)
         self._until_all_sat()
@@ -84,7 +85,7 @@ class Running:
                 said = at
                 self.stage.say(tell(at))
             self.control.wait(0.05)
-        for late in waiting:  # it is all to happen, also where the machine was busy with something else
+        for late in waiting:  # all of the plan is done, even if the machine was too slow for it
             self._happens(late)
         self._ebb()
 
@@ -99,8 +100,7 @@ class Running:
             )
 
     def _until_all_sat(self) -> None:
-        """The plan's clock begins when somebody sits on every seat: how long an import of torch takes is no part of
-        it."""
+        """Wait until each seat has a client. The plan's clock starts then, so that importing torch is no part of it."""
         until = time.monotonic() + SIT_S
         while any(not self._ledger.get(seat.number, "lives") for seat in self.tide.seats):
             self.stage.alive()
@@ -127,7 +127,7 @@ class Running:
             while not select.select([vandal.stdout], [], [], 0)[0]:
                 self.stage.alive()
                 self.control.wait(0.05)
-            vandal.stdout.readline()  # it has begun; how long that took is no part of the plan either
+            vandal.stdout.readline()  # it has started
 
     # ---- what happens
 
@@ -143,7 +143,7 @@ class Running:
         except DaemonGone:
             raise
         except GpumuxError as error:
-            self.refusals[error.code] += 1  # the job went meanwhile, or leaves
+            self.refusals[error.code] += 1  # the job has ended meanwhile, or is ending
 
     def _meddle(self, what: Happening, job: str) -> None:
         if what.what == "pause":
@@ -201,7 +201,7 @@ class Running:
                 late = [str(process.args) for process in processes if process.poll() is None]
                 raise RuntimeError(f"still there {LEAVE_S:g} s after they were told to leave: {late}")
             self.control.wait(0.1)
-        # One that was started again a moment ago may not listen to SIGTERM yet, and ends by it.
+        # A process that was just started again may not handle SIGTERM yet, and dies of it.
         bad = {str(p.args): p.returncode for p in processes if p.returncode not in (0, -signal.SIGTERM)}
         if bad:
             raise RuntimeError(f"ended with other than 0: {bad}\n{self._said()}")
@@ -223,7 +223,8 @@ class Running:
 
 
 def at_rest(control: Control, alive: Callable[[], None], within_s: float) -> dict[str, Any]:
-    """The daemon's status once this conversation is all it has. Raises RuntimeError when something stays."""
+    """The daemon's status once this session is the only one, and there is no job. Raises RuntimeError if that does not
+    come."""
     until = time.monotonic() + within_s
     while True:
         alive()

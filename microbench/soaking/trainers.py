@@ -1,6 +1,6 @@
-"""Clients that train real models with torch (microbench/killed.py), and what becomes of them afterwards: each
-acknowledged result is written to a file as it comes, so that a client that is killed has its say, and `verify` runs the
-same loops without a daemon. Imports torch.
+"""Clients that train real models with torch (microbench/killed.py), and the check of their results: each result is
+written to a file as it arrives, so that those of a killed client are kept, and `verify` runs the same loops without a
+daemon. Imports torch.
 
     python -m microbench.soaking.trainers SPEC.json PROCESS
 """
@@ -32,7 +32,7 @@ UNDER_WAY = 8  # results that are not waited for yet
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of all lives of the trainers: `states` of those that left in order."""
+    """Counts over all trainers; `states`: of those that left in order."""
 
     results: int
     results_wrong: int
@@ -43,7 +43,7 @@ class Verdict:
 def train(
     seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Event, stunned: Callable[[], bool]
 ) -> None:
-    """One life after the other until it is time to leave. A job that an operator stopped is submitted again."""
+    """Train one model after the other until SIGTERM. A job that an operator stopped is submitted again."""
     while not leave.is_set():
         number = ledger.add(seat.number, "lives")
         seed = 1000 * seat.number + number
@@ -60,7 +60,7 @@ def train(
                     ledger.add(seat.number, "cut")
                 else:
                     ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
-            except Exception as error:  # noqa: BLE001 - whatever it is, it should not have been
+            except Exception as error:  # noqa: BLE001 - every other error is recorded
                 ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
 
 
@@ -81,7 +81,7 @@ making = threading.Lock()
 
 
 def turn(run: Run, out: Any, keep: int) -> None:
-    """A turn of the loop, and the results that are older than `keep` steps."""
+    """One step of the loop, and the results that are older than `keep` steps."""
     for name, batch in run.trial.turn(run.turns):
         run.futures.append(run.calls[name](*batch))
     run.trial.between(run.turns)
@@ -92,12 +92,12 @@ def turn(run: Run, out: Any, keep: int) -> None:
 
 
 def verify(directory: Path) -> Verdict:
-    """Hold all that was acknowledged against the plain loops."""
+    """Compare all results with the plain loops'."""
     torch.set_num_threads(1)
     results = wrong = states = states_wrong = 0
     for path in sorted(directory.glob("*.jsonl")):
         lines = path.read_text().splitlines(keepends=True)
-        found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be torn
+        found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be incomplete
         if not found:
             continue
         head, rest = found[0], found[1:]

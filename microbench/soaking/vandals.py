@@ -1,11 +1,11 @@
-"""Who sends what no client sends: bytes that are no ZeroMQ, messages that are none, sessions that lie, connections that
-never say a word and frames that are too large; as another user, where that can be had, also more connections than
-anybody may have.
+"""Vandals: hostile clients. They send bytes that are not ZeroMQ's, malformed messages, false requests and frames that
+are too large, and open connections that send nothing; as another user (if we are root), also more connections than a
+user may have.
 
     python -m microbench.soaking.vandals ENDPOINT SECONDS SEED LARGEST UID
 
-UID is the user to become (0: stay who we are); LARGEST the daemon's max_message_bytes. At the end a line of JSON says
-how often each was done.
+UID is the user to become (0: this one); LARGEST the daemon's max_message_bytes. At the end it prints a line of JSON
+with the count of each action.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import zmq
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
 
-HELD = 20  # connections that are kept open and say nothing
+HELD = 20  # connections that are kept open and send nothing
 FLOOD = 400  # connections at once, of another user: more than one may have
-PAUSE_S = 0.25  # between two deeds, in the mean
+PAUSE_S = 0.25  # mean pause between two actions
 OTHERS = "f" * 32
 
 
@@ -48,7 +48,7 @@ class Vandal:
             self._ways.append(self.flood)
 
     def once(self) -> None:
-        """One bad deed. That the daemon hangs up meanwhile is no error."""
+        """One action. It is no error if the daemon closes the connection."""
         way = self.draw.choice(self._ways)
         try:
             way()
@@ -91,7 +91,7 @@ class Vandal:
         self._hold(self._connect(self.path))
 
     def flood(self) -> None:
-        """As many connections as there are descriptors for, as fast as they can be made."""
+        """Open as many connections as there are descriptors for, as fast as possible."""
         made: list[socket.socket] = []
         try:
             for _ in range(FLOOD):
@@ -131,7 +131,7 @@ class Vandal:
             )
 
     def lies(self) -> None:
-        """A session, and requests about others' jobs, with odd numbers."""
+        """Open a session, and send requests about others' jobs, with odd numbers."""
         with zmq.Context() as context, self._dealer(context) as sock:
             sock.send_multipart(encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)))
             for _ in range(self.draw.randrange(1, 60)):

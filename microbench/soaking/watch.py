@@ -1,4 +1,4 @@
-"""What a daemon holds: of its processes, memory, descriptors and shared memory, as /proc says."""
+"""What a daemon holds, by /proc: processes, memory, descriptors and shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Holding:
 
 
 def holding(pid: int) -> Holding:
-    """Raises ProcessLookupError when the daemon is gone."""
+    """What the daemon holds now. Raises ProcessLookupError if it has ended."""
     try:
         below = descendants(pid)
         names = os.listdir(f"/proc/{pid}/fd")
