@@ -1,5 +1,5 @@
-"""The nouns of gpumux, each with one meaning everywhere, and the events that devices emit and the scheduler takes as they
-are. Plain data, no behaviour.
+"""The nouns of gpumux, each with one meaning everywhere, and the events that devices emit and the scheduler takes
+unchanged. Plain data, no behaviour.
 
 Programs and their operators are in `program/ir.py`. Times are seconds, sizes are bytes, everywhere.
 """
@@ -101,15 +101,15 @@ class DeviceInfo:
     shares: tuple[float, ...] = (1.0,)
 
 
-# ---- Events that a device emits and the scheduler takes. Named tuples where there is one for every piece, since they are
-# cheaper. The device's other events need work of the daemon first (device/base.py), and the scheduler's others come from
-# clients (scheduler/events.py).
+# ---- Events that a device emits and the scheduler takes. Named tuples where there is one for every piece, since they
+# are cheaper. The device's other events need work of the daemon first (device/base.py), and the scheduler's others come
+# from clients (scheduler/events.py).
 
 
 class PieceDone(NamedTuple):
-    """A launch has ended. `answered`: it ended its step, and the device has sent the step's answer to the client itself.
-    `suspended`: seconds between start and end in which it stood still and the device did something else, where a device
-    can do that."""
+    """A launch has ended. `answered`: it ended its step, and the device has sent the step's answer to the client
+    itself. `suspended`: seconds between start and end in which it stood still and the device did something else, where a
+    device can do that."""
 
     launch: LaunchId
     started: float

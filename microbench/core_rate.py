@@ -154,7 +154,7 @@ def record(jobs: int, events: int, policy: str, seed: int = 0, after: int = 0) -
 
 
 def replay(jobs: int, policy: str, setup: list[Timed], timed: list[Timed], commands: int) -> float:
-    """Events per second of processor time, a fresh scheduler. Raises RuntimeError if it does not repeat the recording."""
+    """Events per second of processor time, a fresh scheduler. Raises RuntimeError unless it repeats the recording."""
     scheduler = new_scheduler(jobs, policy)
     commanded = sum(len(scheduler.handle(event, now)) for event, now in setup)
     handle = scheduler.handle

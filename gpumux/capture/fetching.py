@@ -33,8 +33,8 @@ without_fetching = torch._C.DisableTorchFunctionSubclass  # with without_fetchin
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """A context for gpumux's own tensor work. Inside, no mode, transform or trace of torch is active in this thread, and
-    reading a local tensor fetches nothing."""
+    """A context for gpumux's own tensor work. Inside, no mode, transform or trace of torch is active in this thread,
+    and reading a local tensor fetches nothing."""
     tracing = torch._C._get_tracing_state()
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())

@@ -342,7 +342,7 @@ _SCALARS: dict[str, type] = {"float": float, "int": int}
 
 
 class Completions:
-    """Handles device events; `handlers` has one method for each class of event. The scheduler takes most as they are."""
+    """Handles device events; `handlers` has one method for each class of event. The scheduler takes most unchanged."""
 
     def __init__(self, context: DaemonContext) -> None:
         self._context = context

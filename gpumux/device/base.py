@@ -177,9 +177,9 @@ class Device(Protocol):
         """Run a piece -> PieceDone, or PieceFailed then JobDied."""
 
     def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
-        """Make the program's pieces about `target_s` seconds long from now on; None: the device's own length. -> ProgramReady
-        after a step of the newest cut, if the new cut differs. Nothing happens if there is no such program. May be
-        called at any time; the last call counts."""
+        """Make the program's pieces about `target_s` seconds long from now on; None: the device's own length.
+        -> ProgramReady after a step of the newest cut, if the new cut differs. Nothing happens if there is no such
+        program. May be called at any time; the last call counts."""
 
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: SegmentHandle, into_device: bool

@@ -1,6 +1,6 @@
-"""Events, which the scheduler is given, and commands, which it returns. Frozen data; named tuples where there is one for
-every piece, since they are cheaper. The clock is passed to `handle(event, now)` separately. Events that the device emits
-are in `gpumux/types.py`, the rest comes from clients and operators, or from the daemon.
+"""Events, which the scheduler is given, and commands, which it returns. Frozen data; named tuples where there is one
+for every piece, since they are cheaper. The clock is passed to `handle(event, now)` separately. Events that the device
+emits are in `gpumux/types.py`, the rest comes from clients and operators, or from the daemon.
 
 The scheduler never sees bytes, descriptors or programs: the daemon keeps those under the ids used here.
 """

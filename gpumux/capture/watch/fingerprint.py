@@ -118,8 +118,8 @@ class Fingerprint:
         return random_states(self._generators)
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
-        """The values that differ from an earlier reading (default: that of `remember`), such as those that a step changes
-        while it is traced."""
+        """The values that differ from an earlier reading (default: that of `remember`), such as those that a step
+        changes while it is traced."""
         found: list[Change] = []
         for w, old, new in zip(self.watches, self._remembered if before is None else before, self.read(), strict=True):
             if not w.same(old, new, self._identity):
