@@ -108,8 +108,8 @@ class DeviceInfo:
 
 class PieceDone(NamedTuple):
     """A launch has ended. `answered`: it ended its step, and the device has sent the step's answer to the client
-    itself. `suspended`: seconds between start and end in which it stood still and the device did something else, where a
-    device can do that."""
+    itself. `suspended`: seconds between start and end in which it stood still and the device did something else, where
+    a device can do that."""
 
     launch: LaunchId
     started: float

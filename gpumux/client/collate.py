@@ -38,7 +38,6 @@ class BatchSlots:
     def __init__(self, remote: Remote, recovery: Recovery) -> None:
         self._remote = remote
         self._recovery = recovery
-        self._collating = False  # until `collate` is called, no batch can lie in a slot
         self._newest: dict[Form, int] = {}  # Program that ran a batch of this form
         self._lent: dict[int, _Lent] = {}  # by the address of its first tensor
 
@@ -48,20 +47,18 @@ class BatchSlots:
             return _stacked(None, samples)
         with self._recovery.lock:
             self._recovery.check_open()
-            self._collating = True
             return _stacked(self, samples)
 
     def pick(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[RemoteProgram, int, bool]:
         """Program `number`, a slot of it, and whether this batch lies in it already."""
-        if self._collating:
-            self._newest[tuple([(t.dtype, tuple(t.shape)) for t in tensors])] = number
-            slot = self._claim(self._remote.programs[number], tensors)
-            if slot is not None:
-                return self._remote.programs[number], slot, True
-            # All others may be under way, while one waits for its batch to come back.
-            while not self._remote.programs[number].free:
-                self._recovery.wait(lambda: bool(self._remote.programs[number].free), None)
-                self._recovery.check_open()
+        self._newest[tuple([(t.dtype, tuple(t.shape)) for t in tensors])] = number
+        slot = self._claim(self._remote.programs[number], tensors)
+        if slot is not None:
+            return self._remote.programs[number], slot, True
+        # All others may be under way, while one waits for its batch to come back.
+        while not self._remote.programs[number].free:
+            self._recovery.wait(lambda: bool(self._remote.programs[number].free), None)
+            self._recovery.check_open()
         program = self._remote.programs[number]
         return program, program.free.pop(), False
 

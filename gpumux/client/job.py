@@ -161,7 +161,7 @@ class Job:
         self._local = LocalModel(
             self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery
         )
-        self._batch_slots = BatchSlots(self._remote, recovery)
+        self._batch_slots: BatchSlots | None = None  # until `collate` is called, no batch can lie in a slot
         self._warm_state = self._local.state
         self._staleness = self._local.staleness
         self._functions: list[_Function] = []
@@ -316,6 +316,8 @@ class Job:
         called with it: don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1,
         and for the first batches of a shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as
         step() does."""
+        if self._batch_slots is None:
+            self._batch_slots = BatchSlots(self._remote, self._recovery)
         return self._batch_slots.collate(samples)
 
     def _submit_step(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
@@ -337,7 +339,11 @@ class Job:
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None, oldest)
             self._check_open()
         # Only now, because the job may have been recovered during the wait, with other slots.
-        program, slot, filled = self._batch_slots.pick(number, choice.tensors)
+        if self._batch_slots is None:
+            program, filled = self._remote.programs[number], False
+            slot = program.free.pop()
+        else:
+            program, slot, filled = self._batch_slots.pick(number, choice.tensors)
         if program.program.generator is None:
             return self._send_step(function, choice, program, slot, filled, None)
         with client_generator.lock:

@@ -474,8 +474,8 @@ os.register_at_fork(after_in_child=_after_fork)
 # ---- Waits for a job's work, which log the reason if they last long.
 #
 # Where a thread steps several jobs in turn (stepping_thread.py), a wait that lasts tells the daemon which step it waits
-# for, so that the daemon does not hold that step back for the sake of the thread's other jobs. A long wait, or many that
-# are long together, ask the daemon for the reason, and log it if the user can do something about it.
+# for, so that the daemon does not hold that step back for the sake of the thread's other jobs. A long wait, or many
+# that are long together, ask the daemon for the reason, and log it if the user can do something about it.
 
 
 log = logging.getLogger("gpumux.client")
