@@ -37,6 +37,7 @@ from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
+from gpumux.client.transport import Shield
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
@@ -345,11 +346,29 @@ class Job:
         else:
             program, slot, filled = self._batch_slots.pick(number, choice.tensors)
         if program.program.generator is None:
-            return self._send_step(function, choice, program, slot, filled, None)
+            with Shield():  # a step that was sent and not counted would leave the local state between two steps
+                return self._send_step(function, choice, program, slot, filled, None)
         with client_generator.lock:
-            state = client_generator.state()
-            future = self._send_step(function, choice, program, slot, filled, state)
-            self._move_generator(future, program, choice.program.lowered.words)
+            return self._send_drawing_step(function, choice, program, slot, filled)
+
+    def _send_drawing_step(
+        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int, filled: bool
+    ) -> StepFuture:
+        """Send a step that draws from the client's generator, and advance that as the step does."""
+        words = choice.program.lowered.words  # how many the step draws, None if unknown
+        future, moved = None, False
+        try:
+            with Shield():
+                future = self._send_step(function, choice, program, slot, filled, client_generator.state())
+                if words is not None and (self.paused or not client_generator.waits(words, program.device_s)):
+                    client_generator.skip(words)
+                    moved = True
+            if not moved:
+                self._take_generator(future)
+        except BaseException:  # an interrupt
+            if future is not None and not moved and words is not None:
+                client_generator.skip(words)
+            raise
         return future
 
     def _send_step(
@@ -385,19 +404,12 @@ class Job:
         self._local.advance(choice)
         return future
 
-    def _move_generator(self, future: StepFuture, program: RemoteProgram, words: int | None) -> None:
-        """Advance the client's generator as the step does. `words`: how many words the step draws, None if unknown."""
-        if words is not None and (self.paused or not client_generator.waits(words, program.device_s)):
-            client_generator.skip(words)
-            return
+    def _take_generator(self, future: StepFuture) -> None:
+        """Wait for the step, and take the state in which it left the generator."""
         try:
             wait_answered(future)
         except GpumuxError:
             return  # the future has the error; raised here, the step would be submitted again
-        except BaseException:  # an interrupt
-            if words is not None:
-                client_generator.skip(words)
-            raise
         state = generator_after(future)
         if state is not None:
             client_generator.set_state(state)

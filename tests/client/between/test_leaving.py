@@ -20,7 +20,7 @@ from torch import nn
 from gpumux import client, errors
 from gpumux.client.session import Session
 from gpumux.wire import messages as m
-from tests.client.between.support import DATA, X, Y, adam, assert_equal, detached, network, whole
+from tests.client.between.support import DATA, X, Y, adam, assert_equal, detached, made, network, whole
 
 LONG = 60.0
 
@@ -179,6 +179,39 @@ for batch in DATA[:3]:
     job.step(*batch)
 END
 """
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [network, with_dropout])
+@pytest.mark.parametrize("end", ["at once", "after more steps"])
+def test_l1_an_interrupt_while_a_step_is_sent(
+    make: Any, end: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step counts in full: its parameters, its count of steps and its draws."""
+    post = Session.post_step
+
+    def interrupted(*given: Any) -> None:
+        monkeypatch.setattr(Session, "post_step", post)
+        post(*given)
+        signal.raise_signal(signal.SIGINT)
+
+    found = []
+    for at in (None, endpoint):
+        with made(at, make) as s:
+            s.train(2)
+            if at is None:
+                s.step(*DATA[2])
+            else:
+                monkeypatch.setattr(Session, "post_step", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    s.step(*DATA[2])
+            if end == "after more steps":
+                s.train(2, 3)
+        found.append(detached((s.state(), torch.get_rng_state())))
+    assert_equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit", "1 / 0"])
