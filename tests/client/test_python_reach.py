@@ -12,12 +12,14 @@ import contextvars
 import ctypes
 import importlib
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -387,7 +389,91 @@ def method_by_computed_name() -> Work:
     )
 
 
+class Other:
+    def scale(self) -> float:
+        return 3.0
+
+
+def with_k() -> Any:
+    def function() -> float:
+        return function.k  # type: ignore[attr-defined, no-any-return]
+
+    function.k = 1.0  # type: ignore[attr-defined]
+    return function
+
+
+def other_code(fn: Any) -> None:
+    """As IPython's autoreload does with the functions of a module that was edited."""
+    fn.__code__ = (lambda: 3.0).__code__
+
+
+def other_default(fn: Any) -> None:
+    fn.__defaults__ = (3.0,)
+
+
+def one() -> Any:
+    def function() -> float:
+        return 1.0
+
+    return function
+
+
+def with_default() -> Any:
+    def function(k: float = 1.0) -> float:
+        return k
+
+    return function
+
+
+def replaceable() -> Any:
+    class Owner:
+        def scale(self) -> float:
+            return 1.0
+
+    return Owner()
+
+
+def replace_method(owner: Any, value: float = 3.0) -> None:
+    type(owner).scale = lambda self: value
+
+
+def by_import() -> Any:
+    module = types.ModuleType("settings_of_a_test")
+    module.scale = 1.0  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+    def function() -> float:
+        from settings_of_a_test import scale  # type: ignore[import-not-found]
+
+        return scale  # type: ignore[no-any-return]
+
+    return function
+
+
+def parameter_attribute() -> Work:
+    model = net()
+    weight: Any = model[0].weight
+    weight.scale = 1.0
+    return work(model, lambda x, y: F.cross_entropy(model(x), y) * model[0].weight.scale, lambda: scale_of(weight))
+
+
 CASES: dict[str, Callable[[], Work]] = {
+    "attribute of a function": held(with_k, lambda t: t(), lambda t: setattr(t, "k", 3.0)),
+    "code of a function": held(one, lambda t: t(), other_code),
+    "default of a function": held(with_default, lambda t: t(), other_default),
+    "method of a class": held(replaceable, lambda t: t.scale(), replace_method),
+    "class of an object": held(replaceable, lambda t: t.scale(), lambda t: setattr(t, "__class__", Other)),
+    "order of an OrderedDict": held(
+        lambda: collections.OrderedDict(a=1.0, b=3.0), lambda t: next(iter(t.values())), lambda t: t.move_to_end("a")
+    ),
+    "list in an array of objects": held(
+        lambda: numpy.array([[1.0], None], dtype=object), lambda t: t[0][0], lambda t: first_is_three(t[0])
+    ),
+    "of this thread": held(lambda: with_scale(threading.local()), lambda t: t.scale, scale_of),
+    "module imported in a function": held(
+        by_import, lambda t: t(), lambda t: setattr(sys.modules["settings_of_a_test"], "scale", 3.0)
+    ),
+    "attribute of a parameter": parameter_attribute,
     "None becomes a parameter": parameter_appears,
     "a parameter becomes another": parameter_changes,
     "a parameter in a list": parameter_in_list,
@@ -435,6 +521,7 @@ def untouched() -> Iterator[None]:
     yield
     Shared.current = 1.0
     set_factor(1.0)
+    sys.modules.pop("settings_of_a_test", None)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -217,6 +218,8 @@ class Walk:
         self.lists: list[tuple[str, Any]] = []
         self.cells: list[tuple[str, types.CellType]] = []
         self.generators: list[tuple[str, Any]] = []
+        self._functions: list[types.FunctionType] = []
+        self._objects: list[tuple[str, Any]] = []  # the user's, with their names
 
     def _walk(self) -> None:
         self._clear()
@@ -230,8 +233,14 @@ class Walk:
                 self._items(f"a hook of parameter {i}", list((getattr(p, kind, None) or {}).items()))
         for name, hooks in _GLOBAL_HOOKS:
             self._hooks(f"torch's {name}", hooks)
+        for i, p in enumerate(self._params):
+            self._named_entries(f"parameter {i}", p.__dict__)
         for space, names in list(self._globals.values()):
             self.watches.append(watches.entries("", space, list(names)))
+        if self._functions:
+            self.watches.append(watches.codes(self._functions))
+        if self._objects:
+            self.watches.append(watches.types_of(self._objects))
 
     def _visit(self, label: str, value: Any) -> None:
         if type(value) in _PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
@@ -276,6 +285,8 @@ class Walk:
         elif isinstance(value, numpy.ndarray):
             self._bounded(label, value.nbytes // 64)
             self.watches.append(watches.array(label, value))
+            if value.dtype.hasobject:
+                self._items(label, enumerate(value.flat))
         elif isinstance(value, dict):
             self._dictionary(label, value)
         elif isinstance(value, (list, set, collections.deque)):
@@ -323,6 +334,7 @@ class Walk:
         if of_class(cls) is Origin.LIBRARY:
             self._foreign(label, value, space)
             return
+        self._objects.append((label, value))
         self._class(label, cls, space)
         bytes_of = watches.memory_of_value(label, value)
         if bytes_of is not None:
@@ -345,6 +357,10 @@ class Walk:
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if wrapped is not None:  # functools.cache
             self._visit(label, wrapped)
+        elif isinstance(value, threading.local):  # what this thread has in it
+            self._named_entries(label, value.__dict__)
+            self.watches.append(watches.appeared(label, value.__dict__, self._names))
+            return
         elif isinstance(value, (*_CONTAINERS, *SCALARS)) or watches.fixed(value):
             return
         if space is not None:
@@ -401,6 +417,7 @@ class Walk:
             self._scalars(label, space, _STRUCTURE | {"training"})
             self._named_callables(label, space)
         else:
+            self._objects.append((label, module))
             self._class(label, cls, space)
             all_of_it = _unwalked(cls, _PLAIN_MODULES)
             rest = [k for k in space if k not in _STRUCTURE and k != "training"]
@@ -456,7 +473,11 @@ class Walk:
             )
         if origin is Origin.LIBRARY or (origin is Origin.INSTALLED and id(fn.__code__) not in self._executed):
             return  # a decorator, whose function was visited, or code that did not run
+        self._functions.append(fn)
         self._code(fn.__code__, fn.__globals__)
+        if fn.__dict__:
+            self.spaces.append((lambda key: f"{label}.{key}", fn.__dict__, frozenset(("__wrapped__",))))
+            self._named_entries(label, fn.__dict__, frozenset(("__wrapped__",)))
         for name, box in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append((name, box))
             self.watches.append(watches.cell(name, box))
@@ -472,6 +493,8 @@ class Walk:
         found = dict.fromkeys(code_names(code))
         self._names.update(found)
         names = [n for n in found if n in space]
+        for name in found:
+            self._imported(name, space)
         if names:
             if id(space) not in self._globals:
                 self._globals[id(space)] = (space, {})
@@ -479,6 +502,13 @@ class Walk:
             self._globals[id(space)][1].update(dict.fromkeys(names))
             for name in names:
                 self._visit(name, space[name])
+
+    def _imported(self, name: str, space: dict[str, Any]) -> None:
+        """Visit the module that an `import` inside a function names."""
+        for full in (name, f"{space.get('__package__')}.{name}"):
+            module = sys.modules.get(full)
+            if isinstance(module, types.ModuleType):
+                self._visit(full, module)
 
     def _runs(self, item: Any) -> bool:
         """Whether a class's entry is a function that ran."""
@@ -496,8 +526,9 @@ class Walk:
             self._seen[id(base)] = base
             named = [k for k, v in vars(base).items() if k in self._names or self._runs(v)]
             data = [k for k in named if not isinstance(vars(base)[k], _METHODS)]
+            if named:
+                self.watches.append(watches.class_attributes(base.__name__, base, named))
             if data:
-                self.watches.append(watches.class_attributes(base.__name__, base, data))
                 self.fields.append((base.__name__, base, tuple(data)))
                 if space is not None:
                     self.watches.append(watches.optional(label, space, data))

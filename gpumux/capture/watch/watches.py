@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
 import contextvars
 import datetime
@@ -124,6 +125,32 @@ def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) 
     return Watch(label, partial(getter, space), name, restore, flag)
 
 
+def codes(functions: Sequence[types.FunctionType]) -> Watch:
+    """The code and the defaults of functions, which a notebook's autoreload replaces in place."""
+    get = attrgetter("__code__"), attrgetter("__defaults__")
+
+    def name(i: int) -> str:
+        return f"the code of {functions[i % len(functions)].__qualname__}"
+
+    def restore(old: Reading) -> None:
+        for i, fn in enumerate(functions):
+            fn.__code__, fn.__defaults__ = old[i], old[i + len(functions)]
+
+    return Watch("functions", lambda: (*map(get[0], functions), *map(get[1], functions)), name, restore)
+
+
+def types_of(objects: Sequence[tuple[str, Any]]) -> Watch:
+    """The classes of objects."""
+    values = [value for _, value in objects]
+
+    def restore(old: Reading) -> None:
+        for value, cls in zip(values, old, strict=True):
+            if type(value) is not cls:
+                value.__class__ = cls
+
+    return Watch("classes", lambda: tuple(map(type, values)), lambda i: f"the class of {objects[i][0]}", restore)
+
+
 def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
     """Class attributes, which every instance sees."""
     names = tuple(keys)
@@ -156,20 +183,23 @@ def items(label: str, space: dict[Any, Any]) -> Watch:
     """A user's dictionary: its keys, in order, and its values. Entries that a trace or a step left in it are ignored (a
     hook may collect activations)."""
 
+    # An OrderedDict keeps an order of its own.
+    kind: Any = collections.OrderedDict if isinstance(space, collections.OrderedDict) else dict
+
     def read() -> Reading:
-        return tuple([x for k, v in dict.items(space) if not isinstance(v, UNRETURNED) for x in (k, v)])
+        return tuple([x for k, v in kind.items(space) if not isinstance(v, UNRETURNED) for x in (k, v)])
 
     def name(i: int) -> str:
-        keys = list(dict.keys(space))
+        keys = list(kind.keys(space))
         return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
 
     def restore(old: Reading) -> None:
-        left = {k: v for k, v in dict.items(space) if isinstance(v, UNRETURNED)}
-        dict.clear(space)
-        dict.update(space, left)
-        dict.update(space, zip(old[::2], old[1::2], strict=True))
+        left = {k: v for k, v in kind.items(space) if isinstance(v, UNRETURNED)}
+        kind.clear(space)
+        kind.update(space, left)
+        kind.update(space, zip(old[::2], old[1::2], strict=True))
 
-    return Watch(label, read, name, restore, parts=(dict.keys(space), dict.values(space)))
+    return Watch(label, read, name, restore, parts=(kind.keys(space), kind.values(space)))
 
 
 def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
