@@ -114,7 +114,7 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
             if not t.is_contiguous():
                 layable(t, i)
             key.append((t.dtype, t.shape, t.stride(), t.requires_grad))
-        return tuple(key), list(args)
+        return (*key, *_repeated(args)), list(args)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     parts: list[Any] = [str(spec)]
@@ -129,7 +129,16 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
             raise CaptureError(
                 f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
             )
-    return tuple(parts), tensors
+    return (*parts, *_repeated(tensors)), tensors
+
+
+def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
+    does with query and key. Empty if all are different."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first: dict[int, int] = {}
+    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
 
 
 @dataclass(slots=True)
@@ -181,7 +190,7 @@ class Case:
     def difference(self, key: Any) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return "another batch shape or type"
+            return "another batch shape, type or number"
         try:
             with without_fetching():
                 return ", ".join(c.name for c in self.fingerprint.changes()[:3])
@@ -323,8 +332,9 @@ class StepFunction:
             raise TooManyVariants(
                 f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values"
                 f" already, and this call differs again: {self._cases[0].difference(key)}",
-                "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
-                "raise max_variants= if the variety is meant",
+                "keep batches of equal shape (drop the last one or pad it); pass a number that changes as a tensor"
+                " argument, torch.tensor(value), instead of a Python number or a closure's; raise max_variants= if the"
+                " variety is meant",
             )
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)

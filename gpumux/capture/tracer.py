@@ -333,9 +333,11 @@ class Tracer:
         left = SideEffects(fingerprint, rec.is_number)
         position = 0
         fakes: list[Any] = []
+        same: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one tensor in the step
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                fakes.append(rec.input(leaf, position).requires_grad_(leaf.requires_grad))
+                fake = rec.input(leaf, position).requires_grad_(leaf.requires_grad)
+                fakes.append(same.setdefault(id(leaf), fake))
                 position += 1
             else:
                 fakes.append(leaf)

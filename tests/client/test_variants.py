@@ -312,3 +312,37 @@ def test_a_draw_nobody_uses_still_moves_the_stream_on(endpoint: str) -> None:
         (made,) = [phase.programs for phase in job._functions[0][0]._cases[0].phases]
         (found,) = made.values()
         assert [op.random for op in found.lowered.program.ops if op.random is not None] == [0, 1]
+
+
+class Attends(torch.nn.Module):
+    """Takes another path where query and key are one tensor, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.attention(query, key, key)[0]
+        return found * (1.0 if query is key else 2.0)
+
+
+@pytest.mark.parametrize("first", ["same", "different"])
+def test_a_tensor_that_is_given_twice_is_one_tensor_in_the_step(first: str, endpoint: str) -> None:
+    def make() -> Work:
+        model = Attends()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+
+        def step(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(query, key).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            return [run(x, x), run(x, y), run(query=y, key=y), run(query=y, key=x), run(x, x.clone())]
+
+        return Work([model], [optimizer], [(step, (x, x if first == "same" else y))], loop)
+
+    check(make, endpoint)

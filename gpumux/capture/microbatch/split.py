@@ -258,10 +258,11 @@ def first_part(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     split = split_positions([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], count)
     position = 0
+    parts: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one tensor in the part as well
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if position in split:
-                leaves[i] = leaf[: leaf.shape[0] // count]
+                leaves[i] = parts.setdefault(id(leaf), leaf[: leaf.shape[0] // count])
             position += 1
     first_args, first_kwargs = pytree.tree_unflatten(leaves, spec)
     return first_args, first_kwargs
