@@ -22,6 +22,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch.jit import _builtins, _freeze, _script
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -485,6 +486,17 @@ def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _of_nested(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that fetches the arguments of `plain` first, also those in lists, tuples and dictionaries."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fetch_arguments(pytree.tree_leaves((args, kwargs)))
+        return plain(*args, **kwargs)
+
+    return call
+
+
 def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fetches the parameters of a TorchScript module first, because only C++ code reads them."""
 
@@ -516,7 +528,7 @@ def install() -> None:
             asking = _asking(getattr(torch.Tensor, name))
             setattr(torch.Tensor, name, _named(asking, "torch", f"Tensor.{name}"))
         function = torch.jit.ScriptFunction
-        function.__call__ = _asking(function.__call__)  # type: ignore[method-assign]
+        function.__call__ = _of_nested(function.__call__)  # type: ignore[method-assign]
         for owner, name in _TRANSFORMS:
             setattr(owner, name, _asking(getattr(owner, name)))
         to_dlpack = _named(_asking(torch._C._to_dlpack), "torch._C", "_to_dlpack")
@@ -609,6 +621,9 @@ class FetchingState(defaultdict[Any, Any]):
         self._handler = handler
         self._optimizer = weakref.ref(optimizer)
         self.plain = optimizer.state
+
+    def is_of(self, handler: ReadHandler) -> bool:
+        return self._handler is handler
 
     def real(self) -> Any:
         optimizer = self._optimizer()

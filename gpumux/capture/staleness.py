@@ -24,6 +24,7 @@ from gpumux.capture.fetching import (
     FetchingState,
     ReadHandler,
     StaleMark,
+    fetch_arguments,
     is_lost,
     mark_lost,
     mark_replaced,
@@ -597,8 +598,9 @@ class StalenessHooks:
                 unmark(tensor)
         if Part.OPTIMIZER in parts:
             for optimizer in self._table.optimizers:
-                if isinstance(optimizer.state, FetchingState):
-                    optimizer.state = optimizer.state.plain
+                state = optimizer.state
+                if isinstance(state, FetchingState) and state.is_of(self):  # a later job may use the optimizer as well
+                    optimizer.state = state.plain
         if Part.MODEL in parts:
             watch_modules(self, False)
 
@@ -682,6 +684,8 @@ class StalenessHooks:
         with without_fetching():
             versions, addresses = self._model_now()
             counted = versions != self._model[0]
+            if counted:
+                self._refuse_another_job()
             written = addresses != self._model[1] or self._table.replaced() or self._optimizer_written()
             written = written or (counted and Part.MODEL in self.stale)
             if Part.OPTIMIZER not in self.stale and not written:
@@ -690,6 +694,24 @@ class StalenessHooks:
                 self._refuse_write()
             if counted:
                 self._take_present()
+
+    def fetch_from_others(self) -> bool:
+        """Fetch what other jobs, over the same model, have newer. Returns whether there was something."""
+        others = [t for _, t in self._table.tensors if (m := stale_mark(t)) is not None and m.handler is not self]
+        if others:
+            with torch._C._EnableTorchFunction():  # callers have switched it off
+                fetch_arguments(others)
+        return bool(others)
+
+    def _refuse_another_job(self) -> None:
+        """Raises LocalWrite if another job has newer values of these tensors, after fetching them. A step of the other
+        job counts the tensors' versions on, like any write."""
+        if self.fetch_from_others():
+            raise LocalWrite(
+                f"another job has trained tensors of {self.words.holder}, whose values{self.words.where} are older",
+                "steps that use one model belong in one job, in model=[...] and optimizer=[...] of it: job.add(step);"
+                " or call job.load_state() to take the newer values into this job",
+            )
 
     def check_states(self) -> None:
         """Raises LocalWrite if an optimizer's stale dictionary, or an entry in it, was replaced, because a fetch would

@@ -85,6 +85,7 @@ class LocalModel:
         """Job.sync()."""
         with self._recovery.lock:
             with without_modes():
+                self.staleness.fetch_from_others()
                 self.take_gradients()
             self._bring(ALL)
 
@@ -103,6 +104,7 @@ class LocalModel:
         with self._recovery.lock, without_modes():
             self._recovery.ensure_open()
             self._keep_local(ALL)
+            self.staleness.fetch_from_others()
             behind = self.staleness.stale
             with self._replaced_states(behind), self.staleness.written_entries():
                 if Part.MODEL in behind:

@@ -1,4 +1,4 @@
-"""Rows M1 to M19 of docs/plain-loop.md, "Between two steps": what a script does to the model."""
+"""Rows M1 to M19, and M23, of docs/plain-loop.md, "Between two steps": what a script does to the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 
 from gpumux import client, errors
 from gpumux.capture import fetching as overrides
-from tests.client.between.support import DATA, Script, X, Y, made, momentum, network, same, whole
+from tests.client.between.support import DATA, Script, X, Y, assert_equal, made, momentum, network, same, whole
 
 
 def test_m1_calling_the_model_or_a_module_of_it(endpoint: str) -> None:
@@ -223,6 +223,25 @@ def _twice(x: Tensor) -> Tensor:
 @functools.cache
 def _doubled() -> Any:
     return torch.jit.script(_twice)
+
+
+def _of_list(x: list[Tensor], y: dict[str, Tensor], z: tuple[int, Tensor]) -> Tensor:
+    return x[0] + y["a"] + z[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["list", "dictionary", "tuple"])
+def test_m2_containers_given_to_a_scripted_function(of: int, endpoint: str) -> None:
+    """C++ reads what is in them."""
+    scripted = torch.jit.script(_of_list)
+
+    def script(s: Script) -> Any:
+        s.train(1)
+        given = [torch.zeros(8, 6)] * 3
+        given[of] = s.model[0].weight
+        return scripted([given[0]], {"a": given[1]}, z=(1, given[2]))
+
+    same(script, endpoint)
 
 
 def _makes_tensors(x: float) -> Tensor:
@@ -744,3 +763,81 @@ def test_m2_a_tensor_of_another_layout_over_a_parameters_memory(kind: str, endpo
         return out
 
     same(script, endpoint)
+
+
+# ---- several jobs over one model
+
+
+def _scale(model: Any) -> Any:
+    return lambda x: model[0](x).sum()
+
+
+@pytest.mark.parametrize("load", [True, False], ids=["load_state first", "noticed"])
+def test_m23_a_model_that_another_job_has_trained_is_noticed(load: bool, endpoint: str) -> None:
+    """A step of the other job would go on from the parameters that it was submitted with."""
+    out = []
+    for at in (None, endpoint):
+        with made(at) as s:
+            if at is None:
+                out.append([s.train(2), _scale(s.model)(X).item(), s.train(1, 2), _scale(s.model)(X).item()])
+                continue
+            with client.submit(_scale(s.model), example=(X,), model=s.model, endpoint=endpoint) as other:
+                found: list[Any] = []
+                for start, count in ((0, 2), (2, 1)):
+                    found.append(s.train(count, start))
+                    if not load:
+                        with pytest.raises(errors.LocalWrite, match=r"another job has trained .*job\.add\(step\)"):
+                            other.step(X)
+                    other.load_state()
+                    found.append(other.step(X).item())
+            out.append(found)
+    assert out[1] == out[0]
+
+
+def test_m23_two_jobs_that_train_one_model_in_turn(endpoint: str) -> None:
+    """With `load_state()` before each turn, as the error says."""
+    states = []
+    for at in (None, endpoint):
+        with made(at, optimize=momentum) as s:
+            second = torch.optim.SGD(s.model.parameters(), lr=0.01)
+            step = whole(s.model, second)
+            if at is None:
+                s.train(2)
+                step(*DATA[2])
+                s.train(1, 3)
+            else:
+                with client.submit(step, example=(X, Y), model=s.model, optimizer=second, endpoint=endpoint) as other:
+                    s.train(2)
+                    other.load_state()
+                    other.step(*DATA[2])
+                    assert s.job is not None
+                    with pytest.raises(errors.LocalWrite, match="another job has trained"):
+                        s.step(*DATA[3])
+                    s.job.load_state()
+                    s.train(1, 3)
+        states.append({key: value.clone() for key, value in s.model.state_dict().items()})
+    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+
+
+def test_m23_a_job_that_is_submitted_again_outlives_the_older_one(endpoint: str) -> None:
+    """As where a notebook's cell runs again: the older job is closed last, or first."""
+    found = []
+    for older_first in (None, True, False):
+        torch.manual_seed(7)
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        step = whole(model, optimizer)
+        if older_first is None:
+            for i in range(4):
+                step(*DATA[i])
+        else:
+            jobs = []
+            for start in (0, 2):
+                jobs.append(client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint))
+                for i in (start, start + 1):
+                    jobs[-1].step(*DATA[i])
+            for job in jobs if older_first else reversed(jobs):
+                job.close()
+        found.append(copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"])))
+    for ours in found[1:]:
+        assert_equal(ours, found[0])
