@@ -409,6 +409,8 @@ class Job:
         try:
             wait_answered(future)
         except GpumuxError:
+            if not future._done:
+                raise  # of a signal handler
             return  # the future has the error; raised here, the step would be submitted again
         state = generator_after(future)
         if state is not None:

@@ -402,6 +402,8 @@ class Pump:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.get_ident()
+        if self._leader == me:
+            return self._wait_amid_poll(predicate)
         happened = 0
         try:
             while True:
@@ -421,6 +423,18 @@ class Pump:
         finally:
             if self._sleepers or self._leader == me:
                 self._step_down(me)
+
+    def _wait_amid_poll(self, predicate: Callable[[], bool]) -> bool:
+        """`wait` in a signal handler that runs while this thread sleeps on the sockets. Raises GpumuxError if it would
+        have to sleep there a second time."""
+        with self._lock:
+            if predicate():
+                return True
+        raise GpumuxError(
+            "a signal handler can't wait for the daemon while the program waits for it: let it set a flag, and act on"
+            " that in the loop",
+            "set a flag in the handler, and act on it in the loop",
+        )
 
     def _look(self, predicate: Callable[[], bool], happened: int, left: float) -> bool:
         """Receive waiting messages until the predicate holds. Returns whether it does."""

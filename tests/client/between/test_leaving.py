@@ -19,6 +19,7 @@ from torch import nn
 
 from gpumux import client, errors
 from gpumux.client.session import Session
+from gpumux.client.transport import Connection
 from gpumux.wire import messages as m
 from tests.client.between.support import DATA, X, Y, adam, assert_equal, detached, made, network, whole
 
@@ -210,6 +211,34 @@ def test_l1_an_interrupt_while_a_step_is_sent(
                     s.step(*DATA[2])
             if end == "after more steps":
                 s.train(2, 3)
+        found.append(detached((s.state(), torch.get_rng_state())))
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("make", [network, with_dropout])
+def test_m3_a_signal_handler_that_saves_the_model_while_the_program_waits(
+    make: Any, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs where the thread sleeps on the sockets, and can't sleep there a second time."""
+    poll = Connection.poll
+    found = []
+    for at in (None, endpoint):
+        with made(at, make) as s:
+            s.train(2)
+
+            def handled(connection: Connection, timeout: float, model: Any = s.model) -> int:
+                monkeypatch.setattr(Connection, "poll", poll)
+                model.state_dict()
+                return poll(connection, timeout)
+
+            future = s.step(*DATA[2])
+            if s.job is not None:
+                monkeypatch.setattr(Connection, "poll", handled)
+                with pytest.raises(errors.StaleState, match="set a flag"):
+                    s.job._wait(lambda: False, 1.0)
+                monkeypatch.setattr(Connection, "poll", poll)
+            future.item()
+            s.train(2, 3)
         found.append(detached((s.state(), torch.get_rng_state())))
     assert_equal(found[1], found[0])
 
