@@ -87,23 +87,37 @@ class Script:
     def __init__(self, one: Work, endpoint: str | None) -> None:
         torch.manual_seed(7)
         self.one, self.run, self.at, self.index = one, Run(), 0, 0
+        self.given: dict[str, Any] = {}
         self.model = MODELS[one.model]()
         self.optimizer = {**OPTIMIZERS, **KEEPING}[one.optimizer](self.model)
         body = STEPS[one.step](self.model, self.optimizer)
         update, predict = updating(self.optimizer), predicting(self.model)
         self.job: Job | None = None
         self.step, self.update, self.predict = body, update, predict
+        self.functions, self.endpoint = (body, update, predict), endpoint
         if endpoint is not None:
-            example = batch(one.model, 0)
-            self.job = job = client.submit(
-                body, example=example, model=self.model, optimizer=self.optimizer, endpoint=endpoint, max_variants=64
-            )
-            self.step = self._remedied(job.step)
-            lines = "\n".join(one.lines)
-            if "update()" in lines:  # each takes time
-                self.update = self._remedied(job.add(update, example=()))
-            if "predict(" in lines:
-                self.predict = self._remedied(job.add(predict, example=example[:1]))
+            self._submit(endpoint)
+
+    def _submit(self, endpoint: str) -> None:
+        body, update, predict = self.functions
+        example = batch(self.one.model, 0)
+        self.job = job = client.submit(
+            body, example=example, model=self.model, optimizer=self.optimizer, endpoint=endpoint, max_variants=64
+        )
+        self.step = self._remedied(job.step)
+        lines = "\n".join(self.one.lines)
+        if "update()" in lines:  # each takes time
+            self.update = self._remedied(job.add(update, example=()))
+        if "predict(" in lines:
+            self.predict = self._remedied(job.add(predict, example=example[:1]))
+
+    def again(self) -> None:
+        """As where a cell of a notebook runs again: the older job is closed once there is a new one."""
+        if self.job is not None and self.endpoint is not None:
+            older = self.job
+            self._submit(self.endpoint)
+            older.close()
+            self.given["job"] = self.job
 
     def _remedied(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def again(*batch: Any) -> Any:
@@ -137,15 +151,16 @@ class Script:
 
     def names(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in (
-            "model", "optimizer", "job", "train", "update", "predict", "batch", "local_loss", "note",
+            "model", "optimizer", "job", "train", "batch", "local_loss", "note", "again",
         )}  # fmt: skip
         return {
-            **given, "params": lambda: list(self.model.parameters()), "kept": {}, "torch": torch, "nn": nn, "F": F,
-            "copy": copy, "io": io, "DataLoader": DataLoader, "TensorDataset": TensorDataset,
+            **given, "update": lambda: self.update(), "predict": lambda x: self.predict(x),
+            "params": lambda: list(self.model.parameters()), "kept": {}, "torch": torch, "nn": nn, "F": F, "copy": copy,
+            "io": io, "DataLoader": DataLoader, "TensorDataset": TensorDataset,
         }  # fmt: skip
 
     def all_lines(self) -> Run:
-        names = self.names()
+        names = self.given = self.names()
         run = self.run
         try:
             for self.index, lines in enumerate(self.one.lines):
@@ -236,7 +251,9 @@ def unequal(ours: Any, plain: Any) -> str:
 
 
 def _bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) and torch.equal(a.signbit(), b.signbit())  # -0.0
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,10 @@
 """What a script can do between two steps, as lines of Python.
 
 Names that the lines may use: `model`, `optimizer`, `train(count)` (gives the losses), `update()`, `predict(x)`,
-`batch(index)`, `local_loss()`, `params()`, `job` (None in the plain loop), `note(value)` (what is noted is compared),
-`kept` (a dictionary whose tensors are compared in the end), `torch`, `nn`, `F`, `copy`, `io`, `DataLoader`,
-`TensorDataset`, and `p` and `k`: a parameter and a small number, chosen when a sequence is made.
+`again()` (submits again, then closes the older job), `batch(index)`, `local_loss()`, `params()`, `job` (None in the
+plain loop), `note(value)` (what is noted is compared), `kept` (a dictionary whose tensors are compared in the end),
+`torch`, `nn`, `F`, `copy`, `io`, `DataLoader`, `TensorDataset`, and `p` and `k`: a parameter and a small number, chosen
+when a sequence is made.
 
 An operation is dropped from a sequence if it raises in the plain loop.
 """
@@ -53,6 +54,10 @@ model.eval(); note(predict(batch(k)[0])); model.train()
 x, y = batch(k); train(1, batches=[(x[:3], y[:3])])
 
 train(1); job and job.sync()
+
+again()
+
+train(1); again()
 """)  # fmt: skip
 
 READS = _each("""

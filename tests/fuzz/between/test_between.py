@@ -48,6 +48,7 @@ def test_a_difference_is_found_and_shrunk(endpoint: str) -> None:
         ("train(1); job and params()[0].detach().add_(1)", "model in the end"),
         ("job and note(1)", "1 noted, and 0 in the plain loop"),
         ("note(job is None)", "noted of `note(job is None)`:  is False, and True in the plain loop"),
+        ("note(torch.zeros(1) * (-1 if job else 1))", "noted of `note(torch.zeros(1) * (-1 if job else 1))`"),
         ("train(2 if job else 1)", "2 losses, and 1 in the plain loop"),
         ("optimizer.param_groups[0]['lr'] = 1.0 if job else 2.0", "settings in the end"),
         ("params()[0].grad = torch.ones_like(params()[0]) if job else None", "gradients in the end"),

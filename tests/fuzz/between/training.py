@@ -40,6 +40,18 @@ class Words(nn.Module):
         return self.head(self.norm(self.embedding(x).mean(1)))
 
 
+class Spectral(nn.Module):
+    """A parametrization whose buffers each forward pass in training writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
 class Replacing(nn.Module):
     """A step replaces one of its buffers, and writes the other one."""
 
@@ -68,6 +80,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)
     ),
     "replacing": Replacing,
+    "spectral": Spectral,
 }
 
 
@@ -117,6 +130,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02, amsgrad=True),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, centered=True),
     "own": lambda m: Own(m.parameters()),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),  # with a product in a tensor of no dimension
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01, t0=2),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05, lr_decay=0.1),  # whose state is there at first
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
 }
 KEEPING = {"keeping": lambda m: Keeping(m.parameters())}  # most steps with it are refused
 
