@@ -1,4 +1,4 @@
-"""A job's processes are told to give way, or not to, while they run."""
+"""The niceness of a job's process follows the job's priority while it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.device.cpu.test_crashes import children, fork_server
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
+LONGEST_S = 60.0  # for a process of a lower priority to lose its core to a busy one
 CASE = Case("cpu", wide=lambda: CpuDevice(threads=2, cores=2, low_nice=7), narrow=lambda: CpuDevice(low_nice=7))
 
 
@@ -42,9 +43,9 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
         for priority, nice in ((Priority.HIGH, usual), (Priority.LOW, min(19, usual + 7))):
             assert device.may_regrade(priority) is None
             device.regrade(job.job, priority)
-            job.step(program)  # told before its next launch
+            job.step(program)  # changed before its next launch
             assert of_threads(pid) == {nice}
-        device.regrade(JobId("f" * 32), Priority.LOW)  # of nobody: nothing happens
+        device.regrade(JobId("f" * 32), Priority.LOW)  # no such job: nothing happens
     finally:
         driver.finish()
         device.close()
@@ -72,8 +73,10 @@ def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(prior
                 device.regrade(job.job, now)
             began = monotonic()
             stood = [done.suspended for _ in range(20) for done in job.step(program)]
-            assert (max(stood) > 0.0) == (now is Priority.LOW)  # a high job gives way to nobody, and does not look
-            assert sum(stood) <= monotonic() - began  # each piece's own, and none's twice
+            while now is Priority.LOW and max(stood) == 0.0 and monotonic() - began < LONGEST_S:
+                stood += [done.suspended for done in job.step(program)]  # 20 steps may fit one turn on the core
+            assert (max(stood) > 0.0) == (now is Priority.LOW)  # a high job's pieces are not measured
+            assert sum(stood) <= monotonic() - began  # each piece's own seconds, and none counted twice
     finally:
         neighbour.kill()
         neighbour.wait()
