@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do by its DevTools protocol over a pipe: for pictures of real pages in real time.
+"""A headless Chromium, controlled by its DevTools protocol over a pipe: for pictures of real pages in real time.
 
 with Browser(chromium) as browser:
     page = browser.open("http://127.0.0.1:9402/", 1150, 1080)

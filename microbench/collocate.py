@@ -107,7 +107,7 @@ class Book:
                 self.runs[key] = [run for run in mine if "error" not in run]
 
     def save(self, path: Path) -> None:
-        """Replaces the file in one go: who kills us leaves the old one or the new one."""
+        """Replace the file atomically: a process that is killed leaves the old one or the new one."""
         body = {
             "benchmark": "collocate", "where": asdict(self.where), "machine": common.machine(), "runs": self.runs,
             "missing": self.unmeasured(),

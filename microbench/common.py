@@ -1,4 +1,4 @@
-"""What the benchmarks share: who ran it, medians and spreads, tables and JSON. Imports no torch."""
+"""What the benchmarks share: what ran them and where, medians and spreads, tables and JSON. Imports no torch."""
 
 from __future__ import annotations
 

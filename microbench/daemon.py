@@ -27,7 +27,7 @@ GPUMUX = (sys.executable, "-m", "gpumux.cli.main")
 START_S = 180.0  # the warm executor imports torch, which a cold disk makes slow
 STOP_S = 60.0
 # Runs before the daemon, in its process: it keeps to the cores it was given, and gets SIGTERM when
-# whoever started it dies, however that comes about (PR_SET_PDEATHSIG is 1, and survives exec).
+# the process that started it ends in any way (PR_SET_PDEATHSIG is 1, and survives exec).
 LAUNCHER = """
 import ctypes, os, signal, sys
 parent, cores, *command = sys.argv[1:]

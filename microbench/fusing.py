@@ -137,7 +137,7 @@ def _turns(pipe: Connection, setting: Setting, ways: Sequence[str]) -> None:
                 continue
             trains[way], found[way] = train, {"samples": []}
         gc.collect()
-        # a collection that walks all that was captured takes as long as a turn, whoever's turn it falls into
+        # a collection that visits all that was captured takes as long as a turn, and would count for one of them
         gc.freeze()
         for repeat in range(setting.repeats):
             for way, train in list(trains.items())[:: -1 if repeat % 2 else 1]:
@@ -243,7 +243,7 @@ class _Child:
 
 
 def _ask(children: Sequence[_Child], go: bool = False) -> list[Any]:
-    """Their answers; with `go`, they first say that they are ready and are told when to begin."""
+    """The children's answers. With `go`, all of them begin at once, when all are ready."""
     try:
         if go:
             for child in children:
@@ -264,7 +264,7 @@ def _ask(children: Sequence[_Child], go: bool = False) -> list[Any]:
 
 def overhead_bytes(device: str) -> int:
     """What a process holds that has trained nothing, and each of `PROCESSES` holds again: resident (in part shared), or
-    on the GPU a context, if nobody else uses the card."""
+    on the GPU a context, if no other process uses the card."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(_ask([_Child(_context)])[0])

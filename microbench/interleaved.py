@@ -3,7 +3,7 @@
 Each job trains a small network on batches of the size of scikit-learn's digits. A round is one step of every job:
 each waited for before the next job's (`in turn`), or all submitted and then waited for (`together`). The program's
 high jobs get their next steps only when its low ones are answered, so low work that is held for a high job's next
-step stops them all, unless the daemon is told that the client waits; `untold` is `guarded` without that. Daemons of
+step stops them all, unless the daemon knows that the client waits; `untold` is `guarded` without that. Daemons of
 all policies run at once, and turns of so many seconds alternate between them.
 
     python -m microbench.interleaved --jobs 2+10 10+20 --policies fifo paced guarded

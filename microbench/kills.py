@@ -148,7 +148,7 @@ class Blows:
         try:
             while self.done["kills"] < self.kills and not self._stopped:
                 self._next()
-        except BaseException as error:  # noqa: BLE001 - shown by who waits for us
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that joins this one
             self.error = error
 
     def _next(self) -> None:
@@ -225,7 +225,7 @@ class Run:
             for _ in range(LAST):
                 self.turn()
             self.finish()
-        except BaseException as error:  # noqa: BLE001 - shown by who waits for us
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that joins this one
             self.error = error
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ to its kind; the low job's pieces come in order, so each has to run somewhere, a
 another nothing is better than the cheapest places as often as the promise bears. It is not above the optimum, since
 everything it reports was reached; and it is not proven to be it: a plan tells no moments within a high piece apart and
 does not look ahead in the low job. So the harvest of the guard itself, where it kept the promise, is one of the
-candidates (sweep.py): nobody's share exceeds 1 unless the promise was broken.
+candidates (sweep.py): no share exceeds 1 unless the promise was broken.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Search:
         return result, core
 
     def _try(self, plan: Plan) -> Tried:
-        # Of plans that break it nobody asks more, unless there are no others: then the mildest counts.
+        # A plan that breaks the promise counts only if all do: then the one that breaks it least.
         hopeful = self._shortcuts and self._hopeful
         broken = Broken(self._jobs[0].max_slowdown, solo(self._jobs[0], self._spec)) if hopeful else None
         result, core = self._simulate(plan, STEPS, broken)

@@ -29,8 +29,8 @@ def measure(
     setting: Setting, jobs: Sequence[str] = JOBS, repeats: int = 4, policy: str = "guarded",
     after: Callable[[dict[str, dict[str, Any]]], None] = lambda measured: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """By job; `after` is told what there is after each. A job that can't be measured has an `error`, and the others are
-    measured in a daemon of their own. Raises DaemonFailed where none can be started."""
+    """Results by job; `after` is called with those so far after each. A job that can't be measured has an `error`, and
+    the others are measured in a daemon of their own. Raises DaemonFailed where none can be started."""
     measured: dict[str, dict[str, Any]] = {}
     while left := [job for job in jobs if job not in measured]:
         try:

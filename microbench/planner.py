@@ -160,7 +160,7 @@ def searches(graph: LayerGraph, gpus: int, batch: int, limit: float, repeats: in
 
 
 class LookedUp:
-    """Costs that are worked out once: what the published search would take with tables that somebody had made."""
+    """Costs that are computed once: what the published search would take with ready tables."""
 
     def __init__(self, costs: ProfiledCosts) -> None:
         self.counts, self.tables = costs.counts, costs.tables

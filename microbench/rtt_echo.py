@@ -50,7 +50,7 @@ def raw_echo() -> Iterator[Measure]:
                 samples.append(time.perf_counter() - start)
             return samples
 
-        measure(1)  # the connection stands before anybody measures
+        measure(1)  # the connection is made before the measurement
         yield measure
 
 

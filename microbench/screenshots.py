@@ -132,7 +132,7 @@ def serve_job(name: str, priority: str, endpoint: str) -> None:
 
 @contextmanager
 def clients(endpoint: str) -> Iterator[None]:
-    """The jobs, each a process of its own. Raises RuntimeError if one ended before it was told to."""
+    """Run the jobs, each in a process of its own. Raises RuntimeError if one ended too early."""
     processes = []
     for name, priority in JOBS:
         command = [sys.executable, "-m", "microbench.screenshots", "--job", name, priority, endpoint]

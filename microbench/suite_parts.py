@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST, PYTHON = "test", "python"
-MARGIN_S = 25.0  # what a program that minds the time is told to leave
+MARGIN_S = 25.0  # left of the limit by a program that takes one
 RESULT = "{out}"
 LIMIT = "{limit}"
 

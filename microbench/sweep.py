@@ -140,7 +140,7 @@ def measure(
 def _begin_worker() -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # everyone at the terminal is told; the process that began this one ends it
+    )  # the terminal signals all processes; the one that started this one ends it
     gc.freeze()  # what is imported stays
 
 

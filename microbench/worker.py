@@ -149,7 +149,7 @@ def main() -> int:
     # Imports take seconds: they are over when there is something to open.
     from microbench import engines as _engines  # noqa: F401
 
-    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # nobody wants the trained state
+    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # the trained state is not needed
     sys.setswitchinterval(1e-4)  # of two jobs in one process, none waits long while the other's thread computes
     engines: list[Any] = []
     try:

@@ -51,7 +51,7 @@ class DriverError(RuntimeError):
 
 
 def bindings(module: str = "driver") -> Any:
-    """`cuda.bindings.driver` or a neighbour of it. Raises NoDevice where it is not installed."""
+    """`cuda.bindings.driver`, or another module of the package. Raises NoDevice where it is not installed."""
     try:
         return import_module(f"cuda.bindings.{module}")
     except ImportError as error:

@@ -6,7 +6,7 @@
 Each call is made on fake tensors of the CPU and of a GPU, forward and backward, and what reaches the backends is
 written down. Fake tensors need no memory and no driver; autograd's engine asks a GPU for its streams, so the backward
 is walked by hand, node by node. What torch asks the card itself (which fused attention, cuDNN's recurrent layers) can't
-be told this way. tests/client/test_ongpu.py holds gpumux's choices against what this found. `--all` needs the package
+be found this way. tests/client/test_ongpu.py compares gpumux's choices with what this found. `--all` needs the package
 expecttest, as torch's tests do.
 """
 

@@ -20,8 +20,8 @@ Losses = Callable[..., Tensor]  # a batch that all models share -> [B] losses
 
 
 def hand_fused(workload: Workload, configs: Configs) -> tuple[Losses, dict[str, Tensor]]:
-    """A training step of a hand-written fusion, and its stacked parameters by name. Raises ConfigError where nobody has
-    written one."""
+    """A training step of a hand-written fusion, and its stacked parameters by name. Raises ConfigError for a
+    workload without one."""
     if workload.name not in FUSED:
         raise ConfigError(f"{workload.name} is not fused by hand", f"use one of {', '.join(FUSED)}")
     network: Fused = FUSED[workload.name](_models(workload, configs))

@@ -276,7 +276,7 @@ def test_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for unknown in (["--whole", "Linear"], ["--gpu-model", "a100"], ["--input", "3,8,8"]):
         assert main([*asked, "--model", "alexnet", *unknown]) == EX_USAGE
     capsys.readouterr()
-    assert main([*asked, "--model", CNN[0], "--json"]) == 0  # nobody has to say what its input is
+    assert main([*asked, "--model", CNN[0], "--json"]) == 0  # its input need not be given
     told = json.loads(capsys.readouterr().out)["parameter_bytes"]
     profile = tmp_path / "cnn.json"
     assert main(["plan", "profile", *CNN, "--gpu-model", "a100", "-o", str(profile)]) == 0

@@ -204,7 +204,7 @@ def test_some_keys_end_it(typed):
     assert not top._quits(read)
     assert not top._quits(None)
     os.close(write)
-    assert top._quits(read)  # nobody can type any more
+    assert top._quits(read)  # there is no keyboard any more
     os.close(read)
 
 

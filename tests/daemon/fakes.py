@@ -65,7 +65,7 @@ class Held:
 
 
 class FakeDevice:
-    """Does nothing until told: `finish()` completes the oldest launch or transfer, and, when `slow`, the
+    """A device that does nothing by itself: `finish()` completes the oldest launch or transfer, and, when `slow`, the
     oldest check or load, which are done at once otherwise. A program has one piece; running it adds one
     to every float32 of its first input."""
 
@@ -217,8 +217,8 @@ class FakeDevice:
 
 
 class AnsweringDevice(FakeDevice):
-    """A device that answers steps itself, where it has the channel and is not told to `decline`. `answered` are those;
-    `quick` keeps PieceDone back until somebody catches up."""
+    """A device that answers steps itself if it has the channel, unless `decline` is set. `answered` are those;
+    `quick` keeps PieceDone back until `catch_up` is called."""
 
     def __init__(self):
         super().__init__()
@@ -314,7 +314,7 @@ class FakeRouter:
 
 
 class FakeWriter:
-    """Of a writer that does nothing until told: `answer(...)` answers what was asked first."""
+    """A writer that does nothing by itself: `answer(...)` answers the oldest request."""
 
     def __init__(self):
         self.asked: list = []  # (verb, arguments, bytes of each descriptor)
@@ -405,7 +405,7 @@ class Daemon:
         return self.hear(session)
 
     def hear(self, session: str):
-        """What the session has been sent since the last time anybody listened."""
+        """What the session has been sent since the last call."""
         self.turn()
         new = self.router.sent[self.router.read :]
         self.router.read = len(self.router.sent)

@@ -78,7 +78,7 @@ def daemon(tmp_path_factory):
     config = path / "gpumux.toml"
     config.write_text(RULES)
     path.chmod(0o755)
-    before = os.umask(0)  # anybody may connect: what follows is not the work of file modes
+    before = os.umask(0)  # every user may connect: what follows is not the effect of file modes
     try:
         with serving(path, "--config", str(config), *QUICK) as daemon:
             os.umask(before)
@@ -104,7 +104,7 @@ def test_each_user_may_do_what_the_rules_say_and_no_more(daemon):
     }
     with users(daemon.endpoint, **who) as people:
         student, guest, other, admin = (people[name] for name in who)
-        # who may submit, at which priority and weight, how many jobs and how much memory
+        # which users may submit, at which priority and weight, how many jobs and how much memory
         refused(guest.do("open", "mine", 0, 1.0), "access_denied", "'guests'", "submit in [access.rules.guests]")
         refused(student.do("open", "mine", 1, 1.0), "access_denied", "'students'", "max_priority")
         refused(student.do("open", "mine", 0, 2.5), "access_denied", "max_weight in [access.rules.students]")
@@ -115,11 +115,11 @@ def test_each_user_may_do_what_the_rules_say_and_no_more(daemon):
         assert student.do("load", job, 4) == ""
         theirs = other.do("open", "secret", 1, 50.0)
         assert isinstance(theirs, str)
-        # who sees what
+        # what each user sees
         (seen,) = [entry for entry in student.do("status") if not entry["mine"]]
         assert (seen["job"], seen["name"], seen["pid"], seen["uid"]) == ("", "", 0, OTHER)
         assert sorted(entry["name"] for entry in admin.do("status")) == ["secret", "thesis"]
-        # who changes what
+        # what each user may change
         for stranger in (student, guest):
             for request in (("pause", theirs), ("stop", theirs), ("change", theirs, 0, None)):
                 refused(stranger.do(*request), "not_owner")

@@ -42,7 +42,7 @@ def test_what_the_device_answered_is_counted_and_not_answered_again(running):
     running.say("s", step(2))  # and the channel is given once
     running.device.finish(running.now)
     assert running.device.answered == [1, 2]
-    assert "501.000 ms in all" in "\n".join(running.loop.scheduler.story(JOB))  # what the client was told, too
+    assert "501.000 ms in all" in "\n".join(running.loop.scheduler.story(JOB))  # what the client's answer contained
 
 
 def test_what_the_device_leaves_to_us_is_answered_here(running):

@@ -1,4 +1,4 @@
-"""ChangeJob: who may, what is refused, and that Done means that it is so."""
+"""ChangeJob: which sessions may send it, what is refused, and that Done means that the change is in force."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO = Fault("refused", "it can't be", "leave it")
 
 
 class Regraded(FakeDevice):
-    """A device that has to be told."""
+    """A device that records changes of priority."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checks of Programs: users in turn, so that nobody's slow ones hold anybody else's up."""
+"""Checks of Programs: users in turn, so that one user's slow ones do not delay another's."""
 
 from __future__ import annotations
 

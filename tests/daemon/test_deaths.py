@@ -1,5 +1,5 @@
-"""Clients killed while a real daemon checks or loads their Program or moves their state, and a daemon told
-to stop meanwhile: it lives on, or ends well, and nobody else notices."""
+"""Clients killed while a real daemon checks or loads their Program or moves their state, and a daemon stopped
+meanwhile: it runs on, or ends in order, and other clients are not affected."""
 
 from __future__ import annotations
 

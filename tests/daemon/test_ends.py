@@ -43,7 +43,7 @@ def loading(daemon):
 
 
 def pulling(daemon):
-    """A transfer is at the device, and one behind it, and a push that nobody filled."""
+    """A transfer at the device, one queued behind it, and a push that was never filled."""
     daemon.load("s", JOB, PROGRAM, 1, new_buffers=[4])
     for number in (1, 2, 3):
         daemon.say("s", msg.OpenTransfer(daemon.ref(), JOB, number, [0], number == 3))

@@ -1,4 +1,4 @@
-"""The loop over a device and a router in memory: who gets which answer, and what is left afterwards."""
+"""The loop over a device and a router in memory: which session gets which answer, and what is left afterwards."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def act(daemon, owed, action, who, what):
     elif action == "reconnect":
         daemon.disconnect(who)
         for key in [key for key in owed if key[0] == who]:
-            del owed[key]  # nobody is there to be answered
+            del owed[key]  # no session is left to be answered
         daemon.connect(who, *SESSIONS[who])
     daemon.turn()
 

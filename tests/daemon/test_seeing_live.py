@@ -198,7 +198,7 @@ def test_who_only_watches_is_not_taken_for_gone():
     config = path / "g.toml"
     config.write_text(
         "[daemon]\nheartbeat_s = 0.2\nlease_s = 5.0\n"
-    )  # a busy machine may let nobody run for a second or two
+    )  # on a busy machine a process may not run for a second or two
     with serving(path, "--config", str(config), *QUICK) as daemon, Control(daemon.endpoint, SOON_S) as control:
         assert control.record(6.0).seconds >= 6.0
         assert not control.wait(6.0)

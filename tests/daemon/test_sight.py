@@ -22,7 +22,7 @@ OPERATORS = Rule("admins", users=frozenset({2000}), operator=True)
 
 
 def shared(config: Config | None = None) -> Daemon:
-    """Two users with a job each; `theirs` runs, with a name that is nobody else's business."""
+    """Two users with a job each; `theirs` runs, with a name that other users must not see."""
     daemon = Daemon(config or Config(rules=(OPERATORS,)))
     for session, uid, job, name in (("me", 1001, MINE, "mine"), ("they", 1000, THEIRS, SECRET)):
         daemon.connect(session, uid=uid)

@@ -1,4 +1,4 @@
-"""Recordings: what is in them, who may have them, how they end, and that nothing is left of them."""
+"""Recordings: what is in them, which sessions may have them, how they end, and that nothing is left of them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_length_that_is_none_is_refused(running, seconds):
 def test_a_client_that_leaves_leaves_nothing_behind(running):
     begin(running)
     run(running, "s", JOB, 1)
-    running.disconnect("s")  # somebody else
+    running.disconnect("s")  # another session than the one that records
     assert not is_off(running)
     running.disconnect("w")
     assert is_off(running)
@@ -261,7 +261,7 @@ class FakeBooks:
 
 
 class FakeScheduler:
-    """Says what it is told to."""
+    """A scheduler with prepared answers."""
 
     def __init__(self):
         self.now_held, self.now_banned = [], []

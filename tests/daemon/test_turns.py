@@ -1,4 +1,4 @@
-"""Questions are answered one a turn, so that whoever asks much holds up nobody's steps."""
+"""Questions are answered one a turn, so that many of them delay no steps."""
 
 from __future__ import annotations
 

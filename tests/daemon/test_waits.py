@@ -1,4 +1,4 @@
-"""What a client says of the step it waits for, on its way to the scheduler, and what it is told of who holds it."""
+"""StepAwaited, on its way from a client to the scheduler, and what the client hears of jobs that hold its own."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class LoadedJob:
 
 
 class Driver:
-    """Waits for events and keeps those nobody has asked for yet."""
+    """Waits for events, and keeps those that were not asked for yet."""
 
     def __init__(self, case: Case, device: Device) -> None:
         self.case = case

@@ -266,7 +266,7 @@ class Clockwork:
 
 
 def ticking() -> worker.Clock:
-    """A millisecond passes whenever somebody looks."""
+    """A clock that advances by a millisecond with each look."""
     looks = itertools.count()
     return worker.Clock(lambda: next(looks) * 1e-3, lambda seconds: None)
 

@@ -233,7 +233,7 @@ def test_the_pictures_show_what_was_measured(
     (title, rates), (_, bytes_) = drawn
     assert "tiny models" in title
     assert [panel.title for panel in rates] == ["cnn, batch 4", "dcgan, batch 4"]
-    assert rates[0].curves.keys() == {"serial", "fused"}  # nobody did it by hand
+    assert rates[0].curves.keys() == {"serial", "fused"}  # there is no hand-written fusion of it
     assert rates[0].curves["serial"] == [(1, 1.0, 1.0, 1.0), (2, 1.0, 1.0, 1.0)]
     assert [panel.title for panel in bytes_] == ["dcgan, batch 4"]
     assert bytes_[0].curves["fused"] == [(1, 5.0, 5.0, 5.0), (2, 5.0, 5.0, 5.0)]

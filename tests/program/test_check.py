@@ -73,7 +73,7 @@ def test_footprints_are_what_the_samples_need():
     b.add_const(b"x" * 65)
     b.state("float32", (16,))
     x = b.input("float32", (1000,))
-    b.add_op("aten.add.Scalar", x, 1, outs=(None,))  # its result is nobody's, yet it takes memory
+    b.add_op("aten.add.Scalar", x, 1, outs=(None,))  # its result is not used, yet it takes memory
     report = check(encode(b.build()))
     assert report.footprint.state_bytes == 64 + 128
     assert report.footprint.transient_bytes == 4032

@@ -1,4 +1,4 @@
-"""tcp needs keys: with a good one a client works, without one or with another nobody gets in."""
+"""tcp needs keys: with a good one a client works, without one or with another it is refused."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_directory_that_can_not_be_looked_into_is_said(tmp_path: Path):
 
 
 def test_what_keeps_a_known_client_out_is_logged_once(world, make_client, keys, tmp_path: Path, caplog):
-    """Its holder is only told that the key is unknown, whatever is wrong with the file."""
+    """Its holder only learns that the key is unknown, whatever is wrong with the file."""
     for _ in range(2):
         client = make_client(world, configure=as_client(keys, "alice"))
         client.send(INLINE)

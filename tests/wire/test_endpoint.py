@@ -123,7 +123,7 @@ def test_a_default_directory_somebody_else_may_write_to(monkeypatch: pytest.Monk
                 endpoint.check_private(top)
     finally:
         top.rmdir()
-    endpoint.check_private(top)  # not there: nobody made it
+    endpoint.check_private(top)  # it does not exist
 
 
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path):

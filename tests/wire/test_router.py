@@ -1,4 +1,4 @@
-"""Every mistake of a client ends its own session and nobody else's."""
+"""An error of a client ends its own session and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots in the daemon: their place among the steps, who may have them, what happens when they fail."""
+"""Snapshots in the daemon: their place among the steps, which sessions may have them, what happens when they fail."""
 
 from __future__ import annotations
 

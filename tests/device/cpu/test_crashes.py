@@ -1,4 +1,4 @@
-"""A crash, a kill, a failing operator: one job is lost with a typed error, nobody else notices."""
+"""A crash, a kill, a failing operator: one job is lost with a typed error, other jobs are not affected."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_check_that_computes_for_too_long_is_refused(driver: Driver, monkeypat
 
 
 def checkers(device: CpuDevice) -> list[int]:
-    """The processes that check something, which have told their name."""
+    """The processes that check something, by their names."""
     named = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in children(fork_server(device))]
     return [pid for pid, name in named if name == "gpumux-checker"]
 
@@ -267,7 +267,7 @@ def test_two_checks_run_side_by_side_on_two_cores(driver: Driver) -> None:
     job.load(samples.sgd_linear(rows=22), [12])  # which was never checked
     assert not any(isinstance(event, ProgramChecked) for event in driver.unread)
     driver.unload(driver.jobs.pop(hog.job).job)
-    while driver.device._checks.running:  # its process is killed, and somebody has to hear of it
+    while driver.device._checks.running:  # its process is killed, and its end has to arrive
         driver.case.wait(driver.device)
         driver.poll()
 

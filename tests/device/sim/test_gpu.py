@@ -264,7 +264,7 @@ LARGE = tuple(compute(300, 60.0) for _ in range(3))
 
 
 def steps_beside(*, priorities: bool, high_depth: int, low_depth: int) -> float:
-    """Seconds a piece of a high job takes from its launch to its end, on average, while a greedy low one keeps
+    """Seconds a piece of a high job takes from its launch to its end, on average, while a low one keeps
     `low_depth` launches outstanding. 0: it is alone."""
     gpu = Gpu(A100, priorities=priorities)
     launched: dict[int, tuple[str, float]] = {}
