@@ -376,6 +376,43 @@ def test_the_check_for_names_can_fail():
     assert twice(["class A: ...", "class A: ...", "class B: ..."]) == {"A"}
 
 
+MAX_POSITIONAL = 4
+# Constructors that take more arguments by position; none may be added.
+POSITIONAL = {
+    "Fingerprint",  # gpumux/capture
+    "PartEmitter",
+    "StepFunction",
+    "Values",
+    "Walk",
+    "_Run",
+    "RemoteProgram",  # gpumux/client
+}
+
+
+def positional(sources: list[str]) -> set[str]:
+    """Classes whose `__init__` takes more than MAX_POSITIONAL arguments by position."""
+    return {
+        node.name
+        for source in sources
+        for node in nodes(source)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+        and method.name == "__init__"
+        and len(method.args.posonlyargs + method.args.args) - 1 > MAX_POSITIONAL
+    }
+
+
+def test_constructors_of_many_arguments_take_them_by_name():
+    assert positional([path.read_text() for path in modules().values()]) == POSITIONAL
+
+
+def test_the_check_for_constructors_can_fail():
+    few = "class A:\n    def __init__(self, a, b, c, d, *, e): ..."
+    many = "class B:\n    def __init__(self, a, b, c, d, e): ..."
+    assert positional([few, many]) == {"B"}
+
+
 def test_nothing_pickles_or_evaluates():
     """What a client sends is data: the daemon's side has no way to turn it into code. The client compares pickles, and
     never reads one."""

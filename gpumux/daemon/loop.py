@@ -124,6 +124,7 @@ class Loop:
         identity: report.Identity,
         router: wire.Router,
         device: Device,
+        *,
         metrics: Metrics,
         shared_limit: int,
         clock: Callable[[], float] = time.monotonic,

@@ -169,7 +169,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     router.device["holds_low_work"] = config.policy == "guarded"  # clients report their waits only then
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
-    loop = Loop(identity, router, device.device, metrics, shared_limit(config), writer=writer)
+    loop = Loop(identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer)
     stack.callback(loop.close)
     stack.callback(leave)  # runs before slow closing, so that clients are told first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))

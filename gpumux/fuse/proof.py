@@ -62,7 +62,9 @@ class ProgramRunner:
         layout = slot_layout(program)
         memory = mmap.mmap(-1, max(layout.nbytes, ALIGN))
         self.program = program
-        self.loaded = LoadedProgram(program, buffers, memory, 1, _ONE_PIECE_S, _PYTHON_S, _ignore)
+        self.loaded = LoadedProgram(
+            program, buffers, memory, 1, target_s=_ONE_PIECE_S, python_s=_PYTHON_S, progress=_ignore
+        )
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._inputs = []
         for at, index in zip(layout.inputs, program.inputs, strict=True):

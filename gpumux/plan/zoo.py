@@ -256,7 +256,7 @@ class Encoder(nn.Module):
     """[N, T] tokens -> [N, classes]."""
 
     def __init__(
-        self, layers: int = 6, width: int = 512, heads: int = 8, length: int = 128, words: int = 30_000
+        self, *, layers: int = 6, width: int = 512, heads: int = 8, length: int = 128, words: int = 30_000
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)

@@ -362,7 +362,15 @@ class Daemon:
         self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
         identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
-        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, lambda: self.now, writer)
+        self.loop = Loop(
+            identity,
+            self.router,
+            self.device,
+            metrics=self.metrics,
+            shared_limit=shared_limit,
+            clock=lambda: self.now,
+            writer=writer,
+        )
         self.refs = 0
 
     def close(self):

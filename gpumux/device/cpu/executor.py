@@ -330,7 +330,15 @@ class Executor:
             data = mmap.mmap(data_fd, load["data_bytes"]) if load["data_bytes"] else mmap.mmap(-1, ALIGN)
             self._buffers.extend(allocate(n) for n in load["new_buffers"])
             bound = [self._buffer(i) for i in load["binding"]]
-            loaded = LoadedProgram(decoded, bound, data, load["slots"], self._target_s, self._python_s, self._progress)
+            loaded = LoadedProgram(
+                decoded,
+                bound,
+                data,
+                load["slots"],
+                target_s=self._target_s,
+                python_s=self._python_s,
+                progress=self._progress,
+            )
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
             del self._buffers[kept:]
             fault = error if isinstance(error, GpumuxError) else _refusal(error)

@@ -137,6 +137,7 @@ class LoadedProgram:
         buffers: Sequence[torch.Tensor],
         data: mmap.mmap,
         slots: int,
+        *,
         target_s: float,
         python_s: float,
         progress: Callable[[int], None],

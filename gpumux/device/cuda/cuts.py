@@ -39,6 +39,7 @@ class Cuts:
         self,
         operators: int,
         target_s: float,
+        *,
         least_s: float | None = None,
         gates: Sequence[int] = (),
         units: Sequence[Unit] | None = None,

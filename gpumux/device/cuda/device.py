@@ -259,11 +259,11 @@ class CudaDevice(DeviceBase[CudaJob]):
         self._worker = Worker(self._engine.thread_context, self._emit)
         self._closers.append(partial(self._worker.close, CLOSE_S))
         self._profiles = Profiles(
-            self._clock,
-            lambda event: self._events.append(event),
-            lambda job, work, done: self._worker.submit(work, done, int(job.spec.priority)),
-            self._advance,
-            lambda loaded: self._engine.profile(loaded, self._name),
+            clock=self._clock,
+            emit=lambda event: self._events.append(event),
+            work=lambda job, work, done: self._worker.submit(work, done, int(job.spec.priority)),
+            advance=self._advance,
+            write=lambda loaded: self._engine.profile(loaded, self._name),
         )
         return facts
 

@@ -113,8 +113,14 @@ class Engine:
                 bound = [_buffer(job, index) for index in load.binding]
                 data = PinnedSegment(self._driver, load.held.fds[0], load.nbytes)
                 operands = CudaOperands(
-                    program, bound, data, load.slots, self._driver, self._compute, self._copies
-                )  # fmt: skip
+                    program,
+                    bound,
+                    data,
+                    load.slots,
+                    driver=self._driver,
+                    compute=self._compute,
+                    copies=self._copies,
+                )
             gates = sorted({gate.op for gate in program.gates})
             high = job.spec.priority is Priority.HIGH
             whole = None
@@ -130,8 +136,22 @@ class Engine:
                     f"the program's temporaries need {transient} bytes and {load.room} are free on the GPU",
                     "use smaller batches, or wait for other jobs to end",
                 )
-            cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates, whole)
-            loaded = CudaProgram(program, operands, self._driver, self._compute, runner, cuts, transient)
+            cuts = Cuts(
+                len(program.ops),
+                HIGH_S if high else LOW_S,
+                least_s=HIGH_LEAST_S if high else None,
+                gates=gates,
+                units=whole,
+            )
+            loaded = CudaProgram(
+                program,
+                operands,
+                driver=self._driver,
+                compute=self._compute,
+                runner=runner,
+                cuts=cuts,
+                transient=transient,
+            )
             wait(self._driver, job.capture_stream)  # buffers are zeroed before another stream reads them
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
@@ -174,7 +194,13 @@ class Engine:
         reserved for them."""
 
         def begin() -> CaptureRun:
-            return CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool, self._confined_streams(job))
+            return CaptureRun(
+                loaded,
+                capture.bounds,
+                stream=self._capture_stream(job),
+                pool=job.pool,
+                confined=self._confined_streams(job),
+            )
 
         return self._captures(job, loaded, begin, lambda run: run.graphs)
 
@@ -185,7 +211,7 @@ class Engine:
         def begin() -> CaptureRun:
             bounds = loaded.cuts.bounds(loaded.cuts.newest)
             assert bounds is not None
-            return CaptureRun(loaded, bounds, self._capture_stream(job), job.pool, marked=True)
+            return CaptureRun(loaded, bounds, stream=self._capture_stream(job), pool=job.pool, marked=True)
 
         return self._captures(job, loaded, begin, CaptureRun.instrumented)
 

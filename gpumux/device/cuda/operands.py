@@ -66,7 +66,7 @@ class CudaOperands:
     for the step that last used its stage, whatever stream that step ran on."""
 
     def __init__(
-        self, program: Program, buffers: Sequence[torch.Tensor], data: PinnedSegment, slots: int,
+        self, program: Program, buffers: Sequence[torch.Tensor], data: PinnedSegment, slots: int, *,
         driver: Driver, compute: Compute, copies: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.program, self.slots = program, slots

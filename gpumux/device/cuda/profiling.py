@@ -34,7 +34,7 @@ class Profiles:
     can start of a job; `write` makes the text of a program's profile, on the worker's thread."""
 
     def __init__(
-        self, clock: Callable[[], float], emit: Callable[[DeviceEvent], None],
+        self, *, clock: Callable[[], float], emit: Callable[[DeviceEvent], None],
         work: Callable[[CudaJob, Callable[[], Any], Done], None], advance: Callable[[CudaJob], None],
         write: Callable[[CudaProgram], bytes],
     ) -> None:  # fmt: skip

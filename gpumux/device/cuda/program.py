@@ -74,8 +74,8 @@ class CaptureRun:
     capture on for each. `marked`: with events between operators, for the whole GPU alone."""
 
     def __init__(
-        self, loaded: CudaProgram, bounds: Sequence[int], stream: int, pool: Any,
-        confined: Mapping[float, int] | None = None, *, marked: bool = False,
+        self, loaded: CudaProgram, bounds: Sequence[int], *, stream: int, pool: Any,
+        confined: Mapping[float, int] | None = None, marked: bool = False,
     ) -> None:  # fmt: skip
         self._loaded, self._stream, self._pool = loaded, stream, pool
         self._confined = dict(confined or {})
@@ -158,6 +158,7 @@ class CudaProgram:
         self,
         program: Program,
         operands: CudaOperands,
+        *,
         driver: Driver,
         compute: Compute,
         runner: OperatorRunner,

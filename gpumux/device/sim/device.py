@@ -207,7 +207,7 @@ class SimProgram:
     with, so the cut before the newest stays."""
 
     def __init__(
-        self, passed: CheckedProgram, slots: int, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]
+        self, passed: CheckedProgram, slots: int, *, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]
     ) -> None:
         program = passed.program
         self.slots = slots
@@ -301,7 +301,9 @@ class SimJob:
             fault = Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
         if fault is not None:
             return fault
-        loaded = self.programs[request.program] = SimProgram(passed, request.slots, spec, self.spec, known)
+        loaded = self.programs[request.program] = SimProgram(
+            passed, request.slots, spec=spec, job=self.spec, known=known
+        )
         self.sizes.extend(request.new_buffers)
         self.charged += charge
         self.transient = transient

@@ -168,7 +168,7 @@ class HostCall:
     __slots__ = ("arrived", "began", "cost", "job", "last", "launch", "priority", "work")
 
     def __init__(
-        self, launch: int, job: str, priority: int, work: LaunchWork, cost: float, last: bool, began: list[float]
+        self, launch: int, job: str, priority: int, work: LaunchWork, *, cost: float, last: bool, began: list[float]
     ) -> None:
         self.launch = launch
         self.job = job
@@ -637,12 +637,14 @@ class Gpu:
         if self._graphs:
             work = self._workshop.work(kernels, share)
             cost = spec.graph_s + work.count * spec.graph_node_s
-            self._path.submit(HostCall(launch, job, priority, work, cost, True, began), self.now)
+            self._path.submit(HostCall(launch, job, priority, work, cost=cost, last=True, began=began), self.now)
         else:
             *others, final = self._workshop.single_calls(kernels, share)
             for work in others:
-                self._path.submit(HostCall(launch, job, priority, work, spec.call_s, False, began), self.now)
-            self._path.submit(HostCall(launch, job, priority, final, spec.call_s, True, began), self.now)
+                call = HostCall(launch, job, priority, work, cost=spec.call_s, last=False, began=began)
+                self._path.submit(call, self.now)
+            call = HostCall(launch, job, priority, final, cost=spec.call_s, last=True, began=began)
+            self._path.submit(call, self.now)
         self._find_next_event()
 
     def next_event(self) -> float:

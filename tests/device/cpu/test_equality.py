@@ -65,7 +65,9 @@ class Bench:
             self.buffers.append(buffer)
         for offset, data in zip(self.layout.inputs, inputs, strict=True):
             self.memory[offset : offset + len(data)] = data
-        self.loaded = LoadedProgram(program, self.buffers, self.memory, 1, 1.0, 0.0, lambda op: None)
+        self.loaded = LoadedProgram(
+            program, self.buffers, self.memory, 1, target_s=1.0, python_s=0.0, progress=lambda op: None
+        )
         torch.default_generator.manual_seed(SEED)
 
     def cut(self, bounds: tuple[int, ...], monkey: pytest.MonkeyPatch) -> None:
