@@ -178,9 +178,9 @@ class Loop:
         self._turned = self._clock()  # when the last turn ended
         self._looked = 0.0  # when the last turn began
         self._router_due = self._turned
-        self.every_s = inf
-        self.on_time: Callable[[], None] = _nothing
-        self.on_leaving: Callable[[str], None] = _unheard
+        self._every_s = inf
+        self._on_time: Callable[[], None] = _nothing
+        self._on_leaving: Callable[[str], None] = _unheard
         self.context.feed(ev.DeviceOpened(identity.device))
         self._settle(self._clock())
 
@@ -202,7 +202,11 @@ class Loop:
 
     def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
         """Have the loop call `on_time` about every `seconds`, as long as it takes turns (a watchdog)."""
-        self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
+        self._every_s, self._on_time, self._next_call = seconds, on_time, self._clock()
+
+    def call_when_leaving(self, on_leaving: Callable[[str], None]) -> None:
+        """Have the loop call `on_leaving` with the reason, once, when it begins to leave."""
+        self._on_leaving = on_leaving
 
     def reloading(self, read: Callable[[], Config]) -> Reloading:
         """Make the object that reloads the configuration, which `read` returns."""
@@ -269,8 +273,8 @@ class Loop:
         if self.snapshots.wanted():
             self.snapshots.publish(self.figures())
         if now >= self._next_call:
-            self._next_call = now + self.every_s
-            self.on_time()
+            self._next_call = now + self._every_s
+            self._on_time()
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
@@ -370,7 +374,7 @@ class Loop:
 
     def _leave(self, reason: str, now: float) -> None:
         log.info("leaving: %s", reason)
-        self.on_leaving(reason)
+        self._on_leaving(reason)
         self._leave_by = now + self.context.config.drain_s
         self._tracing.finish("the daemon is leaving")
         for session in list(self.context.records.sessions.values()):
@@ -400,8 +404,8 @@ class Loop:
 
 
 def _nothing() -> None:
-    """The default of `Loop.on_time`: there is no watchdog."""
+    """The default of `Loop.call_every`: there is no watchdog."""
 
 
 def _unheard(reason: str) -> None:
-    """The default of `Loop.on_leaving`: there is no service manager."""
+    """The default of `Loop.call_when_leaving`: there is no service manager."""

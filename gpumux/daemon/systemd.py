@@ -47,7 +47,7 @@ class ServiceManager:
     def watch(self, loop: Loop) -> None:
         """Notify the watchdog from the loop itself, so that it notices a stuck loop, and report when the loop
         leaves."""
-        loop.on_leaving = self.stopping
+        loop.call_when_leaving(self.stopping)
         if self.watchdog_s < inf:
             loop.call_every(self.watchdog_s / 2, self.alive)
 
