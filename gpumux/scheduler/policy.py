@@ -28,6 +28,8 @@ from gpumux.types import DeviceInfo, Priority
 
 _LOW: Final = Priority.LOW
 _HIGH: Final = Priority.HIGH
+_LOW_STREAM: Final = int(_LOW)
+_HIGH_STREAM: Final = int(_HIGH)
 _BY_RANK: Final = (_HIGH, _LOW)
 DEEP: Final = 1024  # launches; more than max_inflight allows a handful of jobs
 
@@ -139,7 +141,7 @@ class Guarded(Paced):
         if windows.high_ready.size and len(windows.high.launches) < self._high.launches:
             job = windows.high_ready.peek()
             if job is not None and windows.fits(job, self._high):
-                return NextLaunch(job, int(_HIGH))
+                return NextLaunch(job, _HIGH_STREAM)
         ready, limit = windows.low_ready, self.limit(windows, _LOW)
         if not ready.size or len(windows.low.launches) >= limit.launches:
             return None
@@ -161,7 +163,7 @@ class Guarded(Paced):
         for job in jobs:
             share = self._guard.admit(job, windows, now)
             if share:
-                return NextLaunch(job, int(_LOW), share)
+                return NextLaunch(job, _LOW_STREAM, share)
         return None
 
     def _awaited(self, windows: Windows, first: ScheduledJob, limit: Limit) -> list[ScheduledJob]:

@@ -359,6 +359,10 @@ class Decisions:
     def hold(self, decision: LaunchDecision) -> None:
         """The job is held. The decision replaces one made earlier in the event."""
         before = self._by_job.get(decision.job.id)
+        if before is decision:  # it still holds
+            if decision not in self.held_now:
+                self.held_now.append(decision)
+            return
         self._by_job[decision.job.id] = decision
         if before is not None and before in self.held_now:
             self.held_now[self.held_now.index(before)] = decision

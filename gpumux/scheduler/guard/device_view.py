@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from math import inf
 from typing import Final, TypeAlias
 
@@ -75,11 +74,11 @@ class RecentLaunches:
         if launch.kinds is not None or (launch.idle_costs is not None and (high_out or launch.met_arrival)):
             self.open.append(launch)
 
-    def end_step(self, out: Iterable[LowLaunch]) -> bool:
+    def end_step(self, out: dict[LaunchId, LowLaunch]) -> bool:
         """A high step ended. True if the next one may be charged for a launch that was made to find out what it
         costs."""
         exploring = False
-        for launch in out:
+        for launch in out.values():
             launch.close_step()
             exploring = exploring or launch.exploring
         for launch in self.open:
@@ -194,7 +193,9 @@ class DeviceView:
             free_at = max(free_at, low.due)
             pending += max(0.0, low.expected - low.charged)
         if self.running:  # what ended beside a piece that still runs has not been charged yet
-            began = min([running.began for running in self.running])
+            began = inf
+            for running in self.running:
+                began = min(began, running.began)
             for low in self.recent.launches:
                 if low.ended > began:
                     pending += max(0.0, low.expected - low.charged)
@@ -216,7 +217,7 @@ class DeviceView:
     def _choose_idle(self, now: float) -> None:
         """The high jobs idle for no longer than they usually are, newest first."""
         self.idle, self._idle_changes = [], inf
-        for high in self.idle_jobs[: -MAX_IDLE - 1 : -1]:
+        for high in reversed(self.idle_jobs[-MAX_IDLE:]):
             if high.idle_since == inf or high.job.paused:
                 continue
             leaves = high.idle_since + high.arrivals.longest

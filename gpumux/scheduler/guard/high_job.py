@@ -108,10 +108,11 @@ class InterArrivals:
 
 def _widest(known: list[float], start: int) -> float:
     """The longest distance between neighbours of a sorted list, from `start` on."""
-    widest, before = 0.0, inf
-    for at in range(start, len(known)):
-        pause = known[at]
-        widest, before = max(widest, pause - before), pause
+    widest = before = 0.0
+    for at, pause in enumerate(known):
+        if at > start:
+            widest = max(widest, pause - before)
+        before = pause
     return widest
 
 

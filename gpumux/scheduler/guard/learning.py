@@ -6,7 +6,7 @@ the costs of low programs (`costs.py`), bans, and each high job's baselines and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from math import inf
 from typing import Final
 
@@ -164,7 +164,7 @@ class CostLearner:
         recent, seconds = view.recent, ended - start
         found: LowLaunches = []
         if view.low_launches or recent.last_end > start:
-            found = beside(view.low_launches.values(), recent, start, ended)
+            found = beside(view.low_launches, recent, start, ended)
         if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
             for low in found:
                 low.kinds = low.idle_costs = None
@@ -237,7 +237,7 @@ class CostLearner:
         high.changed()
         solo_s = high.solo_step()
         self._cutting.step_ended(high, solo_s, ended)
-        if view.recent.end_step(view.low_launches.values()):
+        if view.recent.end_step(view.low_launches):
             high.watching = True
         for costs, other, low, piece in self._to_judge:
             if other is high:
@@ -327,10 +327,10 @@ LEAST_S: Final = 1e-6  # a shorter high piece tells nothing
 LEAST_OVERLAP: Final = 0.25  # of a piece: a charge for a shorter overlap is spread over this much
 
 
-def beside(out: Iterable[LowLaunch], recent: RecentLaunches, start: float, end: float) -> LowLaunches:
+def beside(out: dict[LaunchId, LowLaunch], recent: RecentLaunches, start: float, end: float) -> LowLaunches:
     """Low launches that ran during [start, end). Their `overlap` says for how many seconds of it."""
     found: LowLaunches = []
-    for launch in out:
+    for launch in out.values():
         seconds = end - max(start, launch.began)
         if seconds > 0.0:
             launch.overlap = seconds
