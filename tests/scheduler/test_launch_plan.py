@@ -21,7 +21,7 @@ def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end)
         None if found is None else LaunchOption(1.0, cost=found[0], upper=found[0], score=found[1], tried=found[2])
         for _, _, found in (*moments, (len(pieces), START, end))
     ]
-    plan = LaunchPlan(at, at, seconds=SECONDS, version=0, made=0, price=1.0, limit=1.0)
+    plan = LaunchPlan(at, at, seconds=SECONDS, version=0, step=0, price=1.0, limit=1.0)
     takes = [inf if place is None else place.upper if place.tried else -inf for place in at]
     takes[-1] = inf  # what is launched at the end of a step the next one loses
     for index in range(len(at) - 1):
@@ -38,7 +38,7 @@ def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end)
 
 
 def test_a_plan_lasts_until_the_price_or_the_limit_is_another_one() -> None:
-    plan = LaunchPlan([None] * 4, [None] * 4, seconds=SECONDS, version=0, made=100, price=2.0, limit=1e-4)
+    plan = LaunchPlan([None] * 4, [None] * 4, seconds=SECONDS, version=0, step=100, price=2.0, limit=1e-4)
     assert plan.is_current(0, 110, 4.0, 1e-4), "for a while it does in any case"
     assert plan.is_current(0, 130, 2.0, 1e-4)
     assert not plan.is_current(0, 130, 2.5, 1e-4)

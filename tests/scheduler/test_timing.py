@@ -59,7 +59,7 @@ def planned(piece: int, place: LaunchOption) -> LaunchPlan:
     """To begin together with this piece, and nowhere else."""
     at: list[LaunchOption | None] = [None] * (3 * len(REFS) + 1)
     at[3 * piece + START] = place
-    return LaunchPlan(at, at, seconds=1e-3, version=0, made=0, price=1.0, limit=1.0)
+    return LaunchPlan(at, at, seconds=1e-3, version=0, step=0, price=1.0, limit=1.0)
 
 
 def test_the_end_of_a_step_is_a_moment_where_a_pause_follows() -> None:
