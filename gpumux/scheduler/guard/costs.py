@@ -143,9 +143,9 @@ class RobustMean:
         self.count += 1
         self.third, self.second, self.newest = self.second, self.newest, sample
         if self.count <= MIN_SAMPLES:  # the mean is their median
-            self.mean = self.median
-            total = 0.0
-            for each in self._newest_samples():
+            known, total = self._newest_samples(), 0.0
+            self.mean = sorted(known)[len(known) // 2]
+            for each in known:
                 total += abs(each - self.mean)
             self.deviation = total / self.count
             return
