@@ -1,8 +1,8 @@
-"""`python -m gpumux.compile_core`: compile the core's hot modules with mypyc, for this interpreter, in this package's
-directory.
+"""`python -m gpumux.compile_core`: compile the scheduler's hot modules with mypyc, for this interpreter, in this
+package's directory.
 
 The daemon uses the result from its next start on (`gpumux/compiled.py`). It behaves the same, and is faster. Compiling
-takes mypy, a C compiler and Python's headers; an unchanged core is not compiled again. The modules are compiled
+takes mypy, a C compiler and Python's headers; unchanged sources are not compiled again. The modules are compiled
 together, into one library, so that calls between them are calls of C.
 """
 

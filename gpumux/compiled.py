@@ -1,4 +1,4 @@
-"""Chooses which core runs: its Python files, or the same files compiled to machine code by mypyc
+"""Chooses how the scheduler runs: as its Python files, or as the same files compiled to machine code by mypyc
 (`gpumux/compile_core.py`).
 
 Compiled modules are in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter and the sources they
@@ -22,7 +22,7 @@ from gpumux.errors import ConfigError
 PACKAGE = Path(__file__).resolve().parent
 PLACE = PACKAGE / "scheduler" / "__compiled__"
 SUFFIX = EXTENSION_SUFFIXES[0]  # ".cpython-311-x86_64-linux-gnu.so": interpreter, processor and system
-BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "types")  # what the core's modules are made with
+BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "types")  # what its modules are made with
 LIBRARY = "gpumux.scheduler.together"  # of all compiled modules; mypyc adds a word
 ENVIRONMENT = "GPUMUX_CORE"
 COMPILED, INTERPRETED = "compiled", "interpreted"
@@ -31,8 +31,8 @@ COMPILE = "python -P -m gpumux.compile_core"  # -P: the installed gpumux, not a 
 
 @dataclass(frozen=True, slots=True)
 class CoreChoice:
-    """`directory`: the compiled modules that run. None: the core is interpreted, for the reason `why`, with a `remedy`
-    if that is probably not wanted."""
+    """`directory`: the compiled modules that run. None: the scheduler is interpreted, for the reason `why`, with a
+    `remedy` if that is probably not wanted."""
 
     directory: Path | None
     why: str
@@ -47,7 +47,7 @@ class CoreChoice:
 
 
 def sources(package: Path = PACKAGE) -> dict[str, bytes]:
-    """All files that a compiled core is made of, by their path within the package."""
+    """All files that a compiled scheduler is made of, by their path within the package."""
     paths = [  # without editors' temporary files
         *(package / f"{name}.py" for name in BESIDE),
         *sorted(path for path in (package / "scheduler").rglob("[!.]*.py") if PLACE.name not in path.parts),
@@ -71,8 +71,8 @@ def tag() -> str:
 
 
 def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> CoreChoice:
-    """Which core is to run. Raises ConfigError if GPUMUX_CORE demands a compiled one and there is none, or has an
-    unknown value."""
+    """Whether the scheduler runs compiled. Raises ConfigError if GPUMUX_CORE demands a compiled one and there is none,
+    or has an unknown value."""
     asked = environ.get(ENVIRONMENT, "")
     if asked == INTERPRETED:
         return CoreChoice(None, f"{ENVIRONMENT}={INTERPRETED}")
