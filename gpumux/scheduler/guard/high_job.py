@@ -35,17 +35,13 @@ class InterArrivals:
     one that nearly all exceed. A job that has been without a step for `longest` is idle for good: that is the longest
     pause seen or, unless arrivals are `unpredictable`, many usual ones. All are 0.0 while no pause is known."""
 
-    __slots__ = (
-        "_newest", "_widest", "_widest_known", "least", "longest", "short", "sorted", "unpredictable", "usual",
-    )  # fmt: skip
+    __slots__ = ("_newest", "least", "longest", "short", "sorted", "unpredictable", "usual")
 
     def __init__(self) -> None:
         self.sorted: list[float] = []  # by length
         self.longest = self.short = self.usual = self.least = 0.0
         self.unpredictable = False  # steps came when none was expected
         self._newest: deque[float] = deque()
-        self._widest = 0.0  # distance between neighbours
-        self._widest_known = False  # since the newest pause
 
     def add(self, seconds: float) -> None:
         """One more pause; the oldest is forgotten."""
@@ -54,7 +50,6 @@ class InterArrivals:
             del known[bisect_left(known, self._newest.popleft())]
         self._newest.append(seconds)
         insort(known, seconds)
-        self._widest_known = False
         self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
         self._bound()
 
@@ -74,12 +69,6 @@ class InterArrivals:
         if left >= ENOUGH_INTERVALS:
             return self.sorted[passed]
         return 0.5 * self.sorted[passed] if left else 0.0
-
-    def denser(self, passed: int, apart: float) -> bool:
-        """Whether no two neighbours among the pauses, without the `passed` shortest, are `apart` or more."""
-        if not self._widest_known:
-            self._widest, self._widest_known = _widest(self.sorted, 0), True
-        return self._widest < apart or _widest(self.sorted, passed) < apart
 
     def count_passed(self, waited: float, at_least: int) -> int:
         """How many pauses were no longer than `waited`; `at_least` of them are known to be."""
@@ -104,16 +93,6 @@ class InterArrivals:
         # None so far does not mean never: the nearest pauses on both sides say how dense they are here.
         before = known[passed - 1] if passed else 0.0
         return min(1.0, seconds / (known[passed] - before)) / (left + 1)
-
-
-def _widest(known: list[float], start: int) -> float:
-    """The longest distance between neighbours of a sorted list, from `start` on."""
-    widest = before = 0.0
-    for at, pause in enumerate(known):
-        if at > start:
-            widest = max(widest, pause - before)
-        before = pause
-    return widest
 
 
 # ---- Whether the pauses seen so far tell when a high job's next step comes.

@@ -235,8 +235,6 @@ def time_until_bearable(
         apart = seconds + AFTER_ARRIVAL_S
         if affordable >= 0.0 and room > 0.0:
             apart -= room / OVERLAPPING
-        if arrivals.denser(passed, apart):
-            return longest
     looked, coming = 0, known[passed]
     for behind in range(passed + 1, count):
         before, coming = coming, known[behind]
