@@ -473,6 +473,47 @@ def failed_capture(card: Card) -> str:
     return f"the next one works; it said: {said}"
 
 
+def goes_on(card: Card) -> str:
+    """After a capture that fails, the same job draws and captures, by the device's own code."""
+    torch = card.torch
+    from gpumux.device.cuda.compute import CudaCompute
+    from gpumux.errors import JobFailed
+
+    plain = torch.Generator("cuda").manual_seed(7)
+    wanted = [torch.rand(1000, device="cuda", generator=plain) for _ in range(2)]
+    found: list[Any] = []
+    x, cudnn = torch.ones(1000, device="cuda"), torch.backends.cuda.cudnn_sdp_enabled()
+    compute = CudaCompute(card.gpu, 0)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    pool = compute.pool()
+    torch.cuda.synchronize()
+    with _Streams(card) as (low, high), compute.drawing_from(compute.generator(7)):
+
+        def read() -> None:
+            float(x.sum())
+
+        def draw() -> None:
+            found.append(torch.rand(1000, device="cuda"))
+
+        try:
+            compute.capture(low, pool, read)
+            said = ""
+        except JobFailed as error:
+            said = error.message
+        hold(bool(said), "reading a value was captured")
+        with compute.on(low), compute.allocating(pool):
+            draw()
+        graph = compute.capture(low, pool, draw)
+        card.until(lambda: card.gpu.idle(low))
+        graph.replay(high)
+        card.until(lambda: card.gpu.idle(high))
+        same = [bool(torch.equal(a, b)) for a, b in zip(found, wanted, strict=True)]
+        graph.drop()
+    compute.drop_pool(pool)
+    hold(all(same), f"equal to the plain draws: {same}")
+    return "called and captured: the plain draws, bit for bit"
+
+
 ASSUMPTIONS: tuple[tuple[str, Callable[[Card], str]], ...] = (
     ("torch shares the context", shared_context),
     ("torch runs on the driver's streams", external_stream),
@@ -493,4 +534,5 @@ ASSUMPTIONS: tuple[tuple[str, Callable[[Card], str]], ...] = (
     ("a Triton kernel is captured", triton_kernel),
     ("a captured graph can be read", readable),
     ("a capture that fails harms no other", failed_capture),
+    ("a job goes on after one that fails", goes_on),
 )

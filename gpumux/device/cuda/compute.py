@@ -11,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from gpumux.device.cuda.driver import Driver
-from gpumux.errors import ConfigError, GpumuxError, JobFailed
+from gpumux.errors import ConfigError, JobFailed
 from gpumux.program.check import schema
 
 _CYCLES_PER_S = 2e9  # about what GPUs clock at; slower ones are occupied for longer
@@ -80,14 +81,26 @@ class Compute(Protocol):
         """Give memory that torch holds unused back to the driver. Waits for the device."""
 
 
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """A job's memory pool. `handle`: torch's pool, in whose place another comes once it is `used_up`: then torch takes
+    no more captures into it. `graphs`: how many captured ones hold memory of `handle` or of those before."""
+
+    handle: Any
+    graphs: int = 0
+    used_up: bool = False
+
+
 class CudaGraph:
     """A torch.cuda.CUDAGraph, whose replay also advances the job's random stream. `executable`: the driver's handle of
     a graph that draws nothing, which is launched without torch; 0 for others, and if torch does not give it."""
 
     def __init__(
-        self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver, executable: int = 0
-    ) -> None:
-        self._graph, self._on, self._driver, self._executable = graph, on, driver, executable
+        self, graph: Any, pool: _Pool, on: Callable[[int], AbstractContextManager[None]], driver: Driver,
+        executable: int = 0,
+    ) -> None:  # fmt: skip
+        self._graph, self._pool, self._on, self._driver, self._executable = graph, pool, on, driver, executable
+        pool.graphs += 1
 
     def replay(self, stream: int) -> None:
         """Raises DeviceLost, JobFailed."""
@@ -105,6 +118,8 @@ class CudaGraph:
 
     def drop(self) -> None:
         self._graph.reset()
+        self._pool.graphs -= 1
+        self._pool.used_up |= not self._pool.graphs
 
 
 class CudaCompute:
@@ -127,6 +142,7 @@ class CudaCompute:
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
         self._streams: dict[int, Any] = {}
+        self._broken: list[Any] = []  # graphs whose captures could not be ended
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
@@ -163,37 +179,51 @@ class CudaCompute:
         finally:
             default.graphsafe_set_state(before)
 
-    def pool(self) -> Any:
-        # torch counts the uses of a pool, and takes no pool whose count has fallen to 0, as after a first capture that
-        # failed. So one use is held for the job.
-        pool = torch.cuda.graph_pool_handle()
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
-        torch._C._cuda_endAllocateToPool(self.device.index, pool)
-        return pool
+    def pool(self) -> _Pool:
+        return _Pool(self._new_handle())
 
     @contextmanager
-    def allocating(self, pool: Any) -> Iterator[None]:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
+    def allocating(self, pool: _Pool) -> Iterator[None]:
+        handle = self._usable(pool)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, handle)
         try:
             yield
         finally:
             torch._C._cuda_clearCublasWorkspaces()  # else they stay in the pool, and other jobs use them
-            torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            torch._C._cuda_releasePool(self.device.index, pool)
+            torch._C._cuda_endAllocateToPool(self.device.index, handle)
+            torch._C._cuda_releasePool(self.device.index, handle)
 
-    def drop_pool(self, pool: Any) -> None:
-        torch._C._cuda_releasePool(self.device.index, pool)
+    def drop_pool(self, pool: _Pool) -> None:
+        torch._C._cuda_releasePool(self.device.index, pool.handle)
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
+    def _new_handle(self) -> Any:
+        # torch counts the uses of a pool, and takes no pool whose count has fallen to 0, as after a first capture that
+        # failed. So one use is held for the job.
+        handle = torch.cuda.graph_pool_handle()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, handle)
+        torch._C._cuda_endAllocateToPool(self.device.index, handle)
+        return handle
+
+    def _usable(self, pool: _Pool) -> Any:
+        """torch's pool for new memory and captures of the job. Graphs that were captured into an earlier one keep it
+        until they are dropped."""
+        if pool.used_up:
+            before, pool.handle, pool.used_up = pool.handle, self._new_handle(), False
+            torch._C._cuda_releasePool(self.device.index, before)
+        return pool.handle
+
+    def capture(self, stream: int, pool: _Pool, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
+        handle = self._usable(pool)
         graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with self.on(stream):
-                # Not in inference mode: there torch before 2.13 makes the memory of a generator's position such that
-                # only inference mode may write to it, and the thread that launches is not in it.
-                with torch.inference_mode(False):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    _begin_capture(graph, handle)
+                except RuntimeError:
+                    self._undo(graph, pool, begun=False)
+                    raise
                 try:
                     body()
                 except BaseException:
@@ -204,8 +234,6 @@ class CudaCompute:
                     raise
                 self._end(graph, pool)
         except RuntimeError as error:
-            if isinstance(error, GpumuxError):
-                raise
             self._driver.idle(stream)  # raises DeviceLost if the context has ended
             raise JobFailed(
                 f"a piece can't be captured: {_first_line(error)}", "report the step that made it"
@@ -215,7 +243,7 @@ class CudaCompute:
         executable = _executable(graph)
         if executable:  # else the first replay uploads it
             self._driver.upload(executable, stream)
-        return CudaGraph(graph, self.on, self._driver, 0 if draws else executable)
+        return CudaGraph(graph, pool, self.on, self._driver, 0 if draws else executable)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         return call(*arguments)
@@ -236,22 +264,56 @@ class CudaCompute:
                 f"memory can't be given back: {_first_line(error)}", "report it with the daemon's log"
             ) from error
 
-    def _end(self, graph: Any, pool: Any) -> None:
-        """End a capture. If torch fails to, it would keep using the pool for this capture, and never release it: both
-        are undone here. (torch also leaves a filter in its allocator of page-locked memory, which does no harm while
-        nothing pins memory through torch.)"""
+    def _end(self, graph: Any, pool: _Pool) -> None:
+        """End a capture. One that torch can't end is undone here, as far as torch does not do so itself."""
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone
-                graph.capture_end()
+            _end_capture(graph)
         except RuntimeError:
             if not _is_captured(graph):
-                for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                    try:
-                        give_back(self.device.index, pool)
-                    except RuntimeError:
-                        pass  # torch had done that itself
+                self._undo(graph, pool, begun=True)
             raise
+
+    def _undo(self, graph: Any, pool: _Pool, *, begun: bool) -> None:
+        """Undo what torch leaves of a capture that it can't end, or can't begin:
+
+        - it would go on to take memory for the capture from the pool, and never release it;
+        - its allocator of page-locked memory counts the pool as recorded into, and takes no further capture into it.
+          It also keeps a function of the graph, so the graph has to stay;
+        - before torch 2.13 the generator counts as captured, and draws nothing until a capture ends well. That is one
+          of nothing here.
+        """
+        device = self.device.index
+        pool.used_up = True
+        self._broken.append(graph)
+        recorded = _works(torch._C._cuda_endAllocateToPool, device, pool.handle)  # else torch had done that itself
+        if recorded or begun:
+            _works(torch._C._cuda_releasePool, device, pool.handle)
+        nothing = torch.cuda.CUDAGraph()
+        _begin_capture(nothing, None)
+        _end_capture(nothing)
+        nothing.reset()
+
+
+def _works(call: Callable[..., object], *arguments: Any) -> bool:
+    """Whether a call of torch's allocator succeeds."""
+    try:
+        call(*arguments)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _begin_capture(graph: Any, handle: Any | None) -> None:
+    # Not in inference mode: there torch before 2.13 makes the memory of a generator's position such that only inference
+    # mode may write to it, and the thread that launches is not in it.
+    with torch.inference_mode(False):
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+
+
+def _end_capture(graph: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone
+        graph.capture_end()
 
 
 def _executable(graph: Any) -> int:

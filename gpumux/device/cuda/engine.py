@@ -230,14 +230,17 @@ class Engine:
                 run = begin()
                 before = self._compute.reserved()
             self._apply(loaded.program.numerics)
-            with self._compute.drawing_from(job.generator):
-                more = run.part()
-            if more is not None:
-                return more
-            # Before a capture torch sets the generator's position on the capture's stream; launches set it on others.
-            for stream in (job.capture_stream, *job.confined.values()):
-                wait(self._driver, stream)
-            return made(run), max(0, self._compute.reserved() - before)
+            more = None
+            try:
+                with self._compute.drawing_from(job.generator):
+                    more = run.part()
+            finally:
+                # Before a capture, also one that fails, torch sets the generator's position on the capture's stream;
+                # launches set it on others.
+                if more is None:
+                    for stream in (job.capture_stream, *job.confined.values()):
+                        wait(self._driver, stream)
+            return more or (made(run), max(0, self._compute.reserved() - before))
 
         return part
 

@@ -397,6 +397,7 @@ class FakeCompute:
         assert pool in self.held
         self.captures.append((stream, pool))
         try:
+            self.driver.enqueue("position", stream, lambda: None)  # torch sets the generator's, on this stream
             self.before_capture()
             recording, drawn = Recording(), torch.default_generator.get_state()
             try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,29 +21,47 @@ POOL = (0, 7)
 
 class Graph:
     """Its position in the random stream lies in memory made when a capture begins, as in torch; a capture that
-    `breaks` can't be ended, and holds no memory then."""
+    `breaks` can't be ended, and holds no memory then. `pools`: how many captures hold a pool in torch's allocator of
+    page-locked memory, which takes none whose count has fallen to 0, and none that one is recorded into, as one that
+    can't be ended stays (`recorded`). `drawing`: whether the generator draws outside of captures."""
 
     breaks = empty = False
     fails = ""
+    pools: ClassVar[dict[Any, int]] = {}
+    recorded: ClassVar[set[Any]] = set()
+    drawing = True
 
     def __init__(self) -> None:
         self._captured = False
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        assert (pool, capture_error_mode) == (POOL, "thread_local")
+        assert capture_error_mode == "thread_local"
+        Graph.drawing = False
+        self._pool = pool or (id(self), 0)
+        if self._pool in Graph.recorded:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if Graph.pools.get(self._pool) == 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+        Graph.recorded.add(self._pool)
+        Graph.pools[self._pool] = Graph.pools.get(self._pool, 0) + 1
         self._offset = torch.empty(1)
 
     def capture_end(self) -> None:
-        if self.breaks:
+        if self.breaks and self._pool[0] == 0:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         if self.empty:
             warnings.warn("The CUDA Graph is empty. This usually means that ...", UserWarning, stacklevel=1)
-        self._captured = True
+        Graph.recorded.remove(self._pool)
+        Graph.drawing = self._captured = True
 
     def pool(self) -> Any:
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return POOL
+        return self._pool
+
+    def reset(self) -> None:
+        if self._captured:
+            Graph.pools[self._pool] -= 1
 
     def replay(self) -> None:
         if self.fails:
@@ -72,7 +91,8 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
+    handles = itertools.count(POOL[1])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
     for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *args, name=name: calls.append((name, *args)), raising=False)
     yield calls
@@ -82,11 +102,12 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.fixture
 def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
     compute = CudaCompute(gpu, 0)
-    stream = gpu.stream(0)
+    stream, pool = gpu.stream(0), compute.pool()
+    given_back.clear()
 
     def run(body: Callable[[], None] = lambda: None, **options: Any) -> Any:
         with torch.inference_mode():  # as the worker's thread
-            return compute.capture(stream, POOL, body, **options)
+            return compute.capture(stream, pool, body, **options)
 
     return run
 
@@ -94,7 +115,9 @@ def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def whole() -> Iterator[None]:
     yield
-    Graph.breaks, Graph.empty, Graph.fails = False, False, ""
+    Graph.breaks, Graph.empty, Graph.fails, Graph.drawing = False, False, "", True
+    Graph.pools.clear()
+    Graph.recorded.clear()
 
 
 def test_torch_leaves_cudnn_out_when_it_chooses_attention(gpu: FakeDriver, given_back: list[Any]) -> None:
@@ -127,7 +150,55 @@ def test_a_capture_that_cant_be_ended_leaves_torch_as_it_was(
 
     with pytest.raises(JobFailed, match="operator 3"):
         capture(body)
-    assert len(given_back) == 2
+    other = (0, POOL[1] + 1)
+    assert given_back == [
+        ("_cuda_beginAllocateCurrentThreadToPool", 0, other),
+        ("_cuda_endAllocateToPool", 0, other),
+        ("_cuda_releasePool", 0, POOL),  # the job's own use of the pool before
+        ("_cuda_endAllocateToPool", 0, other),
+        ("_cuda_releasePool", 0, other),
+    ]
+
+
+def test_after_a_capture_that_cant_be_ended_others_are_and_numbers_are_drawn(capture: Callable[..., Any]) -> None:
+    """torch takes no more captures into that pool, and before 2.13 the generator draws nothing until one ends well."""
+    Graph.breaks = True
+    with pytest.raises(JobFailed, match="can't be captured"):
+        capture()
+    assert Graph.drawing
+    Graph.breaks = False
+    first = capture()
+    assert first._graph.pool() != POOL
+    assert capture()._graph.pool() == first._graph.pool()
+
+
+def test_a_capture_that_cant_be_begun_releases_nothing_of_the_job(
+    capture: Callable[..., Any], given_back: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: int, pool: Any) -> None:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    def fail(self: Graph, pool: Any, capture_error_mode: str) -> None:
+        if pool is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Graph, "capture_begin", fail)
+    monkeypatch.setattr(Graph, "capture_end", lambda self: None)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
+    with pytest.raises(JobFailed, match="out of memory"):
+        capture()
+    assert given_back == []
+
+
+def test_captures_go_on_when_all_graphs_of_a_pool_were_dropped(capture: Callable[..., Any]) -> None:
+    first, second = capture(), capture()
+    assert first._graph.pool() == second._graph.pool() == POOL
+    first.drop()
+    third = capture()
+    assert third._graph.pool() == POOL
+    second.drop()
+    third.drop()
+    assert capture()._graph.pool() != POOL
 
 
 def test_a_piece_of_views_alone_is_captured_where_warnings_are_errors(capture: Callable[..., Any]) -> None:

@@ -286,6 +286,32 @@ def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
     other.step(kept, [1.0])
 
 
+def test_the_generators_position_is_set_before_a_launch_sets_it_also_after_a_capture_that_fails(
+    driver: Driver, shared: CudaDevice
+) -> None:
+    """torch sets it on the capture's stream when a capture begins, and for a launch on the stream of that. Between the
+    two streams there is no order, so the worker waits."""
+    compute, gpu = compute_of(shared), gpu_of(shared)
+    job, number = captured(driver, samples.counter(), [4])
+    held = shared._jobs[job.job]
+
+    def fail() -> None:
+        raise RuntimeError("an unexpected error")
+
+    for failing, cut in ((fail, 1), (lambda: None, 2)):
+        shared.regrade(job.job, Priority.HIGH)  # has it captured anew
+        compute.before_capture = failing
+        gpu.log.clear()
+        try:
+            job.step(number, [1.0])
+            while held.stale or held.busy:
+                driver.poll()
+        finally:
+            compute.before_capture = lambda: None
+        assert held.programs[number].cuts.newest == cut
+        assert [call for call, stream in gpu.log if stream == held.capture_stream] == ["position", "record"]
+
+
 def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_traceback_once(
     driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
