@@ -39,14 +39,28 @@ summary=$OUT/first-contact-$part.txt
 : >"$summary"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 failed=0
+name=
+child=
 
 left() {
   echo $((LIMIT_S - $(date +%s) + began))
 }
 
 pack() {
-  tar czf "$WORK/packing" -C "$WORK" "part-$part" -C "$OUT" "first-contact-$part.txt" && mv "$WORK/packing" "$OUT/first-contact-$part.tgz"
+  tar czf "$WORK/packing" -C "$WORK" "part-$part" -C "$OUT" "first-contact-$part.txt" && mv "$WORK/packing" "$OUT/first-contact-$part.tgz" && return
+  echo "the results can't be packed; is there room in $WORK and $OUT?" >&2
+  failed=1
 }
+
+# Ended from outside: end the step that runs, which is in a process group of its own, and pack what there is.
+interrupted() {
+  trap '' INT TERM HUP
+  [ -z "$child" ] || { kill -INT "$child" && wait "$child"; }
+  echo "$name: interrupted" | tee -a "$summary"
+  pack
+  exit 130
+}
+trap interrupted INT TERM HUP
 
 # step NAME SECONDS COMMAND...: run it for at most so long, and no longer than what is left; keep its whole output, show its end.
 step() {
@@ -61,8 +75,12 @@ step() {
   [ "$most" -le "$room" ] || most=$room
   echo "== $name: $* (at most $most s)"
   start=$(date +%s)
-  timeout --kill-after=12 --signal=INT "$most" "$@" >"$work/$name.log" 2>&1 </dev/null
+  # In the background, so that a signal to this script is heard at once.
+  timeout --kill-after=12 --signal=INT "$most" "$@" >"$work/$name.log" 2>&1 </dev/null &
+  child=$!
+  wait "$child"
   status=$?
+  child=
   took=$(($(date +%s) - start))
   tail -n "${SHOWN:-25}" "$work/$name.log" | cut -c 1-300
   case $status in
@@ -137,5 +155,5 @@ esac
 pack
 echo
 cat "$summary"
-echo "everything is in $OUT/first-contact-$part.tgz"
+echo "everything is in $work, and packed in $OUT/first-contact-$part.tgz"
 exit "$failed"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -162,6 +163,40 @@ def test_a_step_that_hangs_is_ended_and_packed(tmp_path: Path):
     assert done.returncode == 1
     with tarfile.open(tmp_path / "first-contact-2.tgz") as archive:
         assert archive.extractfile("part-2/models.log").read() == b"began\n"
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_first_contact_that_is_interrupted_ends_its_step_and_packs_what_there_is(
+    asked: signal.Signals, tmp_path: Path
+):
+    """The step says when it has begun, and what it does last."""
+    fifo, python = tmp_path / "begun", tmp_path / "python"
+    os.mkfifo(fifo)
+    python.write_text(
+        f"#!/bin/sh\ntrap 'echo ended in order; kill $!; exit 1' INT\nsleep 600 &\necho $$ >{fifo}\nwait\n"
+    )
+    python.chmod(0o755)
+    given = {"OUT": str(tmp_path), "WORK": str(tmp_path / "work"), "PYTHON": str(python), "DRY": "1"}
+    script = subprocess.Popen(
+        ["sh", "tools/first_contact.sh", "2"], env=os.environ | given, cwd=build.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    begun = int(fifo.read_text())
+    script.send_signal(asked)
+    script.communicate(timeout=RUN_S)
+    assert script.returncode == 130
+    assert (tmp_path / "first-contact-2.txt").read_text() == "models: interrupted\n"
+    with tarfile.open(tmp_path / "first-contact-2.tgz") as archive:
+        assert archive.extractfile("part-2/models.log").read() == b"ended in order\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(begun, 0)
+
+
+def test_results_that_cant_be_packed_are_said_to_be(tmp_path: Path):
+    (tmp_path / "work" / "packing").mkdir(parents=True)  # where the archive is written: as if the disk were full
+    done = first_contact("3", dict(os.environ), tmp_path, DRY="1")
+    assert done.returncode == 1
+    assert "the results can't be packed" in done.stderr
+    assert len((tmp_path / "first-contact-3.txt").read_text().splitlines()) == 2
 
 
 def test_an_unknown_part_is_wrong_usage(tmp_path: Path):
