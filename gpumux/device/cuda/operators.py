@@ -147,7 +147,7 @@ def adam_(
     first, second = (1 - torch.pow(_tensor(beta, params), count) for beta in (beta1, beta2))
     bottom = list(torch._foreach_sqrt(greatest if amsgrad else squares))
     torch._foreach_div_(bottom, list(second.sqrt().unbind()))
-    torch._foreach_add_(bottom, _tensor(eps, params))
+    _add_to_all(bottom, _tensor(eps, params))
     update = torch._foreach_div(averages, bottom)
     torch._foreach_mul_(update, list((_tensor(lr, params) / first).unbind()))
     torch._foreach_sub_(params, update)

@@ -9,6 +9,11 @@ import torch
 
 from gpumux.device.cuda.operators import FORMS, Number
 
+# Options of fused optimizers beside the learning rate.
+ADAM = {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-3, "amsgrad": True, "maximize": True}
+SGD = {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.2, "nesterov": True, "maximize": False,
+       "is_first_step": False}  # fmt: skip
+
 
 class Call(NamedTuple):
     """A call of a form with the arguments `fed` and `options`. `plain(value)`: the result of the operator on equal
@@ -41,11 +46,14 @@ def calls(dtype: torch.dtype, number: Number) -> Iterator[Call]:
         overload = getattr(packet, target.split(".")[2], None)
         if overload is None or any(str(a.real_type) == "List[number]" for a in overload._schema.arguments):
             continue  # ScalarList: the same functions as Scalar
-        if "_fused_" in target:
-            continue  # a test of its own
         fed: list[Any] = []
         options: dict[str, Any] = {}
-        for argument in overload._schema.arguments:
+        if "_fused_" in target:
+            fed = [[made() for _ in range(3)] for _ in range(3 if "sgd" in target else 5)]
+            fed += [] if "sgd" in target else [[torch.full((), 2.0, device=device) for _ in range(3)]]
+            options = {"lr": number, **(SGD if "sgd" in target else ADAM)}
+            options["momentum" if "sgd" in target else "beta1"] = number
+        for argument in [] if fed else overload._schema.arguments:
             kind = str(argument.real_type)
             if kind == "Tensor":
                 fed.append(made() > 1 if argument.name == "mask" else made())

@@ -287,7 +287,7 @@ def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
 
 
 def test_the_generators_position_is_set_before_a_launch_sets_it_also_after_a_capture_that_fails(
-    driver: Driver, shared: CudaDevice
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch sets it on the capture's stream when a capture begins, and for a launch on the stream of that. Between the
     two streams there is no order, so the worker waits."""
@@ -298,7 +298,7 @@ def test_the_generators_position_is_set_before_a_launch_sets_it_also_after_a_cap
     def fail() -> None:
         raise RuntimeError("an unexpected error")
 
-    for failing, cut in ((fail, 1), (lambda: None, 2)):
+    for failing, cut in ((fail, 1), (fail, 1), (lambda: None, 2)):
         shared.regrade(job.job, Priority.HIGH)  # has it captured anew
         compute.before_capture = failing
         gpu.log.clear()
@@ -310,6 +310,7 @@ def test_the_generators_position_is_set_before_a_launch_sets_it_also_after_a_cap
             compute.before_capture = lambda: None
         assert held.programs[number].cuts.newest == cut
         assert [call for call, stream in gpu.log if stream == held.capture_stream] == ["position", "record"]
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1  # once for each job
 
 
 def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_traceback_once(

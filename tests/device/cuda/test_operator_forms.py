@@ -14,7 +14,7 @@ from gpumux.device.cuda import operators
 from gpumux.device.cuda.operators import FORMS, form_temporary_bytes
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Op, ProgramBuilder, TensorRef
-from tests.device.cuda.forms import calls, number_of
+from tests.device.cuda.forms import ADAM, SGD, calls, number_of
 
 
 class Called(TorchDispatchMode):
@@ -57,6 +57,41 @@ def test_forms_compute_what_the_operators_do_and_ask_no_tensor_for_its_value(dty
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=call.target: f"{t}: {m}")
         checked += 1
     assert checked > 40
+
+
+STEPS: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        (name, ADAM, varied)
+        for name in ("_fused_adam_", "_fused_adamw_")
+        for varied in ADAM
+        if ADAM[varied] is not True
+    ],
+    *[("_fused_sgd_", SGD, varied) for varied in ("momentum", "weight_decay", "dampening")],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("name", "numbers", "varied"), STEPS)
+def test_fused_steps_with_a_number_in_memory_are_the_operators_and_ask_no_tensor_for_its_value(
+    name: str, numbers: dict[str, Any], varied: str, dtype: torch.dtype
+) -> None:
+    """Whichever number that is, beside the learning rate."""
+    draw = torch.Generator().manual_seed(1)
+    given = [
+        [(torch.rand(4, generator=draw) + 0.1).to(dtype) for _ in range(3)] for _ in range(5 if "adam" in name else 3)
+    ]
+    if "adam" in name:
+        given.append([torch.tensor(2.0) for _ in range(3)])
+    want = [[x.clone() for x in xs] for xs in given]
+    getattr(torch.ops.aten, name).default(*want, lr=0.05, **numbers)
+    fed = {**numbers, varied: number_of(numbers[varied])}
+    with Called() as called:
+        FORMS[f"aten.{name}.default"](*given, lr=number_of(0.05), **fed)
+    assert not called.names & ON_THE_HOST
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
+    for xs, ys in zip(given, want, strict=True):
+        for x, y in zip(xs, ys, strict=True):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 WITHOUT_COPIES = {f"aten.{name}" for name in ("add_.Scalar", "sub_.Scalar", "mul_.Scalar", "div_.Scalar", "add_.Tensor",
