@@ -180,7 +180,9 @@ def logs(out: Path) -> dict[str, str]:
 
 
 def test_the_whole_output_of_every_program_is_packed(tmp_path: Path):
-    talks = "import sys; print('first words'); print('x' * 9000); print('last words', file=sys.stderr); sys.exit(1)"
+    talks = (
+        "import sys; print('first', 'words'); print('x' * 9000); print('last', 'words', file=sys.stderr); sys.exit(1)"
+    )
     assert suite([job("one", WRITE), job("talks a lot", talks)], tmp_path).run(100.0) == gpu_suite.BROKEN
     found = logs(tmp_path)
     assert "on its way" in found["one.log"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpumux.device.cuda.device import CudaDevice
-from tests.device.cuda.fake import FakeDriver, fake_device, poll_wait
+from tests.device.cuda.fake import FakeDriver, broken_rules, fake_device, poll_wait
 from tests.device.cuda.running import compute_of, gpu_of
 from tests.device.harness import Case, Driver
 
@@ -24,6 +24,7 @@ def shared() -> Iterator[CudaDevice]:
     assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered] == [{}] * 4  # all of it was given back
     assert not gpu.opened
     assert not compute.held
+    assert broken_rules == []
 
 
 @pytest.fixture

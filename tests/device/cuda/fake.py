@@ -251,6 +251,10 @@ class FakeDriver:
         return any(start <= address and address + nbytes <= start + size for start, size in ranges)
 
 
+HOST_READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"})
+broken_rules: list[str] = []  # what was done in captures and is wrong on a GPU: the tests' fixtures look
+
+
 class Recording(TorchDispatchMode):
     """Records every operator with its tensors and numbers, and undoes their effects."""
 
@@ -262,6 +266,10 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in HOST_READS:
+            broken_rules.append(
+                f"{func.name()} after {[call[0].name() for call in self.calls[-3:] if isinstance(call, tuple)]}"
+            )
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 self._save(tensor)
@@ -404,6 +412,8 @@ class FakeCompute:
                 self.driver.captured, self.recorder = recording.calls, recording
                 with recording:
                     body()
+                if not draws and not torch.equal(torch.default_generator.get_state(), drawn):
+                    broken_rules.append("it draws, and is launched without torch: each replay draws the same")
             finally:
                 self.driver.captured = None
                 recording.undo()

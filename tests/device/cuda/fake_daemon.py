@@ -14,7 +14,7 @@ from typing import Any
 from gpumux.cli import main as cli
 from gpumux.device import registry
 from gpumux.device.cuda.device import CudaDevice
-from tests.device.cuda.fake import FakeDriver, fake_compute
+from tests.device.cuda.fake import FakeDriver, broken_rules, fake_compute
 from tests.device.cuda.kernels import of_a_gpu
 
 
@@ -46,4 +46,8 @@ def make(name: str, *, gpu: int = 0, allow_ops: Any = (), **_: Any) -> CudaDevic
 if __name__ == "__main__":
     registry.make = make  # type: ignore[assignment]
     with of_a_gpu():
-        sys.exit(cli.main(["serve", "--device", "cuda", *sys.argv[1:]]))
+        status = cli.main(["serve", "--device", "cuda", *sys.argv[1:]])
+    if broken_rules:
+        print(f"captures that are wrong on a GPU: {broken_rules}", file=sys.stderr)
+        status = 3
+    sys.exit(status)

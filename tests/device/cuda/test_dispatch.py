@@ -256,6 +256,48 @@ def test_pieces_that_cant_be_captured_stay_operator_by_operator(
     assert said[0].exc_info is not None
 
 
+@pytest.mark.parametrize("why", ["its size", "its draw"])
+def test_a_piece_leaves_the_program_as_it_was_if_what_it_leaves_is_not_known_beforehand(
+    why: str, driver: Driver, shared: CudaDevice
+) -> None:
+    """As with what cuDNN's recurrent layers keep for their backward, and with a mask that is drawn again."""
+    compute, tried = compute_of(shared), threading.Event()
+    job = driver.open()
+    number = job.load(chain() if why == "its size" else samples.dropout())
+    loaded = shared._jobs[job.job].programs[number]
+    loaded.cuts.aim(1e-9)
+    if why == "its size":
+        loaded._runner.unsized = frozenset({1})  # the temporary of its first piece
+
+    def fail() -> None:
+        tried.set()
+        raise JobFailed("a piece can't be captured")
+
+    def step() -> None:
+        if why == "its size":
+            job.put(number, 0, floats(1, 2, 3, 4))
+            job.step(number, [1.0])
+            assert numbers(job.get(number, 0, 16)) == (41, 42, 43, 44)
+            return
+        job.put(number, 0, floats(*[1.0] * 64))
+        job.step(number)
+        first, again, other = (job.get(number, position, 256) for position in range(3))
+        assert first == again
+        assert first != other
+
+    compute.before_capture = fail
+    try:
+        for _ in range(2):
+            step()
+        while not tried.is_set() or shared._jobs[job.job].busy:
+            driver.poll()
+    finally:
+        compute.before_capture = lambda: None
+    for _ in range(3):
+        step()
+    assert job.cut[number] == 0
+
+
 def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
     driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
