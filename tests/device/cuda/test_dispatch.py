@@ -18,7 +18,7 @@ from gpumux.device.base import ProgramRefused
 from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.driver import fault
-from gpumux.device.cuda.jobs import CudaJob
+from gpumux.device.cuda.jobs import Capture, CudaJob
 from gpumux.device.cuda.operators import FORMS
 from gpumux.device.cuda.program import HOST_S
 from gpumux.errors import DeviceLost, JobFailed
@@ -55,6 +55,22 @@ def test_captured_pieces_read_the_steps_own_numbers(driver: Driver) -> None:
         job.step(number, [value], slot=step % 2)
         got = numbers(job.get(number, 0, 16, step % 2))
         assert got == pytest.approx([x + 40 * value for x in (1, 2, 3, 4)])
+
+
+def test_steps_that_are_out_at_once_read_the_numbers_of_their_own(driver: Driver, shared: CudaDevice) -> None:
+    """Which the host writes before the GPU has copied those of the step before."""
+    job, number = captured(driver, chain(1))
+    gpu = gpu_of(shared)
+    gpu.auto = False
+    gpu.log.clear()
+    for slot in (0, 1):
+        job.put(number, 0, floats(1, 2, 3, 4), slot)
+    launches = [launch for slot, value in ((0, 1.0), (1, 100.0)) for launch in job.launch(number, [value], slot)]
+    assert len([call for call, _ in gpu.log if call == "graph"]) == 2
+    gpu.auto = True
+    for launch in launches:
+        driver.done(launch)
+    assert [numbers(job.get(number, 0, 16, slot)) for slot in (0, 1)] == [(2, 3, 4, 5), (101, 102, 103, 104)]
 
 
 def test_the_next_batch_is_copied_while_a_step_runs_and_takes_nothing_from_it(
@@ -187,6 +203,32 @@ def test_a_job_that_becomes_important_is_captured_anew_at_that_priority(driver: 
         driver.done(launch)
     assert {gpu.streams[s].priority for call, s in gpu.log if call == "copy_in"} == {-5}  # before those of low jobs
     assert numbers(job.transfer([0], [4])[:4]) == (4.0,)
+
+
+def test_graphs_are_captured_and_dropped_when_nothing_of_the_job_is_in_flight(
+    driver: Driver, shared: CudaDevice
+) -> None:
+    """Two steps are out; the first ends, after which its program is to be captured anew."""
+    job, number = captured(driver, samples.add_one())
+    gpu, goes_on, held = gpu_of(shared), threading.Event(), shared._jobs[job.job]
+    launches = [launch for slot in (0, 1) for launch in job.launch(number, slot=slot)]
+    work = gpu.streams[held.stream].work
+    work.insert(len(work) - 1, goes_on.is_set)  # the second step stays unfinished
+    shared.regrade(job.job, Priority.HIGH)
+    driver.done(launches[0])
+    waiting = [type(command) for command in held.backlog]
+    assert (held.in_flight, held.busy, waiting) == (1, False, [Capture])
+    goes_on.set()
+    driver.done(launches[1])
+    assert driver.until(Recut, job.job).cut == 2
+
+
+def test_a_program_is_loaded_when_its_memory_is_zeroed(driver: Driver, shared: CudaDevice) -> None:
+    """Which the GPU does on a stream of its own: steps and transfers run on others."""
+    gpu, job = gpu_of(shared), driver.open()
+    gpu.log.clear()
+    job.load(samples.counter(), [4])
+    assert ("record", shared._jobs[job.job].capture_stream) in gpu.log  # and the worker waited for it
 
 
 def test_unloading_during_a_capture_gives_everything_back(driver: Driver, shared: CudaDevice) -> None:
