@@ -228,9 +228,11 @@ class CudaCompute:
                     body()
                 except BaseException:
                     try:
-                        self._end(graph, pool)  # its error about the broken capture says less than the reason
+                        self._end(graph, pool)
                     except RuntimeError:
-                        pass
+                        pass  # it says less about the broken capture than the reason
+                    else:
+                        CudaGraph(graph, pool, self.on, self._driver).drop()
                     raise
                 self._end(graph, pool)
         except RuntimeError as error:

@@ -190,6 +190,18 @@ def test_a_capture_that_cant_be_begun_releases_nothing_of_the_job(
     assert given_back == []
 
 
+def test_captures_go_on_after_a_first_one_whose_body_fails_and_that_is_ended(capture: Callable[..., Any]) -> None:
+    """As when memory is used up. torch counts the pool as used until the graph is gone."""
+
+    def body() -> None:
+        raise JobFailed("the GPU's memory is used up at operator 3")
+
+    with pytest.raises(JobFailed, match="operator 3"):
+        capture(body)
+    assert Graph.pools == {POOL: 0}
+    assert capture()._graph.pool() != POOL
+
+
 def test_captures_go_on_when_all_graphs_of_a_pool_were_dropped(capture: Callable[..., Any]) -> None:
     first, second = capture(), capture()
     assert first._graph.pool() == second._graph.pool() == POOL
