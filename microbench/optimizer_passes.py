@@ -3,11 +3,11 @@ parameters.
 
 eager        torch's optimizer with its default of many tensors at once (foreach=True), numbers as they are
 capturable   torch's own way for a captured step: the learning rate and the step count lie in memory (capturable=True
-where the
-             optimizer has it, else a learning rate that is a tensor)
+             where the optimizer has it, else a learning rate that is a tensor)
 first form   the step's Program as a GPU runs it (gpumux/device/cuda/operators.py), if all its numbers changed from step
-to step gpumux       the same with the hyperparameters that no schedule usually changes written into it
-(gpumux/capture/symbols.py)
+             to step
+gpumux       the same with the hyperparameters that no schedule usually changes written into it
+             (gpumux/capture/symbols.py)
 
 Counted operator by operator on small tensors of the CPU, so no GPU is needed, and no time is measured: an operator that
 writes in place reads and writes, views cost nothing. Numbers of one element are left out.
