@@ -157,8 +157,8 @@ def program_of(make: Make, options: dict[str, Any], constants: ConstantScalars |
         optimizer.step()
 
     function = StepFunction(
-        step, table, Tracer(table, allowlist.is_allowed), guard, lambda s: known.setdefault(s, s), 4,
-        twice=False, constants=constants,
+        step, table, Tracer(table, allowlist.is_allowed), guard,
+        intern=lambda s: known.setdefault(s, s), max_variants=4, twice=False, constants=constants,
     )  # fmt: skip
     first = function.choose((), {}, state)
     assert isinstance(first, Choice), "the gradients are there"

@@ -253,8 +253,8 @@ class StepFunction:
 
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, staleness: StalenessHooks,
-        intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
-        *, twice: bool = True, clients_generator: bool = False, constants: ConstantScalars | None = None,
+        *, intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
+        twice: bool = True, clients_generator: bool = False, constants: ConstantScalars | None = None,
     ) -> None:  # fmt: skip
         """`twice`: trace each step twice, to check that it does the same again. `clients_generator`: draw from the
         client's generator (generator.py). `constants`: decides which numbers are written into the Programs."""
@@ -339,7 +339,9 @@ class StepFunction:
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         table = self._table
-        fingerprint = Fingerprint(self.fn, table.models, table.optimizers, table.params, self._executed, table.identity)
+        fingerprint = Fingerprint(
+            self.fn, table.models, table.optimizers, table.params, executed=self._executed, identity=table.identity
+        )
         fingerprint.remember()
         case = Case(key, fingerprint, HyperReader(table.optimizers))
         self._cases.insert(0, case)

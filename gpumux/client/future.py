@@ -236,6 +236,11 @@ def wait_answered(future: StepFuture) -> None:
     future._wait(future._answered, None, future._step)
 
 
+def is_answered(future: StepFuture) -> bool:
+    """Whether the step was answered, by the messages received so far."""
+    return future._answered()
+
+
 def generator_after(future: StepFuture) -> torch.Tensor | None:
     """The generator's state after the step, if the step draws from it and was answered without an error."""
     return future._generator

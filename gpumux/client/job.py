@@ -31,7 +31,7 @@ from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
 from gpumux.client.collate import BatchSlots
-from gpumux.client.future import Pending, StepFuture, generator_after, wait_answered, with_results
+from gpumux.client.future import Pending, StepFuture, generator_after, is_answered, wait_answered, with_results
 from gpumux.client.local_model import LocalModel
 from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
@@ -244,8 +244,9 @@ class Job:
         """Capture a function on `example` in so many phases of the optimizer, and upload its Programs."""
         args, kwargs = example_arguments(example)
         function = StepFunction(
-            fn, self._table, self._tracer, self._staleness, self._local.intern, self._max_variants, microbatches,
-            compiled, clients_generator=self._clients_generator, constants=self._constants,
+            fn, self._table, self._tracer, self._staleness, intern=self._local.intern,
+            max_variants=self._max_variants, microbatches=microbatches, compiled=compiled,
+            clients_generator=self._clients_generator, constants=self._constants,
         )  # fmt: skip
         entry = (function, args, kwargs)
         self._functions.append(entry)
@@ -409,7 +410,7 @@ class Job:
         try:
             wait_answered(future)
         except GpumuxError:
-            if not future._done:
+            if not is_answered(future):
                 raise  # of a signal handler
             return  # the future has the error; raised here, the step would be submitted again
         state = generator_after(future)

@@ -38,7 +38,7 @@ class RemoteProgram:
     """A Program in the daemon: its data segment and free slots."""
 
     def __init__(
-        self, number: int, lowered: Lowered, slots: int, memory: Any | None, home: torch.device | None = None
+        self, number: int, lowered: Lowered, slots: int, memory: Any | None, *, home: torch.device | None = None
     ) -> None:
         """`home`: where results go, if not to the CPU."""
         self.number = number
@@ -217,7 +217,7 @@ class Remote:
         loading = Loading(len(program.ops), program.kind == "compiled")
         reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(program)], meanwhile=loading)
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
-        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, self._table.home)
+        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, home=self._table.home)
 
     @property
     def loads(self) -> Sequence[int]:

@@ -62,7 +62,9 @@ class Member:
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self.guard = StalenessHooks(_words(name), self.table, _Source(self))
-        self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, twice=twice)
+        self._function = StepFunction(
+            step, self.table, tracer, self.guard, intern=self._intern, max_variants=max_variants, twice=twice
+        )
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)

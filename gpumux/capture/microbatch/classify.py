@@ -292,6 +292,7 @@ class Values:
         pairs: list[OperatorPair],
         full: TraceRecord,
         part: TraceRecord,
+        *,
         count: int,
         setting: Setting,
         forced: set[int],
@@ -473,7 +474,7 @@ def classify(
     forced: set[int] = set()
     border = len(pairs)
     while True:
-        walk = _Walk(pairs, full, part, count, setting, forced, border)
+        walk = _Walk(pairs, full, part, count=count, setting=setting, forced=forced, border=border)
         walk.run()
         if walk.force - forced:
             forced |= walk.force

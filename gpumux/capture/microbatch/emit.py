@@ -16,8 +16,8 @@ class PartEmitter:
     storages that part 0 uses in place of its own, because the parts' values are added up in them."""
 
     def __init__(
-        self, pairs: list[OperatorPair], full: TraceRecord, part: TraceRecord, plan: SplitPlan, count: int,
-        split: set[int], shared: set[int] | None = None,
+        self, pairs: list[OperatorPair], full: TraceRecord, part: TraceRecord, plan: SplitPlan,
+        *, count: int, split: set[int], shared: set[int] | None = None,
     ) -> None:  # fmt: skip
         self.pairs = pairs
         self.plan = plan

@@ -270,7 +270,7 @@ def prove(
         for made_up in (True, False):
             try:
                 with torch.no_grad():
-                    return _Run(pairs, plan, make(), wide, results).run(load, made_up)
+                    return _Run(pairs, plan, make(), wide=wide, results=results).run(load, made_up)
             except Inconclusive as error:
                 reason = reason or str(error)
     raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
@@ -282,6 +282,7 @@ class _Run:
         pairs: list[OperatorPair],
         plan: SplitPlan,
         emitter: PartEmitter,
+        *,
         wide: bool,
         results: list[tuple[int, int]],
     ) -> None:

@@ -279,7 +279,7 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     plan = classify(pairs, full.record, part.record, count, setting, _exits(full), [a for a, _ in returned])
 
     def emitter(shared: set[int] | None = None) -> PartEmitter:
-        return PartEmitter(pairs, full.record, part.record, plan, count, cut, shared)
+        return PartEmitter(pairs, full.record, part.record, plan, count=count, split=cut, shared=shared)
 
     joined = [(a, b) for a, b in returned if _per_sample(full, plan.kinds, a)]
     for a, b in joined:

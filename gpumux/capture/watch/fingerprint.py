@@ -39,7 +39,7 @@ class Fingerprint:
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
-        executed: Executed | None = None, identity: Identity = layout,
+        *, executed: Executed | None = None, identity: Identity = layout,
     ) -> None:  # fmt: skip
         self._given = (fn, models, optimizers, params)
         self._executed = executed if executed is not None else {}
@@ -47,7 +47,7 @@ class Fingerprint:
         self._walk()
 
     def _walk(self) -> None:
-        walk = Walk(*self._given, self._executed)
+        walk = Walk(*self._given, executed=self._executed)
         self.watches = walk.watches
         self.modules = walk.modules
         self.other_optimizers = walk.other_optimizers

@@ -176,7 +176,7 @@ class Walk:
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
-        executed: Executed,
+        *, executed: Executed,
     ) -> None:  # fmt: skip
         self._roots: list[tuple[str, Any]] = [
             ("model" if len(models) == 1 else f"model{i}", m) for i, m in enumerate(models)

@@ -97,7 +97,7 @@ class CudaGraph:
 
     def __init__(
         self, graph: Any, pool: _Pool, on: Callable[[int], AbstractContextManager[None]], driver: Driver,
-        executable: int = 0,
+        *, executable: int = 0,
     ) -> None:  # fmt: skip
         self._graph, self._pool, self._on, self._driver, self._executable = graph, pool, on, driver, executable
         pool.graphs += 1
@@ -245,7 +245,7 @@ class CudaCompute:
         executable = _executable(graph)
         if executable:  # else the first replay uploads it
             self._driver.upload(executable, stream)
-        return CudaGraph(graph, pool, self.on, self._driver, 0 if draws else executable)
+        return CudaGraph(graph, pool, self.on, self._driver, executable=0 if draws else executable)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         return call(*arguments)

@@ -220,7 +220,7 @@ def test_graphs_are_captured_and_dropped_when_nothing_of_the_job_is_in_flight(
     assert (held.in_flight, held.busy, waiting) == (1, False, [Capture])
     goes_on.set()
     driver.done(launches[1])
-    assert driver.until(Recut, job.job).cut == 2
+    assert driver.until(ProgramReady, job.job).cut == 2
 
 
 def test_a_program_is_loaded_when_its_memory_is_zeroed(driver: Driver, shared: CudaDevice) -> None:
