@@ -28,46 +28,63 @@ from gpumux.wire.endpoint import Endpoint, check_private, resolve, unanswered
 from gpumux.wire.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Hello, Message, Refusal, Welcome
 from gpumux.wire.peers import ClientCurve, secure_client
 
-# ---- Ctrl-C, deferred while a message is sent or received.
+# ---- Ctrl-C and other signals, deferred while a message is sent or received.
 #
-# pyzmq checks for signals inside its calls: an interrupt there can lose a message that was already
-# taken from the queue, send half of a multipart message, or be dropped in a destructor. A session therefore
-# sends and receives under a shield; the interrupt is raised when the shield ends.
+# pyzmq checks for signals inside its calls: an interrupt there can lose a message that was already taken from the
+# queue, send half of a multipart message, or be dropped in a destructor. A session therefore sends and receives under a
+# shield; handlers that the script has set (a batch system's SIGTERM, say) run when the shield ends.
 
 
 # The C functions below `signal.signal` and `signal.getsignal`: the conversions to enum members that
 # those add cost 20 us a pair, half a step's round trip.
 _set: Callable[[int, Any], Any] = _signal.signal
 _get: Callable[[int], Any] = _signal.getsignal
-_SIGINT = int(signal.SIGINT)
+# The signals that scripts handle in Python. SIGINT is the last to get its handler back, because that usually raises.
+_SIGNALS = tuple(
+    map(
+        int,
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2),
+    )
+)
 _MAIN = threading.main_thread().ident
 
 
 class Shield:
-    """`with Shield(): ...` runs its block without KeyboardInterrupt. Python runs signal handlers in
-    the main thread only, so in any other this does nothing. May be nested."""
+    """`with Shield(): ...` runs its block without Python's signal handlers, which run after it. Python runs them in the
+    main thread only, so in any other this does nothing. May be nested."""
 
     __slots__ = ("_hit", "_old")
 
     def __enter__(self) -> None:
-        self._old: Any = None
-        self._hit = False
+        self._old: list[tuple[int, Any]] = []
+        self._hit: list[int] = []
         if threading.get_ident() == _MAIN:
-            old = _get(_SIGINT)
-            if callable(old):  # neither ignored, nor left to the system, nor set by other C code
-                self._old = old
-                _set(_SIGINT, self._defer)
+            for number in _SIGNALS:
+                old = _get(number)
+                if callable(old):  # neither ignored, nor left to the system, nor set by other C code
+                    self._old.append((number, old))
+                    _set(number, self._defer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._old is not None:
-            _set(_SIGINT, self._old)
-            if self._hit:
-                self._old(_SIGINT, None)
+        handlers = dict(self._old) if self._hit else {}
+        while self._old:
+            _set(*self._old[-1])
+            self._old.pop()
+        _run(self._hit, handlers)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        self._hit = True
+        self._hit.append(number)
+
+
+def _run(numbers: list[int], handlers: dict[int, Any]) -> None:
+    """Run deferred handlers in the order of their signals, each even if one before it raises."""
+    if numbers:
+        try:
+            handlers[numbers[0]](numbers[0], None)
+        finally:
+            _run(numbers[1:], handlers)
 
 
 # ---- The sockets of one session, and the handshake.
@@ -332,7 +349,7 @@ def _welcome(message: Message) -> Welcome:
 # a sender leaves it to the next thread that sleeps, and does it itself only while a leader sleeps already.
 # Reading the events costs as much as a message, so it is done once.
 #
-# Ctrl-C may come anywhere, but takes effect only outside sending and receiving (`Shield`): every
+# A signal may come anywhere, but takes effect only outside sending and receiving (`Shield`): every
 # message is handed over whole and once, and no lock stays held.
 
 
