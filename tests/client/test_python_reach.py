@@ -10,6 +10,7 @@ import array
 import collections
 import contextvars
 import ctypes
+import dataclasses
 import importlib
 import sys
 import threading
@@ -457,6 +458,16 @@ def parameter_attribute() -> Work:
     return work(model, lambda x, y: F.cross_entropy(model(x), y) * model[0].weight.scale, lambda: scale_of(weight))
 
 
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedSettings:
+    scale: float = 1.0
+
+
 CASES: dict[str, Callable[[], Work]] = {
     "attribute of a function": held(with_k, lambda t: t(), lambda t: setattr(t, "k", 3.0)),
     "code of a function": held(one, lambda t: t(), other_code),
@@ -474,6 +485,8 @@ CASES: dict[str, Callable[[], Work]] = {
         by_import, lambda t: t(), lambda t: setattr(sys.modules["settings_of_a_test"], "scale", 3.0)
     ),
     "attribute of a parameter": parameter_attribute,
+    "dataclasses.asdict": held(Settings, lambda t: dataclasses.asdict(t)["sca" + "le"], scale_of),
+    "dataclasses.astuple, with slots": held(SlottedSettings, lambda t: dataclasses.astuple(t)[0], scale_of),
     "None becomes a parameter": parameter_appears,
     "a parameter becomes another": parameter_changes,
     "a parameter in a list": parameter_in_list,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import enum
 import functools
 import gc
@@ -339,14 +340,15 @@ class Walk:
         bytes_of = watches.memory_of_value(label, value)
         if bytes_of is not None:
             self.watches.append(bytes_of)
+        whole = dataclasses.is_dataclass(cls) and not self._names.isdisjoint(_ALL_FIELDS)
         if space is not None:
             self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
-            if _unwalked(cls, _PLAIN_BASES):
+            if _unwalked(cls, _PLAIN_BASES) or whole:
                 self._entries(label, space, list(space))
             else:
                 self._named_entries(label, space)
             self.watches.append(watches.appeared(label, space, self._names))
-        names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names)
+        names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names or whole)
         if names:
             self.watches.append(watches.slots(label, value, names))
             self.fields.append((label, value, names))
@@ -534,6 +536,9 @@ class Walk:
                     self.watches.append(watches.optional(label, space, data))
             for key in named:
                 self._visit(f"{base.__name__}.{key}", vars(base)[key])
+
+
+_ALL_FIELDS = frozenset({"asdict", "astuple", "fields", "replace", "vars"})  # read all fields of a dataclass
 
 
 def _unwalked(cls: type, plain: tuple[type, ...]) -> bool:

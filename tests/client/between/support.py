@@ -160,8 +160,8 @@ def detached(value: Any) -> Any:
 
 
 def assert_equal(ours: Any, plain: Any) -> None:
-    a, b = pytree.tree_leaves(ours), pytree.tree_leaves(plain)
-    assert len(a) == len(b), f"{len(a)} values, and {len(b)} in the plain run"
+    (a, keys), (b, wanted) = pytree.tree_flatten(ours), pytree.tree_flatten(plain)
+    assert keys == wanted, f"{keys}, and {wanted} in the plain run"
     for mine, theirs in zip(a, b, strict=True):
         if isinstance(theirs, Tensor):
             assert type(mine) is type(theirs)
