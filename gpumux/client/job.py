@@ -341,9 +341,9 @@ class Job:
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None, oldest)
             self._check_open()
         # Only now, because the job may have been recovered during the wait, with other slots.
+        slot: int | None = None
         if self._batch_slots is None:
             program, filled = self._remote.programs[number], False
-            slot = program.free.pop()
         else:
             program, slot, filled = self._batch_slots.pick(number, choice.tensors)
         if program.program.generator is None:
@@ -353,7 +353,7 @@ class Job:
             return self._send_drawing_step(function, choice, program, slot, filled)
 
     def _send_drawing_step(
-        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int, filled: bool
+        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool
     ) -> StepFuture:
         """Send a step that draws from the client's generator, and advance that as the step does."""
         words = choice.program.lowered.words  # how many the step draws, None if unknown
@@ -373,12 +373,13 @@ class Job:
         return future
 
     def _send_step(
-        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
+        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
-        """`filled`: the batch already lies in the slot. `generator`: the state of the client's generator, for a step
+        """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of the client's generator, for a step
         that draws from it."""
         step, number, recorder = self._next_step, program.number, self._recovery.recorder
+        slot = program.free.pop() if slot is None else slot
         future = StepFuture(self._wait, step)
         entry = None
         try:
