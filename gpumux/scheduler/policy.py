@@ -1,4 +1,4 @@
-"""Which job's piece is launched next. A policy is two methods; windows, queues and fairness are `Windows`'.
+"""Which job's piece is launched next. A policy is one method or two; windows, queues and fairness are `Windows`'.
 
     fifo      one stream, arrival order over all jobs, windows so deep that they hardly limit: a device shared
               without any scheduling
@@ -15,8 +15,9 @@ a later one would fit: jobs with long pieces would starve. It may where the guar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import inf
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from gpumux.errors import ConfigError
 from gpumux.scheduler.config import SchedulerConfig
@@ -44,32 +45,28 @@ class NextLaunch:
         self.job, self.stream, self.share = job, stream, share
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """`order` is that of ready jobs within a class; `guard`, if there is one, follows all launches."""
 
     order: ClassVar[Order]
+    guard: SlowdownGuard | None = None
 
-    @property
-    def guard(self) -> SlowdownGuard | None: ...
-
-    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None: ...
+    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
+        """For the device that `info` describes."""
+        self._limit = Limit(DEEP, inf)
 
     def limit(self, windows: Windows, priority: Priority) -> Limit:
-        """What the class may have outstanding now. No launch is made beyond it."""
+        """What the class may have outstanding now: no launch is made beyond it. A policy that does not say is hardly
+        limited."""
+        return self._limit
 
+    @abstractmethod
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         """The next launch at `now`, or None. Called again it gives the same answer."""
 
 
-class Fifo:
+class Fifo(Policy):
     order: ClassVar[Order] = "arrival"
-    guard: SlowdownGuard | None = None
-
-    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
-        self._limit = Limit(DEEP, inf)
-
-    def limit(self, windows: Windows, priority: Priority) -> Limit:
-        return self._limit
 
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         ready = [job for job in (windows.peek(p) for p in Priority) if job is not None]
@@ -79,15 +76,8 @@ class Fifo:
         return NextLaunch(job, 0) if windows.fits(job, self._limit) else None
 
 
-class StreamPriorities:
+class StreamPriorities(Policy):
     order: ClassVar[Order] = "fair"
-    guard: SlowdownGuard | None = None
-
-    def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
-        self._limit = Limit(DEEP, inf)
-
-    def limit(self, windows: Windows, priority: Priority) -> Limit:
-        return self._limit
 
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         for priority in _BY_RANK:
@@ -97,11 +87,12 @@ class StreamPriorities:
         return None
 
 
-class Paced:
+class Paced(Policy):
     order: ClassVar[Order] = "fair"
-    guard: SlowdownGuard | None = None
 
     def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
+        super().__init__(config, info)
+
         def window(launches: int, seconds: float | None, priority: Priority) -> Limit:
             target = info.piece_target_s.get(priority.name.lower(), DEFAULT_TARGET_S)
             return Limit(launches, 2 * launches * target if seconds is None else seconds)
