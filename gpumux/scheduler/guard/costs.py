@@ -142,6 +142,9 @@ class RobustMean:
     def add(self, sample: float, weight: float = 1.0) -> None:
         self.count += 1
         self.third, self.second, self.newest = self.second, self.newest, sample
+        if self.count == 1:
+            self.mean, self.deviation = sample, 0.0
+            return
         if self.count <= MIN_SAMPLES:  # the mean is their median
             known, total = self._newest_samples(), 0.0
             self.mean = sorted(known)[len(known) // 2]
