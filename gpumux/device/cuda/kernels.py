@@ -196,7 +196,7 @@ def masked_attention(
     )
     # Outside a capture the kernels leave both in host memory, and their backward reads them there. They go to the
     # backward of the same step unchanged, so this is right for captured steps and for those that run operator by
-    # operator.
+    # operator; `masked_attention_backward` sees to steps of which only a part is captured.
     if seed.numel() == 2:  # seed and offset in one tensor
         seed, offset = seed.view(torch.int64).unbind()
     rows = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % SUMS_ROW), value=float("inf"))
@@ -221,6 +221,10 @@ def masked_attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """The backward of `masked_attention`. Returns the gradients of q, k, v and the bias; None for those not wanted."""
     if not _takes_flash(q, k, v, bias, dropout_p, is_causal, scale):
+        if dropout_p and seed.is_cuda and not torch.cuda.is_current_stream_capturing():
+            # Outside a capture this kernel reads both at their addresses in host memory. They lie on the GPU if one of
+            # the two pieces is captured, and this one can't be.
+            seed, offset = seed.cpu(), offset.cpu()
         made: tuple[Tensor | None, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
             grad, q, k, v, bias, out, sums, seed, offset, dropout_p, wanted, is_causal, scale=scale
         )

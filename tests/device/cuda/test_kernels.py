@@ -220,6 +220,37 @@ def test_a_causal_mask_of_unequal_lengths_never_goes_to_flash(
     torch.testing.assert_close(CPU(q, k, v, 0.0, True)[0], want, rtol=1e-4, atol=1e-5)
 
 
+class Drawn(OnAGpu):
+    """A seed or an offset on the GPU."""
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return torch.tensor(int(self))
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+@pytest.mark.parametrize("where", [Drawn, Tensor])
+def test_efficient_attention_outside_a_capture_gets_seed_and_offset_in_host_memory(
+    capturing: bool, where: type[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads them there. Its forward has left them on the GPU if its piece is captured, and this one is not."""
+    got: list[Tensor] = []
+
+    def backward(*arguments: Any, **options: Any) -> Any:
+        got.extend(arguments[7:9])
+        return (None,) * 4
+
+    name = "_scaled_dot_product_efficient_attention_backward"
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**{name: SimpleNamespace(default=backward)}))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: kernels.EFFICIENT)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    q, k, v, grad = (t.as_subclass(OnAGpu) for t in batch())
+    drawn = [torch.tensor(number).as_subclass(where) for number in (7, 12)]
+    wanted = [True, True, True, False]
+    kernels.masked_attention_backward(grad, q, k, v, None, q, q, *drawn, 0.1, wanted)
+    assert [int(x) for x in got] == [7, 12]
+    assert {type(x) for x in got} == {where if capturing else Tensor}
+
+
 def test_cudnn_is_taken_by_torchs_own_rule_and_if_it_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.ones(4, 3, 5, 5).as_subclass(OnAGpu), torch.ones(3)
     backends = torch._C._BatchNormBackend  # type: ignore[attr-defined]
