@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -221,6 +222,21 @@ def test_graphs_are_captured_and_dropped_when_nothing_of_the_job_is_in_flight(
     goes_on.set()
     driver.done(launches[1])
     assert driver.until(ProgramReady, job.job).cut == 2
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 2), (0, 0, 2), (0, 1, 1), (40,)])
+def test_a_piece_out_of_its_order_ends_the_job_and_no_other(
+    order: tuple[int, ...], driver: Driver, shared: CudaDevice
+) -> None:
+    """It would read what lies where temporaries are to be."""
+    other, kept = captured(driver, samples.counter(), [4])
+    job, number = captured(driver, chain(), fine=True)
+    pieces = job.pieces_of_step(number, [1.0])
+    for piece in order:
+        shared.launch(pieces[0]._replace(piece=piece))
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert re.search("is out of order|no piece 40", lost.fault.message)  # type: ignore[union-attr]
+    other.step(kept, [1.0])
 
 
 def test_a_program_is_loaded_when_its_memory_is_zeroed(driver: Driver, shared: CudaDevice) -> None:
