@@ -376,8 +376,8 @@ class Job:
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
-        """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of the client's generator, for a step
-        that draws from it."""
+        """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of the client's
+        generator, for a step that draws from it."""
         step, number, recorder = self._next_step, program.number, self._recovery.recorder
         slot = program.free.pop() if slot is None else slot
         future = StepFuture(self._wait, step)
