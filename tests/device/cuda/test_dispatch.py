@@ -234,7 +234,7 @@ def test_a_piece_out_of_its_order_ends_the_job_and_no_other(
     pieces = job.pieces_of_step(number, [1.0])
     for piece in order:
         shared.launch(pieces[0]._replace(piece=piece))
-    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     assert re.search("is out of order|no piece 40", lost.fault.message)  # type: ignore[union-attr]
     other.step(kept, [1.0])
 
