@@ -196,6 +196,15 @@ class StepFuture:
             return NotImplemented
         return by(self.result(), other) if first else by(other, self.result())
 
+    def _changed(self, by: Callable[..., Any], other: Any) -> Any:
+        """`value += other` and the like: into the tensor that the step returned, as in the plain loop."""
+        if type(other) is StepFuture:
+            other = other.result()
+        if not (isinstance(self.result(), torch.Tensor) and isinstance(other, _VALUES)):
+            return NotImplemented  # then the operation makes a new value
+        by(self._value, other)
+        return self
+
     # ---- for numpy and torch
 
     __array_ufunc__ = None  # so that a numpy number on the left leaves the operation to the future
@@ -224,6 +233,14 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     _by = getattr(operator, _name)
     setattr(StepFuture, f"__{_name.rstrip('_')}__", _operator(_by, first=True))
     setattr(StepFuture, f"__r{_name.rstrip('_')}__", _operator(_by, first=False))
+
+
+def _in_place(by: Callable[..., Any]) -> Callable[[StepFuture, Any], Any]:
+    return lambda self, other: self._changed(by, other)
+
+
+for _name in ("iadd", "isub", "imul", "itruediv"):
+    setattr(StepFuture, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 def with_results(values: Any) -> Any:

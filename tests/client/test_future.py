@@ -220,6 +220,19 @@ def test_a_running_loss_is_the_plain_loops() -> None:
     assert round(future_of(torch.tensor(2.4))) == 2
 
 
+@pytest.mark.parametrize("by", [operator.iadd, operator.isub, operator.imul, operator.itruediv])
+@pytest.mark.parametrize("other", [2.0, torch.tensor(3.0), future_of(torch.tensor(4.0))])
+def test_a_sum_that_begins_with_a_step_goes_into_its_result(by: Callable[[Any, Any], Any], other: Any) -> None:
+    """As in the plain loop, where both names are one tensor."""
+    loss, first = torch.tensor(5.0), future_of(torch.tensor(5.0))
+    total = by(loss, other.result() if isinstance(other, StepFuture) else other)
+    ours = by(first, other)
+    assert ours is first
+    assert total is loss
+    assert torch.equal(first.result(), loss)
+    assert by(future_of(5.0), 2.0) == by(5.0, 2.0)
+
+
 def test_backward_says_where_it_belongs() -> None:
     future = future_of(torch.tensor(1.0))
     with pytest.raises(AttributeError, match=r"loss\.backward\(\) inside the step; the result is the value") as caught:
