@@ -47,6 +47,9 @@ def _put_state(optimizer: Any, fresh: Any, table: StateTable) -> None:
         optimizer.state = fresh
         return
     merged = {key: _merged(old.get(key), entry, table) for key, entry in fresh.items()}
+    for key, entry in old.items():
+        if type(entry) is dict and not entry:  # made by a script that looked for state that is not there
+            merged.setdefault(key, entry)
     old.clear()
     old.update(merged)
     optimizer.state = old

@@ -748,6 +748,7 @@ def test_m2_the_class_of_a_parameter_that_is_behind(endpoint: str) -> None:
     same(script, endpoint)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", ["sparse", "nested"])
 def test_m2_a_tensor_of_another_layout_over_a_parameters_memory(kind: str, endpoint: str) -> None:
     def script(s: Script) -> Any:
