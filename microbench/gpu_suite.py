@@ -93,9 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check() -> int:
     """Say what is there and what is missing; the exit status."""
-    findings = suite_check.look()
-    print(suite_check.text(findings))
-    missing = [each for each in findings if each.missing]
+    print(f"Python {sys.version.split()[0]} at {sys.executable}", flush=True)
+    missing = []
+    for each in suite_check.look():
+        print(suite_check.row(each), flush=True)  # as it comes: the time may be up before all is found
+        if each.missing:
+            missing.append(each)
     for each in missing:
         print(f"{each.name} is missing: {each.found}; needed for {each.needed_for}. {each.remedy}", file=sys.stderr)
     return BROKEN if missing else 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,26 +62,26 @@ class Finding:
     remedy: str = ""
 
 
-def look() -> list[Finding]:
-    """Each in a process of its own, which a library that crashes can't take along."""
+def look() -> Iterator[Finding]:
+    """Each in a process of its own, which a library that crashes can't take along. Yields what is found as it comes."""
     with ThreadPoolExecutor(8) as threads:
         tests, card = threads.submit(_tests), threads.submit(_card)
-        findings = list(threads.map(lambda package: _package(*package), PACKAGES))
-        findings += [*threads.map(_import, OURS), tests.result(), card.result()]
+        yield from threads.map(lambda package: _package(*package), PACKAGES)
+        yield from threads.map(_import, OURS)
+        yield tests.result()
+        yield card.result()
     for tool, needed_for in (
         ("nvidia-smi", "telling the driver"),
         ("nvidia-cuda-mps-control", "collocation under MPS"),
         ("gcc", "Triton"),
     ):
         there = shutil.which(tool)
-        findings.append(Finding(tool, needed_for, there or "not there: what needs it is left out", False))
-    return findings
+        yield Finding(tool, needed_for, there or "not there: what needs it is left out", False)
 
 
-def text(findings: Sequence[Finding]) -> str:
-    width = max(len(each.name) for each in findings)
-    rows = [f"{'MISSING' if each.missing else 'ok':<8}{each.name:<{width}}  {each.found}" for each in findings]
-    return "\n".join([f"Python {sys.version.split()[0]} at {sys.executable}", *rows])
+def row(finding: Finding) -> str:
+    width = max(len(name) for name in (*OURS, *(module for module, _, _ in PACKAGES)))
+    return f"{'MISSING' if finding.missing else 'ok':<8}{finding.name:<{width}}  {finding.found}"
 
 
 def _package(module: str, package: str, needed_for: str) -> Finding:

@@ -1,8 +1,8 @@
 #!/bin/sh
 # The first half hour of the CUDA device on a card, in three commands of less than ten minutes each, the shortest answers first:
 #
-#   sh tools/first_contact.sh 1    does it run: what is there, what is taken for granted, the driver, what decides the design, the contract
-#   sh tools/first_contact.sh 2    models beside their reference runs, operators, shares, what is left of the design
+#   sh tools/first_contact.sh 1    does it run: what is there, what is taken for granted, the driver, what decides the design, a first figure
+#   sh tools/first_contact.sh 2    the contract, models beside their reference runs, operators, shares, what is left of the design
 #   sh tools/first_contact.sh 3    figures: what gpumux costs a job alone, and jobs together beside plain streams, time slicing and MPS
 #
 # It needs no network. It runs on the Python that is there (PYTHON, default python3); what that lacks is installed from wheels in
@@ -133,13 +133,13 @@ case $part in
   SHOWN=40 step check 60 "$PYTHON" -m microbench.gpu_suite --check
   SHOWN=60 step smoke 75 "$PYTHON" -m microbench.cuda.smoke --out "$work/smoke.json"
   suite driver 75
-  suite design 170
-  suite contract 200
+  suite design 200
   long doctor 20 "$PYTHON" -m gpumux.cli.main doctor
   long packages 20 "$PYTHON" -m pip list
   long first-figure 90 "$PYTHON" -m microbench.overhead --device cuda --jobs bert_base:infer --repeats 1 --out "$work/first-figure.json"
   ;;
 2)
+  suite contract 250
   suite models 220
   suite operators 200
   suite details 150 --only piece_delay depth copies

@@ -133,7 +133,7 @@ def test_a_first_contact_is_rehearsed(libraries: Path, tmp_path: Path):
     said = (tmp_path / "first-contact-1.txt").read_text()
     assert done.stdout.strip().splitlines()[-1].endswith("first-contact-1.tgz")
     steps = [line.partition(":")[0] for line in said.splitlines()]
-    assert steps == ["card", "check", "smoke", "driver", "design", "contract", "doctor", "packages", "first-figure"]
+    assert steps == ["card", "check", "smoke", "driver", "design", "doctor", "packages", "first-figure"]
     assert "design: ok" in said
     assert "first-figure: would run for at most 90 s" in said
     assert "check: status 1" in said
@@ -144,7 +144,7 @@ def test_a_first_contact_is_rehearsed(libraries: Path, tmp_path: Path):
     assert {f"part-1/{name}" for name in ("smoke.json", "smoke.log", "check.log", "design.log")} <= set(names)
 
 
-@pytest.mark.parametrize(("part", "steps"), [("2", 4), ("3", 2)])
+@pytest.mark.parametrize(("part", "steps"), [("2", 5), ("3", 2)])
 def test_the_other_parts_are_rehearsed(part: str, steps: int, tmp_path: Path):
     done = first_contact(part, dict(os.environ), tmp_path, DRY="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,11 +158,11 @@ def test_a_step_that_hangs_is_ended_and_packed(tmp_path: Path):
     hangs.chmod(0o755)
     done = first_contact("2", dict(os.environ), tmp_path, DRY="1", PYTHON=str(hangs), LIMIT_S="3", LEAST_S="2")
     said = (tmp_path / "first-contact-2.txt").read_text().splitlines()
-    assert "models: ended after its" in said[0]
-    assert said[1:] == [f"{name}: not run, the time was up" for name in ("operators", "details", "compiled")]
+    assert "contract: ended after its" in said[0]
+    assert said[1:] == [f"{name}: not run, the time was up" for name in ("models", "operators", "details", "compiled")]
     assert done.returncode == 1
     with tarfile.open(tmp_path / "first-contact-2.tgz") as archive:
-        assert archive.extractfile("part-2/models.log").read() == b"began\n"
+        assert archive.extractfile("part-2/contract.log").read() == b"began\n"
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -184,9 +184,9 @@ def test_a_first_contact_that_is_interrupted_ends_its_step_and_packs_what_there_
     script.send_signal(asked)
     script.communicate(timeout=RUN_S)
     assert script.returncode == 130
-    assert (tmp_path / "first-contact-2.txt").read_text() == "models: interrupted\n"
+    assert (tmp_path / "first-contact-2.txt").read_text() == "contract: interrupted\n"
     with tarfile.open(tmp_path / "first-contact-2.tgz") as archive:
-        assert archive.extractfile("part-2/models.log").read() == b"ended in order\n"
+        assert archive.extractfile("part-2/contract.log").read() == b"ended in order\n"
     with pytest.raises(ProcessLookupError):
         os.kill(begun, 0)
 

@@ -282,13 +282,13 @@ class Engine:
         if job.order_event:
             parts.insert(0, partial(self._driver.destroy_event, job.order_event))
             job.order_event = 0
-        failed: GpumuxError | None = None
+        failed: GpumuxError | RuntimeError | None = None
         for part in parts:
             try:
                 part()
             except DeviceLost:
                 raise
-            except GpumuxError as error:
+            except (GpumuxError, RuntimeError) as error:  # torch's are RuntimeErrors
                 failed = failed or error
         job.programs.clear()
         job.buffers.clear()
