@@ -1,9 +1,9 @@
 """What the CUDA device assumes, checked on one GPU in less than a minute: a line each, PASS or FAIL, with its
 microseconds and what the driver or torch said.
 
-Each assumption is checked by itself, so that one that fails hides no other. Those that need torch are skipped, by name,
-where torch can't use the GPU. What has been found is in the --out file after each line, also where one of them hangs,
-which ends the program.
+Each assumption is checked by itself, so that one that fails hides no other. After one that hangs the program begins
+anew, with the next. Those that need torch are skipped, by name, where torch can't use the GPU. What was found is in the
+--out file after each line.
 
 Exit status: 0 all hold; 1 one does not; 3 none failed, some were skipped; 69 there is no GPU.
 """
@@ -34,10 +34,11 @@ WORDS = 300  # characters of an error that are shown
 class Report:
     """The findings, on the screen and in the file."""
 
-    def __init__(self, out: Path | None) -> None:
+    def __init__(self, out: Path | None, found: Sequence[dict[str, Any]] = ()) -> None:
+        """`found`: what was found before the program began anew."""
         self._out = out
         self.device: dict[str, Any] = {}
-        self.found: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = [*found]
         self._lock = threading.Lock()
 
     def add(self, name: str, verdict: str, microseconds: float, said: str) -> None:
@@ -59,10 +60,11 @@ class Report:
 
 
 class Watch:
-    """Ends the process when an assumption hangs: a call into a driver that does not return can't be interrupted."""
+    """Calls `go_on` when an assumption hangs, and ends the process if that returns: a call into a driver that does not
+    return can't be interrupted."""
 
-    def __init__(self, report: Report, one_s: float) -> None:
-        self._report, self._one_s = report, one_s
+    def __init__(self, report: Report, one_s: float, go_on: Callable[[], None]) -> None:
+        self._report, self._one_s, self._go_on = report, one_s, go_on
         self._name, self._began, self._over = "", 0.0, threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -79,7 +81,8 @@ class Watch:
         while not self._over.wait(0.2):
             name, seconds = self._name, time.monotonic() - self._began
             if name and seconds > self._one_s:
-                self._report.add(name, FAIL, 1e6 * seconds, "no answer: the program ends here")
+                self._report.add(name, FAIL, 1e6 * seconds, "no answer")
+                self._go_on()
                 print(self._report.summary(), flush=True)
                 os._exit(FAILED)
 
@@ -94,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--only", nargs="+", metavar="NAME", help="these alone, as --list calls them")
     arguments.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="default: %(default).0f")
     arguments.add_argument("--list", action="store_true", help="name the assumptions, and ask nothing")
+    arguments.add_argument("--found", default="[]", help=argparse.SUPPRESS)  # JSON, before the program began anew
     args = arguments.parse_args(argv)
     asked = [*smoke_driver.ASSUMPTIONS, *smoke_torch.ASSUMPTIONS]
     if args.only and (unknown := set(args.only) - {name for name, _ in asked}):
@@ -107,21 +111,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NoDevice as error:
         print(f"nothing was asked: {error}", file=sys.stderr)
         return NO_DEVICE
-    report = Report(args.out)
+    report = Report(args.out, json.loads(args.found))
     report.device = card.facts
     print(card.describe(), flush=True)
-    ask_all(asked, card, report, args.limit)
+    known = {row["name"] for row in report.found}
+    ask_all([(name, ask) for name, ask in asked if name not in known], card, report, args.limit, go_on=begin_anew)
     print(report.summary(), flush=True)
     counts = report.counts()
     return FAILED if counts[FAIL] else SKIPPED if counts[SKIP] else 0
 
 
+def begin_anew(report: Report, left_s: float) -> None:
+    """Replace this process by one that asks what was not asked yet."""
+    sys.stdout.flush()
+    more = ["--found", json.dumps(report.found), "--limit", f"{max(left_s, 1.0):.1f}"]
+    os.execv(sys.executable, [*sys.orig_argv, *more])
+
+
 def ask_all(
-    asked: Sequence[tuple[str, Callable[[Card], str]]], card: Card, report: Report, limit_s: float, one_s: float = ONE_S
-) -> None:
-    """Check one assumption after the other, each by itself."""
-    watch = Watch(report, one_s)
+    asked: Sequence[tuple[str, Callable[[Card], str]]], card: Card, report: Report, limit_s: float,
+    one_s: float = ONE_S, go_on: Callable[[Report, float], None] = lambda report, left_s: None,
+) -> None:  # fmt: skip
+    """Check one assumption after the other, each by itself. `go_on`: called with the seconds left when one hangs,
+    before the process ends."""
     end = time.monotonic() + limit_s
+    watch = Watch(report, one_s, lambda: go_on(report, end - time.monotonic()))
     without = ""  # why torch can't be asked
     torchs = {name for name, _ in smoke_torch.ASSUMPTIONS}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from microbench.cuda import smoke, smoke_driver, smoke_torch
 from microbench.cuda.driver import NoDevice
 from microbench.cuda.smoke_driver import Card
 
-CARD = cast(Card, SimpleNamespace(torch=None, facts={"name": "a card"}))
+CARD = cast(Card, SimpleNamespace(torch=None, facts={"name": "a card"}, describe=lambda: "a card"))
 
 
 def fails(card: Card) -> str:
@@ -71,6 +72,34 @@ smoke.ask_all(asked, CARD, smoke.Report(Path(sys.argv[1])), 60.0, one_s=0.1)
     found = json.loads(out.read_text())["found"]
     assert [(row["name"], row["verdict"]) for row in found] == [("one", "PASS"), ("hangs", "FAIL")]
     assert "1 hold, 1 don't" in done.stdout
+
+
+def test_after_one_that_hangs_the_program_begins_anew_with_the_next(tmp_path: Path):
+    """A program of three assumptions, the second of which hangs."""
+    program = tmp_path / "asks.py"
+    program.write_text("""
+import sys, time
+from microbench.cuda import smoke, smoke_driver, smoke_torch
+from tests.microbench.test_smoke import CARD
+smoke_torch.ASSUMPTIONS = ()
+fine = lambda card: "fine"
+smoke_driver.ASSUMPTIONS = (("one", fine), ("hangs", lambda card: time.sleep(600)), ("last", fine))
+smoke.Card = lambda: CARD
+whole = smoke.ask_all
+smoke.ask_all = lambda *given, **named: whole(*given, one_s=0.1, **named)
+sys.exit(smoke.main())
+""")
+    out = tmp_path / "found.json"
+    root = Path(__file__).resolve().parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, str(program), "--out", str(out)],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == smoke.FAILED, done.stderr
+    found = json.loads(out.read_text())["found"]
+    assert [(row["name"], row["verdict"]) for row in found] == [("one", "PASS"), ("hangs", "FAIL"), ("last", "PASS")]
+    assert "2 hold, 1 don't" in done.stdout
+    assert done.stdout.count("PASS one") == 1
 
 
 def test_there_are_enough_of_them_with_names_of_their_own():
