@@ -132,18 +132,18 @@ case $part in
   long card 20 nvidia-smi
   SHOWN=40 step check 60 "$PYTHON" -m microbench.gpu_suite --check
   SHOWN=60 step smoke 75 "$PYTHON" -m microbench.cuda.smoke --out "$work/smoke.json"
-  suite driver 75
-  suite design 200
+  suite driver 90
+  suite design 310
   long doctor 20 "$PYTHON" -m gpumux.cli.main doctor
   long packages 20 "$PYTHON" -m pip list
   long first-figure 90 "$PYTHON" -m microbench.overhead --device cuda --jobs bert_base:infer --repeats 1 --out "$work/first-figure.json"
   ;;
 2)
-  suite contract 250
-  suite models 220
-  suite operators 200
-  suite details 150 --only piece_delay depth copies
-  suite compiled 250
+  suite contract 420
+  suite models 380
+  suite operators 380
+  suite details 170 --only piece_delay depth copies
+  suite compiled 520
   ;;
 3)
   long overhead 210 "$PYTHON" -m microbench.overhead --device cuda --jobs resnet50:train bert_base:infer gpt2:train --repeats 3 \

@@ -64,8 +64,15 @@ def cases() -> list[tuple[str, str]]:
     return [(name, dtype) for name, dtype, _ in split if name in different or dtype == "float32"]
 
 
+def skip_if_it_looks(name: str) -> None:
+    """Before torch 2.13, quantile() looks at the quantile's value on every device, and such a step is refused."""
+    if name == "quantile" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("this torch looks at the quantile's value")
+
+
 @pytest.mark.parametrize(("name", "dtype"), cases())
 def test_a_call_is_told_as_a_gpu_runs_it(name: str, dtype: str) -> None:
+    skip_if_it_looks(name)
     want, got = RECORDED["calls"][f"{name}, {dtype}"], replaced(name, getattr(torch, dtype))
     cuda, cpu = plain(want["cuda"]), plain(want.get("cpu", want["cuda"]))
     if want["cuda"].startswith("!"):

@@ -115,6 +115,17 @@ def test_the_shortest_answers_come_first_and_no_part_needs_more_than_half_of_its
             assert each.expected_s < each.most_s
 
 
+def test_no_part_of_the_first_contact_needs_more_than_half_of_its_time():
+    """Of the time that it has in tools/first_contact.sh, of which the suite keeps 14 s for writing its files."""
+    script = (suite_parts.ROOT / "tools" / "first_contact.sh").read_text()
+    found = re.findall(r"^  suite (\w+) (\d+)(?: --only (.*))?$", script, re.MULTILINE)
+    assert len(found) >= 7
+    for part, seconds, only in found:
+        names = only.split() or [each.name for each in suite_parts.jobs(part)]
+        needed = sum(each.expected_s for each in suite_parts.jobs(part) if each.name in names)
+        assert 2 * needed <= int(seconds) - 14, part
+
+
 def test_what_is_missing_is_said_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
