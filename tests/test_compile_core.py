@@ -60,6 +60,7 @@ def test_what_may_return_a_value_says_so_where_it_is_compiled() -> None:
             if (
                 id(node) not in never_run
                 and isinstance(node, ast.FunctionDef)
+                and "abstractmethod" not in map(ast.unparse, node.decorator_list)
                 and ast.unparse(node.returns or ast.Constant(None)) != "None"
             ):
                 body = [line for line in node.body if not isinstance(line, ast.Pass)]
