@@ -18,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress, tee
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -589,11 +591,24 @@ class Aliases:
 def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[torch.Tensor, int]]:
     """All tensors over these storages that Python objects hold, except those whose ids are in `mine`, each with the
     `_cdata` of its storage. Must be called with torch functions disabled."""
-    return [
-        (thing, key)
-        for thing in gc.get_objects()
-        if issubclass(type(thing), torch.Tensor) and id(thing) not in mine and (key := _over(thing, storages))
-    ]
+    return [(t, key) for t in _all_tensors() if id(t) not in mine and (key := _over(t, storages))]
+
+
+def _all_tensors() -> list[torch.Tensor]:
+    """All tensors that the garbage collector knows.
+
+    In a single call of C code, during which no other thread runs, and which clears the collector's list. If another
+    thread is filling a tuple (`tuple(x for x in y)`), that list has a reference to the unfinished tuple, for which the
+    thread would get a SystemError."""
+    kinds = set[type]()
+    found = [torch.Tensor]
+    while found:
+        kinds.update(found)
+        found = [kind for base in found for kind in type.__subclasses__(base) if kind not in kinds]
+    first, second, third = tee(map(gc.get_objects, (None,)), 3)  # the same list, three times
+    chosen = map(partial(map, kinds.__contains__), map(partial(map, type), second))
+    tensors = chain.from_iterable(map(compress, first, chosen))
+    return list(chain(tensors, map(list.clear, third)))[:-1]  # without the result of clear()
 
 
 def _over(tensor: torch.Tensor, storages: Container[int]) -> int:

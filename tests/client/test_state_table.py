@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import types
 
 import pytest
 import torch
 from torch import nn
 
+from gpumux.capture.fetching import search, without_fetching
 from gpumux.capture.state import StateTable
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable
@@ -126,3 +129,33 @@ def test_a_name_that_goes_away_is_an_error() -> None:
     del model.mode
     with pytest.raises(NotRepeatable, match="mode"):
         made.read()
+
+
+def test_looking_for_tensors_disturbs_no_other_thread() -> None:
+    """A tuple that a thread is filling must have no second reference when it is complete."""
+    failed: list[SystemError] = []
+    over = threading.Event()
+
+    def fill() -> None:
+        while not over.is_set():
+            try:
+                tuple(x for x in [None] * 30)
+            except SystemError as error:
+                failed.append(error)
+
+    weight = torch.ones(3)
+    view = weight[1:]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=fill)
+    try:
+        thread.start()
+        with without_fetching():
+            for _ in range(40):
+                found = search({weight.untyped_storage()._cdata})
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not failed
+    assert {id(tensor) for tensor, _ in found} == {id(weight), id(view)}
