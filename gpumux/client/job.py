@@ -146,7 +146,7 @@ class Job:
         self._table = table
         self._max_variants = max_variants
         self._clients_generator = clients_generator
-        recorder = make_recorder(session, replay_bytes)
+        recorder = make_recorder(session, table, replay_bytes)
         self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH), observer=recorder)
         self._pending = Pending(self._remote)
         self._next_step = 0

@@ -113,8 +113,9 @@ class StepEntry:
 class ReplayRecorder:
     """Records in a ReplayLog what a job sends to its daemon (`remote.SendObserver`)."""
 
-    def __init__(self, max_bytes: int, max_entries: int) -> None:
+    def __init__(self, table: StateTable, max_bytes: int, max_entries: int) -> None:
         self.log = ReplayLog(max_bytes, max_entries, self._dropped)
+        self._table = table
         self._spare: defaultdict[int, list[list[torch.Tensor]]] = defaultdict(
             list
         )  # batch copies for reuse, by Program
@@ -124,13 +125,12 @@ class ReplayRecorder:
     def loaded(self, number: int) -> None:
         self.log.add(ReplayEntry(-1, _OVERHEAD, LoadEntry(number)))
 
-    def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None:
-        self.log.add(ReplayEntry(-1, _OVERHEAD + data.nbytes, PushEntry(tuple(buffers), data)))
-
-    def pushed_first(self, table: StateTable, buffers: Sequence[int], nbytes: int) -> None:
-        data = LocalBytes(table, buffers)
-        self._local.append(weakref.ref(data))
-        self.log.add(ReplayEntry(-1, _OVERHEAD + nbytes, PushEntry(tuple(buffers), data)))
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor, *, kept: bool) -> None:
+        what: torch.Tensor | LocalBytes = data
+        if kept:
+            what = LocalBytes(self._table, buffers)
+            self._local.append(weakref.ref(what))
+        self.log.add(ReplayEntry(-1, _OVERHEAD + data.nbytes, PushEntry(tuple(buffers), what)))
 
     def keep_local(self) -> None:
         """Copy what lies in local memory alone, because that is about to be overwritten."""
@@ -188,9 +188,9 @@ def snapshot_interval_s(session: Session) -> float:
     return float(session.welcome.device.get("snapshot_s", 0.0))
 
 
-def make_recorder(session: Session, replay_bytes: int) -> ReplayRecorder | None:
+def make_recorder(session: Session, table: StateTable, replay_bytes: int) -> ReplayRecorder | None:
     """A recorder for a new job, or None if the job is never recovered."""
-    return ReplayRecorder(replay_bytes, MAX_STEPS) if snapshot_interval_s(session) and replay_bytes else None
+    return ReplayRecorder(table, replay_bytes, MAX_STEPS) if snapshot_interval_s(session) and replay_bytes else None
 
 
 class Recovery:

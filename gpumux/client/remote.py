@@ -140,13 +140,9 @@ class SendObserver(Protocol):
 
     def loaded(self, number: int) -> None: ...
 
-    def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None:
-        """The bytes of these buffers, each aligned to 64 bytes, are sent."""
-        ...
-
-    def pushed_first(self, table: StateTable, buffers: Sequence[int], nbytes: int) -> None:
-        """The local bytes of these buffers, `nbytes` in all, are sent. Local memory keeps them until it is fetched
-        into."""
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor, *, kept: bool) -> None:
+        """The bytes of these buffers, each aligned to 64 bytes, are sent. `kept`: local memory keeps them until it is
+        fetched into."""
         ...
 
 
@@ -270,16 +266,12 @@ class Remote:
         """Copy local state to the daemon, in order with the steps submitted so far. `first`: it is sent for the first
         time, so that the job has not fetched into its local memory yet."""
         parameters = self._parameters() if first and self._observer is not None else frozenset()
-        for some in self._portions([b for b in buffers if b not in parameters]):
-            data = bytes_of(self._table, some)
-            if self._observer is not None:  # before sending: a recovery repeats what failed on the way
-                self._observer.pushed(some, data)
-            self._put(some, data)
-        for some in self._portions([b for b in buffers if b in parameters]):
-            data = bytes_of(self._table, some)
-            if self._observer is not None:
-                self._observer.pushed_first(self._table, some, data.nbytes)
-            self._put(some, data)
+        for kept in (False, True):
+            for some in self._portions([b for b in buffers if (b in parameters) is kept]):
+                data = bytes_of(self._table, some)
+                if self._observer is not None:  # before sending: a recovery repeats what failed on the way
+                    self._observer.pushed(some, data, kept=kept)
+                self._put(some, data)
 
     def _parameters(self) -> frozenset[int]:
         """The buffers in which nothing but parameters lies, on the CPU. No step puts other tensors in their place."""
