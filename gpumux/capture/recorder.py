@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.capture.gpu.operators import as_they_are
 from gpumux.capture.patches import RngTape
-from gpumux.capture.source import Layers, Observer, by_numbers, instead_of, user_line, value_read
+from gpumux.capture.source import Layers, Observer, by_numbers, instead_of, origin, user_line, value_read
 from gpumux.capture.symbols import Expr, Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import fake_call
+from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
 
 # ---- operator schemas, prepared once for each operator
@@ -161,6 +162,7 @@ class RawOp:
     random: int | None
     where: str
     label: Label | None = None  # its layer
+    by_optimizer: bool = False  # whether code of torch.optim runs it, inside an optimizer's step()
 
 
 @dataclass(slots=True)
@@ -226,7 +228,8 @@ class TraceBuilder:
         self, func: Any, schema: RecordedSchema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any
     ) -> None:
         outs = _returns(func, out)
-        if any(isinstance(o, torch.Tensor) and o.layout is not torch.strided for o in leaves(outs)):
+        made = tensors_in(outs)
+        if any(o.layout is not torch.strided for o in made):
             raise UnsupportedOperator(
                 f"{user_line()} makes a sparse tensor ({schema.target})",
                 "keep it dense: torch.nn.Embedding(..., sparse=False) has dense gradients, which SGD or Adam takes",
@@ -238,13 +241,13 @@ class TraceBuilder:
                     "make a view of it instead",
                 )
             return  # only the view changes; nothing runs on the device
-        fresh = [
-            o for o in leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
-        ]
-        if not fresh and not schema.mutable and self._pure_view(outs):
+        fresh = [o for o in made if self.storage_id(o.untyped_storage()) is None]
+        if not fresh and not schema.mutable and self._pure_view(made):
             return
-        if any(isinstance(v, (int, float)) or is_symbol(v) for p, v in bind(schema, args, kwargs) if p.is_tensor):
+        symbols = bind(schema, args, kwargs)
+        if any(p.is_tensor and (isinstance(v, (int, float)) or is_symbol(v)) for p, v in symbols):
             func, schema = self._scalar_form(func, args, kwargs)
+            symbols = bind(schema, args, kwargs)
         if not self._allowed(schema.target):
             raise UnsupportedOperator(
                 f"{user_line()} uses the operator {schema.target}, which is not on the allow-list",
@@ -258,9 +261,9 @@ class TraceBuilder:
         writes: set[int] = set()
         positional: list[Arg] = []
         keywords: list[tuple[str, Arg]] = []
-        symbols, fakes = bind(schema, args, kwargs), bind(schema, fargs, fkwargs)
+        fakes = bind(schema, fargs, fkwargs)
         for i, ((param, symbol), (_, fake)) in enumerate(zip(symbols, fakes, strict=True)):
-            touched = {self._known(t) for t in leaves(fake) if isinstance(t, torch.Tensor)}
+            touched = {self._known(t) for t in tensors_in(fake)}
             reads |= touched
             if param.writes or i in schema.hidden_writes:
                 writes |= touched
@@ -272,14 +275,15 @@ class TraceBuilder:
         for o in fresh:
             writes.add(self.add_storage(o.untyped_storage(), "temp", None, str(o.dtype).removeprefix("torch.")))
         slot = (
-            self._tape.draw((schema.target, repr(positional[1:]), self._shapes(outs)))
+            self._tape.draw((schema.target, repr(positional[1:]), _shapes(made)))
             if schema.random and self._draws(schema, fargs)
             else None
         )
+        where, by_optimizer = origin()
         self.record.ops.append(
             RawOp(
                 schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs),
-                frozenset(reads), frozenset(writes), slot, user_line(), self.label,
+                frozenset(reads), frozenset(writes), slot, where, self.label, by_optimizer,
             )
         )  # fmt: skip
 
@@ -300,17 +304,13 @@ class TraceBuilder:
         assert found is not None, "every argument's storage was met before"
         return found
 
-    def _pure_view(self, outs: Sequence[Any]) -> bool:
+    def _pure_view(self, outs: Sequence[torch.Tensor]) -> bool:
         """Whether all outputs are views of known storages that as_strided can make."""
-        for o in leaves(outs):
-            if isinstance(o, torch.Tensor):
-                storage = self.record.storages[self._known(o)]
-                if storage.kind == "temp" and storage.dtype != str(o.dtype).removeprefix("torch."):
-                    return False
+        for o in outs:
+            storage = self.record.storages[self._known(o)]
+            if storage.kind == "temp" and storage.dtype != str(o.dtype).removeprefix("torch."):
+                return False
         return True
-
-    def _shapes(self, outs: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple((tuple(o.shape), str(o.dtype)) for o in leaves(outs) if isinstance(o, torch.Tensor))
 
     def _scalar_form(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, RecordedSchema]:
         other = scalar_overload(func, args, kwargs)
@@ -367,6 +367,10 @@ class TraceBuilder:
         )
 
 
+def _shapes(outs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(o.shape), str(o.dtype)) for o in outs)
+
+
 def _returns(func: Any, out: Any) -> Sequence[Any]:
     """An operator's results, one entry for each return of its schema."""
     declared = len(func._schema.returns)
@@ -384,11 +388,24 @@ def placed(value: Any, view_of: Callable[[torch.Tensor], int]) -> Out:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of nested lists, tuples and dicts as a flat list."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
     if isinstance(value, (list, tuple)):
-        return [leaf for v in value for leaf in leaves(v)]
-    if isinstance(value, dict):
-        return [leaf for v in value.values() for leaf in leaves(v)]
-    return [value]
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)
+    else:
+        found.append(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # ---- operators on tracked 0-dim tensors (an optimizer's `step`), computed on the host
@@ -565,6 +582,7 @@ class Recorder(TorchDispatchMode):
         self.scope = scope
         # As in the daemon's check.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
+        self._operators = FakeOperators(self.fake_mode, device, fake_call)
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
         self._observer = observer
@@ -608,9 +626,10 @@ class Recorder(TorchDispatchMode):
             fake = torch.empty((), dtype=dtype, device=self.device)
         name = str(dtype).removeprefix("torch.")
         sid = self.builder.add_storage(fake.untyped_storage(), "temp", None, name)
+        where, by_optimizer = origin()
         op = RawOp(
             "aten.full.default", ((), self.builder.scalar(expr)), (("dtype", Tag("dtype", name)),),
-            (self.view_of(fake),), frozenset(), frozenset((sid,)), None, user_line(), self.builder.label,
+            (self.view_of(fake),), frozenset(), frozenset((sid,)), None, where, self.builder.label, by_optimizer,
         )  # fmt: skip
         self.record.ops.append(op)
         return fake
@@ -629,8 +648,7 @@ class Recorder(TorchDispatchMode):
         buffer, nbytes, start = place
         base = self._bases.get(buffer)
         if base is None:
-            with self.fake_mode:
-                base = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            base = self._operators.empty((nbytes,), (1,), torch.uint8)
             self._bases[buffer] = base
             self.record.state_storage[buffer] = self.builder.add_storage(base.untyped_storage(), "state", buffer)
         offset, rest = divmod(start, real.element_size())
@@ -638,9 +656,9 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 "parameters overlap at addresses that no strided view can express", "give them storages of their own"
             )
-        with self.fake_mode:
-            fake = torch.empty(0, dtype=real.dtype, device=self.device)
-            fake.set_(base.untyped_storage(), offset + real.storage_offset(), real.size(), real.stride())
+        fake = self._operators.view(
+            base.untyped_storage(), real.size(), real.stride(), real.dtype, offset + int(real.storage_offset())
+        )
         self._views[key] = fake
         return fake
 
@@ -699,12 +717,12 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()} draws from a generator of its own",
                 "drop generator=; the job has its own, seeded by submit(seed=...)",
             )
-        tensors = [t for t in found if isinstance(t, torch.Tensor)]
         if func in _FILLED and args and not args[0] and not self._gpu and by_numbers():
             done, out = filled(self, _FILLED[func], kwargs.get("dtype"))
             if done:
                 return out
-        if tensors and all(self.is_host(t) for t in tensors):
+        tensors = [t for t in found if isinstance(t, torch.Tensor)] if self.host else []
+        if tensors and all(map(self.is_host, tensors)):
             done, out = run(self, func, args, kwargs)
             if done:
                 return out
@@ -811,8 +829,7 @@ class Recorder(TorchDispatchMode):
 
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with self.fake_mode:
-                return fake_call(func, args, kwargs, self.device.type)
+            return self._operators.run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DataDependent(
                 f"{user_line()}: the shape or value of {func}'s result depends on the data",
@@ -826,7 +843,9 @@ class Recorder(TorchDispatchMode):
     def _follow_views(self, originals: dict[int, torch.Tensor], fakes: list[torch.Tensor], out: Any) -> None:
         """Move a tracked host tensor, of which a view was made, to the device, so that a later write to one of the two
         changes the other."""
-        made = {o.untyped_storage()._cdata for o in leaves(out) if isinstance(o, torch.Tensor)}
+        if not fakes:
+            return
+        made = {o.untyped_storage()._cdata for o in tensors_in(out)}
         for fake in fakes:
             real = originals[id(fake)]
             if fake.untyped_storage()._cdata in made and self.is_host(real):

@@ -59,6 +59,26 @@ def user_line() -> str:
     return f"{found[0]}:{found[1]}" if found else "an unknown line"
 
 
+_STEP: types.CodeType = next(
+    const for const in torch.optim.Optimizer.profile_hook_step.__code__.co_consts if isinstance(const, types.CodeType)
+)  # of the function that torch.optim puts around step()
+
+
+def origin() -> tuple[str, bool]:
+    """`user_line()` of the operator that is being dispatched, and whether an optimizer's step() of torch's own runs
+    it."""
+    by_optimizer = False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _STEP:
+            by_optimizer = True
+        elif not _between(code.co_filename):
+            return f"{code.co_filename}:{frame.f_lineno}", by_optimizer
+        frame = frame.f_back
+    return "an unknown line", by_optimizer
+
+
 def definition(fn: Any) -> str:
     """ "FILE:LINE" where a step is defined."""
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)

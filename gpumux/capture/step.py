@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,7 +18,7 @@ import torch.utils._pytree as pytree
 from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
-from gpumux.capture.recorder import RawOp
+from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
@@ -26,7 +27,7 @@ from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import HostResult, RawTrace, TensorResult, TraceAgain, Tracer, refuse_odd_tensors
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
-from gpumux.program.ir import Op
+from gpumux.program.ir import Op, ScalarRef, TensorRef
 from gpumux.program.validate import written_storages
 
 # ---- comparing two traces of one step
@@ -60,6 +61,50 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
     return None
 
 
+def same_but_for_the_optimizer(a: RawTrace, b: RawTrace) -> bool:
+    """Whether two traces of a step from different structures are the same but for operators that torch.optim's own code
+    runs, which are repeatable."""
+    return (
+        a.result_spec == b.result_spec
+        and _results_kinds(a) == _results_kinds(b)
+        and a.gradients.keys() == b.gradients.keys()
+        and _script_operators(a.record) == _script_operators(b.record)
+    )
+
+
+def _script_operators(record: TraceRecord) -> list[Any]:
+    """The operators that are not the optimizer's own, with temporary storages numbered in the order of their use."""
+    numbers: dict[int, int] = {}
+
+    def view(index: int) -> Any:
+        found = record.views[index]
+        storage = record.storages[found.storage]
+        key = storage.key if storage.kind != "temp" else numbers.setdefault(found.storage, len(numbers))
+        return storage.kind, key, found.dtype, found.size, found.stride, found.offset
+
+    def described(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return view(value.view)
+        if isinstance(value, ScalarRef):
+            return str(record.scalars[value.index])
+        if isinstance(value, tuple):
+            return tuple(map(described, value))
+        return repr(value) if isinstance(value, float) else value  # because nan equals no other nan
+
+    def outs(value: Any) -> Any:
+        return tuple(map(outs, value)) if isinstance(value, tuple) else value if value is None else view(value)
+
+    return [
+        (op.target, op.where, described(op.args), described(op.kwargs), outs(op.outs), op.random)
+        for op in record.ops
+        if not op.by_optimizer
+    ]
+
+
+def _results_kinds(raw: RawTrace) -> list[Any]:
+    return [type(r) if isinstance(r, (TensorResult, HostResult)) else repr(r) for r in raw.results]
+
+
 def _brief(op: RawOp) -> str:
     shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
     return f"{op.target.removeprefix('aten.')}{shown or ''}"
@@ -76,6 +121,7 @@ def _results(raw: RawTrace) -> list[str]:
 
 
 log = logging.getLogger("gpumux.client")
+T = TypeVar("T")
 
 MAX_PHASES = 8
 _PLAIN = frozenset({torch.Tensor})
@@ -272,6 +318,8 @@ class StepFunction:
         self._staleness = staleness
         self._intern = intern
         self._max_variants = max_variants
+        # Traces without a second one, and what makes it; None outside of `confirmed`.
+        self._unconfirmed: list[tuple[RawTrace, Callable[[], RawTrace]]] | None = None
         self._executed: Executed = {}  # user code seen to run in a trace
         self._cases: list[Case] = []  # most recently used first
         self._first_changes: list[Change] | None = None  # None before the first trace
@@ -291,6 +339,27 @@ class StepFunction:
                 change.restore()
             self._first_changes = None
             raise
+
+    def confirmed(self, capture: Callable[[], T]) -> T:
+        """`capture()`, which captures the phases of one case. Every trace must be confirmed by another one, because a
+        step must do the same each time. Phases that differ only inside torch's own optimizers confirm each other. A
+        single phase is traced a second time at the end. Otherwise all is captured anew, each trace followed by its
+        second."""
+        if any(type(o).__module__.split(".")[:2] != ["torch", "optim"] for o in self._table.optimizers):
+            return capture()  # their phases differ in code that may do anything
+        self._unconfirmed = []
+        try:
+            found = capture()
+            alone = self._unconfirmed
+        finally:
+            self._unconfirmed = None
+        try:
+            if not alone or (len(alone) == 1 and first_difference(alone[0][0], alone[0][1]()) is None):
+                return found
+        except (CaptureError, TraceAgain):
+            pass  # raised again by what follows
+        self._cases.clear()
+        return capture()
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         try:
@@ -370,7 +439,7 @@ class StepFunction:
                 "let the number reach an operator instead of a Python decision, or update it less often",
             )
         try:
-            phase = Phase(state.structure, self._trace(case.fingerprint, args, kwargs, state))
+            phase = Phase(state.structure, self._trace(case, args, kwargs, state))
         except BaseException:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
@@ -416,21 +485,18 @@ class StepFunction:
                 "let the step read optimizer.state itself: optimizer.state[parameter][...]",
             )
 
-    def _trace(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+    def _trace(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
+        fingerprint = case.fingerprint
         with self._staleness.suspended():
             may_change = self._first_changes is None
             self._first_changes = self._first_changes or []
             try:
-                by_device = self._by_device
-                first = self._tracer.trace(
-                    self.fn, args, kwargs, state.structure, state.host, fingerprint, may_change, by_device
-                )
+                first = self._trace_once(fingerprint, args, kwargs, state, may_change)
                 known = not fingerprint.extend(first.executed)
-                if not self._twice:
+                again = partial(self._trace_again, fingerprint, args, kwargs, state)
+                if not self._twice or self._needs_no_second(first, case, again):
                     return first
-                second = self._tracer.trace(
-                    self.fn, args, kwargs, state.structure, state.host, fingerprint, by_device=by_device
-                )
+                second = self._trace_once(fingerprint, args, kwargs, state)
                 part = self._trace_part(fingerprint, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
@@ -447,12 +513,38 @@ class StepFunction:
             return first
         return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
 
+    def _needs_no_second(self, trace: RawTrace, case: Case, again: Callable[[], RawTrace]) -> bool:
+        """Whether another phase confirms a trace, or `confirmed` will. A step that leaves tensors behind is traced
+        again before they are removed, because its next call may read them."""
+        if self.microbatches > 1 or trace.left:
+            return False
+        twin = next((phase.raw for phase in case.phases if same_but_for_the_optimizer(phase.raw, trace)), None)
+        if self._unconfirmed is None:
+            return twin is not None
+        if twin is None:
+            self._unconfirmed.append((trace, again))
+        else:
+            self._unconfirmed = [one for one in self._unconfirmed if one[0] is not twin]
+        return True
+
+    def _trace_once(
+        self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State, may_change: bool = False
+    ) -> RawTrace:
+        return self._tracer.trace(
+            self.fn, args, kwargs, state.structure, state.host, fingerprint, may_change, self._by_device
+        )
+
+    def _trace_again(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+        with self._staleness.suspended():
+            try:
+                return self._trace_once(fingerprint, args, kwargs, state)
+            finally:
+                self._tracer.tidy()
+
     def _trace_part(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
         try:
-            return self._tracer.trace(
-                self.fn, part_args, part_kwargs, state.structure, state.host, fingerprint, by_device=self._by_device
-            )
+            return self._trace_once(fingerprint, part_args, part_kwargs, state)
         except CaptureError as error:
             raise NotSplittable(
                 f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it:"

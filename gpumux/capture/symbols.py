@@ -275,9 +275,12 @@ for _name, _op in _NODE_METHODS.items():
     setattr(HostNode, _name, _method(_op))
 
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def is_symbol(value: Any) -> bool:
     """Whether `value` is a torch symbol over a HostNode."""
-    return isinstance(getattr(value, "node", None), HostNode)
+    return isinstance(value, _SYMBOLS) and isinstance(value.node, HostNode)
 
 
 def _odd(value: Number) -> bool:

@@ -251,7 +251,7 @@ class Job:
         entry = (function, args, kwargs)
         self._functions.append(entry)
         try:
-            for choice in self._warm(entry, phases):
+            for choice in function.confirmed(lambda: self._warm(entry, phases)):
                 self.upload(choice.program)
         except BaseException:
             self._functions.remove(entry)

@@ -20,7 +20,7 @@ import torch
 from gpumux.capture.staleness import Checksums
 from gpumux.capture.state import StateTable
 from gpumux.client.future import Pending
-from gpumux.client.remote import Remote, RemoteProgram, bytes_of, lay
+from gpumux.client.remote import Remote, RemoteProgram, bytes_of, lay, size_of
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
 from gpumux.client.snapshots import SnapshotMetadata, Snapshots
@@ -125,12 +125,14 @@ class ReplayRecorder:
     def loaded(self, number: int) -> None:
         self.log.add(ReplayEntry(-1, _OVERHEAD, LoadEntry(number)))
 
-    def pushed(self, buffers: Sequence[int], data: torch.Tensor, *, kept: bool) -> None:
-        what: torch.Tensor | LocalBytes = data
-        if kept:
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
+        what: torch.Tensor | LocalBytes
+        if data is None:
             what = LocalBytes(self._table, buffers)
             self._local.append(weakref.ref(what))
-        self.log.add(ReplayEntry(-1, _OVERHEAD + data.nbytes, PushEntry(tuple(buffers), what)))
+        else:
+            what = data
+        self.log.add(ReplayEntry(-1, _OVERHEAD + size_of(self._table, buffers), PushEntry(tuple(buffers), what)))
 
     def keep_local(self) -> None:
         """Copy what lies in local memory alone, because that is about to be overwritten."""

@@ -107,13 +107,25 @@ class RemoteProgram:
 def bytes_of(table: StateTable, buffers: Sequence[int], homes: Sequence[Home] | None = None) -> torch.Tensor:
     """The local bytes of job buffers (uint8), each aligned to 64 bytes. `homes`: the storages that hold them, if those
     are no longer the table's."""
-    data = torch.zeros(sum(aligned(table.buffers[b].nbytes) for b in buffers), dtype=torch.uint8)
+    data = torch.zeros(size_of(table, buffers), dtype=torch.uint8)
+    copy_local(table, buffers, data, homes)
+    return data
+
+
+def size_of(table: StateTable, buffers: Sequence[int]) -> int:
+    """The bytes of job buffers, each aligned to 64 bytes."""
+    return sum(aligned(table.buffers[b].nbytes) for b in buffers)
+
+
+def copy_local(
+    table: StateTable, buffers: Sequence[int], data: torch.Tensor, homes: Sequence[Home] | None = None
+) -> None:
+    """Write `bytes_of` into `data` (uint8). Bytes that no tensor uses stay as they are."""
     at = 0
     for i, b in enumerate(buffers):
         for storage, start in table.buffers[b].home if homes is None else homes[i]:
             data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
         at += aligned(table.buffers[b].nbytes)
-    return data
 
 
 def lay(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -140,8 +152,8 @@ class SendObserver(Protocol):
 
     def loaded(self, number: int) -> None: ...
 
-    def pushed(self, buffers: Sequence[int], data: torch.Tensor, *, kept: bool) -> None:
-        """The bytes of these buffers, each aligned to 64 bytes, are sent. `kept`: local memory keeps them until it is
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
+        """The bytes of these buffers, each aligned to 64 bytes, are sent. None: local memory keeps them until it is
         fetched into."""
         ...
 
@@ -268,9 +280,9 @@ class Remote:
         parameters = self._parameters() if first and self._observer is not None else frozenset()
         for kept in (False, True):
             for some in self._portions([b for b in buffers if (b in parameters) is kept]):
-                data = bytes_of(self._table, some)
+                data = None if kept or self._observer is None else bytes_of(self._table, some)
                 if self._observer is not None:  # before sending: a recovery repeats what failed on the way
-                    self._observer.pushed(some, data, kept=kept)
+                    self._observer.pushed(some, data)
                 self._put(some, data)
 
     def _parameters(self) -> frozenset[int]:
@@ -290,11 +302,16 @@ class Remote:
             self._put(some, data[at : at + nbytes])
             at += nbytes
 
-    def _put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
+    def _put(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
+        """Send `data`; by default the local bytes, without another copy of them."""
         number, segment, memory = self._transfer(buffers, True)
-        if memory is not None:
+        frames = []
+        if memory is None:
+            frames = [(bytes_of(self._table, buffers) if data is None else data).numpy().tobytes()]
+        elif data is None:
+            copy_local(self._table, buffers, torch.frombuffer(memory, dtype=torch.uint8))
+        else:
             torch.frombuffer(memory, dtype=torch.uint8)[: data.numel()].copy_(data)
-        frames = [data.numpy().tobytes()] if memory is None else []
         del memory
         self.session.post(m.FillTransfer(0, self.job, number, len(frames)), frames)
         self._wait_transfer(number)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpumux.errors import ProgramError
 from gpumux.program import operators
 from gpumux.program.codec import decode
+from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import (
     DEFAULT,
     ITEM_BYTES,
@@ -510,7 +511,7 @@ class FakeRun:
     def __init__(self, program: Program) -> None:
         self._program = program
         # Without a shape rule, torch's fallback would run the real kernel on real memory.
-        self._mode = FakeTensorMode(allow_fallback_kernels=False)
+        self._operators = FakeOperators(FakeTensorMode(allow_fallback_kernels=False), program.device, fake_call)
         self._tensors: dict[int, torch.Tensor] = {}  # by view
         self._bases: dict[int, torch.Tensor] = {}  # by storage; keeps the fake storage alive
         self._owner: dict[int, int] = {}  # identity of a fake storage -> the Program's storage
@@ -518,12 +519,12 @@ class FakeRun:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Fake mode with the Program's default dtype, no autograd and no log; restores the process's own settings."""
+        """The Program's default dtype, no autograd and no log; restores the process's own settings."""
         before = torch.get_default_dtype()
         quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
         torch.set_default_dtype(DTYPES[self._program.numerics.default_dtype])
         try:
-            with torch.no_grad(), self._mode:
+            with torch.no_grad():
                 yield
         finally:
             torch.set_default_dtype(before)
@@ -535,7 +536,7 @@ class FakeRun:
         kwargs = {name: self._value(arg) for name, arg in op.kwargs}
         self._bounded(op)
         try:
-            returned = fake_call(schema.overload, tuple(args), kwargs, self._program.device)
+            returned = self._operators.run(schema.overload, tuple(args), kwargs)
         except ProgramError:
             raise
         except Exception as e:
@@ -573,14 +574,13 @@ class FakeRun:
         return found
 
     def _window(self, view: View) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=DTYPES[view.dtype], device=self._program.device)
-        return tensor.set_(self._base(view.storage).untyped_storage(), view.offset, view.size, view.stride)
+        storage = self._base(view.storage).untyped_storage()
+        return self._operators.view(storage, view.size, view.stride, DTYPES[view.dtype], view.offset)
 
     def _base(self, storage: int) -> torch.Tensor:
         found = self._bases.get(storage)
         if found is None:
-            nbytes = self._program.storages[storage].nbytes
-            found = torch.empty(nbytes, dtype=torch.uint8, device=self._program.device)
+            found = self._operators.empty((self._program.storages[storage].nbytes,), (1,), torch.uint8)
             self._adopt(storage, found)
         return found
 

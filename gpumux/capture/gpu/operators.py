@@ -11,7 +11,7 @@ describes how the operators were found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -162,6 +162,7 @@ def gru_cell(
 
 NAME = "AutocastIPU"
 KEY = getattr(torch._C.DispatchKey, NAME)
+_INTERCEPTED = torch._C.DispatchKeySet(KEY)
 # Keys to skip in a redispatch with explicit keys: all operators here are composed of others.
 _PASSED = (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect)
 _HALF = (torch.float16, torch.bfloat16)
@@ -190,11 +191,9 @@ def as_on_a_gpu(tape: RngTape, gpu: bool, replace: bool = True) -> Iterator[None
         _tape, _replacing = before
 
 
-@contextmanager
-def as_they_are() -> Iterator[None]:
+def as_they_are() -> AbstractContextManager[None]:
     """Inside, operators are not intercepted; used for operators that were replaced already."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY)):
-        yield
+    return torch._C._ExcludeDispatchKeyGuard(_INTERCEPTED)
 
 
 def _switch(on: bool) -> None:

@@ -1,0 +1,205 @@
+"""Processor time of a submit: in the client, and in the daemon, which checks and loads the Programs.
+
+Each model runs in a process of its own with a daemon of its own: the step is submitted, closed and submitted again.
+Beside it, in the same process, the step runs once over fake tensors without gpumux (the baseline: `bare`), and is
+compiled by torch.compile with the backends "eager" and "aot_eager". Caches of fake results are cleared before each, so
+that none profits from another. Loops over an LSTM cell show how the time grows with the number of operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbench import common
+from microbench.daemon import running_daemon
+from microbench.walk import descendants
+
+LOOPS = (10, 40, 160)
+MODELS = ("gpt2", "bert-base", "t5-small", "resnet50", *(f"loop-{n}" for n in LOOPS))
+CLIENT, AGAIN, DAEMON = 4.0, 0.2, 4.0  # the marks: client over bare, second submit over the first, daemon over bare
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[..., Tensor]
+    batch: tuple[Tensor, ...]
+
+
+def build(name: str) -> Case:
+    if name.startswith("loop-"):
+        return _loop(int(name.removeprefix("loop-")))
+    from microbench.real_models import build as real
+
+    made = real(name)
+    return Case(made.model, made.optimizer, made.step, made.batch(0))
+
+
+def _loop(length: int) -> Case:
+    """A loop in Python over an LSTM cell, as written before nn.LSTM is known."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"cell": nn.LSTMCell(32, 64), "out": nn.Linear(64, 1)})
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = x.new_zeros(x.shape[1], 64), x.new_zeros(x.shape[1], 64)
+        for row in x:
+            hidden = model["cell"](row, hidden)
+        loss = nn.functional.mse_loss(model["out"](hidden[0]), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Case(model, optimizer, step, (torch.randn(length, 16, 32), torch.randn(16, 1)))
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of a process and those below it, those that ended included."""
+    total = 0.0
+    for one in (pid, *descendants(pid)):
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += sum(map(int, fields[11:15])) / TICKS
+    return total
+
+
+def clear_caches() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode.cache_clear()
+
+
+def submit_part(name: str) -> dict[str, Any]:
+    """Processor time of a submit and of another one, in the client and in the daemon, and of one run over fake
+    tensors."""
+    from gpumux import client
+
+    made = build(name)
+    found: dict[str, Any] = {}
+    with running_daemon(policy="guarded", threads=1) as daemon:
+        for which in ("first", "second"):
+            server, own, began = processor_s(daemon.process.pid), time.process_time(), time.perf_counter()
+            job = client.submit(
+                made.step, example=made.batch, model=made.model, optimizer=made.optimizer, name=name,
+                endpoint=daemon.endpoint,
+            )  # fmt: skip
+            found[which] = {
+                "client_s": time.process_time() - own,
+                "daemon_s": processor_s(daemon.process.pid) - server,
+                "wall_s": time.perf_counter() - began,
+            }
+            found["operators"] = max(len(p.lowered.program.ops) for p in _programs(job))
+            found["programs"] = len(_programs(job))
+            job.close(sync=False)
+    del job, made
+    clear_caches()
+    found["bare_s"] = bare(name)
+    found["bare_warm_s"] = bare(name)
+    return found
+
+
+def _programs(job: Any) -> list[Any]:
+    return [
+        program for function, _, _ in job._functions for case in function._cases for phase in case.phases
+        for program in phase.programs.values()
+    ]  # fmt: skip
+
+
+def bare(name: str) -> float:
+    """Processor time of the second run of the step over fake tensors, as far as torch needs it: the optimizer has its
+    state."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = build(name)
+        began = time.process_time()
+        made.step(*made.batch)
+        return time.process_time() - began
+
+
+def compile_part(name: str, backend: str) -> dict[str, Any]:
+    """Processor time of the first run of the step's forward and backward under torch.compile, less a second run."""
+    made = build(name)
+    compiled = torch.compile(made.step, backend=backend)
+    spent = []
+    for _ in range(2):
+        began = time.process_time()
+        compiled(*made.batch)
+        spent.append(time.process_time() - began)
+    return {f"compile_{backend}_s": spent[0] - spent[1]}
+
+
+def measure(name: str, compiled: bool) -> dict[str, Any]:
+    parts = [["submit"], *([["compile", "eager"], ["compile", "aot_eager"]] if compiled else [])]
+    found: dict[str, Any] = {}
+    for part in parts:
+        command = [sys.executable, "-m", "microbench.capture", "--part", *part, "--models", name]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
+        if ended.returncode:
+            raise RuntimeError(f"part {' '.join(part)} of {name} ended with {ended.returncode}")
+        found |= json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    return {
+        "client over bare": found["first"]["client_s"] / found["bare_s"],
+        "second over first": found["second"]["client_s"] / found["first"]["client_s"],
+        "daemon over bare": found["first"]["daemon_s"] / found["bare_s"],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--models", nargs="+", default=MODELS, help=f"some of {', '.join(MODELS)}")
+    arguments.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    arguments.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    args = arguments.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.part:
+        what, *rest = args.part
+        print(json.dumps(submit_part(args.models[0]) if what == "submit" else compile_part(args.models[0], *rest)))
+        return 0
+    facts = common.machine()
+    print(common.describe(facts))
+    models = {}
+    for name in args.models:
+        models[name] = {**(found := measure(name, not args.no_compile)), "ratios": ratios(found)}
+        print(f"{name}: {json.dumps(models[name])}", flush=True)
+    marks = {"client over bare": CLIENT, "second over first": AGAIN, "daemon over bare": DAEMON}
+    targets = {
+        f"{name}: {what}": {"value": round(value, 2), "target": marks[what], "met": value <= marks[what]}
+        for name, found in models.items()
+        for what, value in found["ratios"].items()
+    }
+    rows = [
+        [name, str(f["operators"]), *(f"{f[k][p]:.2f}" for k in ("first", "second") for p in ("client_s", "daemon_s")),
+         f"{f['bare_s']:.2f}", *(f"{v:.2f}" for v in f["ratios"].values()),
+         *(f"{f[k]:.1f}" if k in f else "-" for k in ("compile_eager_s", "compile_aot_eager_s"))]
+        for name, f in models.items()
+    ]  # fmt: skip
+    header = ["model", "operators", "client s", "daemon s", "again", "daemon", "bare s", *marks, "eager s", "aot s"]
+    print(common.table(header, rows))
+    common.report("capture", args.out, {"machine": facts, "models": models, "targets": targets})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
