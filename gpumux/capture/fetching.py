@@ -417,20 +417,6 @@ def _hook() -> None:
 HOOKS = torch.nn.modules.module._global_forward_pre_hooks
 
 
-class OtherHooks:
-    """A view of a dictionary of hooks without gpumux's own, which comes and goes and must not make a step another
-    variant."""
-
-    def __init__(self, hooks: dict[Any, Any]) -> None:
-        self._hooks = hooks
-
-    def __iter__(self) -> Iterator[Any]:
-        return (hook for hook in self._hooks.values() if hook is not before_forward)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 # ---- functions of torch that read or share a tensor's memory and bypass `__torch_function__`
 # (`torch.overrides.get_ignored_functions`)
 #

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
-from operator import call, is_
+from operator import is_
 from typing import Any
 
 import numpy
@@ -141,7 +140,7 @@ def _alike(old: Any, new: Any) -> Any:
 # ---- readings of watched values, and their comparison
 #
 # A reading holds the objects it saw, so that no address is reused while it is compared. Unchanged readings compare by
-# identity, in C (`IdentityCheck`); only those that differ are compared in detail.
+# identity, in C (watch/fingerprint.py); only those that differ are compared in detail.
 
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
@@ -158,18 +157,19 @@ def layout(tensor: torch.Tensor) -> Any:
 
 @dataclass(slots=True)
 class Watch:
-    """`read()` gives the present values; `names` label them; `restore(old)` puts a reading back.
+    """`present()` gives the present values; `names` label them; `restore(old)` puts a reading back. `present` is called
+    at every step: best it is a function of C, which gives an iterator.
 
     flag: training and requires_grad flags, which a step may leave changed.
-    parts: what to compare by identity instead of calling `read`, as long as all of it is the same: iterables
-        that show the present content. None: `read` itself gives the same objects while nothing changes.
-    content: `read` makes its values anew each time; they are compared by equality.
-    sized: something of which only the length is compared, as long as it is the same, instead of calling `read`.
+    parts: what to compare by identity instead of calling `present`, as long as all of it is the same: iterables
+        that show the present content. None: `present` itself gives the same objects while nothing changes.
+    content: `present` makes its values anew each time; they are compared by equality.
+    sized: something of which only the length is compared, as long as it is the same, instead of calling `present`.
     buffers: a module's own buffers, where a tensor that a step replaces is meant to stand.
     """
 
     label: str
-    read: Callable[[], Reading]
+    present: Callable[[], Iterable[Any]]
     names: Callable[[int], str]
     restore: Callable[[Reading], None]
     flag: bool = False
@@ -177,6 +177,9 @@ class Watch:
     content: bool = False
     sized: Any = None
     buffers: bool = False
+
+    def read(self) -> Reading:
+        return tuple(self.present())
 
     def same(self, old: Reading, new: Reading, identity: Identity) -> bool:
         if len(old) != len(new):
@@ -212,35 +215,6 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(equal(x, y, identity) for x, y in zip(a, b, strict=True))
     return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
-
-
-class IdentityCheck:
-    """Compares all watches at once by identity, in C."""
-
-    def __init__(self, watches: Sequence[Watch]) -> None:
-        self._parts = [part for w in watches for part in w.parts or ()]
-        self._reads = [w.read for w in watches if w.parts is None and w.sized is None and not w.content]
-        self._sized = [w.sized for w in watches if w.sized is not None]
-        self._contents = [w.read for w in watches if w.content]
-        self._seen: tuple[list[Any], list[int], list[Any]] | None = None
-
-    def _now(self) -> tuple[list[Any], list[int], list[Any]]:
-        read = list(map(call, self._reads))
-        lengths = [*map(len, self._parts), *map(len, self._sized), *map(len, read)]  # type: ignore[arg-type]
-        everything = [*chain.from_iterable(read), *chain.from_iterable(self._parts)]
-        return everything, lengths, list(map(call, self._contents))
-
-    def remember(self) -> None:
-        """Take the present objects as those that `unchanged` compares with."""
-        self._seen = self._now()
-
-    def unchanged(self) -> bool:
-        """Whether all objects are the same as at the last `remember`. Raises KeyError if a watched name is gone."""
-        if self._seen is None:
-            return False
-        objects, lengths, contents = self._now()
-        old_objects, old_lengths, old_contents = self._seen
-        return lengths == old_lengths and contents == old_contents and all(map(is_, old_objects, objects))
 
 
 # ---- the job's buffers

@@ -136,9 +136,9 @@ def test_settings_of_a_gpu_that_differ_for_convolutions_and_recurrent_layers_are
 @pytest.mark.parametrize("switch", ["cudnn", "cuda.matmul"])
 def test_a_changed_switch_of_a_gpu_is_seen_between_two_calls(switch: str) -> None:
     owner = torch.backends.cudnn if switch == "cudnn" else torch.backends.cuda.matmul
-    before = precisions()
+    before = precisions().read()
     owner.allow_tf32 = not owner.allow_tf32
-    assert precisions() != before
+    assert precisions().read() != before
 
 
 @pytest.mark.parametrize("kind", ["conv", "rnn"])

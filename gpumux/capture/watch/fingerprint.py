@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import call, is_
 from typing import Any
 
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import UNRETURNED, Identity, IdentityCheck, Reading, layout
+from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
 from gpumux.errors import NotRepeatable
@@ -30,6 +32,35 @@ class Change:
     flag: bool  # whether it is a training flag, which a step may change
     restore: Callable[[], None]
     again: Callable[[], None]
+
+
+class IdentityCheck:
+    """Compares all watches at once by identity, in C."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self._parts = [part for w in watches for part in w.parts or ()]
+        self._reads = [w.present for w in watches if w.parts is None and w.sized is None and not w.content]
+        self._sized = [w.sized for w in watches if w.sized is not None]
+        self._contents = [w.present for w in watches if w.content]
+        self._seen: tuple[list[Any], list[int], list[Any]] | None = None
+
+    def _now(self) -> tuple[list[Any], list[int], list[Any]]:
+        read = list(map(tuple, map(call, self._reads)))
+        lengths = [*map(len, self._parts), *map(len, self._sized), *map(len, read)]  # type: ignore[arg-type]
+        everything = [*chain.from_iterable(read), *chain.from_iterable(self._parts)]
+        return everything, lengths, list(map(tuple, map(call, self._contents)))
+
+    def remember(self) -> None:
+        """Take the present objects as those that `unchanged` compares with."""
+        self._seen = self._now()
+
+    def unchanged(self) -> bool:
+        """Whether all objects are the same as at the last `remember`. Raises KeyError if a watched name is gone."""
+        if self._seen is None:
+            return False
+        objects, lengths, contents = self._now()
+        old_objects, old_lengths, old_contents = self._seen
+        return lengths == old_lengths and contents == old_contents and all(map(is_, old_objects, objects))
 
 
 class Fingerprint:

@@ -193,7 +193,9 @@ class Walk:
         while missing := [found for i, found in executed.items() if i not in self.walked]:
             self._roots += _owners(missing)
             self._walk_until_complete()
-        self.watches += [watches.gradients_wanted(self._params), watches.parameter_hooks(self._params), watches.modes()]
+        if self._params:
+            self.watches += [watches.gradients_wanted(self._params), watches.parameter_hooks(self._params)]
+        self.watches += [watches.modes(), watches.precisions()]
         if {"environ", "getenv"} & self._names:
             self.watches.append(watches.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
 

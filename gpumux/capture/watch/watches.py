@@ -13,19 +13,19 @@ import os
 import pickle
 import random
 import re
-import sys
 import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from itertools import filterfalse, repeat
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import numpy
 import torch
 
-from gpumux.capture.fetching import HOOKS, OtherHooks
+from gpumux.capture.fetching import HOOKS, before_forward
 from gpumux.capture.state import ABSENT, UNRETURNED, Reading, Watch
 from gpumux.errors import CaptureError
 from gpumux.program.ir import Numerics, Op, Program, TensorRef
@@ -47,9 +47,10 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")
 _CONVOLUTIONS = ("convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 
 
-def precisions() -> tuple[str, ...]:
-    """The precision for every backend of this torch and every kind of operator. Equal values are identical strings."""
-    return tuple([sys.intern(_precision(b, kind)) for b in _BACKENDS for kind in ("matmul", "conv", "rnn")])
+def precisions() -> Watch:
+    """The precision for every backend of this torch and every kind of operator."""
+    getters = [partial(_precision, b, kind) for b in _BACKENDS for kind in ("matmul", "conv", "rnn")]
+    return Watch(_MODES, partial(map, call, getters), lambda i: _MODES_CHANGED, lambda old: None, content=True)
 
 
 def numerics_now(device: str = "cpu") -> Numerics:
@@ -107,6 +108,9 @@ def _tensors(op: Op) -> Iterator[int]:
 
 
 # ---- watches
+#
+# What is read at every call is read by functions of C alone where that can be (Watch.present): a step of a large model
+# has hundreds of watches.
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
@@ -136,7 +140,7 @@ def codes(functions: Sequence[types.FunctionType]) -> Watch:
         for i, fn in enumerate(functions):
             fn.__code__, fn.__defaults__ = old[i], old[i + len(functions)]
 
-    return Watch("functions", lambda: (*map(get[0], functions), *map(get[1], functions)), name, restore)
+    return Watch("functions", partial(map, call, [partial(g, fn) for g in get for fn in functions]), name, restore)
 
 
 def types_of(objects: Sequence[tuple[str, Any]]) -> Watch:
@@ -148,7 +152,7 @@ def types_of(objects: Sequence[tuple[str, Any]]) -> Watch:
             if type(value) is not cls:
                 value.__class__ = cls
 
-    return Watch("classes", lambda: tuple(map(type, values)), lambda i: f"the class of {objects[i][0]}", restore)
+    return Watch("classes", partial(map, type, values), lambda i: f"the class of {objects[i][0]}", restore)
 
 
 def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
@@ -160,14 +164,12 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
         for key, value in zip(names, old, strict=False):
             setattr(cls, key, value)
 
-    return Watch(
-        label, lambda: tuple([space.get(k) for k in names]), lambda i: f"{label}.{names[i]}", restore
-    )  # fmt: skip
+    return Watch(label, partial(map, space.get, names), lambda i: f"{label}.{names[i]}", restore)
 
 
 def values(label: str, space: dict[Any, Any], *, buffers: bool = False) -> Watch:
     """Every entry of a module's parameters, children or hooks, by order."""
-    view = OtherHooks(space) if space is HOOKS else space.values()
+    view = space.values()
 
     def restore(old: Reading, keys: tuple[Any, ...] = tuple(space)) -> None:
         space.clear()
@@ -176,6 +178,8 @@ def values(label: str, space: dict[Any, Any], *, buffers: bool = False) -> Watch
     def name(i: int) -> str:
         return f"{label}[{list(space)[i]!r}]"
 
+    if space is HOOKS:  # gpumux's own hook comes and goes, and must not make a step another variant
+        return Watch(label, partial(filterfalse, partial(is_, before_forward), view), name, restore)
     return Watch(label, partial(tuple, view), name, restore, parts=(view,), buffers=buffers)
 
 
@@ -229,9 +233,7 @@ def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
             else:
                 space[key] = value
 
-    return Watch(
-        label, lambda: tuple([space.get(k, ABSENT) for k in names]), lambda i: f"{label}.{names[i]}", restore
-    )  # fmt: skip
+    return Watch(label, partial(map, space.get, names, repeat(ABSENT)), lambda i: f"{label}.{names[i]}", restore)
 
 
 def sequence(label: str, items: Any) -> Watch:
@@ -304,7 +306,7 @@ def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
             if p.requires_grad != value:
                 p.requires_grad_(value)
 
-    return Watch("requires_grad", lambda: tuple(map(get, params)), lambda i: "requires_grad", restore, flag=True)
+    return Watch("requires_grad", partial(map, get, params), lambda i: "requires_grad", restore, flag=True)
 
 
 def parameter_hooks(params: Sequence[torch.Tensor]) -> Watch:
@@ -366,27 +368,21 @@ def _kinds(value: Any, out: list[Any]) -> None:
         out.append("number" if isinstance(value, (int, float)) and kind is not bool else value)
 
 
+_MODES = "torch's modes"
+_MODES_CHANGED = "torch's modes (autocast, grad mode, precision)"
+
+
 def modes() -> Watch:
     """Torch's settings that decide which operators run. Read below torch's Python functions, because this happens at
     every call."""
-    c, mha = torch._C, torch.backends.mha
-    grad, inference, autocast, dtype = (
-        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
+    c, autocast, dtype = torch._C, torch.is_autocast_enabled, torch.get_autocast_dtype
+    getters = (
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, partial(autocast, "cpu"), partial(autocast, "cuda"),
+        partial(dtype, "cpu"), partial(dtype, "cuda"), torch.is_autocast_cache_enabled,
+        c._get_deterministic_algorithms, torch.get_default_dtype, c._get_mkldnn_enabled, c._get_cudnn_enabled,
+        c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled, c._get_math_sdp_enabled,
+        partial(getattr, torch.backends.mha, "_is_fastpath_enabled"),
     )  # fmt: skip
-    cached = torch.is_autocast_cache_enabled
-    deterministic, default = c._get_deterministic_algorithms, torch.get_default_dtype
-    mkldnn, cudnn, flash, efficient, plain = (
-        c._get_mkldnn_enabled, c._get_cudnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled,
-        c._get_math_sdp_enabled,
-    )  # fmt: skip
-
-    def read() -> Reading:
-        return (
-            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), dtype("cuda"), cached(),
-            deterministic(), default(), mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled,
-            *precisions(),
-        )  # fmt: skip
-
     set_grad, set_on, set_dtype = torch.set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype
     set_cached, set_default = torch.set_autocast_cache_enabled, torch.set_default_dtype
 
@@ -400,7 +396,7 @@ def modes() -> Watch:
         set_cached(old[6])
         set_default(old[8])
 
-    return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", restore)
+    return Watch(_MODES, partial(map, call, getters), lambda i: _MODES_CHANGED, restore)
 
 
 def generator_state(source: Any) -> str:
