@@ -8,8 +8,8 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
@@ -315,17 +315,6 @@ class Lowered:
     # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
     words: int | None = 0
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
-    returns_leaf: bool = field(init=False)  # whether the result is one value, no container
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
-
-    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
-        """The pytree that the step function returned. `host`: the evaluator's values for the results."""
-        leaves = [
-            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in self.results
-        ]
-        return leaves[0] if self.returns_leaf else pytree.tree_unflatten(leaves, self.result_spec)
 
 
 class _Exit:

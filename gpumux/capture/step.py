@@ -197,11 +197,21 @@ class StepProgram:
     left: Sequence[Callable[[], None]] = ()  # each marks a place where the step leaves a tensor
     replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
+    _returns_leaf: bool = field(init=False)  # whether the result is one value, no container
 
     def __post_init__(self) -> None:
         program = self.lowered.program
         ops = tuple(op for op in program.ops if not _evaluates(op))
         self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+        self._returns_leaf = self.lowered.result_spec.is_leaf()
+
+    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
+        """The pytree that the step function returned. `host`: the evaluator's values for the results."""
+        results = self.lowered.results
+        leaves = [
+            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in results
+        ]
+        return leaves[0] if self._returns_leaf else pytree.tree_unflatten(leaves, self.lowered.result_spec)
 
 
 def _evaluates(op: Op) -> bool:

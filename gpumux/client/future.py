@@ -270,18 +270,14 @@ def generator_after(future: StepFuture) -> torch.Tensor | None:
 
 
 class _Step:
-    __slots__ = ("future", "host", "lowered", "program", "slot")
+    __slots__ = ("captured", "future", "host", "program", "slot")
 
     def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
-        self.lowered = choice.program.lowered
+        self.captured = choice.program
         self.future = future
         self.program = program
         self.slot = slot
-        self.host = choice.values[sum(self.lowered.counts) :]
-
-    def value(self, tensors: list[torch.Tensor]) -> Any:
-        """Rebuild the step function's return value from its tensors."""
-        return self.lowered.value(tensors, self.host)
+        self.host = choice.values[sum(choice.program.lowered.counts) :]
 
 
 class _Rerun:
@@ -346,7 +342,8 @@ class Pending:
                 tensors = program.take(step.slot, frames)
                 times = StepTimes(message.queue_s, message.device_s, message.total_s)
                 drew = program.program.generator is not None
-                step.future._finish(step.value(tensors), times, tensors[-1] if drew else None)
+                value = step.captured.value(tensors, step.host)
+                step.future._finish(value, times, tensors[-1] if drew else None)
                 program.device_s = message.device_s
             program.free.add(step.slot)
             self.newest = max(self.newest, message.step)

@@ -523,9 +523,8 @@ class Array(BaseArray):
         for member, choice in zip(self._members, choices, strict=True):
             member.advance(choice)
         self._last = [variant for variant, _ in runs]
-        lowered = choices[0].program.lowered
         tensors = results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
-        return lowered.value(tensors, self._together(choices))
+        return choices[0].program.value(tensors, self._together(choices))
 
     def close(self, *, sync: bool = True) -> None:
         """Stop training. The trained state is copied to the local models, or discarded without `sync`. state_dict(),
