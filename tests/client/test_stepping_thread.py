@@ -15,8 +15,7 @@ from torch import nn
 
 from gpumux import client
 from gpumux.client import session as patience
-from gpumux.client.session import AT_ONCE, LONG_S, SAY_AFTER_S, Session, Waits
-from gpumux.client.stepping_thread import SURE, SteppingThread
+from gpumux.client.session import AT_ONCE, LONG_S, SAY_AFTER_S, SURE, Session, SteppingThread, Waits
 from gpumux.wire import messages as m
 from microbench.daemon import running_daemon
 from tests.client.parity import THREADS
