@@ -1,67 +1,37 @@
-"""The daemon's records of each job and process of the CPU device. No torch."""
+"""The daemon's records of each job and process of the CPU device, and the commands to a process. No torch."""
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
 import signal
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumux.device.base import AnswerForm, DeviceEvent, Launch, ProgramProfiled, ProgramRefused
+from gpumux.device.base import AnswerForm, Launch
 from gpumux.device.run.device_base import DeviceJob
-from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
+from gpumux.device.run.schedule import LoadCommand, ProfileCommand, TransferCommand
 from gpumux.device.workers.channel import (
-    ANSWER,
-    CUT,
-    DESCRIPTORS,
-    DONE,
-    DONE_BODY,
-    FAILED,
-    LAUNCH,
-    LAUNCH_HEAD,
-    LOAD,
-    LOADED,
-    NICE,
-    PACKET,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
     PAGE_MEMORY,
     PAGE_MEMORY_AT,
     PAGE_TIMES,
     PAGE_TIMES_AT,
-    PROFILE,
-    PROFILED,
-    RECUT,
-    REFUSED,
-    TRANSFER,
-    TRANSFERRED,
     Channel,
     Descriptors,
-    pack,
     pair,
-    unpack,
 )
 from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.types import (
     Fault,
-    JobDied,
     JobId,
-    JobReleased,
     LaunchId,
     PieceDone,
-    PieceFailed,
     ProgramId,
-    ProgramReady,
-    TransferEnded,
 )
 
 OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
-_NO_SCALARS = pack(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,162 +155,3 @@ def start_executor(server: ForkServer, job: JobId, settings: dict[str, Any]) -> 
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = server.fork("executor", settings, (theirs.detach(), page_fd))
     return ExecutorRecord(job, token, Channel(ours), page)
-
-
-def send(channel: Channel, command: Command | UnscheduledCommand) -> Fault | None:
-    """Send a command to an executor. Returns the fault if the command can't be sent. An executor that is gone is no
-    fault: the end of its channel reports that."""
-    try:
-        _send(channel, command)
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    except (struct.error, OverflowError, ValueError, TypeError, OSError) as error:
-        return Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
-    return None
-
-
-def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
-    if isinstance(command, Launch):
-        launch, _, step, program, cut, piece, slot, _, _, _, submitted = command
-        head = LAUNCH_HEAD.pack(
-            LAUNCH, launch, step, program, cut, piece, slot, -1.0 if submitted is None else submitted
-        )
-        # The executor keeps a step's scalars: they go with its first piece only.
-        if command.piece == 0:
-            scalars = pack(command.scalars) if command.scalars else _NO_SCALARS
-            if len(head) + len(scalars) > PACKET:
-                _send_unscheduled(channel, head, scalars)
-                return
-            head += scalars
-        channel.sock.send(head)
-        return
-    if isinstance(command, ProfileCommand):
-        channel.send(PROFILE, [command.program])
-        return
-    if isinstance(command, Renice):
-        channel.send(NICE, [command.nice])
-        return
-    if isinstance(command, Cut):
-        channel.send(CUT, [command.program, command.target_s])
-        return
-    try:
-        if isinstance(command, Answers):
-            channel.send(ANSWER, command.form, command.held.fds)
-        elif isinstance(command, LoadCommand):
-            _send_load(channel, command)
-        else:
-            body = [command.transfer, command.buffers, command.nbytes, command.into_device]
-            channel.send(TRANSFER, body, command.held.fds)
-    finally:
-        command.held.close()
-
-
-def _send_load(channel: Channel, load: LoadCommand) -> None:
-    """Send a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
-    lists = {"new_buffers": load.new_buffers, "binding": load.binding}
-    description = pack({"program": load.program, "slots": load.slots, "data_bytes": load.nbytes, **lists})
-    fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, load.encoded])
-    try:
-        channel.send(LOAD, [], (fd, *load.held.fds))
-    finally:
-        os.close(fd)
-
-
-def _send_unscheduled(channel: Channel, head: bytes, scalars: bytes) -> None:
-    """Send a launch with more scalars than a packet holds: they are passed by descriptor."""
-    fd = memory_file("gpumux-scalars", [scalars])
-    try:
-        channel.send_packet(bytes((DESCRIPTORS,)))
-        channel.send_packet(head, (fd,))
-    finally:
-        os.close(fd)
-
-
-def release(command: Command) -> None:
-    """Close what a command that will never be sent holds."""
-    if isinstance(command, LoadCommand | TransferCommand):
-        command.held.close()
-
-
-# ---- Device events from executors' messages, and for executors that died. No torch.
-
-
-_FEW = "close jobs, or raise the daemon's limits (LimitNOFILE)"
-_log = logging.getLogger(__name__)
-_DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
-
-
-def no_process(error: OSError) -> Fault:
-    """The fault of a job whose process can't be started: the daemon ran out of a resource."""
-    return Fault("job_failed", f"its process can't be started: {error.strerror}", _FEW)
-
-
-def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:
-    """Turn an executor's message into events. A command that it answers leaves the schedule."""
-    job = executor.job
-    if tag == DONE:
-        launch, started, ended, answered, suspended = _DONE.unpack(body)
-        if launch == executor.reported:
-            if not answered:  # sending failed after the page said that it was answered
-                executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
-            return []
-        schedule.done(job)
-        return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
-    said = unpack(body)
-    if tag == RECUT:
-        program, cut, pieces, bounds, through_python = said
-        if cut == 1 and through_python:
-            reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
-            _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
-        executor.programs[program].recut(cut, bounds)
-        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds))]
-    if tag == FAILED:
-        executor.failure = Fault(*said[1:])  # reported when the process has ended
-        return []
-    command = schedule.done(job)
-    if tag == LOADED:
-        program, pieces, bounds, table, ops = said
-        executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds))]
-    if tag == REFUSED and isinstance(command, LoadCommand):
-        executor.not_loaded(command)
-        return [ProgramRefused(job, command.program, Fault(*said[1:]))]
-    if tag == TRANSFERRED and isinstance(command, TransferCommand):
-        code, message, remedy = said[1:]
-        return [TransferEnded(job, command.transfer, Fault(code, message, remedy) if code else None)]
-    if tag == PROFILED and isinstance(command, ProfileCommand):
-        text, code, message, remedy = said
-        return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
-    raise AssertionError(f"message {tag} to {command}")
-
-
-def unheard(executor: ExecutorRecord, schedule: Schedule[Command]) -> list[DeviceEvent]:
-    """The PieceDone of a launch whose step was answered, if the executor's message about it has not arrived yet."""
-    running = schedule.running(executor.job)
-    done = executor.answered(running) if isinstance(running, Launch) and not executor.unloading else None
-    if done is None:
-        return []
-    executor.reported = done.launch
-    schedule.done(executor.job)
-    return [done]
-
-
-def obituary(executor: ExecutorRecord, unfinished: Sequence[Command]) -> list[DeviceEvent]:
-    """The events for an executor that has ended: a failure for each unanswered command, oldest first, then its end."""
-    for command in unfinished:
-        release(command)
-    if executor.unloading:
-        return [JobReleased(executor.job)]
-    first = unfinished[0] if unfinished else None
-    fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
-    return [*(_unanswered(executor, command, fault) for command in unfinished), JobDied(executor.job, fault)]
-
-
-def _unanswered(executor: ExecutorRecord, command: Command, fault: Fault) -> DeviceEvent:
-    if isinstance(command, Launch):
-        return PieceFailed(command.launch, fault)
-    if isinstance(command, LoadCommand):
-        return ProgramRefused(executor.job, ProgramId(command.program), fault)
-    if isinstance(command, ProfileCommand):
-        return ProgramProfiled(executor.job, command.program, b"", fault)
-    return TransferEnded(executor.job, command.transfer, fault)

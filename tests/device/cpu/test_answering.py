@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 
 from gpumux.device.base import Launch
+from gpumux.device.cpu.device import answer, obituary, unheard
 from gpumux.device.cpu.executor import StepAnswers
-from gpumux.device.cpu.jobs import ExecutorRecord, answer, obituary, unheard
+from gpumux.device.cpu.jobs import ExecutorRecord
 from gpumux.device.run.schedule import Schedule
 from gpumux.device.workers.channel import (
     DONE,

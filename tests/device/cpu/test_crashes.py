@@ -234,7 +234,7 @@ def test_a_command_that_can_not_be_sent_fails_its_job_and_no_other(
         raise OSError(errno.EMSGSIZE, "Message too long")
 
     with monkeypatch.context() as patched:
-        patched.setattr("gpumux.device.cpu.jobs._send", full)
+        patched.setattr("gpumux.device.cpu.device._send", full)
         (launch,) = job.launch(program, [1.0])
     assert "Message too long" in driver.failed(launch).fault.message
     assert driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
