@@ -21,8 +21,8 @@ from typing import ClassVar, Final
 
 from gpumux.errors import ConfigError
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.guard.decisions import DEFAULT_TARGET_S
 from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.guard.learning import DEFAULT_TARGET_S
 from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.windows import Limit, Order, ReadyQueue, Windows
 from gpumux.types import DeviceInfo, Priority

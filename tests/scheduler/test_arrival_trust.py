@@ -6,11 +6,11 @@ import pytest
 
 from gpumux.device.sim.cost import Kernel
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.guard import decisions
+from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.budget import VIOLATION_RATE
 from gpumux.scheduler.guard.costs import DECAY
-from gpumux.scheduler.guard.decisions import DEAR, Cutting
 from gpumux.scheduler.guard.high_job import ArrivalTrust
+from gpumux.scheduler.guard.learning import DEAR, Cutting
 
 from .test_decisions import STEP_S, track
 from .test_guard_scenarios import chain, explained, held_seconds, high, ident, low
@@ -169,7 +169,7 @@ def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it
 
 
 def test_a_cut_finer_than_that_is_for_as_long_as_anybody_needs_a_finer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "AWAY_S", 0.5)
+    monkeypatch.setattr(learning, "AWAY_S", 0.5)
     simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
     for _ in range(20):
         simulation.run(seconds=simulation.now + 0.5)

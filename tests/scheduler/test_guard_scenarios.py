@@ -15,7 +15,7 @@ import pytest
 
 from gpumux.device.sim.cost import A100, GpuSpec, Kernel
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.guard import decisions
+from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, cut_workload
@@ -189,7 +189,7 @@ def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_nobody
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pieces of 0.3 ms are more than twice what a step may lose; cut to 0.1 ms they run."""
-    monkeypatch.setattr(decisions, "AWAY_S", 0.05)
+    monkeypatch.setattr(learning, "AWAY_S", 0.05)
     full, part = Kernel("full", 108, 50e-6, 1, 0), Kernel("part", 108, 45e-6, 1, 0)
     jobs = high((full,) * 24), low((part,) * 24)
     simulation = world(*jobs)
@@ -200,7 +200,7 @@ def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_nobody
     assert result.job("high").p99_slowdown <= 1.10
     assert "the device is asked to cut program 0 into pieces of about 0.100 ms" in story(simulation, "low")
     assert "pieces of about 0.100 ms, not 0.300: a step of job 'high'" in explained(simulation, "low")
-    monkeypatch.setattr(decisions, "PIECES", 0.0)
+    monkeypatch.setattr(learning, "PIECES", 0.0)
     coarse = world(*jobs)
     before = coarse.run(steps=600, warmup_steps=200)
     assert chain(coarse, "low") == [4]

@@ -6,7 +6,6 @@ from math import inf
 from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban
-from gpumux.scheduler.guard.budget import TAIL
 from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LowCosts
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import HighJob, Version
@@ -208,22 +207,6 @@ def _is_same(decision: LaunchDecision) -> bool:
     return decision.version is not None and decision.version.count == decision.version_seen
 
 
-# ---- How much low work may be out beside a high job, and how finely low programs are cut.
-#
-# Every piece costs a launch and an event, so pieces are as long as the device makes them by itself. Beside a high job
-# whose steps are short that is too long: a piece can't be called back, and one that a step can't bear wherever it
-# begins is never launched, nor is what comes behind it. So while such a job steps, low programs are cut finer, and as
-# before when none has stepped for a while.
-
-
-DEFAULT_TARGET_S: Final = 500e-6  # piece length, where the device names no target
-PIECES: Final = 2.0  # low pieces of the usual length that a step should be able to lose: else they are too long
-FINER: Final = 3.0  # times shorter than usual
-FINEST: Final = 10.0  # the same where a step may arrive while any piece is out
-DEAR: Final = 0.25  # of what steps may lose on average: if they lose more on arrival, low programs are cut finest
-AWAY_S: Final = 10.0  # since its newest step, until low programs are no longer cut for a high job
-
-
 class LowWindow:
     """How many low launches may be out beside a high job: fewer while low work is held for what high jobs may lose."""
 
@@ -238,39 +221,6 @@ class LowWindow:
         elif credit_left:
             self.width = min(self.width + 1, self.wide)
         self.loss_limited = False
-
-
-class Cutting:
-    """The piece length wanted for low programs. `usual_s` is that which the device makes by itself."""
-
-    __slots__ = ("changed", "finest", "high", "until", "usual_s")
-
-    def __init__(self, usual_s: float) -> None:
-        self.usual_s = usual_s
-        self.high: JobId | None = None  # the newest high job for which low programs are cut finer
-        self.finest = False
-        self.changed = False  # since the device was asked
-        self.until = inf  # low programs are cut finer until then, unless another step comes
-
-    @property
-    def target_s(self) -> float | None:
-        """How long low pieces should be; None: as the device makes them by itself."""
-        if self.high is None:
-            return None
-        return self.usual_s / (FINEST if self.finest else FINER)
-
-    def step_ended(self, high: HighJob, solo_s: float, ended: float) -> None:
-        """A step of a high job ended, and the next should take `solo_s` alone."""
-        if high.calibrating or TAIL * high.budget.slack * solo_s >= PIECES * self.usual_s:
-            return
-        trust = high.trust
-        finest = self.finest or not trust.trusted or trust.capped_loss > DEAR * high.budget.credit
-        self.changed = self.changed or self.high is None or finest is not self.finest
-        self.high, self.finest, self.until = high.job.id, finest, ended + AWAY_S
-
-    def reset(self) -> None:
-        """It is later than `until`: cut low programs as usual again."""
-        self.high, self.finest, self.changed, self.until = None, False, True, inf
 
 
 # ---- The decisions themselves, and how long they hold.
@@ -292,12 +242,15 @@ class Decisions:
         self._first_only = False
         self.all_held: AllHeld | None = None  # as of an earlier event
         self.unchanged = False  # that is still so after this event, and no job was considered
+        self.active = False  # this event considered low jobs, or some were held before it
 
     # ---- one event
 
     def begin_event(self) -> None:
+        """Needed only if the last event left the decisions `active`."""
         self.unchanged, self._first = False, None
         self.held_now.clear()
+        self.active = bool(self.holds.class_reason)
 
     def still_all_held(self, ready: ReadyQueue, others_matter: bool, now: float) -> bool:
         """Whether every low job is still held as it was, so that none has to be considered. `others_matter`: jobs other
@@ -307,15 +260,17 @@ class Decisions:
             return False
         if not found.holds(ready, self._view.low_version, now):
             return False
-        self.unchanged = True
+        self.unchanged = self.active = True
         return True
 
     def none_admitted(self, first: ScheduledJob, additions: int, first_only: bool) -> None:
         """Every low job that could launch was considered and is held."""
         self._first, self._additions, self._first_only = first, additions, first_only
+        self.active = True
 
     def end_event(self, now: float) -> float:
-        """Note which jobs are held and why. Returns when to reconsider at the latest; inf: an event will come."""
+        """Note which jobs are held and why. Returns when to reconsider at the latest; inf: an event will come. Needed
+        only if the decisions are `active`."""
         if not self.held_now:
             if self.unchanged:
                 return self.all_held.until if self.all_held is not None else inf
@@ -358,6 +313,7 @@ class Decisions:
 
     def hold(self, decision: LaunchDecision) -> None:
         """The job is held. The decision replaces one made earlier in the event."""
+        self.active = True
         before = self._by_job.get(decision.job.id)
         if before is decision:  # it still holds
             if decision not in self.held_now:

@@ -36,10 +36,8 @@ from gpumux.scheduler.guard.costs import (
     LowCosts,
 )
 from gpumux.scheduler.guard.decisions import (
-    DEFAULT_TARGET_S,
     HOLD_ALL,
     MOMENT_LIMITED,
-    Cutting,
     Decisions,
     Hold,
     LaunchDecision,
@@ -54,7 +52,7 @@ from gpumux.scheduler.guard.high_job import (
     CostsByProgram,
     HighJob,
 )
-from gpumux.scheduler.guard.learning import LEAST_SPEED, CostLearner
+from gpumux.scheduler.guard.learning import DEFAULT_TARGET_S, LEAST_SPEED, CostLearner, Cutting
 from gpumux.scheduler.guard.timing import (
     OverlapCost,
     expected_arrival,
@@ -377,11 +375,12 @@ class SlowdownGuard:
     # ---- what happens
 
     def begin_event(self) -> None:
-        self.decisions.begin_event()
+        if self.decisions.active:
+            self.decisions.begin_event()
 
     def end_event(self, now: float) -> float:
         """When to reconsider held jobs at the latest; inf: an event will come."""
-        return self.decisions.end_event(now)
+        return self.decisions.end_event(now) if self.decisions.active else inf
 
     def step_submitted(self, job: ScheduledJob, step: JobStep, delay: float, now: float) -> None:
         """A step of a high job was queued. The scheduler was given it `delay` seconds after it came."""
