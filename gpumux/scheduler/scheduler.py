@@ -5,7 +5,7 @@ whatever there is room for. A submitted step is answered exactly once, by Finish
 launches or transfers that are over are late, not wrong: they are counted in the snapshot and change nothing.
 
 To read: `Scheduler.handle` at the end, then the handlers, which are in the order of `HANDLERS`. `events.py` lists
-events and commands, `state.py` what handlers share, `policy.py` what is launched next.
+events and commands, `state.py` what the scheduler knows, `policy.py` what is launched next.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from gpumux.scheduler.events import (
     AcceptProgram,
     AnnounceProgram,
     Command,
+    CutProgram,
     EndJob,
     FailStep,
     FinishStep,
     FinishTransfer,
     ForgetJob,
+    JobChanged,
     LaunchPiece,
     RefuseJob,
     RefuseProgram,
+    StartTransfer,
+    UnloadJob,
     WakeAt,
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
@@ -54,6 +58,146 @@ from gpumux.types import (
 
 _HIGH: Final = Priority.HIGH
 SHORTEST_WAKE_S: Final = 20e-6  # a Tick is not asked for sooner
+MOST_DEPARTED: Final = 1024  # names of jobs that are gone: a few for each job there can be
+
+
+# ---- Changes that several handlers share
+
+
+def ignore(state: SchedulerState) -> None:
+    """The event is late or came before; it changes nothing."""
+    state.ignored[type(state.cause).__name__] += 1
+
+
+def record(state: SchedulerState, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
+    """Add a record to the history; `kind` is one of explain.TEMPLATES."""
+    state.history.append((state.now, job, step, kind, detail, state.cause))
+
+
+def live(state: SchedulerState, job_id: JobId) -> ScheduledJob | None:
+    """The job, unless it is unknown or closing; then the event is ignored."""
+    job = state.jobs.get(job_id)
+    if job is None or job.state is JobState.CLOSING:
+        ignore(state)
+        return None
+    return job
+
+
+def refuse(state: SchedulerState, command: RefuseJob | RefuseProgram | FailStep | FinishTransfer, fault: Fault) -> None:
+    """Refuse something that was not accepted yet."""
+    state.refusals[fault.code] += 1
+    step = command.step if isinstance(command, FailStep) else None
+    record(state, command.job, step, "refused", fault.message)
+    state.commands.append(command)
+
+
+def fail(state: SchedulerState, job: ScheduledJob, step: StepId, fault: Fault) -> None:
+    """Fail a step that was accepted."""
+    job.steps_failed += 1
+    record(state, job.id, step, "failed", fault.code, fault.message)
+    state.commands.append(FailStep(job.id, step, fault))
+
+
+def refresh(state: SchedulerState, job: ScheduledJob) -> None:
+    """After a change to the job: start what needs no window, and update the ready queue."""
+    if job.new_priority is not None:
+        finish_change(state, job)
+    state.changed_jobs.append(job)
+    head = job.queue[0] if job.queue else None
+    if isinstance(head, JobTransfer):
+        if not job.running and job.transfer is None and not job.paused:
+            job.transfer = head
+            job.queue.popleft()
+            record(state, job.id, None, "transfer", head.id)
+            state.commands.append(StartTransfer(job.id, head.id, head.into_device))
+    elif job.state is JobState.DRAINING and not job.busy():
+        _unload(state, job, admission.closing(job.id), None)
+    state.windows.update(job)
+
+
+def finish_change(state: SchedulerState, job: ScheduledJob) -> None:
+    """Change the job's class if that was asked for and is possible; say so once no change is left.
+
+    A class is changed while no piece of the job is out: then each class's window holds launches of its own jobs
+    alone, and the guard never sees one part of a step in each class. So a job that is to change its class launches
+    nothing until its pieces have ended, changes, and goes on where it was.
+    """
+    priority = job.new_priority
+    if priority is not None and priority is not job.priority:
+        if job.outstanding:
+            return
+        _set_priority(state, job, priority)
+    job.new_priority = None
+    state.commands.append(JobChanged(job.id, job.priority, job.weight))
+
+
+def _set_priority(state: SchedulerState, job: ScheduledJob, priority: Priority) -> None:
+    state.windows.set_priority(job, priority)
+    record(state, job.id, None, "changes", priority.name.lower())
+    if state.guard is not None:
+        state.guard.forget(job, state.now)
+        request_cut(state, job)
+        if priority is Priority.HIGH:
+            head = job.queue[0] if job.queue else None
+            begun = head if isinstance(head, JobStep) and head.launched else None
+            state.guard.promoted(job, begun, state.now)
+
+
+def request_cut(state: SchedulerState, job: ScheduledJob) -> None:
+    """Ask the device to cut the job's programs as the guard wants them, where they are not and can be."""
+    if state.guard is None:
+        return
+    target_s = state.guard.cutting.target_s if job.priority is Priority.LOW else None
+    for program in job.programs.values():
+        wanted = target_s
+        if wanted is not None and program.cut_target_s is None and max(program.pieces, default=0.0) <= wanted:
+            wanted = None  # its pieces are short enough
+        if program.ready and program.cut_target_s != wanted:
+            program.cut_target_s = wanted
+            state.commands.append(CutProgram(job.id, program.id, wanted))
+            kind = "cut" if wanted is not None else "uncut"
+            record(state, job.id, None, kind, program.id, (wanted or 0.0) * 1e3)
+
+
+def lose_launches(state: SchedulerState, launches: list[LaunchId]) -> None:
+    """These launches are off the device, and no end of them will be reported."""
+    if state.guard is not None:
+        for launch in launches:
+            state.guard.lost(launch)
+
+
+def close(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
+    """Answer everything the job has submitted with `fault` and have the device release it. The client is told at
+    once with `tell`; None: the client asked for it, and is told when the memory is free."""
+    record(state, job.id, None, "closing", fault.message)
+    for step in job.steps():
+        fail(state, job, step.id, fault)
+    for transfer in job.all_transfers():
+        state.commands.append(FinishTransfer(job.id, transfer.id, fault))
+    job.empty()
+    _unload(state, job, fault, tell)
+    state.windows.update(job)
+
+
+def _unload(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
+    job.state = JobState.CLOSING
+    if state.guard is not None:
+        state.guard.forget(job, state.now)
+    if tell is not None:
+        job.end_sent = True
+        state.commands.append(EndJob(job.id, job.session, tell))
+    for program in job.programs.values():  # an offer is answered, too: announced or refused
+        if not program.ready:
+            refuse(state, RefuseProgram(job.id, program.id, fault), fault)
+    state.commands.append(UnloadJob(job.id))
+
+
+def remember_name(state: SchedulerState, job: ScheduledJob) -> None:
+    """The job is gone, but the history still names it."""
+    if job.spec.name:
+        state.departed[job.id] = job.spec.name
+        if len(state.departed) > MOST_DEPARTED:
+            del state.departed[next(iter(state.departed))]
 
 
 # ---- The device, sessions and jobs
@@ -66,7 +210,7 @@ SHORTEST_WAKE_S: Final = 20e-6  # a Tick is not asked for sooner
 
 def device_opened(state: SchedulerState, event: ev.DeviceOpened) -> None:
     if state.info is not None:
-        return state.ignore()
+        return ignore(state)
     state.info = event.info
     state.policy = state.policy_class(state.config, event.info)
     state.guard = state.policy.guard
@@ -79,7 +223,7 @@ def reconfigured(state: SchedulerState, event: ev.Reconfigured) -> None:
 
 def session_opened(state: SchedulerState, event: ev.SessionOpened) -> None:
     if event.session in state.sessions:
-        return state.ignore()
+        return ignore(state)
     state.sessions[event.session] = OpenSession(event.session, event.peer)
     return None
 
@@ -87,12 +231,12 @@ def session_opened(state: SchedulerState, event: ev.SessionOpened) -> None:
 def session_closed(state: SchedulerState, event: ev.SessionClosed) -> None:
     session = state.sessions.pop(event.session, None)
     if session is None:
-        return state.ignore()
+        return ignore(state)
     for job_id in sorted(session.jobs):
         job = state.jobs[job_id]
         if job.state is not JobState.CLOSING:
             fault = admission.closed(job_id, f"its session ended: {event.reason}")
-            state.close(job, fault, tell=fault)
+            close(state, job, fault, tell=fault)
     return None
 
 
@@ -103,13 +247,13 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
     fault = _why_not(state, event, session, known)
     if session is None or fault is not None:
         fault = fault or admission.unknown_session(event.session)
-        return state.refuse(RefuseJob(event.session, event.job, fault), fault)
+        return refuse(state, RefuseJob(event.session, event.job, fault), fault)
     spec = event.spec
     job = ScheduledJob(event.job, session.id, session.peer, spec, state.now, spec.priority, spec.weight)
     state.jobs[job.id] = job
     session.jobs.add(job.id)
     state.ledger.add_job(job)
-    state.record(job.id, None, "opened", spec.priority.name.lower(), spec.weight)
+    record(state, job.id, None, "opened", spec.priority.name.lower(), spec.weight)
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
 
@@ -133,64 +277,64 @@ def _why_not(
 
 def _pause(state: SchedulerState, job: ScheduledJob, paused: bool) -> None:
     job.paused = paused
-    state.record(job.id, None, "paused" if paused else "resumed")
+    record(state, job.id, None, "paused" if paused else "resumed")
     if state.guard is not None:
         state.guard.paused(job, state.now)
 
 
 def pause_requested(state: SchedulerState, event: ev.PauseRequested) -> None:
-    job = state.live(event.job)
+    job = live(state, event.job)
     if job is not None and not job.paused:
         _pause(state, job, True)
-        state.refresh(job)
+        refresh(state, job)
 
 
 def resume_requested(state: SchedulerState, event: ev.ResumeRequested) -> None:
-    job = state.live(event.job)
+    job = live(state, event.job)
     if job is not None and job.paused:
         _pause(state, job, False)
-        state.refresh(job)
+        refresh(state, job)
 
 
 def change_requested(state: SchedulerState, event: ev.ChangeRequested) -> None:
-    """A weight counts from the next piece on; SchedulerState.finish_change says when a priority does."""
-    job = state.live(event.job)
+    """A weight counts from the next piece on; `finish_change` says when a priority does."""
+    job = live(state, event.job)
     if job is None:
         return
     if event.weight is not None:
         state.windows.set_weight(job, event.weight)
-        state.record(job.id, None, "weighs", event.weight)
+        record(state, job.id, None, "weighs", event.weight)
     if event.priority is not None:
         job.new_priority = event.priority
         state.windows.update(job)
-    state.finish_change(job)
-    state.refresh(job)
+    finish_change(state, job)
+    refresh(state, job)
 
 
 def close_requested(state: SchedulerState, event: ev.CloseRequested) -> None:
     """A paused job that is to drain is resumed: to answer what was submitted, it has to run."""
-    job = state.live(event.job)
+    job = live(state, event.job)
     if job is None:
         return
     if not event.drain:
-        state.close(job, admission.closed(job.id, event.reason), tell=None)
+        close(state, job, admission.closed(job.id, event.reason), tell=None)
         return
     if job.state is JobState.OPEN:
         job.state = JobState.DRAINING
-        state.record(job.id, None, "draining", event.reason)
+        record(state, job.id, None, "draining", event.reason)
     if job.paused:
         _pause(state, job, False)
-    state.refresh(job)
+    refresh(state, job)
 
 
 def drain_requested(state: SchedulerState, event: ev.DrainRequested) -> None:
     if state.leaving is not None:
-        return state.ignore()
+        return ignore(state)
     state.leaving = event.reason
     fault = admission.leaving(event.reason)
     for job in state.jobs.values():
         if job.state is not JobState.CLOSING:
-            state.close(job, fault, tell=fault)
+            close(state, job, fault, tell=fault)
     return None
 
 
@@ -198,24 +342,24 @@ def job_died(state: SchedulerState, event: JobDied) -> None:
     """The device still answers the UnloadJob that follows, and only then is the job forgotten."""
     job = state.jobs.get(event.job)
     if job is None:
-        return state.ignore()
-    state.lose_launches(state.windows.drop_launches(job))
+        return ignore(state)
+    lose_launches(state, state.windows.drop_launches(job))
     if job.state is not JobState.CLOSING:
-        state.close(job, event.fault, tell=event.fault)
+        close(state, job, event.fault, tell=event.fault)
     return None
 
 
 def job_released(state: SchedulerState, event: JobReleased) -> None:
     job = state.jobs.get(event.job)
     if job is None or job.state is not JobState.CLOSING:
-        return state.ignore()
-    state.lose_launches(state.windows.remove_job(job))
+        return ignore(state)
+    lose_launches(state, state.windows.remove_job(job))
     state.ledger.remove_job(job)
     del state.jobs[job.id]
-    state.remember_name(job)
+    remember_name(state, job)
     if job.session in state.sessions:
         state.sessions[job.session].jobs.remove(job.id)
-    state.record(job.id, None, "forgotten")
+    record(state, job.id, None, "forgotten")
     if not job.end_sent:
         state.commands.append(EndJob(job.id, job.session, None))
     return state.commands.append(ForgetJob(job.id))
@@ -227,11 +371,11 @@ def job_released(state: SchedulerState, event: JobReleased) -> None:
 def program_offered(state: SchedulerState, event: ev.ProgramOffered) -> None:
     job = state.jobs.get(event.job)
     if job is None or event.program in job.programs:
-        return state.ignore()
+        return ignore(state)
     opening = job.state is JobState.OPEN
     fault = state.ledger.refuse_program(job, event.footprint) if opening else admission.closing(job.id)
     if fault is not None:
-        return state.refuse(RefuseProgram(job.id, event.program, fault), fault)
+        return refuse(state, RefuseProgram(job.id, event.program, fault), fault)
     key = event.content_hash or f"{job.id}/{event.program}"
     program = JobProgram(event.program, event.footprint, event.content_hash, operators=event.operators, key=key)
     job.programs[event.program] = program
@@ -240,44 +384,44 @@ def program_offered(state: SchedulerState, event: ev.ProgramOffered) -> None:
 
 
 def program_ready(state: SchedulerState, event: ProgramReady) -> None:
-    job = state.live(event.job)
+    job = live(state, event.job)
     if job is None:
         return None
     program = job.programs.get(event.program)
     if program is None or event.cut <= program.cut or (program.ready and not event.pieces):
-        return state.ignore()
+        return ignore(state)
     if not event.pieces:
         return _drop(state, job, program, admission.no_pieces(program.id))
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
     program.spans = spans(program.key, program.bounds)
-    state.record(job.id, None, "program", program.id, program.cut, len(program.pieces))
+    record(state, job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         state.commands.append(AnnounceProgram(job.id, program.id))
     if state.guard is not None:
         state.guard.decisions.recut(job)
-    state.request_cut(job)
-    return state.refresh(job)
+    request_cut(state, job)
+    return refresh(state, job)
 
 
 def program_dropped(state: SchedulerState, event: ev.ProgramDropped) -> None:
-    job = state.live(event.job)
+    job = live(state, event.job)
     if job is None:
         return None
     program = job.programs.get(event.program)
     if program is None or program.ready:
-        return state.ignore()
+        return ignore(state)
     return _drop(state, job, program, event.fault)
 
 
 def _drop(state: SchedulerState, job: ScheduledJob, program: JobProgram, fault: Fault) -> None:
     del job.programs[program.id]
     state.ledger.recharge(job)
-    state.refuse(RefuseProgram(job.id, program.id, fault), fault)
+    refuse(state, RefuseProgram(job.id, program.id, fault), fault)
     for step in job.remove_steps_of(program):
-        state.fail(job, step.id, fault)
-    state.refresh(job)
+        fail(state, job, step.id, fault)
+    refresh(state, job)
 
 
 # ---- Steps and their pieces
@@ -287,9 +431,9 @@ def step_submitted(state: SchedulerState, event: ev.StepSubmitted) -> None:
     job = state.jobs.get(event.job)
     if job is None:
         fault = admission.unknown_job(event.job)
-        return state.refuse(FailStep(event.job, event.step, fault), fault)
+        return refuse(state, FailStep(event.job, event.step, fault), fault)
     if event.step <= job.last_step:
-        return state.ignore()  # it came before, and was or will be answered
+        return ignore(state)  # it came before, and was or will be answered
     job.last_step = event.step
     program = job.programs.get(event.program)
     if job.state is not JobState.OPEN:
@@ -299,27 +443,27 @@ def step_submitted(state: SchedulerState, event: ev.StepSubmitted) -> None:
     elif job.inflight >= job.spec.max_inflight:
         fault = admission.too_many_steps(job.id, job.spec.max_inflight)
     else:
-        state.record(job.id, event.step, "queued", job.inflight, event.program)
+        record(state, job.id, event.step, "queued", job.inflight, event.program)
         step = JobStep(event.step, program, state.now, next(state.arrivals))
         if job.paused:
             step.recorded_wait = "paused"
-            state.record(job.id, step.id, "waits:paused")
+            record(state, job.id, step.id, "waits:paused")
         job.queue.append(step)
         job.inflight += 1
         if job.priority is Priority.HIGH and state.guard is not None:
             state.guard.step_submitted(job, step, event.waited, state.now)
-        return state.refresh(job)
+        return refresh(state, job)
     job.steps_failed += 1
-    return state.refuse(FailStep(job.id, event.step, fault), fault)
+    return refuse(state, FailStep(job.id, event.step, fault), fault)
 
 
 def client_waits(state: SchedulerState, event: ev.ClientWaits) -> None:
-    job, guard = state.live(event.job), state.guard
+    job, guard = live(state, event.job), state.guard
     if job is None or guard is None or job.priority is not Priority.LOW:
         return None
     step = next((step for step in job.steps() if step.id == event.step), None)
     if step is None:
-        return state.ignore()
+        return ignore(state)
     before = [high for each in event.before if (high := guard.high_jobs.get(each)) is not None]
     if event.over:
         for high in before:
@@ -327,7 +471,7 @@ def client_waits(state: SchedulerState, event: ev.ClientWaits) -> None:
                 guard.awaited_steps.remove(high)
     elif before:
         names = ", ".join(repr(high.job.spec.name or high.job.id) for high in before)
-        state.record(job.id, event.step, "awaited", names)
+        record(state, job.id, event.step, "awaited", names)
         guard.client_waits(job, step, before)
     return None
 
@@ -336,7 +480,7 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
     seconds = max(0.0, event.ended - event.started - event.suspended)
     launch = state.windows.complete(event.launch, seconds)
     if launch is None:
-        return state.ignore()
+        return ignore(state)
     job, step = launch.job, launch.step
     job.device_s += seconds
     job.suspended_s += event.suspended
@@ -348,10 +492,10 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
         step.started = event.started
     step.done += 1
     step.device_s += seconds
-    state.record(job.id, step.id, "done", launch.piece, seconds * 1e3)
+    record(state, job.id, step.id, "done", launch.piece, seconds * 1e3)
     if step.done == len(step.pieces):
         _finish_step(state, job, step, event)
-    return state.refresh(job)
+    return refresh(state, job)
 
 
 def _finish_step(state: SchedulerState, job: ScheduledJob, step: JobStep, event: PieceDone) -> None:
@@ -362,7 +506,7 @@ def _finish_step(state: SchedulerState, job: ScheduledJob, step: JobStep, event:
     job.steps_done += 1
     until = event.ended if event.answered else state.now  # when the client was, or will be, answered
     times = StepTimes(max(0.0, step.started - step.submitted), step.device_s, max(0.0, until - step.submitted))
-    state.record(job.id, step.id, "finished", times.queue_s * 1e3, times.device_s * 1e3, times.total_s * 1e3)
+    record(state, job.id, step.id, "finished", times.queue_s * 1e3, times.device_s * 1e3, times.total_s * 1e3)
     state.commands.append(FinishStep(job.id, step.id, times, event.answered))
 
 
@@ -370,10 +514,10 @@ def piece_failed(state: SchedulerState, event: PieceFailed) -> None:
     """Part of a step may have run, so the job's state is lost, and the job with it."""
     launch = state.windows.complete(event.launch, 0.0)
     if launch is None:
-        return state.ignore()
-    state.lose_launches([launch.id])
+        return ignore(state)
+    lose_launches(state, [launch.id])
     if launch.job.state is not JobState.CLOSING:
-        state.close(launch.job, event.fault, tell=event.fault)
+        close(state, launch.job, event.fault, tell=event.fault)
     return None
 
 
@@ -385,7 +529,7 @@ def transfer_requested(state: SchedulerState, event: ev.TransferRequested) -> No
     if job is None:
         fault = admission.unknown_job(event.job)
     elif any(transfer.id == event.transfer for transfer in job.all_transfers()):
-        return state.ignore()
+        return ignore(state)
     elif job.state is not JobState.OPEN:
         fault = admission.closing(job.id)
     elif job.transfers >= state.config.max_transfers_per_job:
@@ -393,19 +537,19 @@ def transfer_requested(state: SchedulerState, event: ev.TransferRequested) -> No
     else:
         job.queue.append(JobTransfer(event.transfer, event.into_device))
         job.transfers += 1
-        return state.refresh(job)
-    return state.refuse(FinishTransfer(event.job, event.transfer, fault), fault)
+        return refresh(state, job)
+    return refuse(state, FinishTransfer(event.job, event.transfer, fault), fault)
 
 
 def transfer_ended(state: SchedulerState, event: TransferEnded) -> None:
     job = state.jobs.get(event.job)
     if job is None or job.transfer is None or job.transfer.id != event.transfer:
-        return state.ignore()
+        return ignore(state)
     job.transfer = None
     job.transfers -= 1
-    state.record(job.id, None, "transferred", event.transfer, event.fault.message if event.fault else "well")
+    record(state, job.id, None, "transferred", event.transfer, event.fault.message if event.fault else "well")
     state.commands.append(FinishTransfer(job.id, event.transfer, event.fault))
-    return state.refresh(job)
+    return refresh(state, job)
 
 
 def ticked(state: SchedulerState, event: ev.Tick) -> None:
@@ -451,7 +595,8 @@ class Scheduler:
     def handle(self, event: ev.Event, now: float) -> list[Command]:
         """Commands to carry out, in order. `now` is seconds, on the clock of PieceDone's times."""
         state = self._state
-        state.begin(event, now)
+        state.now, state.cause, state.commands = now, event, []
+        state.events += 1
         HANDLERS[type(event)](state, event)
         if state.policy is not None:
             self._launch_all(state.policy)
@@ -469,7 +614,7 @@ class Scheduler:
                 guard.cutting.changed = False
                 for job in state.jobs.values():
                     if job.priority is Priority.LOW:
-                        state.request_cut(job)
+                        request_cut(state, job)
             guard.begin_event()
         low, high = state.windows.ready
         while low.size or high.size:
@@ -495,7 +640,7 @@ class Scheduler:
         step.launched += 1
         if state.guard is not None:
             state.guard.launched(launch, windows)
-        state.record(job.id, step.id, "launched", launch.piece, len(step.pieces), launch_id, choice.stream, step.cut)
+        record(state, job.id, step.id, "launched", launch.piece, len(step.pieces), launch_id, choice.stream, step.cut)
         last = step.launched == len(step.pieces)
         state.commands.append(
             LaunchPiece(
@@ -524,7 +669,7 @@ class Scheduler:
         for job_id, hold in started:
             step = state.jobs[job_id].head_step()
             if step.launched:  # other steps are recorded by _record_wait
-                state.record(job_id, step.id, f"waits:held:{hold.reason}", explain.HoldClause(state, hold))
+                record(state, job_id, step.id, f"waits:held:{hold.reason}", explain.HoldClause(state, hold))
         started.clear()
 
     def _record_wait(self, job: ScheduledJob) -> None:
@@ -539,7 +684,7 @@ class Scheduler:
             reason, detail = self._why_not_launched(state.policy, job)
         if reason != step.recorded_wait:
             step.recorded_wait = reason
-            state.record(job.id, step.id, f"waits:{reason}", *detail)
+            record(state, job.id, step.id, f"waits:{reason}", *detail)
 
     def _why_not_launched(self, policy: Policy, job: ScheduledJob) -> tuple[str, tuple[object, ...]]:
         state = self._state
