@@ -12,10 +12,10 @@ from math import inf
 
 from gpumux.scheduler.events import Event
 from gpumux.scheduler.guard.bans import Ban
-from gpumux.scheduler.guard.costs import MAX_RATE, HighCosts
+from gpumux.scheduler.guard.costs import MAX_RATE
 from gpumux.scheduler.guard.decisions import REASONS, Hold
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
 from gpumux.scheduler.state import Record, SchedulerState

@@ -7,8 +7,7 @@ import pytest
 from gpumux.device.sim.cost import Kernel
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import learning
-from gpumux.scheduler.guard.budget import VIOLATION_RATE
-from gpumux.scheduler.guard.costs import DECAY
+from gpumux.scheduler.guard.budget import DECAY, VIOLATION_RATE
 from gpumux.scheduler.guard.high_job import ArrivalTrust
 from gpumux.scheduler.guard.learning import DEAR, Cutting
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gpumux.scheduler.guard.costs import Baseline
+from gpumux.scheduler.guard.high_job import Baseline
 
 
 def told(samples: list[float]) -> Baseline:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gpumux.device.sim.cost import Kernel
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.guard.costs import START, HighCosts
+from gpumux.scheduler.guard.costs import START
 from gpumux.scheduler.guard.decisions import Hold, LaunchDecision
 from gpumux.scheduler.guard.device_view import MAX_IDLE
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.guard.high_job import LEARNING_STEPS, HighJob
+from gpumux.scheduler.guard.high_job import LEARNING_STEPS, HighCosts, HighJob
 from gpumux.scheduler.guard.timing import expected_arrival, hold_for_arrival
 from gpumux.scheduler.jobs import LowKey
 from gpumux.scheduler.windows import Windows

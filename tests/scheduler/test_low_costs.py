@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.scheduler.guard import costs as estimates
 from gpumux.scheduler.guard import costs as pairs
-from gpumux.scheduler.guard.costs import ON_ARRIVAL, HighCosts, LowCosts
+from gpumux.scheduler.guard import high_job as estimates
+from gpumux.scheduler.guard.costs import ON_ARRIVAL, LowCosts
+from gpumux.scheduler.guard.high_job import HighCosts
 from gpumux.scheduler.jobs import LowKey, spans
 
 WHOLE, HALF = LowKey("low", 1.0), LowKey("low", 0.5)

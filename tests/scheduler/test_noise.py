@@ -17,8 +17,8 @@ from gpumux.scheduler.guard.budget import (
     SlowdownBudget,
     StepNoise,
 )
-from gpumux.scheduler.guard.costs import ENOUGH_SAMPLES, NOISE_FLOOR_S, START, HighCosts
-from gpumux.scheduler.guard.high_job import KNOWN_STEPS, HighJob
+from gpumux.scheduler.guard.costs import NOISE_FLOOR_S, START
+from gpumux.scheduler.guard.high_job import ENOUGH_SAMPLES, KNOWN_STEPS, HighCosts, HighJob
 from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey
 from gpumux.simulate.run import Simulation
 from gpumux.types import Footprint, JobId, ProgramId, StepId

@@ -21,13 +21,12 @@ from gpumux.scheduler.guard.costs import (
     REPEAT_FACTOR,
     START,
     TIMED_SPREAD,
-    HighCosts,
     LaunchCost,
     LaunchOption,
     LaunchPlan,
 )
 from gpumux.scheduler.guard.device_view import RunningPiece
-from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.guard.timing import TIMED_S, exposed_part, launch_position, next_timed_launch
 from gpumux.scheduler.jobs import LowKey
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 from math import ceil, log
 from typing import Final
 
-from gpumux.scheduler.guard.costs import DECAY, PRIOR_SAMPLES
-
 MARGIN: Final = 0.92  # of the credit is spent; the rest is for what the scheduler does not see, such as a busy host
 MOST_CREDIT: Final = 3.0  # credits that may be saved
 MOST_OVERDRAFT: Final = 8.0  # credits that may be owed: after a disaster low work is held for so many steps
@@ -58,6 +56,8 @@ LEAST_SLOWDOWN: Final = 0.002  # allowed to a job that allows none
 # fourth step; on a GPU of its own next to none. As many steps beside low work lose much for the same reasons.
 
 
+DECAY: Final = 0.99  # for each new sample, of the weight of earlier ones in a mean: about a hundred count
+PRIOR_SAMPLES: Final = 8.0  # samples without a difference that such a mean begins with
 CHANCE: Final = 0.01  # how probable it may be that noise alone passes for the cost of a launch
 LIKELY: Final = 0.5  # noise is not taken to be more probable than this
 MOST_CONFIRMATIONS: Final = 5

@@ -6,9 +6,9 @@ from math import inf
 from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban
-from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LowCosts
+from gpumux.scheduler.guard.costs import LaunchKind, LowCosts
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
-from gpumux.scheduler.guard.high_job import HighJob, Version
+from gpumux.scheduler.guard.high_job import HighCosts, HighJob, Version
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.windows import ReadyQueue
 from gpumux.types import JobId

@@ -6,8 +6,8 @@ from collections import deque
 from math import inf
 from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.costs import HighCosts, LaunchKind, LaunchPlan, LowCosts, RangeCost
-from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.scheduler.guard.costs import LaunchKind, LaunchPlan, LowCosts, RangeCost
+from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import LowKey, LowPiece, ScheduledJob
 from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import JobId, LaunchId

@@ -25,7 +25,6 @@ from typing import Final
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.bans import Ban, Bans
 from gpumux.scheduler.guard.costs import (
-    KNOWN_RANGES,
     MOMENTS,
     NOISE_FLOOR_S,
     ON_ARRIVAL,
@@ -46,6 +45,7 @@ from gpumux.scheduler.guard.decisions import (
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import (
     HELD_LONG_STEPS,
+    KNOWN_RANGES,
     LEARNING_STEPS,
     LEAST_PRICE,
     AwaitedSteps,

@@ -1,26 +1,105 @@
-"""One high job as the guard follows it: the step that runs, when its steps arrive, and what it may lose."""
+"""One high job as the guard follows it: what its programs take alone, the step that runs, when its steps arrive, and
+what it may lose.
+
+`HighCosts` belongs to one high program under one cut: solo baselines of its pieces and of its whole step, and what it
+loses beside each low program (`costs.py`).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.budget import MOST_DELAY_S, UNSEEN_S, VIOLATION_RATE, SlowdownBudget
+from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.budget import DECAY, MOST_DELAY_S, PRIOR_SAMPLES, UNSEEN_S, VIOLATION_RATE, SlowdownBudget
 from gpumux.scheduler.guard.costs import (
-    DECAY,
-    ENOUGH_SAMPLES,
     EXPLORE_ALWAYS,
     EXPLORE_IF_STUCK,
     EXPLORE_NEVER,
-    Baseline,
-    Bounds,
-    HighCosts,
+    LaunchCost,
+    LowCosts,
+    LowPlacement,
+    RangeCost,
 )
-from gpumux.scheduler.jobs import JobStep, ScheduledJob
+from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey, ScheduledJob, Span
 from gpumux.types import JobId, StepId
+
+# ---- How long things take when no low work is beside them: solo estimates that notice when the work changed.
+#
+# A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the estimate is a
+# median. Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another
+# clock rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use,
+# too), the difference that counts grows with the usual difference, since each such finding makes low work wait for a
+# calibration. The mean is not the median there either; `late` is the difference.
+
+
+MEDIAN_OF: Final = 5  # samples: a median of these ignores two bad ones
+WORK_CHANGED: Final = 0.10  # relative difference of a sample that may mean that the work changed
+NOISY: Final = 3.0  # usual differences that it has to exceed as well
+USUAL_PART: Final = 0.1  # weight of the newest difference in the usual one: a change must not pass for noise
+ALIKE: Final = 0.05  # relative difference that counts as none
+MOST_LATE: Final = 3.0  # times the estimate: what a sample counts for at most
+ENOUGH_SAMPLES: Final = 2  # before an estimate is relied on
+
+
+class Baseline:
+    """Seconds without low work. `value` is 0.0 while nothing is known."""
+
+    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "known", "late", "noise", "samples", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0  # samples ever taken
+        self.known = False  # there were enough samples
+        self.drifts = 0  # how often the work was found to have changed
+        self.noise = 0.0  # usual difference between a sample and the estimate, relative to the lesser of the two
+        self.samples: list[float] = []
+        self.late = 0.0  # seconds by which samples exceed the estimate on average
+        self._weight = 0.0  # of the samples in `late`
+        self._newest = 0.0  # difference of the newest sample, added to `late` once the next one shows it was no change
+        self._suspects = 0  # samples in a row that differ: positive when slower, negative when faster
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the newest sample differs from the estimate, so that the next one decides."""
+        return self._suspects != 0
+
+    def add(self, seconds: float) -> bool:
+        """Take a sample. True when it shows that the work changed."""
+        value = self.value
+        self.samples.append(seconds)
+        self.count += 1
+        if self.count == ENOUGH_SAMPLES:
+            self.known = True
+        least, off = min(value, seconds), abs(seconds - value)
+        bound = NOISY * self.noise
+        if least > 0.0:
+            self.noise += USUAL_PART * (min(off / least, 1.0) - self.noise)
+        if off <= (bound * least if bound > WORK_CHANGED else WORK_CHANGED * value):
+            self._suspects = 0
+        elif self.count > ENOUGH_SAMPLES:
+            step = 1 if seconds > value else -1
+            self._suspects = self._suspects + step if self._suspects * step > 0 else step
+            if abs(self._suspects) >= 2:
+                del self.samples[:-2]
+                self._suspects = 0
+                self.drifts += 1
+                self.value = min(self.samples)
+                self._newest = 0.0
+                return True
+        self._weight = DECAY * self._weight + 1.0
+        if self._newest or self.late:
+            self.late = max(0.0, self.late + (self._newest - self.late) / (self._weight + PRIOR_SAMPLES))
+        self._newest = 0.0 if off <= ALIKE * value or not value else min(seconds - value, MOST_LATE * value)
+        if len(self.samples) > MEDIAN_OF:
+            del self.samples[0]
+        self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]
+        return False
+
 
 # ---- When a high job's next step arrives: between steps, the pauses seen so far tell how probable that is.
 
@@ -453,6 +532,195 @@ class AwaitedSteps:
         """The job is gone, or is a high one now."""
         for high in list(self.waiting.get(low.id, ())):
             self.remove(high)
+
+
+# ---- One high program under one cut.
+
+
+MOST_LOW_COSTS: Final = 768  # low programs and shares remembered (256 on three shares): the oldest go first
+KNOWN_RANGES: Final = 3  # that are measured before the rest is taken to be like them
+
+Bounds: TypeAlias = "tuple[int, ...]"
+
+
+class HighCosts:
+    """What is known of one high program under one cut. `solo_s` are the best estimates of its pieces' seconds without
+    low work, and `total` is their sum."""
+
+    __slots__ = (
+        "_beside_high", "_first", "_solo", "bounds", "by_low", "key", "placements", "solo_s", "steps", "total",
+        "updated",
+    )  # fmt: skip
+
+    def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
+        self.key = key
+        self.bounds = bounds
+        self.solo_s = list(predicted)
+        self.total = sum(predicted)
+        self.steps = [Baseline(), Baseline()]  # whole steps: behind the step before, and from idle
+        self._solo = [Baseline() for _ in predicted]
+        self._beside_high = [Baseline() for _ in predicted]  # beside other high jobs, without low work
+        self._first = Baseline()  # the first piece when the job was idle: nothing hides how long its launch takes
+        self.by_low: dict[LowKey, LowCosts] = {}
+        self.placements: dict[str, LowPlacement] = {}  # by low program
+        self.updated: list[LowCosts] = []  # those that something was learned of since `fill_unknown`
+
+    # ---- low programs
+
+    def beside(self, key: LowKey) -> LowCosts:
+        """The costs of the low program on that share."""
+        placement = self.placements.get(key.program)
+        if placement is not None:
+            for low_costs in placement.by_share:  # few: faster than a dictionary
+                if low_costs.share == key.share:
+                    return low_costs
+        return self._new(key)
+
+    def placement(self, program: JobProgram, shares: Sequence[float]) -> LowPlacement:
+        """Where launches of the low program may begin, on each of these shares."""
+        found = self.placements.get(program.key)
+        if found is None or len(found.by_share) < len(shares):
+            for share in shares:
+                found = self.beside(program.low_key(share)).placement
+        assert found is not None
+        return found
+
+    def arrival_cost(self, key: LowKey, span: Span) -> LaunchCost | None:
+        """What is known of launches of the low piece during which a step came, or else of any; None: nothing."""
+        low_costs = self.beside(key)
+        return low_costs.on_arrival.get(span) or low_costs.lows.get(span)
+
+    def never_ran(self, low: str, span: Span) -> bool:
+        """Whether no launch of the low piece was ever seen beside the program, on any share."""
+        placement = self.placements.get(low)
+        if placement is None:
+            return True
+        for low_costs in placement.by_share:
+            if span in low_costs.lows or span in low_costs.by_span:  # `lows` alone may be known from another cut
+                return False
+        return not placement.of(span).learned
+
+    def mark_updated(self, low_costs: LowCosts) -> None:
+        """Something was learned of the low program."""
+        if not low_costs.updated:
+            low_costs.updated = True
+            self.updated.append(low_costs)
+
+    def fill_unknown(self) -> None:
+        """Take ranges that a low program never ran beside to cost what others did."""
+        for low_costs in self.updated:
+            low_costs.updated = False
+            if KNOWN_RANGES <= low_costs.known < len(low_costs.ranges):
+                prior = low_costs.prior()
+                for range_cost in low_costs.ranges:
+                    if not range_cost.count:
+                        range_cost.rate = range_cost.upper_rate = prior
+        self.updated.clear()
+
+    def _new(self, key: LowKey) -> LowCosts:
+        if len(self.by_low) >= MOST_LOW_COSTS:
+            oldest = next(iter(self.by_low)).program
+            self.by_low = {other: low_costs for other, low_costs in self.by_low.items() if other.program != oldest}
+            self.placements.pop(oldest, None)
+        placement = self.placements.setdefault(key.program, LowPlacement())
+        found = self.by_low[key] = LowCosts(key, len(self.solo_s), placement)
+        placement.by_share.append(found)
+        return found
+
+    # ---- without low work
+
+    def step_known(self) -> bool:
+        return self.steps[0].known or self.steps[1].known
+
+    def step_seconds(self, from_idle: bool) -> float:
+        """What a step takes without low work; `from_idle`: the job was idle when it came."""
+        at = 1 if from_idle else 0
+        baseline = self.steps[at]
+        if not baseline.known:
+            baseline = self.steps[1 - at]
+        return baseline.value if baseline.known else self.total
+
+    def reference(self, piece: int, beside_high: bool, from_idle: bool) -> Baseline:
+        """What the piece's time is to be compared with."""
+        if beside_high:
+            return self._beside_high[piece]
+        if from_idle and piece == 0 and self._first.known:
+            return self._first
+        return self._solo[piece]
+
+    def learn(self, piece: int, seconds: float, beside_high: bool, from_idle: bool) -> bool:
+        """The piece took so long without low work. True when that shows that its work changed."""
+        if from_idle and piece == 0 and not beside_high:
+            changed = self._first.add(seconds)
+            if self._solo[0].known:
+                return changed
+        if beside_high:
+            baseline = self._beside_high[piece]
+            changed = baseline.add(seconds)
+            if self._solo[piece].known:
+                return changed
+        else:
+            baseline = self._solo[piece]
+            changed = baseline.add(seconds)
+        self.total += baseline.value - self.solo_s[piece]
+        self.solo_s[piece] = baseline.value
+        return changed
+
+    # ---- bans and cuts
+
+    def bans(self) -> set[Ban]:
+        """Those in force under this cut."""
+        banned = [low_costs for low_costs in self.by_low.values() if low_costs.any_ban]
+        return {each.ban for low_costs in banned for each in low_costs.ranges if each.ban is not None}
+
+    def drop_lifted_bans(self) -> None:
+        for low_costs in self.by_low.values():
+            if low_costs.any_ban:
+                for piece, range_cost in enumerate(low_costs.ranges):
+                    if range_cost.ban is not None and range_cost.ban.lifted:
+                        range_cost.ban = None
+                        low_costs.publish(piece)
+
+    def recut(self, bounds: Bounds, predicted: Sequence[float]) -> HighCosts:
+        """The same program under another cut. What was learned of its operators is kept."""
+        costs = HighCosts(self.key, bounds, predicted)
+        sources = [_overlapping(self.bounds, start, end) for start, end in pairwise(bounds)]
+        for key, low_costs in self.by_low.items():
+            heir = costs.beside(key)
+            costs.mark_updated(heir)
+            heir.speed = low_costs.speed
+            heir.lows, heir.rate, heir.typical = low_costs.lows.copy(), low_costs.rate, low_costs.typical
+            for piece, parts in enumerate(sources):
+                _inherit(heir, piece, [(low_costs.ranges[old], share) for old, share in parts])
+        return costs
+
+
+def _overlapping(bounds: Bounds, start: int, end: int) -> list[tuple[int, float]]:
+    """Pieces under `bounds` that share operators with [start, end), and the part of each that does."""
+    found = []
+    for piece, (first, beyond) in enumerate(pairwise(bounds)):
+        common = min(end, beyond) - max(start, first)
+        if common > 0:
+            found.append((piece, common / (beyond - first)))
+    return found
+
+
+def _inherit(heir: LowCosts, piece: int, parts: list[tuple[RangeCost, float]]) -> None:
+    """Give the range what is known of the ranges, under another cut, that it overlaps."""
+    sampled = [(each, share) for each, share in parts if each.count]
+    if not sampled:
+        return
+    range_cost, total = heir.ranges[piece], sum([share for _, share in sampled])
+    main = max(sampled, key=lambda part: part[1])[0]
+    range_cost.count, range_cost.speed = main.count, main.speed
+    range_cost.newest, range_cost.second, range_cost.third = main.newest, main.second, main.third
+    range_cost.mean = sum([old.mean * share for old, share in sampled]) / total
+    range_cost.deviation = sum([old.deviation * share for old, share in sampled]) / total
+    # A range that was banned stays so where most of it lies.
+    bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
+    range_cost.ban = bans[0] if bans else None
+    heir.known += 1
+    heir.publish(piece)
 
 
 # ---- The costs of high programs: one HighCosts for each program and cut.

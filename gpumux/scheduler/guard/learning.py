@@ -12,10 +12,10 @@ from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
-from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, HighCosts, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
-from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighJob
+from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
 from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
 from gpumux.scheduler.windows import Outstanding, Windows
 from gpumux.types import JobId, LaunchId, Priority
