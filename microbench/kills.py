@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from gpumux.errors import GpumuxError
 from microbench import common
 from microbench.daemon import GPUMUX
 from microbench.killed import TRIALS, Trial, plain
+from microbench.soaking import watch
 
 START_S = 180.0
 STOP_S = 60.0
@@ -94,7 +95,7 @@ class Phoenix:
 
     def kill_executor(self, draw: random.Random) -> bool:
         """SIGKILL to one of the processes that run jobs; whether there was one."""
-        executors = [pid for child in _children(self.process.pid) for pid in _children(child)]
+        executors = self._executors()
         if not executors:
             return False
         try:
@@ -102,6 +103,15 @@ class Phoenix:
         except ProcessLookupError:
             return False
         return True
+
+    def kill_executors(self) -> None:
+        """SIGKILL to all processes that run jobs."""
+        for pid in self._executors():
+            with suppress(ProcessLookupError):  # one of an earlier job may just have ended
+                os.kill(pid, signal.SIGKILL)
+
+    def _executors(self) -> list[int]:
+        return [pid for child in watch.children(self.process.pid) for pid in watch.children(child)]
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -117,13 +127,6 @@ class Phoenix:
 
     def said(self) -> str:
         return (self.directory / "daemon.log").read_text(errors="replace")[-4000:]
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 @dataclass
@@ -257,12 +260,12 @@ def submit(trial: Trial, endpoint: str, resume: str | None = None, priority: str
 def differences(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> int:
     """How many of the tensors differ in a bit (a missing one differs)."""
     same = sum(
-        a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=False)
+        a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b) for a, b in zip(ours, theirs, strict=False)
     )
     return max(len(ours), len(theirs)) - same
 
 
-def _bits(tensor: Tensor) -> bytes:
+def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 

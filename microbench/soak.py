@@ -3,13 +3,13 @@ garbage.
 
 Up to a few hundred clients: most are light ones that speak the protocol through gpumux's session, twelve in a process,
 some train with torch. Beside them an operator pauses, stops and regrades jobs, processes of clients are killed and
-stopped for longer than a lease, and vandals (soaking/vandals.py) send invalid bytes and messages and open too many
-connections; if we are root, one of them runs as another user. All of it is derived from the seed (soaking/plan.py). The
-scheduler's invariants are checked meanwhile.
+stopped for longer than a lease, and hostile clients (soaking/hostile_clients.py) send invalid bytes and messages and
+open too many connections; if we are root, one of them runs as another user. All of it is derived from the seed
+(soaking/plan.py). The scheduler's invariants are checked meanwhile.
 
 Afterwards: every acknowledged step must have had the right bits (worked out beside it, or by the same loop without a
 daemon), and the daemon must hold what it held before: descriptors, shared memory, processes, and memory after the last
-tide as after the first.
+round as after the first.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from gpumux.cli.control import Control
 from gpumux.errors import GpumuxError
 from microbench import common
 from microbench.soaking import plan, watch
-from microbench.soaking.ledger import FIELDS, Ledger
-from microbench.soaking.tide import Running, Stage, at_rest
+from microbench.soaking.counters import FIELDS, SharedCounters
+from microbench.soaking.rounds import RoundContext, RunningRound, at_rest
 
 START_S, STOP_S, REST_S = 90.0, 60.0, 60.0
 FILES = 4096  # descriptors the daemon may have: below it `gpumux doctor` warns
-LARGEST = 4 << 20  # bytes of a frame: vandals should not have to send 256 MiB
+LARGEST = 4 << 20  # bytes of a frame: hostile clients should not have to send 256 MiB
 LOW_NICE = 5  # at the default of 19 any other work on the machine would stop low jobs for minutes
-NOBODY = 65534
+OTHER_USER = 65534
 MEMORY_SLACK = 24 << 20
 WHY_SLACK = (
-    "allocators keep what they were given: the peaks of two tides differ by the jobs, Programs and vandals that met; a"
-    " leak of 200 bytes a step would be more"
+    "allocators keep what they were given: the peaks of two rounds differ by the jobs, Programs and hostile clients"
+    " that ran at once; a leak of 200 bytes a step would be more"
 )
 LEAST_CHECKS = 20
 
@@ -119,12 +119,12 @@ def _more(before: watch.Holding, now: watch.Holding) -> bool:
     return now.descriptors > before.descriptors or now.segments > before.segments or now.processes > before.processes
 
 
-def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[str], None]) -> dict[str, Any]:
+def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Everything there is to report. Raises RuntimeError when the daemon, or a client, does not survive it."""
     mark = f"SOAK_RUN={uuid.uuid4().hex}"
     environment = {**os.environ, **dict([mark.split("=")])}
-    stranger = NOBODY if os.geteuid() == 0 else 0
-    if stranger:
+    other_user = OTHER_USER if os.geteuid() == 0 else 0
+    if other_user:
         directory.chmod(0o711)
     counted: Counter[str] = Counter()
     troubles: list[str] = []
@@ -137,17 +137,17 @@ def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[s
         stack.callback(control._shut)
         at_start = settled(daemon, control, None)
         say(f"at the start: {_words(at_start)}")
-        stage = Stage(daemon.endpoint, directory, environment, LARGEST, stranger, daemon.alive, say)
+        context = RoundContext(daemon.endpoint, directory, environment, LARGEST, other_user, daemon.alive, say)
         refusals: Counter[str] = Counter()
         began = time.monotonic()
-        for tide in tides:
-            (directory / f"ledger-{tide.number}").mkdir()
-            ledger = Ledger.create(directory / f"ledger-{tide.number}" / "ledger", len(tide.seats))
-            stack.callback(ledger.close)
-            running = Running(tide, stage, control, ledger)
+        for round_ in rounds:
+            (directory / f"counters-{round_.number}").mkdir()
+            counters = SharedCounters.create(directory / f"counters-{round_.number}" / "counters", len(round_.slots))
+            stack.callback(counters.close)
+            running = RunningRound(round_, context, control, counters)
             stack.callback(running.close)
 
-            def tell(at: float, tide: plan.Tide = tide, ledger: Ledger = ledger) -> str:
+            def tell(at: float, round_: plan.Round = round_, counters: SharedCounters = counters) -> str:
                 now = watch.holding(daemon.process.pid)
                 for name, value in (
                     ("memory", now.memory),
@@ -156,16 +156,16 @@ def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[s
                 ):
                     peak[name] = max(peak[name], value)
                 return (
-                    f"tide {tide.number + 1}, {at:3.0f} of {tide.seconds:.0f} s: {ledger.total('lives')} lives,"
-                    f" {ledger.total('right')} steps right, {ledger.total('wrong')} wrong, {stage.done['kill']} kills;"
-                    f" {_words(now)}"
+                    f"round {round_.number + 1}, {at:3.0f} of {round_.seconds:.0f} s: {counters.total('lives')} lives,"
+                    f" {counters.total('right')} steps right, {counters.total('wrong')} wrong,"
+                    f" {context.done['kill']} kills; {_words(now)}"
                 )
 
             running.run(tell)
             holdings.append(settled(daemon, control, at_start))
-            say(f"after tide {tide.number + 1}: {_words(holdings[-1])}")
-            counted.update({name: ledger.total(name) for name in FIELDS})
-            troubles += ledger.troubles()
+            say(f"after round {round_.number + 1}: {_words(holdings[-1])}")
+            counted.update({name: counters.total(name) for name in FIELDS})
+            troubles += counters.troubles()
             refusals += running.refusals
         seconds = time.monotonic() - began
         shared = control.status()["memory"]["shared_bytes"]
@@ -181,7 +181,7 @@ def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[s
     verdict = trainers.verify(directory / "results")
     return {
         "seconds": round(seconds, 1), "counted": dict(counted), "trained": asdict(verdict),
-        "happened": dict(stage.done), "vandalism": dict(stage.vandalism), "operator_refused": dict(refusals),
+        "happened": dict(context.done), "vandalism": dict(context.vandalism), "operator_refused": dict(refusals),
         "invariants": checks, "peak": peak, "at_start": asdict(at_start), "after_tides": [asdict(h) for h in holdings],
         "checks": _checks(at_start, holdings, shared, code, left, files, counted, troubles, verdict, checks, log),
         "troubles": troubles[:50],
@@ -215,7 +215,7 @@ def _checks(
     most("segments more than at the start", last.segments - at_start.segments, 0)
     most("shared bytes still charged", shared, 0)
     most("processes more than at the start", last.processes - at_start.processes, 0)
-    most("memory more than after the first tide", last.memory - first.memory, MEMORY_SLACK, WHY_SLACK)
+    most("memory more than after the first round", last.memory - first.memory, MEMORY_SLACK, WHY_SLACK)
     most("processes left behind", len(left), 0)
     most("files left behind", len(files), 0)
     done = checks["checks"]
@@ -227,20 +227,20 @@ def _checks(
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of all tides together")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of all rounds together")
     parser.add_argument("--clients", type=int, default=100, help="at a time")
     parser.add_argument("--seed", type=int, default=0, help="of all that happens")
-    parser.add_argument("--tides", type=int, default=2, help="how often everybody comes and goes")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all clients connect and leave")
     args = parser.parse_args(argv)
     try:
-        tides = plan.make(args.seed, args.seconds, args.clients, args.tides)
+        rounds = plan.make(args.seed, args.seconds, args.clients, args.rounds)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # nothing must be left behind
     facts = common.machine()
     directory = Path(tempfile.mkdtemp(prefix="gm-"))
     try:
-        found = soak(tides, directory, args.clients, lambda text: print(text, file=sys.stderr, flush=True))
+        found = soak(rounds, directory, args.clients, lambda text: print(text, file=sys.stderr, flush=True))
     except RuntimeError as error:
         print(f"NOT survived: {error}", file=sys.stderr)
         return 1
@@ -248,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(directory, ignore_errors=True)
     _show(found, args)
     met = all(check["met"] for check in found["checks"].values())
-    options = {name: getattr(args, name) for name in ("seconds", "clients", "seed", "tides")} | {
-        "plan": plan.digest(tides)
+    options = {name: getattr(args, name) for name in ("seconds", "clients", "seed", "rounds")} | {
+        "plan": plan.digest(rounds)
     }
     common.report("soak", args.out, {"machine": facts, "options": options, **found, "met": met})
     return 0 if met else 1

@@ -1,1 +1,1 @@
-"""The parts of microbench/soak.py: the plan, the checked daemon, the clients, the vandals, and what is counted."""
+"""The parts of microbench/soak.py: the plan, a checked daemon, clients (some hostile), and what is counted."""

@@ -26,8 +26,8 @@ from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError, JobClosed, 
 from gpumux.program import codec
 from gpumux.program.ir import Program, ProgramBuilder, TensorRef, slot_layout
 from gpumux.wire import messages as m
-from microbench.soaking.ledger import Ledger
-from microbench.soaking.plan import ENDINGS, Seat
+from microbench.soaking.counters import SharedCounters
+from microbench.soaking.plan import ENDINGS, ClientSlot
 
 WAIT_S = 600.0  # for one answer, with a hundred other clients on the machine
 LOOK = 0.02  # of the steps are followed by a comparison of the state
@@ -90,14 +90,16 @@ def _built(build: ProgramBuilder, result: TensorRef) -> Program:
 class Life:
     """One client, from its connection to its end. `expect(text)` records an error."""
 
-    def __init__(self, seat: Seat, endpoint: str, ledger: Ledger, leave: threading.Event) -> None:
-        number = ledger.add(seat.number, "lives")
-        self.seat = seat
-        self._ledger = ledger
+    def __init__(
+        self, client_slot: ClientSlot, endpoint: str, counters: SharedCounters, leave: threading.Event
+    ) -> None:
+        number = counters.add(client_slot.number, "lives")
+        self.client_slot = client_slot
+        self._counters = counters
         self._leave = leave
-        self._draw = random.Random(f"{seat.number}:{seat.kind}:{number}")
+        self._draw = random.Random(f"{client_slot.number}:{client_slot.kind}:{number}")
         self._numbers = np.random.default_rng(self._draw.randrange(1 << 60))
-        self._work = Work(seat.kind, seat.size)
+        self._work = Work(client_slot.kind, client_slot.size)
         self._answers: dict[int, Any] = {}
         self._moved: dict[int, m.TransferDone] = {}
         self._ended: m.JobEnded | None = None
@@ -107,13 +109,12 @@ class Life:
         self._session = Session.connect(endpoint, WAIT_S)
 
     def live(self) -> None:
-        """Run until its time is over. Raises Gone if its job is stopped or its session ended; the session is closed in
-            any
-        case."""
+        """Run until its time is over, and close the session in any case. Raises Gone if its job is stopped or its
+        session ended."""
         ending = self._draw.choice(ENDINGS)
         try:
             self._open()
-            until = time.monotonic() + self._draw.uniform(0.2, 1.0) * self.seat.life_s
+            until = time.monotonic() + self._draw.uniform(0.2, 1.0) * self.client_slot.life_s
             while time.monotonic() < until and not self._leave.is_set():
                 self._turn()
             self._end("close" if self._leave.is_set() else ending)
@@ -126,10 +127,18 @@ class Life:
             self._session.close()
 
     def _open(self) -> None:
-        seat, work, session = self.seat, self._work, self._session
+        client_slot, work, session = self.client_slot, self._work, self._session
         session.register(self._job, self._hear)
         open_job = m.OpenJob(
-            0, self._job, f"soak-{seat.number}", seat.priority, seat.weight, 1.1, None, seat.inflight, 0
+            0,
+            self._job,
+            f"soak-{client_slot.number}",
+            client_slot.priority,
+            client_slot.weight,
+            1.1,
+            None,
+            client_slot.inflight,
+            0,
         )
         session.call(open_job, timeout=WAIT_S)
         state = [work.state.nbytes] if work.kind != "whole" else []
@@ -137,7 +146,7 @@ class Life:
         self._loaded, _ = session.call(load, [codec.encode(work.program)], WAIT_S)
         self._layout = slot_layout(work.program)
         self._data = session.segment(self._loaded.segment, self._loaded.slots * self._loaded.slot_bytes)
-        self._free = list(range(min(self._loaded.slots, seat.inflight)))
+        self._free = list(range(min(self._loaded.slots, client_slot.inflight)))
 
     def _hear(self, message: Any, frames: list[bytes]) -> None:
         if isinstance(message, (m.StepDone, m.StepFailed)):
@@ -156,8 +165,8 @@ class Life:
             self._look()
         elif chance < 1.5 * LOOK:
             self._rest()
-        if self.seat.pace_s:
-            self._leave.wait(self._draw.uniform(0.0, self.seat.pace_s))
+        if self.client_slot.pace_s:
+            self._leave.wait(self._draw.uniform(0.0, self.client_slot.pace_s))
             self._check_ended()
 
     def _submit(self) -> None:
@@ -184,9 +193,9 @@ class Life:
             raise Gone
         at = slot * self._loaded.slot_bytes + self._layout.results[0]
         same = bytes(self._data[at : at + len(expected)]) == expected
-        self._ledger.add(self.seat.number, "right" if same else "wrong")
+        self._counters.add(self.client_slot.number, "right" if same else "wrong")
         if not same:
-            self._ledger.trouble(self.seat.number, f"step {step} of {self._job} has the wrong bits")
+            self._counters.trouble(self.client_slot.number, f"step {step} of {self._job} has the wrong bits")
         self._under_way.popleft()
         self._free.append(slot)
 
@@ -214,9 +223,9 @@ class Life:
         same = bytes(view[: len(expected)]) == expected
         view.release()
         self._session.release_segment(opened.segment)
-        self._ledger.add(self.seat.number, "states_right" if same else "states_wrong")
+        self._counters.add(self.client_slot.number, "states_right" if same else "states_wrong")
         if not same:
-            self._ledger.trouble(self.seat.number, f"the state of {self._job} has the wrong bits")
+            self._counters.trouble(self.client_slot.number, f"the state of {self._job} has the wrong bits")
 
     def _rest(self) -> None:
         """Pause its own job for a moment."""
@@ -237,7 +246,7 @@ class Life:
 
     def _wait_end(self) -> None:
         if not self._session.wait(lambda: self._ended is not None, WAIT_S):
-            raise RuntimeError("the end of the job was not told")
+            raise RuntimeError("no message said that the job ended")
         assert self._ended is not None
         if self._ended.code:
             raise RuntimeError(f"the job ended with {self._ended.code}: {self._ended.message}")
@@ -250,29 +259,37 @@ class Life:
             data.release()
 
 
-def sit(seat: Seat, endpoint: str, ledger: Ledger, leave: threading.Event, stunned: Callable[[], bool]) -> None:
-    """Run one client after the other on a seat, until SIGTERM."""
+def run_slot(
+    client_slot: ClientSlot,
+    endpoint: str,
+    counters: SharedCounters,
+    leave: threading.Event,
+    was_suspended: Callable[[], bool],
+) -> None:
+    """Run one client after the other in a client slot, until SIGTERM."""
     while not leave.is_set():
         try:
-            Life(seat, endpoint, ledger, leave).live()
+            Life(client_slot, endpoint, counters, leave).live()
         except Gone:
-            ledger.add(seat.number, "stopped")
+            counters.add(client_slot.number, "stopped")
         except AdmissionRefused:
-            ledger.add(seat.number, "refused")
+            counters.add(client_slot.number, "refused")
             leave.wait(0.5)
         except (DaemonGone, UnknownJob, JobClosed) as error:
-            if stunned():
-                ledger.add(seat.number, "cut")
+            if was_suspended():
+                counters.add(client_slot.number, "cut")
             elif isinstance(error, DaemonGone):
-                ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+                counters.trouble(client_slot.number, f"{type(error).__name__}: {error}")
             else:
-                ledger.add(seat.number, "stopped")  # an operator stopped it, and the message about that has not arrived
+                counters.add(
+                    client_slot.number, "stopped"
+                )  # an operator stopped it, and the message about that has not arrived
         except Exception as error:  # noqa: BLE001 - every other error is recorded
-            ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+            counters.trouble(client_slot.number, f"{type(error).__name__}: {error}")
         leave.wait(0.05)
 
 
-class Stuns:
+class SuspensionMonitor:
     """Whether this process was stopped for long a short while ago: then its sessions may be lost."""
 
     BEAT_S = 0.5
@@ -280,7 +297,7 @@ class Stuns:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._last = time.monotonic()
-        self._stood = -1e9
+        self._suspended = -1e9
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -288,25 +305,31 @@ class Stuns:
             time.sleep(self.BEAT_S)
             now = time.monotonic()
             if now - self._last > 0.5 * self._lease_s:
-                self._stood = now
+                self._suspended = now
             self._last = now
 
     def __call__(self) -> bool:
         now = time.monotonic()
-        return now - self._last > 0.5 * self._lease_s or now - self._stood < 2 * self._lease_s
+        return now - self._last > 0.5 * self._lease_s or now - self._suspended < 2 * self._lease_s
 
 
 def main(path: str, process: str) -> int:
-    """`path`: a JSON file {endpoint, ledger, seats in all, lease_s, seats}; `process`: which one this is."""
+    """`path`: a JSON file {endpoint, counters, all: number of client slots, lease_s, slots}; `process`: its number."""
     spec = json.loads(Path(path).read_text())
-    ledger = Ledger(Path(spec["ledger"]), spec["all"])
+    counters = SharedCounters(Path(spec["counters"]), spec["all"])
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leave.set())
-    seats = [Seat(**seat) for seat in spec["seats"] if seat["process"] == int(process)]
-    stunned = Stuns(spec["lease_s"])
+    client_slots = [
+        ClientSlot(**client_slot) for client_slot in spec["slots"] if client_slot["process"] == int(process)
+    ]
+    was_suspended = SuspensionMonitor(spec["lease_s"])
     threads = [
-        threading.Thread(target=sit, args=(seat, spec["endpoint"], ledger, leave, stunned), name=f"seat {seat.number}")
-        for seat in seats
+        threading.Thread(
+            target=run_slot,
+            args=(client_slot, spec["endpoint"], counters, leave, was_suspended),
+            name=f"client slot {client_slot.number}",
+        )
+        for client_slot in client_slots
     ]
     for thread in threads:
         thread.start()

@@ -22,10 +22,10 @@ import torch
 
 from gpumux.errors import DaemonGone, JobClosed, UnknownJob
 from microbench.killed import TRIALS, Trial, plain
-from microbench.kills import Run, _bits, submit
-from microbench.soaking.ledger import Ledger
-from microbench.soaking.light import Stuns
-from microbench.soaking.plan import Seat
+from microbench.kills import Run, bits, submit
+from microbench.soaking.counters import SharedCounters
+from microbench.soaking.light import SuspensionMonitor
+from microbench.soaking.plan import ClientSlot
 
 UNDER_WAY = 8  # results that are not waited for yet
 
@@ -41,40 +41,46 @@ class Verdict:
 
 
 def train(
-    seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Event, stunned: Callable[[], bool]
+    slot: ClientSlot,
+    spec: dict[str, Any],
+    counters: SharedCounters,
+    leave: threading.Event,
+    was_suspended: Callable[[], bool],
 ) -> None:
     """Train one model after the other until SIGTERM. A job that an operator stopped is submitted again."""
     while not leave.is_set():
-        number = ledger.add(seat.number, "lives")
-        seed = 1000 * seat.number + number
-        make = TRIALS[int(seat.kind.removeprefix("torch:"))]
-        path = Path(spec["results"]) / f"{spec['tide']}-{seat.number}-{number}.jsonl"
+        number = counters.add(slot.number, "lives")
+        seed = 1000 * slot.number + number
+        make = TRIALS[int(slot.kind.removeprefix("torch:"))]
+        path = Path(spec["results"]) / f"{spec['round']}-{slot.number}-{number}.jsonl"
         with path.open("w", buffering=1) as out:
-            out.write(json.dumps({"kind": seat.kind, "seed": seed}) + "\n")
+            out.write(json.dumps({"kind": slot.kind, "seed": seed}) + "\n")
             try:
-                live(make, seed, seat, spec["endpoint"], out, leave)
+                live(make, seed, slot, spec["endpoint"], out, leave)
             except (JobClosed, UnknownJob):
-                ledger.add(seat.number, "stopped")
+                counters.add(slot.number, "stopped")
             except DaemonGone as error:  # while it is submitted; afterwards it comes back by itself
-                if stunned():
-                    ledger.add(seat.number, "cut")
+                if was_suspended():
+                    counters.add(slot.number, "cut")
                 else:
-                    ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+                    counters.trouble(slot.number, f"{type(error).__name__}: {error}")
             except Exception as error:  # noqa: BLE001 - every other error is recorded
-                ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+                counters.trouble(slot.number, f"{type(error).__name__}: {error}")
 
 
-def live(make: Callable[[int], Trial], seed: int, seat: Seat, endpoint: str, out: Any, leave: threading.Event) -> None:
+def live(
+    make: Callable[[int], Trial], seed: int, slot: ClientSlot, endpoint: str, out: Any, leave: threading.Event
+) -> None:
     with making:  # a trial's first weights are drawn from the generator that all threads share
         trial = make(seed)
-        run = submit(trial, endpoint, priority="high" if seat.priority else "low")
+        run = submit(trial, endpoint, priority="high" if slot.priority else "low")
     with run.job:
         while not leave.is_set():
             turn(run, out, UNDER_WAY)
-            leave.wait(seat.pace_s)
+            leave.wait(slot.pace_s)
         turn(run, out, 0)
         run.job.sync()
-        out.write(json.dumps({"turns": run.turns, "state": [_bits(t).hex() for t in trial.state()]}) + "\n")
+        out.write(json.dumps({"turns": run.turns, "state": [bits(t).hex() for t in trial.state()]}) + "\n")
 
 
 making = threading.Lock()
@@ -87,7 +93,7 @@ def turn(run: Run, out: Any, keep: int) -> None:
     run.trial.between(run.turns)
     run.turns += 1
     while len(run.futures) > keep:
-        out.write(json.dumps(_bits(run.futures[0].result()).hex()) + "\n")
+        out.write(json.dumps(bits(run.futures[0].result()).hex()) + "\n")
         del run.futures[0]
 
 
@@ -109,11 +115,11 @@ def verify(directory: Path) -> Verdict:
         while calls < len(told) or (end is not None and turns < end["turns"]):
             calls += len(trial.turn(turns))
             turns += 1
-        expected = [_bits(t).hex() for t in plain(trial, turns)]
+        expected = [bits(t).hex() for t in plain(trial, turns)]
         results += len(told)
         wrong += sum(a != b for a, b in zip(told, expected, strict=False))
         if end is not None:
-            state = [_bits(t).hex() for t in trial.state()]
+            state = [bits(t).hex() for t in trial.state()]
             states += 1
             states_wrong += state != end["state"]
     return Verdict(results, wrong, states, states_wrong)
@@ -123,12 +129,12 @@ def main(path: str, process: str) -> int:
     spec = json.loads(Path(path).read_text())
     torch.set_num_threads(1)
     logging.getLogger("gpumux.client").setLevel(logging.ERROR)
-    ledger = Ledger(Path(spec["ledger"]), spec["all"])
+    counters = SharedCounters(Path(spec["counters"]), spec["all"])
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leave.set())
-    seats = [Seat(**seat) for seat in spec["seats"] if seat["process"] == int(process)]
-    stunned = Stuns(spec["lease_s"])
-    threads = [threading.Thread(target=train, args=(seat, spec, ledger, leave, stunned)) for seat in seats]
+    slots = [ClientSlot(**slot) for slot in spec["slots"] if slot["process"] == int(process)]
+    was_suspended = SuspensionMonitor(spec["lease_s"])
+    threads = [threading.Thread(target=train, args=(slot, spec, counters, leave, was_suspended)) for slot in slots]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -3,11 +3,8 @@ copy of its parameters, as long as nothing overwrites it."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from gpumux.client.recovery import LocalBytes, PushEntry
 from gpumux.client.replay import BEGINNING, ReplayLog
 from gpumux.errors import JobFailed, LocalWrite
 from microbench import kills
-from microbench.kills import Phoenix, _children
+from microbench.kills import Phoenix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,12 +35,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Phoenix]:
         made.stop()
     finally:
         made.close()
-
-
-def kill_executors(daemon: Phoenix) -> None:
-    for pid in [pid for child in _children(daemon.process.pid) for pid in _children(child)]:
-        with suppress(ProcessLookupError):  # one of an earlier job may just have ended
-            os.kill(pid, signal.SIGKILL)
 
 
 def network() -> tuple[nn.Module, Any]:
@@ -95,12 +86,12 @@ def compare(daemon: Phoenix, between: Between, blow: int, steps: int = 6) -> Non
             try:
                 between(ours, i)
                 if i == blow:
-                    kill_executors(daemon)
+                    daemon.kill_executors()
                 found.append(job.step(X).item())
             except LocalWrite:
                 job.load_state()
                 if i == blow:
-                    kill_executors(daemon)
+                    daemon.kill_executors()
                 found.append(job.step(X).item())
     assert found == wanted
     for mine, theirs in zip(ours.state_dict().values(), model.state_dict().values(), strict=True):
@@ -166,7 +157,7 @@ def test_a_script_that_wrote_to_the_local_model_is_not_recovered_to_what_it_wrot
     ) as job:
         job.step(X).result()
         alias[0, 0] += 1.0
-        kill_executors(daemon)
+        daemon.kill_executors()
         with pytest.raises(JobFailed, match="the local model was written before the first snapshot"):
             job.sync()
         job.close(sync=False)
@@ -195,5 +186,5 @@ def test_after_a_later_load_state_a_snapshot_is_taken_at_once(daemon: Phoenix) -
         while not log_of(job).recoverable:
             job.step(X).result()
             threading.Event().wait(0.01)  # the writer of snapshots has the lowest priority
-        kill_executors(daemon)
+        daemon.kill_executors()
         job.step(X).result()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gpumux import client
 from gpumux.client.recovery import Recovery
 from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
-from microbench.kills import Phoenix, Run, _children, differences, submit
+from microbench.kills import Phoenix, Run, differences, submit
 
 SEED = 11
 
@@ -119,12 +118,6 @@ def test_jobs_whose_daemon_is_killed_end_as_undisturbed(
         assert "from snapshot" in mine[-1]
 
 
-def kill_executors(daemon: Phoenix) -> None:
-    for pid in [pid for child in _children(daemon.process.pid) for pid in _children(child)]:
-        with suppress(ProcessLookupError):  # one of an earlier job may just have ended
-            os.kill(pid, signal.SIGKILL)
-
-
 def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """And Ctrl-C during the recovery: the half that was done is not used."""
     rerun = Recovery._run_again
@@ -137,7 +130,7 @@ def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFi
     with run.job:
         until_saved(run)
         turns(run, 1)
-        kill_executors(daemon)
+        daemon.kill_executors()
         monkeypatch.setattr(Recovery, "_run_again", interrupted)
         with pytest.raises(KeyboardInterrupt):
             turns(run, 10)
@@ -251,7 +244,7 @@ def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFix
         job._recovery.snapshots._not_before = 0.0
         until_saved(run)
         assert "saved again" in said(caplog)[2]
-        kill_executors(daemon)
+        daemon.kill_executors()
         turns(run, 3)
         as_undisturbed(run, dropout_adam)
     finally:

@@ -1,8 +1,8 @@
-"""Vandals: hostile clients. They send bytes that are not ZeroMQ's, malformed messages, false requests and frames that
-are too large, and open connections that send nothing; as another user (if we are root), also more connections than a
-user may have.
+"""Hostile clients: they send bytes that are not ZeroMQ's, malformed messages, false requests and frames that are too
+large, and open connections that send nothing; as another user (if we are root), also more connections than a user may
+have.
 
-    python -m microbench.soaking.vandals ENDPOINT SECONDS SEED LARGEST UID
+    python -m microbench.soaking.hostile_clients ENDPOINT SECONDS SEED LARGEST UID
 
 UID is the user to become (0: this one); LARGEST the daemon's max_message_bytes. At the end it prints a line of JSON
 with the count of each action.
@@ -29,32 +29,32 @@ from gpumux.wire.codec import encode
 HELD = 20  # connections that are kept open and send nothing
 FLOOD = 400  # connections at once, of another user: more than one may have
 PAUSE_S = 0.25  # mean pause between two actions
-OTHERS = "f" * 32
+UNKNOWN_JOB_ID = "f" * 32
 
 
-class Vandal:
-    def __init__(self, endpoint: str, seed: int, largest: int, stranger: bool) -> None:
+class HostileClient:
+    def __init__(self, endpoint: str, seed: int, largest: int, other_user: bool) -> None:
         self.endpoint = endpoint
         self.path = endpoint.removeprefix("ipc://")
         self.largest = largest
         self.draw = random.Random(seed)
         self.done: Counter[str] = Counter()
         self._held: list[socket.socket] = []
-        self._ways: list[Callable[[], None]] = [
-            self.raw_bytes, self.half_a_greeting, self.silence, self.no_messages, self.lies, self.changed_messages,
-            self.channel, self.far_too_large,
+        self._actions: list[Callable[[], None]] = [
+            self.raw_bytes, self.partial_greeting, self.silent_connection, self.random_frames, self.false_requests,
+            self.changed_messages, self.channel, self.far_too_large,
         ]  # fmt: skip
-        if stranger:
-            self._ways.append(self.flood)
+        if other_user:
+            self._actions.append(self.flood)
 
     def once(self) -> None:
         """One action. It is no error if the daemon closes the connection."""
-        way = self.draw.choice(self._ways)
+        action = self.draw.choice(self._actions)
         try:
-            way()
+            action()
         except (OSError, zmq.ZMQError):
             pass
-        self.done[way.__name__] += 1
+        self.done[action.__name__] += 1
 
     def close(self) -> None:
         for held in self._held:
@@ -81,13 +81,13 @@ class Vandal:
         with self._connect(self.path) as connection:
             connection.send(self.draw.randbytes(self.draw.choice([1, 64, 4096, 1 << 20])))
 
-    def half_a_greeting(self) -> None:
+    def partial_greeting(self) -> None:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
         connection = self._connect(self.path)
         self._hold(connection)
         connection.send(greeting[: self.draw.randrange(1, len(greeting))])
 
-    def silence(self) -> None:
+    def silent_connection(self) -> None:
         self._hold(self._connect(self.path))
 
     def flood(self) -> None:
@@ -117,7 +117,7 @@ class Vandal:
         sock.connect(self.endpoint)
         return sock
 
-    def no_messages(self) -> None:
+    def random_frames(self) -> None:
         with zmq.Context() as context, self._dealer(context) as sock:
             for _ in range(self.draw.randrange(1, 100)):
                 sock.send_multipart(
@@ -130,7 +130,7 @@ class Vandal:
                 [*encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)), bytes(self.largest + 1)]
             )
 
-    def lies(self) -> None:
+    def false_requests(self) -> None:
         """Open a session, and send requests about others' jobs, with odd numbers."""
         with zmq.Context() as context, self._dealer(context) as sock:
             sock.send_multipart(encode(m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)))
@@ -149,9 +149,9 @@ class Vandal:
     def _request(self) -> list[bytes | memoryview]:
         draw = self.draw
         n = draw.choice([0, 1, 2, 7, 1 << 31, (1 << 63) - 1])
-        job = draw.choice([OTHERS, f"{draw.getrandbits(128):032x}"])
+        job = draw.choice([UNKNOWN_JOB_ID, f"{draw.getrandbits(128):032x}"])
         choices: list[m.Message] = [
-            m.OpenJob(n, job, "vandal", draw.randrange(3), 1.0, 1.1, None, 2, 0),
+            m.OpenJob(n, job, "hostile", draw.randrange(3), 1.0, 1.1, None, 2, 0),
             m.Step(job, n, n, n, [1.0], 0),
             m.OpenTransfer(n, job, n, [n], True),
             m.FillTransfer(n, job, n, 0),
@@ -182,15 +182,15 @@ def main(endpoint: str, seconds: str, seed: str, largest: str, uid: str) -> int:
         os.setgroups([])
         os.setresgid(int(uid), int(uid), int(uid))
         os.setresuid(int(uid), int(uid), int(uid))
-    vandal = Vandal(endpoint, int(seed), int(largest), bool(int(uid)))
-    vandal.once()
+    hostile = HostileClient(endpoint, int(seed), int(largest), bool(int(uid)))
+    hostile.once()
     print("begun", flush=True)
     until = time.monotonic() + float(seconds)
     while going and time.monotonic() < until:
-        vandal.once()
-        time.sleep(vandal.draw.uniform(0.0, 2 * PAUSE_S))
-    vandal.close()
-    print(json.dumps(vandal.done), flush=True)
+        hostile.once()
+        time.sleep(hostile.draw.uniform(0.0, 2 * PAUSE_S))
+    hostile.close()
+    print(json.dumps(hostile.done), flush=True)
     return 0
 
 

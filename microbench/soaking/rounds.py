@@ -1,4 +1,4 @@
-"""One tide (round) of a soak: processes of clients are started, killed, stopped for a while and ended, and an operator
+"""One round of a soak: processes of clients are started, killed, stopped for a while and ended, and an operator
 changes jobs."""
 
 from __future__ import annotations
@@ -20,132 +20,138 @@ from typing import Any
 
 from gpumux.cli.control import Control
 from gpumux.errors import DaemonGone, GpumuxError
-from microbench.soaking.ledger import Ledger
-from microbench.soaking.plan import LEASE_S, Happening, Tide
+from microbench.soaking.counters import SharedCounters
+from microbench.soaking.plan import LEASE_S, Disturbance, Round
 
-SIT_S = 600.0  # from the start of the clients until all of them are connected
+CONNECT_S = 600.0  # from the start of the clients until all of them are connected
 LEAVE_S = 660.0  # from SIGTERM to the end of a client's process: all are ended at once
-SAY_S = 5.0
+PROGRESS_S = 5.0
 
 
 @dataclass
-class Stage:
-    """What a tide needs: the daemon's endpoint, a directory for files, the environment of all processes that it
+class RoundContext:
+    """What a round needs: the daemon's endpoint, a directory for files, the environment of all processes that it
     starts."""
 
     endpoint: str
     directory: Path
     environment: dict[str, str]
     largest: int  # frame the daemon takes
-    stranger: int  # user id of the second vandal, 0 for none
+    other_user: int  # user id of the second hostile client, 0 for none
     alive: Callable[[], None]  # raises when the daemon is gone
     say: Callable[[str], None]
     done: Counter[str] = field(default_factory=Counter)
     vandalism: Counter[str] = field(default_factory=Counter)
 
 
-class Running:
-    """A tide in progress. To be closed in any case."""
+class RunningRound:
+    """A round in progress. It must be closed in any case."""
 
-    def __init__(self, tide: Tide, stage: Stage, control: Control, ledger: Ledger) -> None:
-        self.tide = tide
-        self.stage = stage
+    def __init__(self, round_: Round, context: RoundContext, control: Control, counters: SharedCounters) -> None:
+        self.round = round_
+        self.context = context
         self.control = control
-        self._ledger = ledger
-        self._spec = stage.directory / f"tide-{tide.number}.json"
-        results = stage.directory / "results"
+        self._counters = counters
+        self._spec = context.directory / f"round-{round_.number}.json"
+        results = context.directory / "results"
         results.mkdir(exist_ok=True)
         spec = {
-            "endpoint": stage.endpoint, "ledger": str(ledger.path), "all": len(tide.seats), "lease_s": LEASE_S,
-            "tide": tide.number, "results": str(results), "seats": [asdict(seat) for seat in tide.seats],
+            "endpoint": context.endpoint, "counters": str(counters.path), "all": len(round_.slots), "lease_s": LEASE_S,
+            "round": round_.number, "results": str(results), "slots": [asdict(slot) for slot in round_.slots],
         }  # fmt: skip
         self._spec.write_text(json.dumps(spec))
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
-        self._vandals: list[subprocess.Popen[bytes]] = []
+        self._hostile: list[subprocess.Popen[bytes]] = []
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self.refusals: Counter[str] = Counter()
 
     def run(self, tell: Callable[[float], str]) -> None:
         """Do all that is planned. `tell(seconds)` gives the progress line."""
-        for process in self.tide.processes:
+        for process in self.round.processes:
             self._start(process)
-        self._until_all_sat()
-        self._start_vandals()
+        self._wait_for_clients()
+        self._start_hostile_clients()
         began = time.monotonic()
         said = 0.0
-        waiting = list(self.tide.happenings)
-        while (at := time.monotonic() - began) < self.tide.seconds:
-            self.stage.alive()
+        waiting = list(self.round.disturbances)
+        while (at := time.monotonic() - began) < self.round.seconds:
+            self.context.alive()
             while self._later and self._later[0][0] <= time.monotonic():
                 heapq.heappop(self._later)[2]()
             while waiting and waiting[0].at_s <= at:
-                self._happens(waiting.pop(0))
-            if at - said >= SAY_S:
+                self._disturb(waiting.pop(0))
+            if at - said >= PROGRESS_S:
                 said = at
-                self.stage.say(tell(at))
+                self.context.say(tell(at))
             self.control.wait(0.05)
         for late in waiting:  # all of the plan is done, even if the machine was too slow for it
-            self._happens(late)
-        self._ebb()
+            self._disturb(late)
+        self._end_round()
 
     def _start(self, process: int) -> None:
-        kind, *_ = [seat.kind for seat in self.tide.of(process)]
+        kind, *_ = [slot.kind for slot in self.round.of(process)]
         module = "trainers" if kind.startswith("torch") else "light"
         command = [sys.executable, "-m", f"microbench.soaking.{module}", str(self._spec), str(process)]
-        log = (self.stage.directory / "clients.log").open("ab")
+        log = (self.context.directory / "clients.log").open("ab")
         with log:
             self.clients[process] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.stage.environment, process_group=0
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.context.environment, process_group=0
             )
 
-    def _until_all_sat(self) -> None:
-        """Wait until each seat has a client. The plan's clock starts then, so that importing torch is no part of it."""
-        until = time.monotonic() + SIT_S
-        while any(not self._ledger.get(seat.number, "lives") for seat in self.tide.seats):
-            self.stage.alive()
+    def _wait_for_clients(self) -> None:
+        """Wait until each slot has a client. The plan's clock starts then, so that importing torch is no part of it."""
+        until = time.monotonic() + CONNECT_S
+        while any(not self._counters.get(slot.number, "lives") for slot in self.round.slots):
+            self.context.alive()
             gone = [str(client.args) for client in self.clients.values() if client.poll() is not None]
             if gone or time.monotonic() > until:
-                raise RuntimeError(f"clients that never came; gone: {gone}\n{self._said()}")
+                raise RuntimeError(f"clients that never connected; gone: {gone}\n{self._said()}")
             self.control.wait(0.05)
 
-    def _start_vandals(self) -> None:
-        for uid in {0, self.stage.stranger}:
-            command = [sys.executable, "-m", "microbench.soaking.vandals", self.stage.endpoint, str(self.tide.seconds)]
-            command += [str(1000 * self.tide.number + uid), str(self.stage.largest), str(uid)]
-            self._vandals.append(
+    def _start_hostile_clients(self) -> None:
+        for uid in {0, self.context.other_user}:
+            command = [
+                sys.executable,
+                "-m",
+                "microbench.soaking.hostile_clients",
+                self.context.endpoint,
+                str(self.round.seconds),
+            ]
+            command += [str(1000 * self.round.number + uid), str(self.context.largest), str(uid)]
+            self._hostile.append(
                 subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
-                    env=self.stage.environment,
+                    env=self.context.environment,
                     process_group=0,
                 )
             )
-        for vandal in self._vandals:
-            assert vandal.stdout is not None
-            while not select.select([vandal.stdout], [], [], 0)[0]:
-                self.stage.alive()
+        for hostile in self._hostile:
+            assert hostile.stdout is not None
+            while not select.select([hostile.stdout], [], [], 0)[0]:
+                self.context.alive()
                 self.control.wait(0.05)
-            vandal.stdout.readline()  # it has started
+            hostile.stdout.readline()  # it has started
 
     # ---- what happens
 
-    def _happens(self, what: Happening) -> None:
+    def _disturb(self, what: Disturbance) -> None:
         if what.what in ("kill", "stun"):
-            self._strike(what)
+            self._disturb_process(what)
             return
         try:
             jobs = [job["job"] for job in self.control.status()["jobs"] if job["job"]]
             if jobs:
-                self._meddle(what, jobs[what.which % len(jobs)])
-                self.stage.done[what.what] += 1
+                self._change_job(what, jobs[what.which % len(jobs)])
+                self.context.done[what.what] += 1
         except DaemonGone:
             raise
         except GpumuxError as error:
             self.refusals[error.code] += 1  # the job has ended meanwhile, or is ending
 
-    def _meddle(self, what: Happening, job: str) -> None:
+    def _change_job(self, what: Disturbance, job: str) -> None:
         if what.what == "pause":
             self.control.change("pause", job)
             self._at(what.much, lambda: self._resume(job))
@@ -166,7 +172,7 @@ class Running:
         except GpumuxError as error:
             self.refusals[error.code] += 1
 
-    def _strike(self, what: Happening) -> None:
+    def _disturb_process(self, what: Disturbance) -> None:
         process = what.which
         client = self.clients[process]
         if what.what == "kill":
@@ -176,7 +182,7 @@ class Running:
         else:
             os.kill(client.pid, signal.SIGSTOP)
             self._at(what.much, lambda: self._wake(client))
-        self.stage.done[what.what] += 1
+        self.context.done[what.what] += 1
 
     def _wake(self, client: subprocess.Popen[bytes]) -> None:
         if client.poll() is None:
@@ -187,16 +193,16 @@ class Running:
 
     # ---- the end
 
-    def _ebb(self) -> None:
+    def _end_round(self) -> None:
         while self._later:
             heapq.heappop(self._later)[2]()
-        processes = [*self.clients.values(), *self._vandals]
+        processes = [*self.clients.values(), *self._hostile]
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         until = time.monotonic() + LEAVE_S
         while any(process.poll() is None for process in processes):
-            self.stage.alive()
+            self.context.alive()
             if time.monotonic() > until:
                 late = [str(process.args) for process in processes if process.poll() is None]
                 raise RuntimeError(f"still there {LEAVE_S:g} s after they were told to leave: {late}")
@@ -205,16 +211,16 @@ class Running:
         bad = {str(p.args): p.returncode for p in processes if p.returncode not in (0, -signal.SIGTERM)}
         if bad:
             raise RuntimeError(f"ended with other than 0: {bad}\n{self._said()}")
-        for vandal in self._vandals:
-            assert vandal.stdout is not None
-            self.stage.vandalism.update(json.loads(vandal.stdout.read() or b"{}"))
+        for hostile in self._hostile:
+            assert hostile.stdout is not None
+            self.context.vandalism.update(json.loads(hostile.stdout.read() or b"{}"))
 
     def _said(self) -> str:
-        return (self.stage.directory / "clients.log").read_text(errors="replace")[-4000:]
+        return (self.context.directory / "clients.log").read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
         """End whatever still runs."""
-        for process in [*self.clients.values(), *self._vandals]:
+        for process in [*self.clients.values(), *self._hostile]:
             if process.poll() is None:
                 process.kill()
             process.wait()

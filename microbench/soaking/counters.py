@@ -1,6 +1,6 @@
 """Counts by clients in many processes, in a file that all of them map, so that a killed client's counts are kept.
 
-There is a row for each seat, which one process at a time writes.
+There is a row for each slot, which one process at a time writes.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ FIELDS = (
 _NUMBER = struct.Struct("=q")
 
 
-class Ledger:
+class SharedCounters:
     """`create` makes the file; `open` maps it."""
 
-    def __init__(self, path: Path, seats: int) -> None:
+    def __init__(self, path: Path, slots: int) -> None:
         self.path = path
-        self.seats = seats
+        self.slots = slots
         self._file = os.open(path, os.O_RDWR)
         self._map = mmap.mmap(self._file, 0)
 
     @classmethod
-    def create(cls, path: Path, seats: int) -> Ledger:
-        path.write_bytes(bytes(seats * len(FIELDS) * _NUMBER.size))
-        return cls(path, seats)
+    def create(cls, path: Path, slots: int) -> SharedCounters:
+        path.write_bytes(bytes(slots * len(FIELDS) * _NUMBER.size))
+        return cls(path, slots)
 
-    def _at(self, seat: int, field: str) -> int:
-        return (seat * len(FIELDS) + FIELDS.index(field)) * _NUMBER.size
+    def _at(self, slot: int, field: str) -> int:
+        return (slot * len(FIELDS) + FIELDS.index(field)) * _NUMBER.size
 
-    def get(self, seat: int, field: str) -> int:
-        return int(_NUMBER.unpack_from(self._map, self._at(seat, field))[0])
+    def get(self, slot: int, field: str) -> int:
+        return int(_NUMBER.unpack_from(self._map, self._at(slot, field))[0])
 
-    def add(self, seat: int, field: str, count: int = 1) -> int:
+    def add(self, slot: int, field: str, count: int = 1) -> int:
         """The new number."""
-        number = self.get(seat, field) + count
-        _NUMBER.pack_into(self._map, self._at(seat, field), number)
+        number = self.get(slot, field) + count
+        _NUMBER.pack_into(self._map, self._at(slot, field), number)
         return number
 
     def total(self, field: str) -> int:
-        return sum(self.get(seat, field) for seat in range(self.seats))
+        return sum(self.get(slot, field) for slot in range(self.slots))
 
-    def trouble(self, seat: int, text: str) -> None:
+    def trouble(self, slot: int, text: str) -> None:
         """Record an error."""
-        self.add(seat, "trouble")
+        self.add(slot, "trouble")
         with self.path.with_name("trouble.txt").open("a") as out:
-            out.write(f"seat {seat}: {text}\n")
+            out.write(f"slot {slot}: {text}\n")
 
     def troubles(self) -> list[str]:
         path = self.path.with_name("trouble.txt")
