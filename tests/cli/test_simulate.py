@@ -13,7 +13,6 @@ from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
 from gpumux.device.sim.cost import PRESETS
 from gpumux.program.profile import OpProfile, StepProfile, save
-from gpumux.scheduler.policy import POLICIES
 from gpumux.simulate.run import Simulation
 
 FEW = ["--steps", "12", "--warmup", "3"]
@@ -227,6 +226,5 @@ def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> Non
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
 
 
-def test_the_names_the_command_line_knows_are_the_real_ones() -> None:
+def test_the_gpu_models_the_command_line_knows_are_the_real_ones() -> None:
     assert set(config.GPU_MODELS) == set(PRESETS)
-    assert set(config.POLICIES) == set(POLICIES)

@@ -25,7 +25,6 @@ from gpumux.daemon import main as serve
 from gpumux.daemon.snapshots.writer import DirectoryLock
 from gpumux.errors import ConfigError
 from gpumux.program import codec
-from gpumux.scheduler.policy import POLICIES
 from gpumux.wire import messages as msg
 from gpumux.wire.peers import ClientCurve, make_keys
 from tests.program import samples
@@ -33,12 +32,6 @@ from tests.program import samples
 from .live import SOON_S, LiveJob, floats, serving
 
 JOB = "d" * 32
-
-
-def test_the_policies_of_the_configuration_are_the_cores():
-    from gpumux import config
-
-    assert set(config.POLICIES) == set(POLICIES)
 
 
 def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_path):

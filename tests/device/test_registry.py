@@ -20,6 +20,7 @@ from gpumux.device.registry import choose, make
 from gpumux.device.sim.cost import PRESETS
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
+from tests.device.conftest import CASES
 
 GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)  # a machine that has all that a GPU takes
 
@@ -109,6 +110,12 @@ def test_importing_the_cuda_device_needs_neither_torch_nor_a_driver() -> None:
         "import sys, gpumux.device.cuda.device; assert not {'torch', 'cuda'} & {m.split('.')[0] for m in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "auto"])
+def test_every_device_that_can_be_configured_is_made_and_has_a_case_for_the_contract(name: str) -> None:
+    make(name)
+    assert name in {case.name for case in CASES}, "tests/device/conftest.py"
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from gpumux import config
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
@@ -154,8 +155,8 @@ def test_high_goes_first_on_the_device() -> None:
     assert ran == [high] * 8 + [low] * 4
 
 
-def test_every_policy_is_short_and_in_the_registry() -> None:
-    assert set(policies.POLICIES) == {"fifo", "streams", "paced", "guarded"}
+def test_every_policy_is_short_and_in_both_registries() -> None:
+    assert set(policies.POLICIES) == set(config.POLICIES), "gpumux/scheduler/policy.py and gpumux/config.py"
     for made in policies.POLICIES.values():
         assert len(inspect.getsource(made).splitlines()) < 100
         public = [name for name, value in vars(made).items() if callable(value) and not name.startswith("_")]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from gpumux.config import POLICIES
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.types import Footprint, JobDied, JobReleased, PieceDone, PieceFailed, ProgramReady, TransferEnded
@@ -268,7 +269,7 @@ def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:
 
 
 @pytest.mark.timeout(600)  # a failure is made small before it is shown
-@pytest.mark.parametrize("policy", ["guarded", "paced", "streams", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_promises_hold_in_every_life(policy: str) -> None:
     machine = type("Life", (Life,), {"policy": policy})
     run_state_machine_as_test(

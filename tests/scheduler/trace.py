@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.main import main
+from gpumux.config import POLICIES
 from gpumux.device.sim.cost import A100, Kernel
 from gpumux.scheduler import RUNS
 from gpumux.scheduler import scheduler as machine
@@ -28,7 +29,6 @@ from gpumux.types import Priority
 from microbench import core_rate
 from tests.scheduler import test_properties, world
 
-POLICIES = ("paced", "guarded", "streams", "fifo")
 LIVES = 8  # of each policy
 RULES = 60  # in each
 SIMULATIONS = (
