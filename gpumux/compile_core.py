@@ -43,7 +43,7 @@ FLAGS = (
 OPTIMIZE = "2"
 LEAST_MYPY = 2
 INSTALL = f"pip install 'mypy>={LEAST_MYPY}' setuptools"
-TOLD = 20  # lines of what a tool says that fails
+SHOWN_LINES = 20  # lines of what a tool says that fails
 
 
 class Missing(BuildFailed):
@@ -215,7 +215,7 @@ def _run(command: list[str]) -> None:
 
 
 def _end(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-TOLD:])
+    return "\n".join(text.strip().splitlines()[-SHOWN_LINES:])
 
 
 if __name__ == "__main__":

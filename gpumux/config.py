@@ -64,7 +64,7 @@ def read(tables: Any, where: str) -> tuple[Rule, ...]:
     if len(tables) > MAX_RULES:
         raise ConfigError(f"{where}: {len(tables)} rules", f"write {MAX_RULES} at most; one can name many users")
     rules = tuple(_rule(name, body, f"{where}.{name}") for name, body in tables.items())
-    _nobody_twice(rules, where)
+    _check_unique(rules, where)
     return rules
 
 
@@ -82,12 +82,12 @@ def _rule(name: str, body: Any, where: str) -> Rule:
     rule = Rule(name, **values)
     named = bool(rule.users or rule.groups or rule.keys)
     if named is (name == DEFAULT):
-        who = "is for everybody no other rule names" if named else "names nobody"
-        raise ConfigError(f"{where} {who}", "give every rule but `default` users, groups or keys")
+        meaning = "is for everybody no other rule names" if named else "names nobody"
+        raise ConfigError(f"{where} {meaning}", "give every rule but `default` users, groups or keys")
     return rule
 
 
-def _nobody_twice(rules: tuple[Rule, ...], where: str) -> None:
+def _check_unique(rules: tuple[Rule, ...], where: str) -> None:
     for kind in ("users", "groups", "keys"):
         seen: dict[Any, str] = {}
         for rule in rules:

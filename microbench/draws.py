@@ -1,7 +1,7 @@
 """What it costs a job alone that its random draws go on from the client's generator: steps a second over the plain
 loop's.
 
-The same step, with dropout, in turns: without_fetching; as a job with a generator of its own (rng="own"); and as one
+The same step, with dropout, in turns: plainly; as a job with a generator of its own (rng="own"); and as one
 that draws from the client's, whose generator is brought behind each step by skipping the words it takes, by waiting
 for the step's answer, and by whichever of the two submit() would choose. Also seconds a word of the generator:
 skipped, and drawn by dropout.

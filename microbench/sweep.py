@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-slowdown", type=float, default=1.05, help="what the high jobs are promised (default 1.05)")
     add("--steps", type=whole, default=2000, help="high steps of each pair, the learning ones included")
     add("--learning", type=whole, default=200, help="steps reported apart")
-    add("--policy", default="guarded", choices=config.POLICIES, help="who runs next (default guarded)")
+    add("--policy", default="guarded", choices=config.POLICIES, help="which job runs next (default guarded)")
     add("--processes", type=whole, default=len(os.sched_getaffinity(0)), help="default: one a core")
     add(
         "--oracle", type=Path, metavar="FILE.json", help="take the oracle's findings from an earlier --out (same pairs)"

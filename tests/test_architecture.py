@@ -1,4 +1,4 @@
-"""The shape of the package: which way imports point, what the core may know, how large a module is,
+"""The shape of the package: which way imports point, what the scheduler may know, how large a module is,
 what `import gpumux` costs, and that type information ships."""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_the_scheduler_is_pure():
 
 
 def test_only_the_package_imports_the_module_that_a_users_verb_is_named_after():
-    """Whoever imports gpumux.client.submit past the package puts the module where users find the function."""
+    """An import of gpumux.client.submit past the package would put the module where users find the function."""
     direct = [i for i in all_imports() if i.imported.startswith("gpumux.client.submit")]
     assert {i.importer for i in direct if i.imported != "gpumux.client.submit"} == {"gpumux.client"}
 
@@ -466,7 +466,7 @@ def test_help_is_light():
 
 
 def test_the_daemon_process_loads_no_torch():
-    """The daemon's main process hands torch work to executor processes (DESIGN 6)."""
+    """The daemon's main process hands torch work to executor processes."""
     daemon = [name for name in modules() if part(name) in {"daemon", "scheduler", "wire", "metrics"}]
     assert "torch" not in loaded_after("import " + ", ".join(daemon))
 

@@ -240,7 +240,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--gpu-shares", metavar="off|on", help="whether low jobs may be confined to parts of a GPU (default off)")
     add("--gpu-model", metavar="|".join(config.GPU_MODELS), help="the GPU that --device sim simulates (default a100)")
     add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
-    add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default guarded)")
+    add("--policy", metavar="|".join(config.POLICIES), help="which job runs next (default guarded)")
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics and the status page (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
@@ -291,7 +291,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(policies),
         choices=policies,
         default=default,
-        help=f"who runs next (default {default})",
+        help=f"which job runs next (default {default})",
     )
     add("--steps", metavar="N", type=arguments.whole, help="steps of each high job, after the warm-up (default 500)")
     add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")

@@ -35,8 +35,8 @@ from gpumux.wire.peers import ClientCurve, secure_client
 # shield; handlers that the script has set (a batch system's SIGTERM, say) run when the shield ends.
 
 
-# The C functions below `signal.signal` and `signal.getsignal`: the conversions to enum members that
-# those add cost 20 us a pair, half a step's round trip.
+# The C functions below `signal.signal` and `signal.getsignal`: the conversions to enum members that those add would be
+# a large part of a step's round trip.
 _set: Callable[[int, Any], Any] = _signal.signal
 _get: Callable[[int], Any] = _signal.getsignal
 # The signals that scripts handle in Python. SIGINT is the last to get its handler back, because that usually raises.

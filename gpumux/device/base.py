@@ -205,8 +205,8 @@ class Device(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """What a device may be able to do besides: answer steps itself, so that a client hears of its result
-    before the caller does. A device without these methods leaves every answer to its caller.
+    """Optional: a device that answers steps itself, so that a client has its result before the caller
+    knows of it. A device without these methods leaves every answer to its caller.
 
     A launch with `submitted` ends its step. If the device was given the client's channel it may then send the filled
     form, as one packet, before it reports PieceDone with `answered`: queue seconds from `submitted` to the start of
@@ -219,8 +219,8 @@ class Answering(Protocol):
         """Answer the job's steps on `channel`, a SOCK_SEQPACKET socket. The caller keeps the descriptor."""
 
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
-        """Like poll, but PieceDone of every step of the job that was answered is among the events of this
-        call or an earlier one, even if nothing has said so yet: a client may be quicker than poll."""
+        """All events since the last call, as from `poll`. PieceDone of every answered step of the job is among the
+        events of this call or an earlier one, even if nothing has said so yet: a client may be faster than poll."""
 
 
 @runtime_checkable

@@ -111,7 +111,7 @@ def without_graph_optimization() -> Iterator[None]:
 
 
 def _ignore(index: int) -> None:
-    """No reader follows the progress of a step here."""
+    """Do nothing: no process reads the progress of a step here."""
 
 
 # ---- Times of a few operators: a Program of them alone, run a few times on synthetic numbers.

@@ -183,4 +183,4 @@ class MetricsServer:
 
 
 def _nothing_yet() -> None:
-    """No figures: the daemon is starting."""
+    """Figures of a daemon that is starting: none."""

@@ -172,8 +172,8 @@ def reduce(profile: ModelProfile) -> LayerGraph:
 
 
 def _with_input(nodes: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """If several layers read the model's input, let them branch from a layer that takes no time and whose output is
-    everywhere."""
+    """The graph with one source: several layers that read the model's input branch from a layer that takes no time and
+    whose output is everywhere."""
     name = _free("inputs", nodes)
     source = LayerProfile(name, "inputs", (), 0, 0, _no_time(nodes))
     return [source, *(_reading(node, (name,)) if not node.inputs else node for node in nodes)]

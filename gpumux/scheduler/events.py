@@ -108,7 +108,7 @@ class TransferRequested:
 
 @dataclass(frozen=True, slots=True)
 class PauseRequested:
-    """By the owner or an operator. A paused job starts no further piece; what is out finishes."""
+    """The owner or an operator pauses a job. A paused job starts no further piece; what is out finishes."""
 
     job: JobId
 
@@ -120,7 +120,7 @@ class ResumeRequested:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """By the owner or an operator, within what each may: another priority, another weight; None leaves it as it is."""
+    """Another priority or weight for a job, by its owner or an operator, within what each may. None: as it is."""
 
     job: JobId
     priority: Priority | None
@@ -188,7 +188,7 @@ class RefuseJob:
 
 @dataclass(frozen=True, slots=True)
 class AcceptProgram:
-    """It fits and is charged: load it."""
+    """Load a program, which fits and is charged."""
 
     job: JobId
     program: ProgramId
@@ -196,7 +196,7 @@ class AcceptProgram:
 
 @dataclass(frozen=True, slots=True)
 class RefuseProgram:
-    """It does not fit, or loading failed. The job lives on."""
+    """Refuse a program that does not fit, or that could not be loaded. The job goes on."""
 
     job: JobId
     program: ProgramId
@@ -291,7 +291,7 @@ class JobChanged:
 
 @dataclass(frozen=True, slots=True)
 class ForgetJob:
-    """Nothing of the job is left anywhere: drop its metrics, segments and owner."""
+    """Drop the metrics, segments and owner of a job of which nothing is left anywhere."""
 
     job: JobId
 

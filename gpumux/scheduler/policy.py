@@ -1,4 +1,5 @@
-"""Which job's piece is launched next. A policy is one method or two; windows, queues and fairness are `Windows`'.
+"""Policies: which job's piece is launched next. A policy is one method or two; windows, queues and fairness are
+`windows.py`.
 
     fifo      one stream, arrival order over all jobs, windows so deep that they hardly limit: a device shared
               without any scheduling
@@ -52,7 +53,7 @@ class Policy(ABC):
     guard: SlowdownGuard | None = None
 
     def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
-        """For the device that `info` describes."""
+        """Makes the policy for the device that `info` describes."""
         self._limit = Limit(DEEP, inf)
 
     def limit(self, windows: Windows, priority: Priority) -> Limit:

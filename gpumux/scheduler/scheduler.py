@@ -553,7 +553,8 @@ def transfer_ended(state: SchedulerState, event: TransferEnded) -> None:
 
 
 def ticked(state: SchedulerState, event: ev.Tick) -> None:
-    """Only the clock moved. Ticks asked for earlier won't come: the daemon keeps the earliest time alone."""
+    """Handle a tick: only the clock moved. Ticks asked for earlier won't come: the daemon keeps only the earliest
+    time."""
     state.wake_at = 0.0
 
 

@@ -91,7 +91,7 @@ class Fingerprint:
         self._identity_check = IdentityCheck(self.watches)
 
     def extend(self, executed: Executed) -> bool:
-        """Also watch what this code reads. False if all of it was known."""
+        """Add what this code reads to what is watched. False if all of it was known."""
         fresh = {i: found for i, found in executed.items() if i not in self._walked and Walk.matters(*found)}
         if not fresh:
             return False

@@ -38,7 +38,7 @@ class Compute(Protocol):
     device: torch.device
 
     def enter(self) -> None:
-        """Once in every thread that calls anything here."""
+        """Prepare a thread; once in every thread that calls anything here."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Zeroed bytes on the device. Raises torch.OutOfMemoryError."""

@@ -329,7 +329,8 @@ class Stream:
     # ---- alone on the device: the rest of the launch is one event
 
     def go_solo(self) -> None:
-        """It is alone: its next kernel starts at `ready_at`, and the rest of the launch follows its timeline."""
+        """Note that the launch runs alone: its next kernel starts at `ready_at`, and the rest of it follows its
+        timeline."""
         self.solo_from = self.index
         self.solo_base = self.ready_at - self.work.starts[self.index]
         self.next_at = self.solo_base + self.work.ends[-1]

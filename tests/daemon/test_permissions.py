@@ -11,7 +11,6 @@ from gpumux.access import Rule
 from gpumux.config import Config
 from gpumux.metrics.gauges import GaugeCollector
 from gpumux.wire import messages as msg
-from gpumux.wire import messages as records
 from tests.program import samples
 
 from .fakes import Daemon
@@ -84,7 +83,7 @@ def test_nothing_a_neighbour_may_ask_for_tells_names_ids_or_operators(daemon):
     for message, frames in heard:
         text += repr(message)
         if isinstance(message, msg.TracePart):
-            text += repr(records.unpack(frames[0]))
+            text += repr(msg.unpack(frames[0]))
     assert "JobSeen" in text
     assert "j2" in text
     assert SECRET not in text

@@ -1,4 +1,4 @@
-"""Submitting while daemons come and go: `through`, with sessions that are told when to die."""
+"""`connect_with_retry`: submitting while daemons start and end, with sessions that end when a test says so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumux.client import session as persevering
+from gpumux.client import session as sessions_module
 from gpumux.client.session import TRIES, connect_with_retry
 from gpumux.errors import AdmissionRefused, DaemonGone
 
@@ -32,9 +32,9 @@ class Sessions:
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
     made, now = Sessions(), [0.0]
-    monkeypatch.setattr(persevering, "Session", made)
-    monkeypatch.setattr(persevering.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(persevering.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(sessions_module, "Session", made)
+    monkeypatch.setattr(sessions_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sessions_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
     return made
 
 
