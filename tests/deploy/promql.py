@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.metrics.test_contract import FROZEN
+from tests.metrics.contract import FROZEN
 
 TARGET = frozenset({"job", "instance"})  # what Prometheus adds to every sample
 SCRAPED = {name: frozenset("exported_job" if label == "job" else label for label in labels) | TARGET

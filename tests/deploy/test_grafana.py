@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from tests.metrics.test_contract import FROZEN
+from tests.metrics.contract import FROZEN
 
 from . import dashboard, promql
 from .packages import ROOT

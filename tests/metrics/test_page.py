@@ -17,7 +17,7 @@ from gpumux.metrics.gauges import BanFigures
 from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 
-from .test_contract import HIGH, JOB, figures
+from .contract import HIGH, JOB, figures
 
 BAN = BanFigures("j2", "j1", 1.7, "tail", 3.0, 61.0)
 ENDING = replace(BAN, left_s=0.04)

@@ -17,7 +17,7 @@ from gpumux.metrics.gauges import SnapshotBox
 from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 
-from .test_contract import figures
+from .contract import figures
 
 LONG = 60.0  # seconds; a bound for a broken test
 

@@ -8,7 +8,7 @@ import select
 import signal
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,9 @@ from gpumux.program.codec import encode
 from gpumux.program.ir import Program
 from gpumux.types import JobDied, PieceFailed, ProgramId
 from tests.daemon.victim import long
-from tests.device.harness import GIVE_UP_S, Case, Driver, LoadedJob
+from tests.device.cpu.support import CASE, children, fork_server
+from tests.device.harness import GIVE_UP_S, Driver, LoadedJob
 from tests.program import samples
-
-CASE = Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +54,6 @@ def driver(device: CpuDevice) -> Iterator[Driver]:
     driver = Driver(CASE, device)
     yield driver
     driver.finish()
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread of the imports' that has just ended
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def fork_server(device: CpuDevice) -> int:
-    assert device._fork_server is not None
-    return device._fork_server.pid
 
 
 class Neighbour:

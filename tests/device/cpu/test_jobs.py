@@ -14,7 +14,7 @@ from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
 from gpumux.types import JobDied, JobId, JobSpec, Priority, ProgramReady
-from tests.device.cpu.test_crashes import children, fork_server
+from tests.device.cpu.support import children, fork_server
 from tests.device.harness import Case, Driver
 from tests.program import samples
 

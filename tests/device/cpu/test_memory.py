@@ -14,8 +14,7 @@ import torch
 from gpumux.device.cpu.jobs import OWN_BYTES
 from gpumux.device.run.interpreter import Interpreter, outputs
 from gpumux.program.ir import Op, Program, TensorRef
-from tests.device.cpu.test_crashes import CASE, children, fork_server
-from tests.device.cpu.test_equality import Bench
+from tests.device.cpu.support import CASE, Bench, children, fork_server
 from tests.device.harness import Driver
 from tests.program import samples
 

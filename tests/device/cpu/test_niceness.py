@@ -14,7 +14,7 @@ from gpumux.device.cpu import device as cpu_device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run import interpreter as stopwatch
 from gpumux.types import JobId, Priority
-from tests.device.cpu.test_crashes import children, fork_server
+from tests.device.cpu.support import children, fork_server
 from tests.device.harness import Case, Driver
 from tests.program import samples
 

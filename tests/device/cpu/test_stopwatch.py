@@ -11,8 +11,10 @@ import pytest
 
 from gpumux.device.run import interpreter as stopwatch
 from gpumux.device.run.interpreter import CoreWaits, Stopwatch, waited
-from tests.device.cpu.test_equality import Bench, as_in_an_executor  # noqa: F401
+from tests.device.cpu.support import Bench, as_in_an_executor  # noqa: F401
 from tests.program import samples
+
+pytestmark = pytest.mark.usefixtures("as_in_an_executor")
 
 
 @pytest.fixture
