@@ -95,7 +95,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon or a setting of whoever runs the tests has no part in them."""
+    """Hides the daemon and the settings of the user that runs the tests."""
     for name in list(os.environ):
         if name.startswith("GPUMUX_"):
             monkeypatch.delenv(name)

@@ -84,13 +84,13 @@ def growth(before: Snapshot, after: Snapshot) -> list[str]:
         lines.append(f"{more} more ZeroMQ context{'s' * (more > 1)} not terminated")
     shm = after.shm - before.shm
     if shm:
-        shm -= _somebody_elses(shm)
+        shm -= _of_other_users(shm)
     lines += [f"/dev/shm/{name} left behind" for name in sorted(shm)]
     return lines
 
 
-def _somebody_elses(names: frozenset[str]) -> frozenset[str]:
-    """Those that other users of the machine have mapped, and nobody of ours. What nobody has mapped may be ours."""
+def _of_other_users(names: frozenset[str]) -> frozenset[str]:
+    """Those that only other users of the machine have mapped. One that no process has mapped may be ours."""
     ours: set[str] = set()
     others: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):

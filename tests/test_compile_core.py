@@ -186,6 +186,6 @@ def test_what_a_tool_says_that_fails_is_told(package: Path, monkeypatch: pytest.
 
 def test_a_directory_that_can_not_be_written_is_an_error_with_a_remedy(package: Path) -> None:
     shutil.rmtree(package / "scheduler")
-    (package / "scheduler").touch()  # nobody, not even root, makes a directory in it
+    (package / "scheduler").touch()  # not even root can make a directory in it
     with pytest.raises(BuildFailed, match=r"can't write.*user gpumux was installed by"):
         compile_core.build(package)

@@ -257,7 +257,7 @@ def test_a_payload_the_daemon_would_not_take(runtime_dir: Path):
 
 
 def test_many_threads_at_once(session: Session):
-    """Each waits for its own steps and makes calls in between; nobody gets another's answers."""
+    """Each waits for its own steps and makes calls in between; no thread gets answers meant for another."""
     errors: list[BaseException] = []
 
     def work(number: int) -> None:

@@ -84,7 +84,7 @@ def test_a_data_loader_writes_into_the_slots(endpoint: str):
 
 
 def test_batches_that_are_kept_or_dropped(endpoint: str):
-    """More batches at once than there are slots, steps with others in between, and some that nobody steps with."""
+    """More batches at once than there are slots, steps with others in between, and some that no step uses."""
     plain, ours = Trained(), Trained()
     samples = [[Samples()[i] for i in range(at, at + ROWS)] for at in range(0, 5 * ROWS, ROWS)]
     with submit(ours, endpoint) as job:

@@ -431,7 +431,7 @@ def test_a_buffer_that_is_replaced_instead_of_written(endpoint: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = self.layer(x)
             self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
-            self.seen = out.detach()  # left for debugging, read by nobody
+            self.seen = out.detach()  # left for debugging, never read
             return out - self.mean
 
     def make() -> Work:

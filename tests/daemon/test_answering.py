@@ -8,10 +8,10 @@ from prometheus_client import generate_latest
 from gpumux.types import Fault
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import step_done_form
+from tests.daemon.stepping import JOB, only, step
 from tests.program import samples
 
 from .fakes import AnsweringDevice, Daemon
-from .test_loop import JOB, only, step
 
 CHANNEL = 77
 

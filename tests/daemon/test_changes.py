@@ -9,10 +9,10 @@ from gpumux.config import Config
 from gpumux.daemon.requests import MAX_CHANGES
 from gpumux.types import Fault, Priority
 from gpumux.wire import messages as msg
+from tests.daemon.stepping import JOB, only, step
 from tests.program import samples
 
 from .fakes import Daemon, FakeDevice
-from .test_loop import JOB, only, step
 
 LIMITED = Rule("students", users=frozenset({1000}), max_priority=Priority.LOW, max_weight=2.0)
 ADMINS = Rule("admins", users=frozenset({2000}), operator=True, max_priority=Priority.LOW)

@@ -21,11 +21,10 @@ from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
 from gpumux.wire.limits import Limits
 from gpumux.wire.router import Incoming
+from tests.daemon.stepping import JOB, OTHER, only, step
 from tests.program import samples
 
 from .fakes import BAD, UNLOADABLE, Daemon
-
-JOB, OTHER = "a" * 32, "b" * 32
 
 
 @pytest.fixture
@@ -47,15 +46,6 @@ def running(daemon):
 
 def with_scalars(*kinds):
     return replace(samples.add_one(), scalars=kinds)
-
-
-def step(number, slot=0, program=0, job=JOB, scalars=(), frames=0):
-    return msg.Step(job, number, program, slot, list(scalars), frames)
-
-
-def only(answers):
-    ((message, _frames),) = answers
-    return message
 
 
 def test_a_step_is_launched_with_its_slot_and_scalars_and_answered_with_its_times(running):

@@ -21,11 +21,11 @@ from gpumux.config import Config
 from gpumux.daemon.config_reload import RELOADABLE, compare
 from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError
 from gpumux.wire import messages as msg
+from tests.daemon.stepping import JOB, OTHER, only
 from tests.program import samples
 
 from .fakes import Daemon
 from .live import QUICK, SOON_S, LiveJob, serving
-from .test_loop import JOB, OTHER, only
 
 GUESTS = Rule("guests", users=frozenset({1001}), submit=False)
 

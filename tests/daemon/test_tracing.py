@@ -17,10 +17,10 @@ from gpumux.scheduler.report import BannedRange, HeldJob
 from gpumux.types import Priority
 from gpumux.wire import messages as msg
 from gpumux.wire import messages as rec
+from tests.daemon.stepping import JOB, OTHER, only, step
 from tests.program import samples
 
 from .fakes import Daemon
-from .test_loop import JOB, OTHER, only, step
 
 
 @pytest.fixture

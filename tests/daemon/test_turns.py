@@ -9,10 +9,10 @@ from gpumux.errors import AdmissionRefused
 from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Incoming
+from tests.daemon.stepping import JOB, only, step
 from tests.program import samples
 
 from .fakes import Daemon
-from .test_loop import JOB, only, step
 
 
 @pytest.fixture

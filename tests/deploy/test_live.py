@@ -54,7 +54,7 @@ def configuration(target):
 def prometheus(directory, target):
     tool = need("prometheus", "prometheus")
     (directory / "prometheus.yml").write_text(configuration(target))
-    held = socket.socket()  # and so nobody else is given its port; it does not listen, so that Prometheus may
+    held = socket.socket()  # so that no other process is given its port; it does not listen, so that Prometheus may
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go's listeners do
     held.bind(("127.0.0.1", 0))
     port = held.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Prolog and epilog, with a systemctl that writes down what it is told."""
+"""Prolog and epilog, with a systemctl that writes down its arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Node:
         assert done.returncode == 0, done.stderr
 
     def told(self):
-        """What systemctl was told since the last time."""
+        """Arguments of systemctl since the last call."""
         said = self._told.read_text().splitlines() if self._told.exists() else []
         self._told.write_text("")
         return said

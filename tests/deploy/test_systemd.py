@@ -184,7 +184,7 @@ def status(endpoint: str, uid: int, groups: list[int], patience_s: float) -> sub
 def test_members_of_the_group_get_in_and_strangers_do_not(as_installed):
     member = status(as_installed, MEMBER, [MEMBERS], LIMIT_S)
     assert member.returncode == 0, member.stderr
-    stranger = status(as_installed, STRANGER, [], 5.0)  # who waits in vain, if not told
+    stranger = status(as_installed, STRANGER, [], 5.0)  # waits in vain, unless it is refused
     assert (stranger.returncode, stranger.stdout) == (1, "")
     home = Path(as_installed.removeprefix("ipc://")).parent
     looked = subprocess.run(

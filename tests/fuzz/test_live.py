@@ -353,7 +353,7 @@ def test_a_flood_of_connections_finds_few_descriptors_and_ends_nobody(daemon, wi
         while any(flooder.poll() is None for flooder in flooders):
             witness.check()
         assert [flooder.returncode for flooder in flooders] == [0, 0, 0]
-        Session.connect(daemon.endpoint, SOON_S).close()  # who comes afterwards is let in
+        Session.connect(daemon.endpoint, SOON_S).close()  # a client that comes afterwards is let in
     finally:
         for flooder in flooders:
             flooder.kill()

@@ -1,4 +1,4 @@
-"""Who is let in, what is charged, and refusals that say what to do."""
+"""Which jobs are admitted, what they are charged, and refusals that say what to do."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard.budget import MOST_DELAY_S, SlowdownBudget
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import JobId, PieceDone, ProgramId, StepId
+from tests.scheduler.scenarios import LIGHT, SMALL, high, ident, low
+from tests.scheduler.scenarios import world as simulated
 
-from .test_guard_scenarios import LIGHT, SMALL, high, ident, low
-from .test_guard_scenarios import world as simulated
 from .world import World
 
 SOLO_S = 1e-3
@@ -131,7 +131,7 @@ def test_low_work_pays_for_no_more_than_its_events_take_and_people_are_told_all(
         assert isinstance(core, Scheduler)
         simulation.scheduler = Listening(core, ident(simulation, "high"), waited)
         job = simulation.run(steps=60).job("high")
-        # Of the first steps low work may not run beside it is not heard of; where there is none, nobody pays.
+        # Of the first steps low work may not run beside it is not heard of; where there is none, no step is delayed.
         assert set(found[16:]) <= ({0.0, counted} if others else {0.0})
         assert (found.count(counted) > 20) is bool(others)
         guard = core._state.guard

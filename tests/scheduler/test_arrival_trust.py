@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.device.sim.cost import Kernel
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.budget import DECAY, VIOLATION_RATE
 from gpumux.scheduler.guard.high_job import ArrivalTrust
 from gpumux.scheduler.guard.learning import DEAR, Cutting
+from tests.scheduler.scenarios import (
+    CREDIT,
+    FULL,
+    GAP_S,
+    MOST,
+    STEP_S,
+    chain,
+    explained,
+    held_seconds,
+    high,
+    ident,
+    known_high_job,
+    low,
+    pausing,
+)
+from tests.scheduler.scenarios import world as simulated
 
-from .test_decisions import STEP_S, track
-from .test_guard_scenarios import chain, explained, held_seconds, high, ident, low
-from .test_guard_scenarios import world as simulated
-from .test_low_work_alone import GAP_S, pausing
 from .world import World
-
-MOST, CREDIT = 1e-4, 5e-5  # seconds that a step may lose, at most and on average
 
 
 def after(lost: float, excess: float, steps: int = 1, noise: float = 0.0) -> ArrivalTrust:
@@ -127,7 +136,6 @@ def test_without_trust_a_piece_that_would_be_over_before_the_next_step_is_expect
     assert {piece.job for piece in world.launches.values()} == {"low"}, "away for longer than ever, it holds nobody"
 
 
-FULL = Kernel("full", 432, 100e-6, 4, 0)
 OTHERS = {
     "short": low((FULL._replace(name="short", block_s=30e-6),) * 30, "short"),
     "long": low((FULL._replace(name="long", blocks=1728, block_s=60e-6),) * 8, "long"),
@@ -186,7 +194,7 @@ def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_
     part: float, finest: bool
 ) -> None:
     """Though they seldom lose too much by it: with pieces of a third a budget harvests more."""
-    of, cut = track("high"), Cutting(300e-6)
+    of, cut = known_high_job("high"), Cutting(300e-6)
     cut.step_ended(of, STEP_S, 1.0)
     assert cut.changed
     assert cut.target_s == pytest.approx(100e-6)

@@ -14,12 +14,21 @@ from gpumux.scheduler.guard.timing import expected_arrival, hold_for_arrival
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
 from microbench.common import percentile
+from tests.scheduler.scenarios import (
+    FULL,
+    LOW,
+    MOST,
+    SPAN,
+    decided,
+    guard_of,
+    high,
+    known_by_now,
+    known_high_job,
+    low,
+    pausing,
+)
+from tests.scheduler.scenarios import world as simulated
 
-from .test_arrival_trust import FULL, MOST
-from .test_decisions import LOW, SPAN, decided, guard_of, known_by_now, track
-from .test_guard_scenarios import high, low
-from .test_guard_scenarios import world as simulated
-from .test_low_work_alone import pausing
 from .world import World
 
 LONG = low((FULL._replace(name="long", block_s=300e-6),) * 10, "long")
@@ -70,7 +79,7 @@ def sure_to_stay_away(random: Random) -> Iterator[float]:
 
 @pytest.mark.parametrize("next_s", [bursts, heavy_tailed, busy_and_quiet])
 def test_the_promise_holds_where_steps_come_in_bursts(next_s: Callable[[Random], Iterator[float]]) -> None:
-    """Who is not trusted to come when it did is not taken for gone after 16 usual gaps: bursts are as far apart."""
+    """A job whose arrivals are not trusted is not taken for idle after 16 usual pauses: bursts are as far apart."""
     mean, most, _ = slowed(next_s, 20, LONG)
     assert mean <= 1.05
     assert most <= 1.10
@@ -86,7 +95,7 @@ def test_a_gap_shorter_than_any_there_was_is_not_to_be_expected_of_anybody() -> 
 def test_who_could_run_once_what_is_out_has_ended_is_asked_then() -> None:
     """What it costs behind other low work is no reason to hold it after that has ended."""
     now = 1.0
-    one = track("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)
+    one = known_high_job("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)
     while one.trust.trusts(LOW.program):
         one.trust.step_ended(2 * MOST, [LOW.program], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
     one.arrivals.set_predictable(one.trust.trusted)

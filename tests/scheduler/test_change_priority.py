@@ -1,4 +1,4 @@
-"""Another priority or weight at run time: when it is in force, who is told, and that nobody starves of it."""
+"""Another priority or weight at run time: when it is in force, which clients are informed, and that no job starves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def changed(commands: list[cmd.Command]) -> list[tuple[str, Priority, float]]:
 
 
 def feed(world: World, *jobs: str, steps: int) -> Counter[str]:
-    """Keep the jobs busy for so many pieces; who ran how many of them."""
+    """Keep the jobs busy for so many pieces. Returns how many of them each job ran."""
     ran: Counter[str] = Counter()
     number = max([10_000, *(step for _, step in world.submitted)])
     for _ in range(steps):

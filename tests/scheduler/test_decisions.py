@@ -1,60 +1,36 @@
-"""Who is asked again when: as seldom as does no harm, since asking is what the guard spends its time on."""
+"""When held jobs are reconsidered: as seldom as does no harm, since decisions are what the guard spends its time on."""
 
 from __future__ import annotations
-
-from math import inf
-from types import SimpleNamespace
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.device.sim.cost import Kernel
-from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.costs import START
-from gpumux.scheduler.guard.decisions import Hold, LaunchDecision
+from gpumux.scheduler.guard.decisions import Hold
 from gpumux.scheduler.guard.device_view import MAX_IDLE
-from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.guard.high_job import LEARNING_STEPS, HighCosts, HighJob
+from gpumux.scheduler.guard.high_job import HighCosts
 from gpumux.scheduler.guard.timing import expected_arrival, hold_for_arrival
 from gpumux.scheduler.jobs import LowKey
 from gpumux.scheduler.windows import Windows
-from gpumux.types import DeviceInfo, JobId
+from tests.scheduler.scenarios import (
+    LIGHT,
+    LOW,
+    SMALL,
+    SPAN,
+    STEP_S,
+    decided,
+    guard_of,
+    held_seconds,
+    high,
+    known_by_now,
+    known_high_job,
+    low,
+    pausing,
+)
+from tests.scheduler.scenarios import world as simulated
 
-from .test_guard_scenarios import LIGHT, SMALL, held_seconds, high, low
-from .test_guard_scenarios import world as simulated
-from .test_low_work_alone import pausing
 from .world import World
-
-LOW, SPAN = LowKey("low", 1.0), "1-2"
-STEP_S = 1e-3
-
-
-def track(name: str, gaps: list[float] | None = None, since: float = inf) -> HighJob:
-    """A high job that is known by now and owes what nobody may risk to lose; idle since then, where that is said."""
-    made = HighJob(SimpleNamespace(id=JobId(name), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
-    made.budget.begin_step(STEP_S)
-    made.steps, made.calibrating, made.budget.violations_left, made.idle_since = LEARNING_STEPS, 0, 0.0, since
-    made.costs = HighCosts(f"of {name}", (0, 1), (STEP_S,))
-    for gap in gaps or ():
-        made.arrivals.add(gap)
-    return made
-
-
-def decided(seconds: float) -> LaunchDecision:
-    """About a low piece that takes so long, before anything is known of it."""
-    job: Any = SimpleNamespace(id=JobId("low"))
-    step: Any = SimpleNamespace(id=0)
-    return LaunchDecision(job, step, 1.0, seconds)
-
-
-def guard_of(*tracks: HighJob) -> SlowdownGuard:
-    guard = SlowdownGuard(SchedulerConfig(policy="guarded"), DeviceInfo("sim", "virtual", 1 << 40, 1, 0, "", {}))
-    for one in tracks:
-        guard.high_jobs[one.job.id] = one
-        guard.view.idle_jobs.append(one)
-    return guard
-
 
 GAPS = st.lists(st.floats(1e-3, 20e-3), min_size=8, max_size=24)
 IDLE_FOR = st.floats(0.0, 15e-3)
@@ -65,7 +41,7 @@ def test_who_several_idle_jobs_hold_is_asked_again_when_the_last_of_them_would_l
     jobs: list[tuple[list[float], float]], seconds: float
 ) -> None:
     now = 1.0
-    guard = guard_of(*[track(str(index), gaps, now - ago) for index, (gaps, ago) in enumerate(jobs)])
+    guard = guard_of(*[known_high_job(str(index), gaps, now - ago) for index, (gaps, ago) in enumerate(jobs)])
     guard.view.refresh(Windows("fair"), guard.high_jobs, now)
     alone = {
         one.job.id: hold_for_arrival(
@@ -88,7 +64,7 @@ def test_who_several_idle_jobs_hold_is_asked_again_when_the_last_of_them_would_l
 
 
 def test_what_nobody_knows_and_nothing_may_be_risked_for_is_held_for_the_rest_of_the_step() -> None:
-    high = track("high")
+    high = known_high_job("high")
     unknown = decided(1e-3).hold_unknown(high, 0)
     dear = decided(1e-3).hold_for(high, Hold("tail", high.job.id, piece=0))
     high.least_need = 0.0  # what another piece of the step may lose
@@ -127,11 +103,6 @@ def test_low_work_is_not_held_anew_for_what_it_costs_as_the_high_job_is_cut_anew
     simulation.run(steps=460)
     held = held_seconds(simulation, "low")
     assert held["learning"] < 0.1 * simulation.now, held
-
-
-def known_by_now(world: World) -> None:
-    found = world.scheduler._state.guard.high_jobs["high"]
-    found.steps, found.budget.violations_left = LEARNING_STEPS + 100, 0.0
 
 
 def test_who_fits_goes_on_in_a_gap_while_who_is_first_does_not_fit() -> None:
@@ -179,7 +150,7 @@ def test_nobody_is_held_for_an_idle_job_that_is_no_longer_looked_out_for() -> No
     """Of many idle high jobs the newest few count: a hold for the sake of another is over when so many came after
     it."""
     now = 1.0
-    rare = track("rare", [0.1 * count for count in range(1, 25)], now - 0.01)
+    rare = known_high_job("rare", [0.1 * count for count in range(1, 25)], now - 0.01)
     guard, windows = guard_of(rare), Windows("fair")
     guard.view.refresh(windows, guard.high_jobs, now)
     answer = decided(0.095)
@@ -188,7 +159,7 @@ def test_nobody_is_held_for_an_idle_job_that_is_no_longer_looked_out_for() -> No
     assert answer.hold.until > now + 0.09
     for count in range(MAX_IDLE):
         assert answer.is_current(guard.view.low_version, now + 1e-4)
-        later = track(f"often{count}", [1e-3] * 24, now)
+        later = known_high_job(f"often{count}", [1e-3] * 24, now)
         guard.high_jobs[later.job.id] = later
         guard.view.became_idle(later)
     guard.view.refresh(windows, guard.high_jobs, now + 1e-4)

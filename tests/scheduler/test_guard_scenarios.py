@@ -6,59 +6,29 @@ Virtual time, no randomness but seeded arrivals: every figure here is the same i
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import replace
 from functools import cache
 from random import Random
 
 import pytest
 
-from gpumux.device.sim.cost import A100, GpuSpec, Kernel
+from gpumux.device.sim.cost import A100, Kernel
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.simulate.run import Simulation
-from gpumux.simulate.workload import Workload, cut_workload
-from gpumux.types import Footprint, JobId, JobReleased, Priority, ProgramId
+from gpumux.simulate.workload import cut_workload
+from gpumux.types import Footprint, JobReleased, ProgramId
+from tests.scheduler.scenarios import LIGHT, SMALL, WHOLE, chain, explained, held_seconds, high, ident, low, pace, world
 
-WHOLE = replace(A100, shares=(1.0,))  # where a launch can't be confined
-SMALL = Kernel("small", 54, 100e-6, 1, 0)  # half of the multiprocessors: low work fits beside it
 REDUCE = Kernel("reduce", 24, 350e-6, 1, 0, 2.2)  # few multiprocessors, but it suffers from company
-LIGHT = Kernel("light", 40, 50e-6, 1, 0)  # fits beside SMALL and REDUCE
-
-
-def high(kernels: tuple[Kernel, ...], name: str = "high", **rest: float | int) -> Workload:
-    return Workload(name, Priority.HIGH, kernels, **{"max_slowdown": 1.05, **rest})  # type: ignore[arg-type]
-
-
-def low(kernels: tuple[Kernel, ...], name: str = "low", **rest: float | int) -> Workload:
-    return Workload(name, Priority.LOW, kernels, **rest)  # type: ignore[arg-type]
-
-
-def world(*workloads: Workload, spec: GpuSpec = WHOLE) -> Simulation:
-    return Simulation(workloads, spec, "guarded")
-
-
-def ident(simulation: Simulation, name: str) -> JobId:
-    return next(client.id for client in simulation.clients if client.workload.name == name)
 
 
 def bans(simulation: Simulation) -> list[dict[str, object]]:
     return list(simulation.scheduler.snapshot()["guard"]["bans"])
 
 
-def explained(simulation: Simulation, name: str) -> str:
-    return "\n".join(simulation.scheduler.explain(ident(simulation, name)))
-
-
 def story(simulation: Simulation, name: str) -> str:
     return "\n".join(simulation.scheduler.story(ident(simulation, name)))
-
-
-def held_seconds(simulation: Simulation, name: str) -> Counter[str]:
-    """By reason, since the low job opened."""
-    (job,) = [job for job in simulation.scheduler.snapshot()["jobs"] if job["name"] == name]
-    return Counter(job["guard"]["held_seconds"])
 
 
 SENSITIVE = (SMALL,) * 16 + (REDUCE,) * 2  # 4 pieces of small ones, then the all-reduces
@@ -96,13 +66,6 @@ def test_a_pair_that_stops_hurting_is_freed() -> None:
 
 
 QUIET = high((SMALL,) * 16), low((LIGHT,) * 24)
-
-
-def pace(simulation: Simulation, factor: float) -> None:
-    """From now on the device takes `factor` times as long for everything, whoever uses it."""
-    for client in simulation.clients:
-        job = client.workload
-        simulation.change(job.name, [k._replace(block_s=factor * k.block_s) for k in job.kernels])
 
 
 @cache
@@ -177,12 +140,6 @@ def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
     held = held_seconds(simulation, "low")
     assert 0.9 * simulation.now < held.total() <= simulation.now, "it hardly ever ran"
     assert f"Since it opened it was held for {held.total() * 1e3:.3f} ms in all: tail " in told
-
-
-def chain(simulation: Simulation, name: str) -> list[int]:
-    """Pieces of a step under each cut, oldest first."""
-    client = next(client for client in simulation.clients if client.workload.name == name)
-    return [len(pieces.seconds) for pieces in client.cuts.values()]
 
 
 def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_nobody_needs_it(
@@ -405,7 +362,7 @@ def test_a_step_of_one_piece_is_not_compared_with_pieces_it_has_not() -> None:
 
 
 def test_low_jobs_that_can_not_run_do_not_keep_others_from_it() -> None:
-    """Nobody is launched less than they are, so it is their turn for ever."""
+    """No job was launched less often, so it is their turn for ever."""
     full = Kernel("full", 432, 100e-6, 4, 0)
     hogs = [low((Kernel(f"hog{i}", 432, 2e-3, 4, 0),), f"hog{i}") for i in range(6)]
     small = low((Kernel("other", 432, 30e-6, 4, 0),) * 3, "small")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from gpumux.types import Priority
+from tests.scheduler.scenarios import pausing
 
 from .world import World
 
@@ -73,22 +74,6 @@ def test_low_work_is_held_beside_a_high_step_however_that_came_to_run(how: str) 
             world.done(next(piece.launch for piece in world.launches.values() if piece.stream == 0))
     assert out(world, Priority.HIGH), "the high step still runs"
     assert not out(world, Priority.LOW), "a low piece was launched beside a step that is to run without low work"
-
-
-GAP_S = 10e-3
-
-
-def pausing(world: World, steps: int, lows: dict[str, tuple[float, ...]]) -> None:
-    """A high job that pauses for 10 ms after each step, known by now, and low ones of which nothing was ever
-    submitted."""
-    world.job("high", priority="high", pieces=(1e-3,))
-    for name, pieces in lows.items():
-        world.job(name, pieces=pieces, max_inflight=64)
-    for number in range(steps):
-        if number:
-            world.elapse(GAP_S - 1e-4)
-        world.step("high", number)
-        world.done(next(iter(world.launches)), 1e-3)
 
 
 @pytest.mark.parametrize("paused", [False, True])

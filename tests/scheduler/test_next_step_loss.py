@@ -20,10 +20,8 @@ from gpumux.simulate import workload as shipped
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
 from gpumux.types import Priority
-
-from .test_decisions import track
-from .test_guard_scenarios import LIGHT, SMALL, high, ident, low
-from .test_guard_scenarios import world as simulated
+from tests.scheduler.scenarios import LIGHT, SMALL, high, ident, known_high_job, low
+from tests.scheduler.scenarios import world as simulated
 
 GAPS = [1e-3 * gap for gap in range(1, 21)]
 
@@ -33,7 +31,7 @@ def free_at(when: float) -> Any:
 
 
 def queued(part: float, gaps: list[float]) -> HighJob:
-    made = track("high", gaps)
+    made = known_high_job("high", gaps)
     made.queued_part = part
     return made
 
@@ -42,7 +40,7 @@ def queued(part: float, gaps: list[float]) -> HighJob:
     ("part", "gaps", "beyond", "seconds"),
     [
         (0.3, GAPS, 2e-3, 2e-3),  # three of ten follow at once
-        (0.3, [10e-3] * 20, 2e-3, 2e-3),  # and who does not comes much later
+        (0.3, [10e-3] * 20, 2e-3, 2e-3),  # and the others come much later
         (0.8, [10e-3] * 20, 2e-3, 2e-3),
         (0.001, [10e-3] * 20, 2e-3, 0.0),  # next to none does
         (0.3, GAPS, 0.0, 0.0),  # it ends with the step

@@ -22,7 +22,7 @@ from gpumux.scheduler.guard.high_job import ENOUGH_SAMPLES, KNOWN_STEPS, HighCos
 from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey
 from gpumux.simulate.run import Simulation
 from gpumux.types import Footprint, JobId, ProgramId, StepId
-from tests.scheduler.test_guard_scenarios import SMALL, high, low, pace, world
+from tests.scheduler.scenarios import SMALL, high, low, pace, world
 
 SOLO_S = 1e-3
 
@@ -122,7 +122,7 @@ def test_one_dear_launch_in_noise_is_not_believed_and_several_in_a_row_are() -> 
 
 
 def known(confirmations: int) -> HighJob:
-    """A job whose steps, alone, show that so many late ones in a row are somebody else's."""
+    """A job whose steps, alone, show that so many late ones in a row have other causes than low work."""
     track = HighJob(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
     track.adopt(HighCosts("key", (0, 1), (SOLO_S,)))
     for baseline in track.costs.steps:
@@ -156,7 +156,7 @@ NOISE_S = 0.5e-3  # for so long all is slower
 
 
 def run(*workloads: object, every: float, seconds: float = 1.2, seed: int = 0) -> Simulation:
-    """On a device that is two to six times slower for half a millisecond every now and then, whoever uses it."""
+    """On a device that is two to six times slower for half a millisecond every now and then, for every job."""
     simulation, random = world(*workloads), Random(seed)  # type: ignore[arg-type]
     when = 0.0
     while every and when < seconds:

@@ -1,4 +1,4 @@
-"""Steps, programs and transfers: order, answers and who waits for whom."""
+"""Steps, programs and transfers: order, answers and what waits for what."""
 
 from __future__ import annotations
 

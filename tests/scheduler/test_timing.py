@@ -112,7 +112,7 @@ def test_once_a_job_is_known_what_steps_lost_too_much_is_paid_back_by_those_that
     budget.end_learning()
     steps, lost = 2000, 0
     tight = before
-    for _ in range(steps):  # every step that could loses too much, and nobody foresaw it
+    for _ in range(steps):  # every step that could loses too much, and none was foreseen
         could = budget.limit >= DEBT_FACTOR * before
         lost += could
         budget.end_step(over if could else 0.0, shared=could, explored=True, unseen=0.0)

@@ -1,4 +1,4 @@
-"""Low work that is held until a time is looked at again by then, however late whoever wakes the core may be."""
+"""Low work that is held until a time is looked at again by then, however late the scheduler is woken."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class World:
         return [c for c in commands if not isinstance(c, unasked)]
 
     def _will_be_woken(self) -> None:
-        """Who is held until a time is looked at again by then, though nothing else happens."""
+        """Checks that a job held until a time is reconsidered by then, though nothing else happens."""
         policy = self.scheduler._state.policy
         guard = policy.guard if policy is not None else None
         if guard is None:
@@ -113,7 +113,7 @@ class World:
 
     def elapse(self, seconds: float, wake: bool = True) -> None:
         """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of
-        it, unless whoever wakes it is `late`."""
+        it, unless the wake-up is `late`."""
         self.now += seconds
         if self.wake_at <= self.now and not (wake and self.late()):
             self.wake_at = inf
