@@ -110,7 +110,7 @@ def test_a_user_beats_a_group_and_a_group_the_default_and_the_first_group_counts
     assert access.rule_for(Peer(1002, 9, 1, (61,))) is rest
 
 
-def test_a_key_is_nobody_of_this_machine():
+def test_a_key_is_no_user_of_this_machine():
     laptop = Rule("laptop", keys=frozenset({"laptop"}))
     everyone = Rule("everyone", users=frozenset({0}), groups=frozenset({0, 50}))
     access = Access((everyone, laptop))

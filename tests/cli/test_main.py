@@ -264,7 +264,7 @@ def test_a_job_that_drains_and_is_paused_shows_both():
     assert "draining" not in rows[2]
 
 
-def test_the_table_says_what_was_promised_and_who_is_held():
+def test_the_table_says_what_was_promised_and_which_jobs_are_held():
     kept = {"slowdown": 1.03, "slowdown_p99": 1.06, "kept": True, "steps_over": 0, "solo_step_s": 0.01}
     rows = jobs.job_table(
         [

@@ -37,7 +37,7 @@ def leave_behind(path: Path, kind: int = socket.SOCK_STREAM) -> None:
         gone.bind(str(path))
 
 
-def test_who_may_connect(bound):
+def test_users_that_may_connect_are_named(bound):
     bound.chmod(0o660)
     (found,) = doctor.sockets(bound)
     assert found.level == OK
@@ -51,14 +51,14 @@ def test_who_may_connect(bound):
 
 
 @pytest.mark.parametrize(("mode", "remedy"), [(0o660, "usermod -aG"), (0o600, "ask its owner")])
-def test_who_may_not_is_told_how_to(bound, monkeypatch, mode, remedy):
+def test_a_user_that_may_not_connect_learns_how_to(bound, monkeypatch, mode, remedy):
     bound.chmod(mode)
     monkeypatch.setattr(doctor.os, "access", lambda path, what: False)
     (found,) = doctor.sockets(bound)
     assert (found.level, remedy in found.remedy) == (FAIL, True)
 
 
-def test_the_lock_names_who_holds_the_endpoint(bound):
+def test_the_lock_names_the_process_that_holds_the_endpoint(bound):
     assert doctor.lock(bound).detail == "nobody holds the endpoint"
     held = EndpointLock(bound)
     found = doctor.lock(bound)
@@ -72,7 +72,7 @@ def test_the_lock_names_who_holds_the_endpoint(bound):
     assert "which is gone" in doctor.lock(bound).detail
 
 
-def test_sockets_that_nobody_listens_on_are_named(bound):
+def test_sockets_that_no_process_listens_on_are_named(bound):
     assert doctor.stale(bound.parent).level == OK
     leave_behind(bound.with_name("old.sock"))
     leave_behind(bound.with_name("old.sock.chan"), socket.SOCK_SEQPACKET)

@@ -275,7 +275,7 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("modes", ["gg", "nn", "gn", "ng", "ngn", "gng", "ig", "ing"])
-def test_a_weight_is_cast_once_and_has_its_gradient_whoever_casts_it_first(modes: str) -> None:
+def test_a_weight_is_cast_once_and_has_its_gradient_in_whatever_order_it_is_cast(modes: str) -> None:
     """As torch does on the CPU, by the code that it has for GPUs, too: with gradients, under no_grad, in inference
     mode."""
     w, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4, dtype=torch.bfloat16)

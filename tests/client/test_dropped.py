@@ -136,7 +136,7 @@ def test_a_fork_leaves_a_dropped_job_to_its_parent(endpoint: str) -> None:
     job.close()
 
 
-def test_a_job_that_somebody_else_stops_says_so(endpoint: str) -> None:
+def test_a_job_that_another_client_stops_says_so(endpoint: str) -> None:
     model = nn.Linear(6, 3)
     with client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint) as job:
         with Session.connect(endpoint, LONG, role="control") as control:

@@ -403,7 +403,7 @@ def test_heartbeats_keep_an_idle_session(runtime_dir: Path):
         assert session.call(m.GetStatus(0))
 
 
-def test_nobody_there(runtime_dir: Path):
+def test_no_daemon_there(runtime_dir: Path):
     with pytest.raises(DaemonGone, match="start gpumux serve"):
         Session.connect(f"ipc://{runtime_dir}/nobody.sock", timeout=0.2)
 

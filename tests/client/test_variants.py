@@ -285,7 +285,7 @@ def test_torchs_modes_around_a_call_select_a_variant(mode: Any, step: Any, endpo
     check(make, endpoint)
 
 
-def test_a_draw_nobody_uses_still_moves_the_stream_on(endpoint: str) -> None:
+def test_an_unused_draw_still_moves_the_stream_on(endpoint: str) -> None:
     def make() -> Work:
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

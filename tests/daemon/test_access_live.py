@@ -133,7 +133,7 @@ def test_each_user_may_do_what_the_rules_say_and_no_more(daemon):
         assert other.do("change", job, 0, None)["code"] == "not_owner"
 
 
-def test_rules_that_change_count_for_whoever_comes_next(daemon):
+def test_rules_that_change_count_for_the_next_connection(daemon):
     path = Path(daemon.endpoint.removeprefix("ipc://")).parent / "gpumux.toml"
     said = len(daemon.lines)
     with users(daemon.endpoint, guest=(GUEST, [])) as people:

@@ -69,7 +69,7 @@ def test_a_weight_is_in_force_at_once_and_the_device_has_nothing_to_do_with_it(r
     assert running.device.told == []
 
 
-def test_who_asks_several_times_is_answered_each_time(running):
+def test_a_client_that_asks_several_times_is_answered_each_time(running):
     running.connect("root", uid=0)
     running.say("s", step(1))
     for ref in range(1, MAX_CHANGES + 1):
@@ -89,7 +89,7 @@ def test_a_job_that_ends_first_answers_with_a_refusal(running):
     assert only(running.say("root", msg.ChangeJob(7, JOB, 1, None))).code in ("job_closed", "unknown_job")
 
 
-def test_an_asker_who_left_is_no_trouble(running):
+def test_a_client_that_asked_and_left_is_no_trouble(running):
     running.connect("root", uid=0)
     running.say("s", step(1))
     running.say("root", msg.ChangeJob(5, JOB, 1, None))
@@ -114,7 +114,7 @@ def test_an_asker_who_left_is_no_trouble(running):
         (0, msg.ChangeJob(5, "f" * 32, 1, None), "unknown_job"),
     ],
 )
-def test_who_may_change_what(running, uid, message, code):
+def test_owners_and_operators_may_change_what_the_rules_say(running, uid, message, code):
     running.connect("t", uid=uid)
     before = shown(running)
     answer = only(running.say("t", message))

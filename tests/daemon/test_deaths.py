@@ -54,7 +54,7 @@ def checked(daemon):
 
 
 @pytest.mark.parametrize("doing", ["check", "load", "transfer"])
-def test_kill_9_of_a_client_in_the_middle_harms_nobody(daemon, doing):
+def test_kill_9_of_a_client_in_the_middle_harms_no_other(daemon, doing):
     with Session.connect(daemon.endpoint, SOON_S) as session, Control(daemon.endpoint, SOON_S) as control:
         job = LiveJob(session, samples.add_one(), name="bystander")
         before, passed = control.status()["memory"], checked(daemon)

@@ -201,7 +201,7 @@ def test_a_program_that_crashes_its_kernel_fails_its_job_and_no_other(daemon, se
     job.data.release()
 
 
-def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_nobody(daemon, session):
+def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_no_other(daemon, session):
     job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
     with Control(daemon.endpoint, SOON_S) as control:
         before = control.status()
@@ -256,7 +256,7 @@ def looked_at(text):
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(names))
 
 
-def test_garbage_and_floods_harm_nobody(daemon, session):
+def test_garbage_and_floods_harm_no_other_client(daemon, session):
     """Thousands of mutated messages, in and out of sessions, while another client works. Those
     that the daemon cut off unread don't count."""
     job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)

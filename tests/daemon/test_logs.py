@@ -88,7 +88,7 @@ def test_kinds_do_not_pile_up():
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_whoever_set_logging_up_before_keeps_it(style):
+def test_logging_that_was_set_up_before_is_kept(style):
     root = logging.getLogger()
     before = [(handler, handler.formatter) for handler in root.handlers]
     assert before, "pytest has its own"

@@ -201,7 +201,7 @@ def test_loads_of_one_job_go_one_after_the_other(daemon):
 @pytest.mark.parametrize(
     ("uid", "allowed"), [(1000, True), (0, True), (1001, False), (-1, False)], ids=["owner", "root", "other", "nobody"]
 )
-def test_who_may_pause_resume_and_close(running, uid, allowed):
+def test_owners_and_operators_may_pause_resume_and_close(running, uid, allowed):
     running.connect("t", uid=uid)
     for message in (msg.PauseJob(31, JOB), msg.ResumeJob(32, JOB), msg.CloseJob(33, JOB, False)):
         answer = only(running.say("t", message))
@@ -214,7 +214,7 @@ def test_who_may_pause_resume_and_close(running, uid, allowed):
 @pytest.mark.parametrize(
     ("uid", "allowed"), [(1000, True), (0, True), (1001, False), (-1, False)], ids=["owner", "root", "other", "nobody"]
 )
-def test_who_may_profile(running, uid, allowed):
+def test_owners_and_operators_may_profile(running, uid, allowed):
     running.connect("t", uid=uid)
     ((answer, frames),) = running.say("t", msg.ProfileJob(31, JOB, None))
     if allowed:
@@ -224,7 +224,7 @@ def test_who_may_profile(running, uid, allowed):
 
 
 @pytest.mark.parametrize(("uid", "allowed"), [(1000, True), (0, True), (1001, False)], ids=["owner", "root", "other"])
-def test_who_may_ask_for_an_explanation(running, uid, allowed):
+def test_owners_and_operators_may_ask_for_an_explanation(running, uid, allowed):
     running.connect("t", uid=uid)
     answer = only(running.say("t", msg.ExplainJob(31, JOB)))
     if allowed:
@@ -300,7 +300,7 @@ def test_close_without_drain_fails_what_was_submitted(running):
     assert running.device.jobs == {}
 
 
-def test_a_client_that_vanishes_leaves_nothing_and_harms_nobody(running):
+def test_a_client_that_vanishes_leaves_nothing_and_harms_no_other(running):
     running.connect("t", uid=1001)
     running.open_job("t", OTHER)
     running.load("t", OTHER, samples.add_one())

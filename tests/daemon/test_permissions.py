@@ -125,7 +125,7 @@ def test_a_body_of_status_is_whole_json_for_either(daemon):
         json.dumps(status(daemon, session), allow_nan=False)
 
 
-def test_an_operator_takes_the_recorder_over_and_nobody_else_does(daemon):
+def test_only_an_operator_takes_the_recorder_over(daemon):
     assert daemon.say("me", msg.RecordTrace(1, 600.0)) == []
     ((refused, _),) = daemon.say("they", msg.RecordTrace(2, 1.0))
     assert refused.code == "admission_refused"

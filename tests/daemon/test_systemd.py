@@ -96,7 +96,7 @@ def test_stopping_is_said_when_leaving_begins_and_not_when_it_is_over(service, d
 
 @pytest.mark.parametrize("change", [{"WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": ""}, {"WATCHDOG_USEC": "0"},
                                     {"WATCHDOG_USEC": "-5"}, {"WATCHDOG_USEC": "²"}])  # fmt: skip
-def test_nobody_is_fed_who_did_not_ask_this_process(service, daemon, change):
+def test_the_watchdog_is_fed_only_if_this_process_was_asked(service, daemon, change):
     notified, env = service
     manager = ServiceManager({**env, **change}, PID)
     assert manager.watchdog_s == inf

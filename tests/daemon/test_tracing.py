@@ -145,7 +145,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(running):
     rest(running, "t")
 
 
-def test_it_can_be_ended_early_by_who_began_it_alone(running):
+def test_it_can_be_ended_early_only_by_the_session_that_began_it(running):
     begin(running)
     assert begin(running, "t", 0.0) == []
     assert not is_off(running)
@@ -220,7 +220,7 @@ def test_pauses_ends_and_what_was_dropped(running):
     assert (piece.how, piece.ended) == ("dropped", pytest.approx(0.5))
 
 
-def test_held_low_work_is_a_span_with_its_reason_and_for_whom():
+def test_held_low_work_is_a_span_with_its_reason_and_high_job():
     """A high program's first steps are for calibration."""
     daemon = Daemon(Config(policy="guarded"))
     for session, job, priority in (("s", JOB, 1), ("t", OTHER, 0)):

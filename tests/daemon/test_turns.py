@@ -72,7 +72,7 @@ def test_a_question_whose_job_is_gone_when_its_turn_comes_is_refused(daemon):
     assert {(ref, kind) for to, ref, kind in answered(daemon) if to == "t"} >= {(31, "Refusal"), (32, "Refusal")}
 
 
-def test_who_leaves_is_answered_no_more(daemon):
+def test_a_session_that_leaves_is_answered_no_more(daemon):
     ask(daemon, "s", 1, 2, 3)
     daemon.loop.turn()
     daemon.disconnect("s")

@@ -84,7 +84,7 @@ def test_the_daemonset_names_its_gpu_and_the_image_takes_what_is_there():
         assert load({"gpu": args.gpu, "device": args.device}, {}).device == device
 
 
-def test_nobody_runs_as_root_and_clients_are_in_the_daemons_group():
+def test_nothing_runs_as_root_and_clients_are_in_the_daemons_group():
     group = POD["securityContext"]["runAsGroup"]
     assert f"groupadd --gid {group} " in FILE
     assert instruction("USER") == "gpumux"

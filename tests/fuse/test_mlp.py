@@ -102,7 +102,7 @@ def test_models_of_another_kind_are_refused_by_operator_and_layer():
         array_of(factory, configs(), batches(6, 5)[0])
 
 
-def test_an_operator_nobody_can_batch_is_named():
+def test_an_operator_that_can_not_be_batched_is_named():
     def module() -> nn.Module:
         class Odd(nn.Module):
             def __init__(self) -> None:

@@ -305,7 +305,7 @@ def test_whatever_a_client_does_it_costs_only_itself(daemon, witness):
     assert grown[-1] - grown[len(grown) // 2] < 32 << 20, f"memory grows: {grown}"
 
 
-def test_connections_that_never_say_who_they_are_hold_nobody_up(daemon, witness):
+def test_connections_that_never_identify_themselves_delay_no_other(daemon, witness):
     """Very many at once, in the middle of ZeroMQ's greeting."""
     path = daemon.endpoint.removeprefix("ipc://")
     held = []
@@ -339,7 +339,7 @@ for _ in range(3000):
 """
 
 
-def test_a_flood_of_connections_finds_few_descriptors_and_ends_nobody(daemon, witness):
+def test_a_flood_of_connections_finds_few_descriptors_and_ends_no_session(daemon, witness):
     """More than it may have open, faster than Python looks at them."""
     pid = daemon.process.pid
     usual, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)

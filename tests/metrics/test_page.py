@@ -88,7 +88,7 @@ def test_it_takes_only_questions_and_may_be_neither_framed_nor_cached(server):
     assert answer.getheader("Cache-Control") == "no-store"
 
 
-def test_the_page_asks_nobody_else(server):
+def test_the_page_asks_no_other_host(server):
     page = ask(server, "/")[1].decode()
     assert set(re.findall(r"https?://[^\"' )]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
     assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", page)

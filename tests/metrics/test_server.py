@@ -41,7 +41,7 @@ def scrape(server):
         return answer.read()
 
 
-def test_a_client_that_dawdles_holds_nobody_up(server):
+def test_a_slow_client_delays_no_other(server):
     with ExitStack() as stack:
         for said in (b"", b"GET /metrics", b"GET /metrics HTTP/1.0\r\nHost: x\r\n"):
             slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))

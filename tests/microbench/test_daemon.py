@@ -55,7 +55,7 @@ with running_daemon() as daemon:
 """
 
 
-def test_it_does_not_outlive_whoever_started_it():
+def test_it_does_not_outlive_the_process_that_started_it():
     with subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         pid, directory, log = starter.stdout.readline().split()

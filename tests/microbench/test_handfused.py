@@ -46,7 +46,7 @@ def test_equal_to_serial_training(make, name: str):
             assert same(true(key, params[key][b]), true(key, value)), key
 
 
-def test_who_has_no_baseline_says_so():
+def test_a_model_without_a_baseline_says_so():
     with pytest.raises(ConfigError, match="by hand"):
         hand_fused(workload("resnet18"), [{}])
     with pytest.raises(ConfigError, match="several losses"):

@@ -231,7 +231,7 @@ class Optional(nn.Module):
         return self.other(x) if twice else x
 
 
-def test_arguments_nobody_gives_have_their_defaults():
+def test_arguments_that_are_not_given_have_their_defaults():
     it = loaded(Optional(), 4)
     assert [each.name for each in trace(it).layers] == ["dense", "other"]
     assert len(measure.profile(it, device="cpu", batches=(1, 2), repeats=1).layers) == 2

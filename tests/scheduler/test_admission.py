@@ -160,7 +160,7 @@ LOW_ONLY = Rule("students", users=frozenset({7}), max_priority=Priority.LOW, max
 RULES = Access((LOW_ONLY, Rule("guests", groups=frozenset({50}), submit=False)))
 
 
-def test_a_rule_limits_those_it_names_and_nobody_else() -> None:
+def test_a_rule_limits_only_those_it_names() -> None:
     world = World(access=RULES)
     world.session("student", uid=7)
     world.session("other", uid=8)

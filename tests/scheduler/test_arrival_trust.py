@@ -64,7 +64,7 @@ def test_one_step_that_lost_everything_does_not_pass_for_many_that_lose_much() -
     assert made.capped_loss < 0.1 * DEAR * CREDIT
 
 
-def test_a_few_too_many_are_held_against_whom_they_were_lost_to() -> None:
+def test_a_few_too_many_cost_the_trust_of_the_programs_they_were_lost_to() -> None:
     made = after(2 * MOST, 2 * MOST, 2)
     assert not made.trusts("low")
     assert made.trusts("other")

@@ -92,7 +92,7 @@ def test_a_gap_shorter_than_any_there_was_is_not_to_be_expected_of_anybody() -> 
     assert harvest > 0.15
 
 
-def test_who_could_run_once_what_is_out_has_ended_is_asked_then() -> None:
+def test_a_job_that_could_run_once_what_is_out_has_ended_is_reconsidered_then() -> None:
     """What it costs behind other low work is no reason to hold it after that has ended."""
     now = 1.0
     one = known_high_job("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)

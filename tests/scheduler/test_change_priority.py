@@ -127,7 +127,7 @@ def test_device_time_follows_the_weight_from_the_next_piece_on() -> None:
 
 
 @pytest.mark.parametrize("priority", ["high", "low"])
-def test_who_changes_class_neither_starves_there_nor_starves_others(priority: str) -> None:
+def test_a_job_that_changes_class_neither_starves_nor_starves_others(priority: str) -> None:
     """Virtual clocks of the classes have nothing to do with each other, however long either ran."""
     other = "low" if priority == "high" else "high"
     world = World()

@@ -37,7 +37,7 @@ IDLE_FOR = st.floats(0.0, 15e-3)
 
 
 @given(st.lists(st.tuples(GAPS, IDLE_FOR), min_size=1, max_size=4), st.floats(0.1e-3, 5e-3))
-def test_who_several_idle_jobs_hold_is_asked_again_when_the_last_of_them_would_let_it(
+def test_a_job_that_several_idle_jobs_hold_is_reconsidered_when_the_last_of_them_allows_it(
     jobs: list[tuple[list[float], float]], seconds: float
 ) -> None:
     now = 1.0
@@ -63,7 +63,7 @@ def test_who_several_idle_jobs_hold_is_asked_again_when_the_last_of_them_would_l
     assert holds[answer.hold.high_id].until == answer.hold.until
 
 
-def test_what_nobody_knows_and_nothing_may_be_risked_for_is_held_for_the_rest_of_the_step() -> None:
+def test_unknown_work_that_may_not_be_explored_is_held_for_the_rest_of_the_step() -> None:
     high = known_high_job("high")
     unknown = decided(1e-3).hold_unknown(high, 0)
     dear = decided(1e-3).hold_for(high, Hold("tail", high.job.id, piece=0))
@@ -105,7 +105,7 @@ def test_low_work_is_not_held_anew_for_what_it_costs_as_the_high_job_is_cut_anew
     assert held["learning"] < 0.1 * simulation.now, held
 
 
-def test_who_fits_goes_on_in_a_gap_while_who_is_first_does_not_fit() -> None:
+def test_a_job_that_fits_goes_on_in_a_pause_while_the_first_does_not_fit() -> None:
     """It is held until a time, and another one was out when it was asked: that one's end has the others asked."""
     world = World("guarded")
     pausing(world, 13, {"short": (2e-4,) * 4, "long": (2e-3,)})
@@ -120,7 +120,7 @@ def test_who_fits_goes_on_in_a_gap_while_who_is_first_does_not_fit() -> None:
         assert {piece.job for piece in world.launches.values()} == {"short"}, world.now - known
 
 
-def test_a_job_that_does_not_fit_into_the_rest_of_a_gap_leaves_it_to_who_does() -> None:
+def test_a_job_that_does_not_fit_into_the_rest_of_a_pause_leaves_it_to_one_that_does() -> None:
     full = Kernel("full", 432, 100e-6, 4, 0)
     hog = low((full._replace(name="hog", block_s=0.9e-3),), "hog")
     small = low((full._replace(name="small", block_s=30e-6),) * 30, "small")
@@ -146,7 +146,7 @@ def test_a_finer_cut_of_a_held_low_program_is_asked_about_at_once() -> None:
     assert {piece.job for piece in world.launches.values()} == {"long"}
 
 
-def test_nobody_is_held_for_an_idle_job_that_is_no_longer_looked_out_for() -> None:
+def test_no_job_is_held_for_an_idle_job_that_is_no_longer_considered() -> None:
     """Of many idle high jobs the newest few count: a hold for the sake of another is over when so many came after
     it."""
     now = 1.0

@@ -153,7 +153,7 @@ def test_pieces_that_take_no_time_do_not_shut_others_out() -> None:
     ),
     late=st.integers(0, 3),
 )
-def test_nobody_waits_beyond_the_bound(jobs: list[tuple[float, float, float, int]], late: int) -> None:
+def test_no_job_waits_beyond_the_bound(jobs: list[tuple[float, float, float, int]], late: int) -> None:
     """While a job has work, no other job's share (device seconds over weight) gets further ahead of
     its own than start-time fair queueing allows: a piece each, and what may be out unmeasured."""
     shares = Shares()
@@ -201,7 +201,7 @@ def low_jobs(count: int) -> list[ScheduledJob]:
     return [ScheduledJob(JobId(n), SessionId("s"), Peer(0, 0, 0), JobSpec(n), 0.0, Priority.LOW, 1.0) for n in names]
 
 
-def test_a_job_that_is_forgotten_is_referred_to_by_nobody() -> None:
+def test_nothing_refers_to_a_job_that_is_forgotten() -> None:
     queue = FairQueue()
     jobs = low_jobs(4)
     for job in jobs:
@@ -219,7 +219,7 @@ MOVES = st.tuples(st.sampled_from(["enter", "leave", "charge", "settle"]), st.in
 
 
 @given(st.lists(MOVES, max_size=80))
-def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tuple[str, int, float]]) -> None:
+def test_the_job_after_the_first_is_found_whatever_is_out_of_date(moves: list[tuple[str, int, float]]) -> None:
     queue = FairQueue()
     jobs = low_jobs(8)
     for move, number, seconds in moves:

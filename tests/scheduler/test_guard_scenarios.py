@@ -75,7 +75,7 @@ def undisturbed_work_s() -> float:
 
 
 @pytest.mark.parametrize("hiccups", [(0.95,), (0.3, 0.6, 0.9), (0.9, 0.902, 0.904)])
-def test_a_noisy_outlier_bans_nobody_for_long(hiccups: tuple[float, ...]) -> None:
+def test_a_noisy_outlier_bans_no_job_for_long(hiccups: tuple[float, ...]) -> None:
     """The device stalls for a moment, for a cause that no job is: everything takes thirty times as long meanwhile."""
     simulation = world(*QUIET)
     for when in hiccups:
@@ -142,7 +142,7 @@ def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
     assert f"Since it opened it was held for {held.total() * 1e3:.3f} ms in all: tail " in told
 
 
-def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_nobody_needs_it(
+def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_no_job_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pieces of 0.3 ms are more than twice what a step may lose; cut to 0.1 ms they run."""
@@ -169,7 +169,7 @@ def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_nobody
     assert "pieces of about" not in explained(simulation, "low")
 
 
-def test_the_promise_holds_beside_many_programs_nobody_knows() -> None:
+def test_the_promise_holds_beside_many_unknown_programs() -> None:
     """There is far more to find out than the first steps have room for, beside the step and between steps."""
     random = Random(0)
     lows = [
@@ -188,7 +188,7 @@ def test_the_promise_holds_beside_many_programs_nobody_knows() -> None:
     assert result.harvest > 0.2
 
 
-def test_a_high_job_paused_amid_a_step_holds_nobody_back() -> None:
+def test_a_high_job_paused_amid_a_step_holds_no_job_back() -> None:
     full, part = Kernel("full", 108, 50e-6, 1, 0), Kernel("part", 108, 45e-6, 1, 0)
     simulation = world(high((full,) * 24), low((part,) * 24))
     simulation.run(steps=300)
@@ -275,7 +275,7 @@ def test_a_piece_does_not_begin_with_a_pause_that_is_sometimes_short() -> None:
     assert result.job("high").p99_slowdown <= 1.10
 
 
-def test_an_idle_high_job_holds_nobody_back() -> None:
+def test_an_idle_high_job_holds_no_job_back() -> None:
     simulation = world(high((SMALL,) * 16, rate=2.0), low((LIGHT,) * 24))
     result = simulation.run(seconds=2.0)
     assert result.job("low").relative_throughput > 0.9
@@ -423,7 +423,7 @@ def test_a_high_job_is_not_named_as_its_own_neighbour() -> None:
     assert line.startswith("Beside 'same' (its program 0) it loses")
 
 
-def test_a_low_job_that_waits_for_its_turn_is_told_who_is_held_before_it() -> None:
+def test_the_explanation_of_a_waiting_low_job_names_the_job_that_is_held_before_it() -> None:
     hogs = [low((Kernel(f"hog{i}", 432, 20e-3, 4, 0),), f"hog{i}") for i in range(12)]
     simulation = world(high((Kernel("full", 432, 100e-6, 4, 0),) * 20), *hogs)
     waited = 0

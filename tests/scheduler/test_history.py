@@ -15,7 +15,7 @@ def told(world: World, job: str, step: int | None = None) -> str:
     return "\n".join(world.scheduler.story(job, step))
 
 
-def test_it_names_who_held_the_window() -> None:
+def test_it_names_the_job_that_held_the_window() -> None:
     world = World()
     world.job("greedy", "low", (1e-4,) * 8)
     world.job("patient", "low")

@@ -77,7 +77,7 @@ def test_low_work_is_held_beside_a_high_step_however_that_came_to_run(how: str) 
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_who_was_paused_between_steps_is_looked_out_for_again(paused: bool) -> None:
+def test_a_job_that_was_paused_between_steps_is_considered_again(paused: bool) -> None:
     """Two steps of three without low work are known, and one gap."""
     world = World("guarded")
     pausing(world, 3, {"tiny": (1e-5,), "long": (4e-3,)})

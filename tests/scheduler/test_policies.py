@@ -103,7 +103,7 @@ def test_paced_counts_what_was_out_before_a_high_job_came() -> None:
         assert len(world.out("low")) == left
 
 
-def test_a_paused_high_job_holds_nobody_back() -> None:
+def test_a_paused_high_job_holds_no_job_back() -> None:
     world = World("paced")
     low, high = world.job("low", "low", FOUR), world.job("high", "high", FOUR)
     world.steps(high, 1)

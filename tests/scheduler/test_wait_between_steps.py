@@ -59,7 +59,7 @@ PARTS = st.floats(0.0, 1.0)
     st.tuples(PARTS, st.floats(1e-6, 1.0), PARTS, PARTS, st.floats(-0.5, 0.5), st.floats(-0.5, 0.5)),
     st.sampled_from([RARELY, SPOILS]),
 )
-def test_nobody_waits_longer_than_needed_nor_is_asked_again_at_once(
+def test_no_job_waits_longer_than_needed_nor_is_reconsidered_at_once(
     known: list[float], figures: tuple[float, ...], rare: float
 ) -> None:
     gaps = InterArrivals()
@@ -105,7 +105,7 @@ def test_the_gaps_a_wait_has_passed_are_counted_from_any_that_it_had_passed_befo
     assert found.count_passed(waited, int(part * passed)) == passed
 
 
-def test_who_comes_is_idle_no_longer_and_of_many_the_newest_are_looked_out_for():
+def test_a_job_whose_step_comes_is_not_idle_and_of_many_idle_ones_the_newest_are_considered():
     scene = DeviceView()
     tracks = [
         HighJob(SimpleNamespace(id=str(n), paused=False, spec=SimpleNamespace(max_slowdown=1.05))) for n in range(7)

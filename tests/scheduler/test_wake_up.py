@@ -13,7 +13,7 @@ TURNS = 3000
 
 @pytest.mark.parametrize("tardy", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize(("highs", "lows"), [(1, 1), (1, 3), (3, 3)])
-def test_nobody_is_forgotten(highs: int, lows: int, tardy: float) -> None:
+def test_no_held_job_is_forgotten(highs: int, lows: int, tardy: float) -> None:
     """`World.give` asserts it behind every event."""
     draw = random.Random(lows)
     world = World("guarded")

@@ -121,7 +121,7 @@ def test_a_job_may_come_later_and_be_paused() -> None:
     assert max(row.ended for row in mine) < 0.042
 
 
-def test_kernels_may_change_under_way_and_nobody_is_told() -> None:
+def test_kernels_may_change_under_way_without_notice() -> None:
     simulation = Simulation([PAIR[0]], A100)
     slow = tuple(k._replace(block_s=2 * k.block_s) for k in PAIR[0].kernels)
     simulation.at(0.05, lambda: simulation.change("hi", slow))

@@ -151,7 +151,7 @@ def test_another_sweep_of_that_name_is_refused(open_study, change, says: str):
         open_study(**change)
 
 
-def test_somebody_elses_study_is_refused(open_study, url: str):
+def test_a_study_that_gpumux_did_not_make_is_refused(open_study, url: str):
     study = optuna.create_study(storage=url, study_name="s", direction="maximize")
     study.enqueue_trial({"x": 1})
     study._storage.remove_session()

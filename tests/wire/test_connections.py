@@ -94,9 +94,7 @@ def crowd(runtime_dir):
         made.close()
 
 
-def test_libzmq_accepts_nobody_while_a_connection_is_looked_at(
-    make_world, make_client, runtime_dir, crowd, monkeypatch
-):
+def test_libzmq_accepts_no_connection_while_one_is_checked(make_world, make_client, runtime_dir, crowd, monkeypatch):
     seen, looking, looked = threading.Event(), threading.Event(), threading.Event()
     accept = Connections._accepted
 
@@ -127,7 +125,9 @@ def test_libzmq_accepts_nobody_while_a_connection_is_looked_at(
     assert accepted(f"{runtime_dir}/g.sock") > before + 1
 
 
-def test_nobody_is_accepted_while_descriptors_are_short(make_world, make_client, runtime_dir, crowd, monkeypatch):
+def test_no_connection_is_accepted_while_descriptors_are_short(
+    make_world, make_client, runtime_dir, crowd, monkeypatch
+):
     world = make_world()
     honest = make_client(world)
     session = world.open(honest).session

@@ -63,7 +63,7 @@ def test_a_known_key_works_inline_only(world, make_client, keys):
     assert alice.receive(m.StepDone).step == 1
 
 
-def test_every_key_is_somebody_else(world, make_client, keys):
+def test_every_key_is_another_user(world, make_client, keys):
     peers = []
     for name in ("alice", "bob", "alice"):
         client = make_client(world, configure=as_client(keys, name))
@@ -74,7 +74,7 @@ def test_every_key_is_somebody_else(world, make_client, keys):
 
 
 @pytest.mark.parametrize("kind", ["no key", "unknown key", "wrong server key"])
-def test_nobody_else_gets_in(world, make_client, keys, kind):
+def test_no_other_key_gets_in(world, make_client, keys, kind):
     configure = {
         "no key": None,
         "unknown key": as_client(keys, "mallory"),
@@ -141,7 +141,7 @@ def test_keys_that_can_not_be_used(keys, tmp_path: Path):
             secure_server(sock, ServerCurve(keys["daemon"][1], tmp_path / "clients"))
 
 
-def test_a_broken_file_locks_nobody_out(keys, tmp_path: Path):
+def test_a_broken_file_locks_no_client_out(keys, tmp_path: Path):
     unusable: list[ConfigError] = []
     assert len(allowed_keys(tmp_path / "clients", unusable)) == 2
     assert [error for error in unusable if "broken.key" in error.message] == unusable != []
@@ -163,7 +163,7 @@ def test_what_keeps_a_known_client_out_is_logged_once(world, make_client, keys, 
     assert len(caplog.messages) == 1
 
 
-def test_who_may_read_keys_that_were_made(tmp_path: Path):
+def test_only_their_user_may_read_secret_keys_that_were_made(tmp_path: Path):
     public, secret = make_keys(tmp_path, "laptop")
     assert (public.stat().st_mode & 0o777, secret.stat().st_mode & 0o777) == (0o644, 0o600)
 

@@ -20,12 +20,12 @@ def test_a_segment_is_shared_and_of_its_full_size():
 
 
 @pytest.mark.parametrize("size", [0, 50_000, 200_000])
-def test_nobody_can_resize_it(size: int):
+def test_no_process_can_resize_it(size: int):
     with Segment.create(100_000) as segment, pytest.raises(PermissionError):
         os.ftruncate(segment.fd, size)
 
 
-def test_nobody_can_seal_it_further():
+def test_no_process_can_seal_it_further():
     with Segment.create(4096) as segment:
         assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == SEALS
         with pytest.raises(PermissionError):

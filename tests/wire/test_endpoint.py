@@ -104,7 +104,7 @@ def test_the_runtime_directory_is_private_or_as_it_was(tmp_path: Path):
         endpoint.ensure_runtime_dir(tmp_path / "file/x")
 
 
-def test_a_default_directory_somebody_else_may_write_to(monkeypatch: pytest.MonkeyPatch):
+def test_a_default_directory_that_another_user_may_write_to(monkeypatch: pytest.MonkeyPatch):
     name = f"gpumux-test{os.getpid()}"
     top = Path("/tmp") / name
     top.mkdir(mode=0o700)

@@ -55,7 +55,7 @@ def _names(classes: frozenset[type[Any]]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def test_the_limits_are_what_a_daemon_uses_that_nobody_configured():
+def test_the_limits_are_those_of_a_daemon_without_configuration():
     assert wire_limits(Config()) == Limits()
 
 

@@ -304,7 +304,7 @@ def test_a_leaving_daemon_waits_for_snapshots_of_what_was_done(daemon: Daemon, w
     assert daemon.loop._snapshot_requests.due > daemon.now  # else the loop would not wait between its last turns
 
 
-def test_a_leaving_daemon_waits_not_long_for_who_says_nothing(daemon: Daemon, writer: FakeWriter):
+def test_a_leaving_daemon_waits_not_long_for_a_silent_client(daemon: Daemon, writer: FakeWriter):
     saved(daemon, writer)
     daemon.say("s", step(0))
     daemon.device.finish()
@@ -317,7 +317,7 @@ def test_a_leaving_daemon_waits_not_long_for_who_says_nothing(daemon: Daemon, wr
     assert kinds(daemon.hear("s"))[0] == "Leaving"
 
 
-def test_a_leaving_daemon_asks_nobody_who_has_nothing_new(daemon: Daemon, writer: FakeWriter):
+def test_a_leaving_daemon_asks_no_client_that_has_nothing_new(daemon: Daemon, writer: FakeWriter):
     daemon.say("s", step(0))
     daemon.device.finish()
     daemon.hear("s")

@@ -24,7 +24,7 @@ def found() -> Checks:
     return Checks(2, ProgramLimits(), ())
 
 
-def test_equal_bytes_are_known_whoever_sends_them(found: Checks):
+def test_equal_bytes_are_known_from_any_client(found: Checks):
     assert found.known(ONE, ProgramId(0), b"a") is None
     found._remember(digest(b"a"), passed(b"a"))
     found.forget(ONE)

@@ -51,7 +51,7 @@ def tensors_alive() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-def test_outputs_are_held_by_nothing_but_who_asked() -> None:
+def test_outputs_are_held_only_by_their_caller() -> None:
     op = several_outputs().ops[1]
     made = [torch.ones(3), torch.ones(2)]
     refs = [weakref.ref(tensor) for tensor in made]

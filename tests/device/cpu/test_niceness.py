@@ -84,7 +84,7 @@ def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(prior
         device.close()
 
 
-def test_who_may_not_make_a_process_less_nice_is_told_what_to_do(monkeypatch, tmp_path) -> None:
+def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypatch, tmp_path) -> None:
     powerless = tmp_path / "status"
     powerless.write_text("Name:\tx\nCapEff:\t0000000000000000\n")
     able = tmp_path / "able"

@@ -48,7 +48,7 @@ def test_where_the_kernel_counts_nothing_the_clock_is_believed(
     assert watch.stop() == 0.5
 
 
-def test_who_asks_often_hears_the_same(statistics: Path) -> None:
+def test_repeated_questions_have_the_same_answer(statistics: Path) -> None:
     waits = CoreWaits()
     assert waits.seconds() == 0.0
     statistics.write_text("6000000 400000000 9\n")

@@ -63,7 +63,7 @@ def test_steps_of_an_old_cut_count_for_nothing() -> None:
     assert cuts.wanted() is None
 
 
-def test_pieces_are_as_long_as_somebody_wants_them_after_a_step_of_the_newest_cut() -> None:
+def test_pieces_are_as_long_as_wanted_after_a_step_of_the_newest_cut() -> None:
     cuts = Cuts(4, 400e-6)
     run_cut_0(cuts, [100e-6] * 4)
     cuts.cut(cuts.wanted() or ())

@@ -56,7 +56,7 @@ def test_results_are_zeros_and_state_is_what_was_put_there(driver: Driver) -> No
     assert job.transfer([0], [4])[:4] == b"\x01\x02\x03\x04"
 
 
-def test_state_nobody_put_there_is_zeros(driver: Driver) -> None:
+def test_state_that_was_never_written_is_zeros(driver: Driver) -> None:
     job = driver.open()
     job.load(samples.counter(), [4, 5 << 20], [0])
     assert not any(job.transfer([1], [5 << 20]))
