@@ -702,11 +702,6 @@ class Recorder(TorchDispatchMode):
             )
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
-        if func is aten.mkldnn_rnn_layer.default:
-            raise UnsupportedOperator(
-                f"{user_line()} runs an LSTM through oneDNN, whose backward can't be captured",
-                "set torch.backends.mkldnn.enabled = False before you submit (and in runs you compare with)",
-            )
         if func is aten._conj.default:  # lazy conjugation is only a flag on a view
             func = aten.conj_physical.default
         elif func is aten._neg_view.default:

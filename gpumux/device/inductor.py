@@ -30,6 +30,7 @@ from gpumux.device.run.interpreter import first_lines, outputs
 from gpumux.device.run.operands import Liveness
 from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
 from gpumux.errors import ProgramError
+from gpumux.program import onednn_lstm
 from gpumux.program.cut import Unit
 from gpumux.program.ir import Op, Program, View
 
@@ -68,9 +69,11 @@ def find_compiler(device: str) -> None:
 
 
 def uncompilable(program: Program, live: Liveness) -> frozenset[int]:
-    """Operators that are not compiled: those whose views fit no argument, and those that take a number that changes
-    from step to step and have no form that reads it from memory."""
+    """Operators that are not compiled: those whose views fit no argument, those that take a number that changes
+    from step to step and have no form that reads it from memory, and layers of an LSTM, whose workspace the compiler
+    does not know."""
     found = {i for i, op in enumerate(program.ops) if takes_numbers(op) and op.target not in FORMS}
+    found |= {i for i, op in enumerate(program.ops) if op.target in onednn_lstm.TARGETS}
     for index, op in enumerate(program.ops):
         by_storage: dict[int, list[int]] = {}
         for v in dict.fromkeys((*views_read(op), *views_made(op))):

@@ -20,7 +20,7 @@ from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
-from gpumux.program import operators
+from gpumux.program import onednn_lstm, operators
 from gpumux.program.codec import decode
 from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import (
@@ -296,6 +296,8 @@ _RECURRENT: dict[Any, Any] = {
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
+    onednn_lstm.LAYER: onednn_lstm.layer,
+    onednn_lstm.BACKWARD: onednn_lstm.backward,
 }
 
 
@@ -516,6 +518,7 @@ class FakeRun:
         self._bases: dict[int, torch.Tensor] = {}  # by storage; keeps the fake storage alive
         self._owner: dict[int, int] = {}  # identity of a fake storage -> the Program's storage
         self.unseen_bytes = 0  # the most bytes that one operator returns without a view in the Program
+        self._workspaces: dict[int, onednn_lstm.Layer] = {}  # storage -> the LSTM layer that makes it as its workspace
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -536,7 +539,12 @@ class FakeRun:
         kwargs = {name: self._value(arg) for name, arg in op.kwargs}
         self._bounded(op)
         try:
-            returned = self._operators.run(schema.overload, tuple(args), kwargs)
+            if schema.overload is onednn_lstm.LAYER:
+                returned = self._lstm_layer(op, args)
+            else:
+                if schema.overload is onednn_lstm.BACKWARD:
+                    self._same_layer(op, args)
+                returned = self._operators.run(schema.overload, tuple(args), kwargs)
         except ProgramError:
             raise
         except Exception as e:
@@ -548,6 +556,24 @@ class FakeRun:
         for position, (kind, out, value) in enumerate(zip(schema.returns, op.outs, returns, strict=True)):
             unseen += self._output(f"output {position}", kind, out, value)
         self.unseen_bytes = max(self.unseen_bytes, unseen)
+
+    def _lstm_layer(self, op: Op, args: list[Any]) -> Any:
+        out = op.outs[onednn_lstm.WORKSPACE]
+        if not isinstance(out, int):
+            return onednn_lstm.layer(*args)
+        storage = self._program.views[out].storage
+        self._workspaces[storage] = onednn_lstm.layer_made(args)
+        with torch.enable_grad():
+            return onednn_lstm.layer(*args, declared=self._program.storages[storage].nbytes)
+
+    def _same_layer(self, op: Op, args: list[Any]) -> None:
+        """Check that a backward pass gets the whole workspace of a layer like its own. The kernel does not look."""
+        given = op.args[onednn_lstm.GIVEN]
+        assert isinstance(given, TensorRef)
+        view = self._program.views[given.view]
+        made_for = self._workspaces.get(view.storage)
+        if made_for != onednn_lstm.layer_used(args) or view.size != (self._program.storages[view.storage].nbytes,):
+            raise ProgramError("its workspace is not that of a forward pass of this layer")
 
     # ---- arguments -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import _C
 from gpumux.device.run.interpreter import Interpreter, failed, names
 from gpumux.device.run.operands import Context, Frame
 from gpumux.device.run.schema import constant, named_arguments, overload, takes_generator
+from gpumux.program import onednn_lstm
 from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 
 _INT = _C.IntType.get()
@@ -309,6 +310,9 @@ class PieceBuilder:
             return True  # the generator is moved around such an operator
         if op.stream is not None and not takes_generator(op.target):
             return True  # likewise
+        if onednn_lstm.for_training(op):
+            self.through_python[op.target] = "it needs gradients on, and graphs run without"
+            return True
         reason = expressible(context.program, context.liveness.birth, op)
         if reason:
             self.through_python[op.target] = reason

@@ -20,6 +20,7 @@ from gpumux.device.run.operands import Context, Frame
 from gpumux.device.run.randomness import standing_in
 from gpumux.device.run.schema import DTYPES, evaluate, overload, takes_generator
 from gpumux.errors import JobFailed, ProgramError
+from gpumux.program import onednn_lstm
 from gpumux.program.ir import Op, Out, Program, View
 
 # ---- Time that a thread's work takes on a core of its own: elapsed time less the time it waited for a core.
@@ -113,6 +114,7 @@ class Interpreter:
         self._progress = progress
         program = context.program
         self._calls: list[Any] = [overload(op.target) for op in program.ops]
+        self._for_training = [onednn_lstm.for_training(op) for op in program.ops]
         self._owners: dict[int, int] = {}  # while verifying: storage by address of its memory
         self._dies: list[list[int]] = [[] for _ in program.ops]
         for storage, last in context.liveness.last.items():
@@ -165,6 +167,9 @@ class Interpreter:
         frame.temps[storage] = None
 
     def _call(self, frame: Frame, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self._for_training[index]:
+            with torch.enable_grad():
+                return self._calls[index](*args, **kwargs)
         if op.random is None:
             return self._calls[index](*args, **kwargs)
         call, generator = self._calls[index], torch.default_generator
@@ -219,11 +224,13 @@ def _verify(context: Context, owners: dict[int, int], index: int, view: View, te
     """Raise ProgramError if an output is not as declared. Views of temporaries are made by offset and stride, so an
     output in another layout would be misread without an error."""
     target = context.program.ops[index].target
+    remedy = "capture the step with the torch version and thread count of the daemon"
+    if target in onednn_lstm.TARGETS:
+        remedy = f"oneDNN lays out an LSTM by the processor: capture on one like the daemon's, or {onednn_lstm.REMEDY}"
 
     def wrong(what: str, declared: object, real: object) -> ProgramError:
         return ProgramError(
-            f"operator {index} ({target}) returned {what} {real} where the program declares {declared}",
-            "capture the step with the torch version and thread count of the daemon",
+            f"operator {index} ({target}) returned {what} {real} where the program declares {declared}", remedy
         )
 
     if not isinstance(tensor, torch.Tensor):
