@@ -157,7 +157,8 @@ class FusionEmitter(TorchDispatchMode):
             return type(arg)(value(a) for a in arg) if type(arg) in (list, tuple) else arg
 
         fargs, fkwargs = value(args), {k: value(v) for k, v in kwargs.items()}
-        with self._bookkeeping():
+        gradients = torch.is_grad_enabled()  # some operators do something else where they are on
+        with self._bookkeeping(), torch.set_grad_enabled(gradients):
             out = fake_call(func, fargs, fkwargs, self.device)
         schema = schema_of(func)
         outs = (out,) if len(func._schema.returns) == 1 else tuple(out or ())

@@ -26,6 +26,7 @@ from gpumux.fuse.template import (
     layer_name,
     stream_bytes,
 )
+from gpumux.program import onednn_lstm
 from gpumux.program.ir import ITEM_BYTES, Program, View, contiguous_strides
 
 # Operators that read only the shape and layout of their operand.
@@ -151,7 +152,8 @@ class Fuser:
         call = Call(self.placements, self.template.ops[index], owner or 0)
         start = len(self.emitter.ops)
         try:
-            how, why = self._run_for_all(call, index) if owner is None else self._run_owned(call, index, owner)
+            with onednn_lstm.as_captured(call.op):
+                how, why = self._run_for_all(call, index) if owner is None else self._run_owned(call, index, owner)
         except Declined as reason:
             raise NotFusible(
                 f"{call.target}, {layer_name(self.emitter.label)}, can't run once a model either: {reason}",
@@ -174,25 +176,30 @@ class Fuser:
         if self.is_alike(call) and self.run_once(call):
             return "alike", ""
         if call.target in self._per_model:
-            self.run_per_model(call)
+            self._run_apart(call)
             return "per-model", "asked for"
         if self._choose == "per-model" or (self._choose != "fused" and index in self._choose):
-            self.run_per_model(call)
+            self._run_apart(call)
             return "per-model", "chosen"
         way, reason = self.run_fused(call)
         if way:
             return "fused", way
         if call.target in rules.PER_MODEL:
             reason = rules.PER_MODEL[call.target]
-            for operand in call.operands():  # some rarely used kernels need dense tensors
-                self.placements.use_template_layout(operand.view)
         elif not call.varies:
             raise NotFusible(
                 f"{call.target}, {layer_name(self.emitter.label)}, can't run for all models at once: {reason}",
                 f"allow it to run once a model: per_model_operators=[{call.target!r}]",
             )
-        self.run_per_model(call)
+        self._run_apart(call)
         return "per-model", reason
+
+    def _run_apart(self, call: Call) -> None:
+        """Run an operator once a model. Some kernels that run no other way need dense tensors."""
+        if call.target in rules.PER_MODEL:
+            for operand in call.operands():
+                self.placements.use_template_layout(operand.view)
+        self.run_per_model(call)
 
     def is_alike(self, call: Call) -> bool:
         """Whether the operator does exactly the same for all models, so that it runs once."""

@@ -326,6 +326,7 @@ per_model(
     "masked_scatter_backward",
 )
 per_model("its kernel takes one matrix", "_pdist_forward", "_pdist_backward")
+per_model("oneDNN takes the layers of one LSTM", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 
 
 # ---- Embedding tables stacked by rows: [B*V, D], with each model's indices shifted by V (HFTA, table 6).
