@@ -558,10 +558,10 @@ class FakeRun:
         self.unseen_bytes = max(self.unseen_bytes, unseen)
 
     def _lstm_layer(self, op: Op, args: list[Any]) -> Any:
-        out = op.outs[onednn_lstm.WORKSPACE]
-        if not isinstance(out, int):
+        view = onednn_lstm.workspace_view(op)
+        if view is None:
             return onednn_lstm.layer(*args)
-        storage = self._program.views[out].storage
+        storage = self._program.views[view].storage
         self._workspaces[storage] = onednn_lstm.layer_made(args)
         with torch.enable_grad():
             return onednn_lstm.layer(*args, declared=self._program.storages[storage].nbytes)

@@ -15,18 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpumux.program.ir import Op
+from gpumux.program.ir import Out
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 TARGETS = (str(LAYER), str(BACKWARD))
-WORKSPACE = 3  # position among the layer's results
-GIVEN = 22  # position of the workspace among the arguments of BACKWARD
+WORKSPACE = 3  # its position among the results of LAYER
+GIVEN = 22  # and among the arguments of BACKWARD
 REMEDY = "set torch.backends.mkldnn.enabled = False before you submit (and in runs you compare with)"
 
 _LSTM = 2  # torch's number for the kind of layer
@@ -36,12 +36,27 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Layer = tuple[int, int, int, int, torch.dtype, bool, bool]
 
 
-def for_training(op: Op) -> bool:
+class Call(Protocol):
+    """An operator of a Program, or one that is being recorded."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def outs(self) -> tuple[Out, ...]: ...
+
+
+def workspace_view(op: Call) -> int | None:
+    """The view of the workspace that `op` makes; None if it makes none."""
+    out = op.outs[WORKSPACE] if op.target == TARGETS[0] else None
+    return out if isinstance(out, int) else None
+
+
+def for_training(op: Call) -> bool:
     """Whether this is a layer that must run with gradients on."""
-    return op.target == str(LAYER) and op.outs[WORKSPACE] is not None
+    return workspace_view(op) is not None
 
 
-def as_captured(op: Op) -> AbstractContextManager[Any]:
+def as_captured(op: Call) -> AbstractContextManager[Any]:
     """A context in which `op` runs the kernel that it ran at capture, within a block without gradients."""
     return torch.enable_grad() if for_training(op) else nullcontext()
 

@@ -18,6 +18,7 @@ from typing import Any
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.tracer import RawTrace
 from gpumux.errors import NotSplittable
+from gpumux.program import onednn_lstm
 from gpumux.program.ir import Arg, Out, ScalarRef, TensorRef, View
 
 # ---- pairs of the same operator in the two traces
@@ -315,6 +316,9 @@ class Values:
         self.pure = [
             s.kind in ("input", "const") or (s.kind == "state" and s.key in setting.fixed) for s in full.storages
         ]
+        # What a forward pass leaves for the backward pass of the same part, in a layout and size of its own.
+        made = [onednn_lstm.workspace_view(pair.full) for pair in pairs]
+        self._opaque = {full.views[view].storage for view in made if view is not None}
         self.plan = SplitPlan([], kinds, [])
         self._writers: dict[int, list[int]] = {}
         self.part_read: set[int] = set()
@@ -403,6 +407,11 @@ class Values:
     def kind(self, view: int) -> ValueKind:
         return self.kinds[self.full.views[view].storage]
 
+    def scaled(self, a: int, b: int) -> int:
+        """As the function, for views `a` of the whole trace and `b` of the part's."""
+        view = self.full.views[a]
+        return 0 if view.storage in self._opaque else scaled(view, self.part.views[b], self.count)
+
     def has(self, pair: OperatorPair, kind: ValueKind) -> bool:
         return any(self.kind(a) is kind for a, _ in pair.refs)
 
@@ -417,7 +426,7 @@ class Values:
         for a, b in refs:
             kind = self.kind(a)
             if kind in (ValueKind.DATA, ValueKind.SAMPLE):
-                how = scaled(self.full.views[a], self.part.views[b], self.count)
+                how = self.scaled(a, b)
                 if how == OTHER:
                     raise self.refuse(pair, "relates samples of the batch to each other")
                 if how == UNSCALED:
@@ -436,7 +445,7 @@ class Values:
         for a, b in dict.fromkeys([*pair.outs, *written]):
             if self.full.views[a].storage not in writes(pair):
                 continue
-            how = scaled(self.full.views[a], self.part.views[b], self.count)
+            how = self.scaled(a, b)
             if how == OTHER and along is not ValueKind.LATE:
                 raise self.refuse(pair, "relates samples of the batch to each other")
             empty = how == UNSCALED and unscaled is ValueKind.SHARE and not elements(self.full.views[a])

@@ -27,6 +27,7 @@ from gpumux.capture.microbatch.classify import (
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.errors import NotSplittable
+from gpumux.program import onednn_lstm
 from gpumux.program.ir import ITEM_BYTES, Complex, ScalarRef, Tag, TensorRef, View
 
 # ---- running recorded operators on real numbers in this process
@@ -114,7 +115,8 @@ class Machine:
         if op.random is not None and any(a.name == "generator" for a in call._schema.arguments):
             kwargs["generator"] = self._generator
         try:
-            returned = call(*[self._value(a) for a in op.args], **kwargs)
+            with onednn_lstm.as_captured(op):
+                returned = call(*[self._value(a) for a in op.args], **kwargs)
         except Exception as error:
             raise Inconclusive(f"{op.where}: {name} raises {type(error).__name__}: {str(error)[:200]}") from error
         self._keep(op, returned, name)
