@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch has one thread in here, as the daemons of tests have, and as many as before afterwards."""
+def with_threads(count: int) -> Iterator[None]:
+    """Torch has `count` threads in here, and as many as before afterwards."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Torch has one thread in here, as the daemons of tests have."""
+    return with_threads(1)

@@ -29,6 +29,7 @@ from gpumux.errors import NotFusible
 from gpumux.fuse.emit import FusionEmitter
 from gpumux.fuse.template import Fused, numbers, stream_bytes
 from gpumux.hostmemory import cpu_name
+from gpumux.program import onednn_lstm
 from gpumux.program.codec import encode
 from gpumux.program.ir import (
     ALIGN,
@@ -329,7 +330,10 @@ _FROM, _TO = "float32", "float64"
 
 
 def in_float64(program: Program) -> Program | None:
-    """The Program with float64 wherever it has float32; None where memory of float32 is also read as another type."""
+    """The Program with float64 wherever it has float32; None where memory of float32 is also read as another type, or
+    an operator takes no float64."""
+    if any(op.target in onednn_lstm.TARGETS for op in program.ops):
+        return None
     dtypes: dict[int, set[str]] = {}
     for view in program.views:
         dtypes.setdefault(view.storage, set()).add(view.dtype)

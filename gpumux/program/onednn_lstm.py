@@ -36,7 +36,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Layer = tuple[int, int, int, int, torch.dtype, bool, bool]
 
 
-class Call(Protocol):
+class RunOp(Protocol):
     """An operator of a Program, or one that is being recorded."""
 
     @property
@@ -45,18 +45,18 @@ class Call(Protocol):
     def outs(self) -> tuple[Out, ...]: ...
 
 
-def workspace_view(op: Call) -> int | None:
+def workspace_view(op: RunOp) -> int | None:
     """The view of the workspace that `op` makes; None if it makes none."""
     out = op.outs[WORKSPACE] if op.target == TARGETS[0] else None
     return out if isinstance(out, int) else None
 
 
-def for_training(op: Call) -> bool:
+def for_training(op: RunOp) -> bool:
     """Whether this is a layer that must run with gradients on."""
     return workspace_view(op) is not None
 
 
-def as_captured(op: Call) -> AbstractContextManager[Any]:
+def as_captured(op: RunOp) -> AbstractContextManager[Any]:
     """A context in which `op` runs the kernel that it ran at capture, within a block without gradients."""
     return torch.enable_grad() if for_training(op) else nullcontext()
 

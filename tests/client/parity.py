@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux import client
-from tests.threads import one_thread
+from tests.threads import with_threads
 
 SEED = 1234
 THREADS = 1
@@ -88,12 +88,12 @@ def assert_same(a: Any, b: Any, what: str) -> None:
             assert repr(x) == repr(y) or (type(x) is type(y) and x == y), f"{where}: {x!r} is not {y!r}"
 
 
-def plain(make: Callable[[], Work]) -> tuple[list[Any], list[Any]]:
+def plain(make: Callable[[], Work], threads: int = THREADS) -> tuple[list[Any], list[Any]]:
     """(results, final states) of the reference run, with the state of the random generator after it."""
     torch.manual_seed(0)
     work = make()
     torch.manual_seed(SEED)
-    with one_thread():
+    with with_threads(threads):
         results = []
         loop_results = work.loop(*[_detached(fn) for fn, _ in work.functions])
         results = values(loop_results)
@@ -134,15 +134,16 @@ def through(
     return results, states(work)
 
 
-def check(make: Callable[[], Work], endpoint: str) -> list[Any]:
-    """Both runs; raises AssertionError at the first bit that differs. Returns the results."""
-    want, want_states = plain(make)
+def check(make: Callable[[], Work], endpoint: str, threads: int = THREADS) -> list[Any]:
+    """Both runs; raises AssertionError at the first bit that differs. `threads`: of the daemon's executors. Returns the
+    results."""
+    want, want_states = plain(make, threads)
     got, got_states = through(make, endpoint)
     try:
         assert_same(want, got, "results")
         assert_same(want_states, got_states, "state")
     except AssertionError:
-        again, again_states = plain(make)
+        again, again_states = plain(make, threads)
         assert_same(want, again, "the reference run itself does not repeat: results")
         assert_same(want_states, again_states, "the reference run itself does not repeat: state")
         raise

@@ -1,4 +1,5 @@
-"""Recurrent layers, each equal to the plain loop bit for bit: an LSTM through oneDNN, which other layers do not use."""
+"""Recurrent layers, each equal to the plain loop bit for bit. torch runs an LSTM through oneDNN, and makes the other
+layers of products."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.client.parity import Work, batches, check
+from microbench.daemon import running_daemon
+from tests.client.parity import Work, batches, check, simple_loop, values
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
-# Training and inference round differently for some of these sizes.
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch first": {"batch_first": True},
@@ -32,7 +34,8 @@ KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 class Tagger(nn.Module):
-    """A recurrent layer and a linear one. The result holds the final states, too."""
+    """A recurrent layer and a linear one. The result holds the final states, too. With these sizes oneDNN's kernels for
+    training and for inference round differently."""
 
     def __init__(self, kind: Any = nn.LSTM, **options: Any) -> None:
         super().__init__()
@@ -41,12 +44,11 @@ class Tagger(nn.Module):
 
     def forward(self, x: torch.Tensor, start: Any = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         out, end = self.layer(x, start)
-        return self.out(out[:, -1] if self.layer.batch_first else out[-1]), list(end) if isinstance(end, tuple) else [
-            end
-        ]
+        last = out[:, -1] if self.layer.batch_first else out[-1]
+        return self.out(last), [*end] if isinstance(end, tuple) else [end]
 
 
-def work(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = torch.float32, **options: Any) -> Work:
+def trained(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = torch.float32, **options: Any) -> Work:
     model = Tagger(kind, **options).to(dtype)
     opt = OPTIMIZERS[optimizer](model.parameters())
     data = [(x.to(dtype), y) for x, y in batches((4, 3, 7))]
@@ -83,15 +85,161 @@ def work(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = torc
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("options", LAYERS)
 def test_an_lstm(options: str, optimizer: str, endpoint: str) -> None:
-    check(lambda: work(optimizer=optimizer, **LAYERS[options]), endpoint)
+    check(lambda: trained(optimizer=optimizer, **LAYERS[options]), endpoint)
 
 
 @pytest.mark.parametrize("options", ["plain", "no bias", "all"])
 def test_an_lstm_in_bfloat16(options: str, endpoint: str) -> None:
-    check(lambda: work(dtype=torch.bfloat16, **LAYERS[options]), endpoint)
+    check(lambda: trained(dtype=torch.bfloat16, **LAYERS[options]), endpoint)
 
 
 @pytest.mark.parametrize("options", ["plain", "no bias", "all"])
 @pytest.mark.parametrize("kind", ["gru", "rnn"])
 def test_layers_that_torch_makes_of_products(kind: str, options: str, endpoint: str) -> None:
-    check(lambda: work(KINDS[kind], **LAYERS[options]), endpoint)
+    check(lambda: trained(KINDS[kind], **LAYERS[options]), endpoint)
+
+
+def test_an_lstm_with_two_threads() -> None:
+    with running_daemon(threads=2) as daemon:
+        check(lambda: trained(bidirectional=True), daemon.endpoint, threads=2)
+
+
+Forward = Callable[[Tagger, torch.Tensor], torch.Tensor]
+
+
+def in_autocast(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(x)[0]
+
+
+def recomputed(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = checkpoint(lambda x: model(x)[0], x, use_reentrant=False)
+    return out
+
+
+def without_gradients_of_the_layer(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    model.layer.requires_grad_(False)
+    return model(x)[0]
+
+
+def of_one_sample(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    out, _ = model.layer(x[:, 0])
+    return model.out(out[-1:]).expand(x.shape[1], -1)
+
+
+def from_one_state_for_both(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    start = model.layer.weight_hh_l0[:4].tanh()[None].contiguous()
+    return model(x, (start, start))[0]
+
+
+def twice(model: Tagger, x: torch.Tensor) -> torch.Tensor:
+    _, (h, c) = model.layer(x)
+    return model(x.flip(0), (h, c))[0]
+
+
+FORWARDS: dict[str, Forward] = {
+    "autocast": in_autocast,
+    "recomputed": recomputed,
+    "frozen": without_gradients_of_the_layer,
+    "one sample": of_one_sample,
+    "one state": from_one_state_for_both,
+    "twice": twice,
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_ways_to_use_an_lstm(forward: str, endpoint: str) -> None:
+    def make() -> Work:
+        model = Tagger()
+        opt = OPTIMIZERS["adam"](model.parameters())
+        data = batches((4, 3, 7))
+        run = FORWARDS[forward]
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(run(model, x.transpose(0, 1)).float(), y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data))
+
+    check(make, endpoint)
+
+
+def test_gradients_of_an_lstms_gradients(endpoint: str) -> None:
+    def make() -> Work:
+        model = Tagger()
+        opt = OPTIMIZERS["momentum"](model.parameters())
+        data = batches((4, 3, 7))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x.transpose(0, 1))[0], y)
+            grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (loss + sum(grad.square().sum() for grad in grads)).backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data, 8))
+
+    check(make, endpoint)
+
+
+def test_a_state_that_goes_from_step_to_step(endpoint: str) -> None:
+    """Returned and given again, as in truncated backpropagation through time."""
+
+    def make() -> Work:
+        model = Tagger(num_layers=2)
+        opt = OPTIMIZERS["adam"](model.parameters())
+        data = batches((4, 3, 7))
+        zeros = torch.zeros(2, 4, 33)
+
+        def step(x: torch.Tensor, y: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Any:
+            opt.zero_grad()
+            out, states = model(x.transpose(0, 1), (h, c))
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            opt.step()
+            return loss, *[state.detach() for state in states]
+
+        def loop(step: Any) -> list[Any]:
+            h = c = zeros
+            results = []
+            for i in range(20):
+                ((loss, h, c),) = values([step(*data[i % 3], h, c)])
+                results.append((loss, h, c))
+            return results
+
+        return Work([model], [opt], [(step, (*data[0], zeros, zeros))], loop)
+
+    check(make, endpoint)
+
+
+def test_a_state_that_a_module_keeps(endpoint: str) -> None:
+    class Remembering(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("h", torch.zeros(1, 4, 33))
+            self.register_buffer("c", torch.zeros(1, 4, 33))
+
+        def remember(self, x: torch.Tensor) -> torch.Tensor:
+            out, (h, c) = self(x, (self.h, self.c))
+            self.h, self.c = h.detach(), c.detach()
+            return out
+
+    def make() -> Work:
+        model = Remembering()
+        opt = OPTIMIZERS["adam"](model.parameters())
+        data = batches((4, 3, 7))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model.remember(x.transpose(0, 1)), y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data))
+
+    check(make, endpoint)

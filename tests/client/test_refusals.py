@@ -572,12 +572,6 @@ def test_a_grad_scaler_is_refused_by_name(endpoint: str) -> None:
     assert torch.amp.GradScaler("cpu").scale(torch.ones(())) == 2.0**16  # elsewhere it is what it was
 
 
-def test_an_lstm_says_which_switch_helps(endpoint: str) -> None:
-    model = nn.LSTM(6, 3)
-    error = refusal(lambda x, y: model(x)[0], endpoint, errors.UnsupportedOperator, model=model)
-    assert "mkldnn.enabled = False" in error.remedy
-
-
 def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
     model, extra = nn.Linear(6, 3), nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

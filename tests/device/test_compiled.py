@@ -21,6 +21,7 @@ from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, 
 from gpumux.types import ProgramReady
 from tests.device.cuda.fake import fake_device, poll_wait
 from tests.device.harness import Case, Driver, select_wait
+from tests.program import samples
 
 compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler on this machine"
@@ -182,7 +183,7 @@ def test_without_a_compiler_the_refusal_says_what_to_install(gpu: CudaDevice, mo
 
 
 def test_what_cant_be_compiled_is_left_as_it_is() -> None:
-    """A number that no form reads from memory, and a storage that is seen in two types."""
+    """A number that no form reads from memory, a storage that is seen in two types, and an LSTM through oneDNN."""
     x, y = View(0, "float32", (4,), (1,)), View(1, "float32", (4,), (1,))
     number = Op("aten.leaky_relu.default", (TensorRef(0), ScalarRef(0)), (), (1,))
     made = Program((Storage("input", 16, 0), Storage("temp", 16)), (x, y), (number,), (0,), (1,), ("float",))
@@ -191,3 +192,5 @@ def test_what_cant_be_compiled_is_left_as_it_is() -> None:
     both = Op("aten.add.Tensor", (TensorRef(0), TensorRef(2)), (), (1,))
     made = Program((Storage("input", 16, 0), Storage("temp", 16)), (x, y, as_int), (both,), (0,), (1,))
     assert inductor.uncompilable(made, Liveness.of(made)) == {0}
+    made = samples.lstm(4096)
+    assert inductor.uncompilable(made, Liveness.of(made)) == {0, 1}, "the compiler does not know the workspace"

@@ -179,6 +179,37 @@ def full_precision() -> Program:
     return replace(add_one(), numerics=Numerics(conv_precision="ieee"))
 
 
+def lstm(declared: int, used: int | None = None, widths: tuple[int, int] = (3, 3)) -> Program:
+    """A layer of an LSTM through oneDNN, of hidden size 4, and a backward pass with its outputs as their gradients.
+
+    inputs: x float32[5, 2, width] of the layer, and of the backward pass (`widths`); state: weights, the backward
+    pass's first weight, states; result 0: the gradient of x. `declared`: bytes of the workspace; `used`: bytes of it
+    that the backward pass gets, None: all.
+    """
+    d = _Draft()
+    rows, (width, other) = 2, widths
+    x, x_back = (d.tensor("input", (5, rows, n), slot=i) for i, n in enumerate(widths))
+    weights = [d.tensor("state", size, slot=i) for i, size in enumerate([(16, width), (16, 4), (16,), (16,)])]
+    w_back = d.tensor("state", (16, other), slot=4)
+    h, c = (d.tensor("state", (rows, 4), slot=i) for i in (5, 6))
+    out, hy, cy = d.tensor("temp", (5, rows, 4)), d.tensor("temp", (rows, 4)), d.tensor("temp", (rows, 4))
+    workspace = d.tensor("temp", (declared,), "uint8")
+    args = [TensorRef(v) for v in (x, *weights, h, c)]
+    d.ops.append(
+        Op("aten.mkldnn_rnn_layer.default", (*args, False, (), 2, 4, 1, True, False, False, True), (),
+           (out, hy, cy, workspace), None)
+    )  # fmt: skip
+    part = workspace if used is None else d.alias(workspace, (used,), (1,))
+    sizes = [(5, rows, other), (16, other), (16, 4), (16,), (16,), (rows, 4), (rows, 4)]
+    grads = [d.tensor("temp", size) for size in sizes]
+    args = [TensorRef(v) for v in (x_back, w_back, *weights[1:], h, c, out, hy, cy, out)]
+    d.ops.append(
+        Op("aten.mkldnn_rnn_layer_backward.default",
+           (*args, None, None, False, 2, 4, 1, True, True, False, (), False, TensorRef(part)), (), tuple(grads), None)
+    )  # fmt: skip
+    return d.program(inputs=(x, x_back), results=(grads[0],))
+
+
 ALL = {
     "empty": empty, "add_one": add_one, "counter": counter, "sgd_linear": sgd_linear,
     "crash_maxpool": crash_maxpool, "crash_div": crash_div, "dropout": dropout,

@@ -262,6 +262,42 @@ def test_a_temporary_larger_than_what_torch_allocates_is_refused():
     refused(program, "16 bytes, 4096 are declared")
 
 
+@pytest.mark.parametrize("declared", [64, 4096])
+def test_the_workspace_of_an_lstm_is_as_large_as_the_program_declares(declared: int):
+    """Its size depends on the processor, and the check runs no kernel. The executor looks at it."""
+    report = check(encode(samples.lstm(declared)))
+    assert report.footprint.transient_bytes >= declared
+
+
+def test_the_backward_pass_of_an_lstm_gets_the_workspace_of_a_layer_like_its_own():
+    """The kernel reads as much as such a layer has, whatever it is given."""
+    refused(samples.lstm(4096, used=4000), "not that of a forward pass of this layer")
+    refused(samples.lstm(4096, widths=(3, 2)), "not that of a forward pass of this layer")
+    program = samples.lstm(4096)
+    backward = program.ops[1]
+    bytes_of_state = TensorRef(len(program.views))
+    more = (*program.views, View(2, "uint8", (192,), (1,)))
+    taken = replace(backward, args=(*backward.args[:-1], bytes_of_state))
+    refused(replace(program, views=more, ops=(program.ops[0], taken)), "not that of a forward pass of this layer")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        (10, 5, "hidden size of 5"),
+        (8, (2, 2), "plain batches"),
+        (9, 3, "for an LSTM"),
+        (5, TensorRef(0), "states of"),
+        (1, TensorRef(3), "weights of"),
+    ],
+)
+def test_a_layer_of_an_lstm_gets_what_its_kernel_does_not_check(at: int, value: object, why: str):
+    program = samples.lstm(4096)
+    layer = program.ops[0]
+    args = (*layer.args[:at], value, *layer.args[at + 1 :])
+    refused(replace(program, ops=(replace(layer, args=args), program.ops[1])), why)
+
+
 def test_wrong_strides_and_offsets_are_refused():
     for view in (View(1, "float32", (2, 2), (1, 2)), View(1, "float32", (2, 2), (2, 1), 1)):
         program = program_of(

@@ -112,6 +112,35 @@ def test_fake_and_real_agree(name, func, args):
     assert seen(fake) == seen(real)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+def test_layers_of_an_lstm_make_what_the_kernel_makes(biased: bool, dtype: torch.dtype, reverse: bool):
+    """With the workspace, whose size the kernel is asked for, and two gradients of biases in memory of their own."""
+    weights = [ones(36, 7, dtype=dtype), ones(36, 9, dtype=dtype)]
+    weights += [ones(36, dtype=dtype)] * 2 if biased else weights
+    tensors = [ones(6, 3, 7, dtype=dtype), *weights, ones(3, 9, dtype=dtype), ones(3, 9, dtype=dtype)]
+    how = (2, 9, 1, biased)
+    layer, backward = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
+
+    def both(call, x):
+        with torch.enable_grad():
+            out, hy, cy, workspace = call(layer, (*x, reverse, [], *how, False, False, True))
+        with torch.no_grad():
+            assert call(layer, (*x, reverse, [], *how, False, False, True))[3] is None
+        given = (*x, out, hy, cy, out, None, cy, reverse, *how, True, False, [], False, workspace)
+        return (out, hy, cy, workspace), call(backward, given)
+
+    real = both(lambda func, args: func(*args), tensors)
+    with FakeTensorMode(allow_fallback_kernels=False) as mode:
+        fakes = [mode.from_tensor(t) for t in tensors]
+        fake = both(lambda func, args: fake_call(func, args, {}, "cpu"), fakes)
+    for got, want in zip(fake, real, strict=True):
+        assert seen(got) == seen(want)
+        for each in (got, want):
+            assert len({t.untyped_storage()._cdata for t in each}) == len(each)
+
+
 SGD = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
 ADAGRAD = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
 

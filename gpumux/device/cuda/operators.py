@@ -23,6 +23,7 @@ from torch import Tensor
 from gpumux.device.cuda import kernels
 from gpumux.device.run.schema import DTYPES, constant
 from gpumux.errors import ProgramError
+from gpumux.program import onednn_lstm
 from gpumux.program.check import schema
 from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.validate import leaves, op_args
@@ -628,8 +629,7 @@ def call(index: int, op: Op, supports: Callable[[str], bool], *, compiled: bool 
     if not supports(op.target):
         raise ProgramError(
             f"operator {index} ({op.target}) exists on the CPU alone",
-            "write the step without it (for recurrent layers: torch.backends.mkldnn.flags(enabled=False) while"
-            " tracing), or use --device cpu",
+            f"write the step without it (for an LSTM: {onednn_lstm.REMEDY}), or use --device cpu",
         )
     return schema(op.target).overload  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gpumux.device.run.graph import expressible
 from gpumux.errors import JobFailed, ProgramError
+from gpumux.program import onednn_lstm
 from gpumux.program.check import check
 from gpumux.program.codec import encode
 from gpumux.program.ir import (
@@ -354,3 +355,32 @@ def test_an_output_that_shares_memory_undeclared_is_named() -> None:
     program = Program(storages, (x, View(1, "float32", (4,), (1,))), (op,), (0,), (1,))
     with pytest.raises(ProgramError, match="returned the memory of storage 0 where the program declares 1"):
         Bench(program, [], [bytes(16)]).step(())
+
+
+# ---- layers of an LSTM, which run with gradients on
+
+
+def lstm_of(declared: int) -> Bench:
+    program = samples.lstm(declared)
+    state = [torch.linspace(-1, 1, s.nbytes // 4).numpy().tobytes() for s in program.storages if s.kind == "state"]
+    return Bench(program, state, [torch.linspace(-2, 2, 30).numpy().tobytes()] * 2)
+
+
+def test_an_lstm_runs_the_same_in_every_cut() -> None:
+    size = onednn_lstm.workspace_bytes((5, 2, 3, 4, torch.float32, True, False))
+    slow, fast = lstm_of(size), lstm_of(size)
+    with pytest.MonkeyPatch.context() as monkey:
+        fast.cut((0, 2), monkey)
+        for _ in range(3):
+            slow.step(())
+            fast.step(())
+            assert fast.outcome() == slow.outcome()
+    assert any(slow.memory[slow.layout.results[0] :]), "there is a gradient"
+    assert "gradients on" in fast.loaded.through_python["aten.mkldnn_rnn_layer.default"]
+
+
+def test_an_lstm_captured_on_another_processor_says_so() -> None:
+    with pytest.raises(ProgramError, match=r"mkldnn_rnn_layer\.default\) returned size") as error:
+        lstm_of(64).step(())
+    assert "oneDNN lays out an LSTM by the processor" in error.value.remedy
+    assert "torch.backends.mkldnn.enabled = False" in error.value.remedy

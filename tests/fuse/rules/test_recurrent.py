@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, steady
+from tests.fuse.serial import Config, batches, check, steady
 
 nn = torch.nn
 LENGTH = 3
@@ -45,6 +45,20 @@ def test_layers(case: str, per_model: bool):
     kind, options = CASES[case]
     array = check(steady(lambda: Recurrent(kind, **options)), batches(2, LENGTH, 4), per_model=per_model)
     assert by(array, "per-model") == ({"bernoulli_.float"} if "dropout" in options else set())
+
+
+def test_an_lstm_through_onednn_runs_once_a_model():
+    """In single precision. The serial loops of the other tests run in double precision, which oneDNN does not take."""
+
+    def factory(config: Config) -> Any:
+        step, model, optimizer = steady(lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True))(config)
+        model.float()
+        return step, model, optimizer
+
+    data = [(x.float(),) for (x,) in batches(2, LENGTH, 4)]
+    for choose in ("fused", "per-model", "measured"):
+        array = check(factory, data, tolerance=1e-5, choose=choose)
+        assert by(array, "per-model") >= {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
 
 
 def test_cells():
