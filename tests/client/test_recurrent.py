@@ -39,7 +39,7 @@ class Tagger(nn.Module):
 
     def __init__(self, kind: Any = nn.LSTM, **options: Any) -> None:
         super().__init__()
-        self.layer = kind(7, 33, **options)
+        self.layer = kind(33, 33, **options)
         self.out = nn.Linear((options.get("proj_size") or 33) * (2 if options.get("bidirectional") else 1), 10)
 
     def forward(self, x: torch.Tensor, start: Any = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -51,7 +51,7 @@ class Tagger(nn.Module):
 def trained(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = torch.float32, **options: Any) -> Work:
     model = Tagger(kind, **options).to(dtype)
     opt = OPTIMIZERS[optimizer](model.parameters())
-    data = [(x.to(dtype), y) for x, y in batches((4, 3, 7))]
+    data = [(x.to(dtype), y) for x, y in batches((4, 3, 33))]
     first = bool(options.get("batch_first"))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -152,7 +152,7 @@ def test_ways_to_use_an_lstm(forward: str, endpoint: str) -> None:
     def make() -> Work:
         model = Tagger()
         opt = OPTIMIZERS["adam"](model.parameters())
-        data = batches((4, 3, 7))
+        data = batches((4, 3, 33))
         run = FORWARDS[forward]
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_gradients_of_an_lstms_gradients(endpoint: str) -> None:
     def make() -> Work:
         model = Tagger()
         opt = OPTIMIZERS["momentum"](model.parameters())
-        data = batches((4, 3, 7))
+        data = batches((4, 3, 33))
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             opt.zero_grad()
@@ -192,7 +192,7 @@ def test_a_state_that_goes_from_step_to_step(endpoint: str) -> None:
     def make() -> Work:
         model = Tagger(num_layers=2)
         opt = OPTIMIZERS["adam"](model.parameters())
-        data = batches((4, 3, 7))
+        data = batches((4, 3, 33))
         zeros = torch.zeros(2, 4, 33)
 
         def step(x: torch.Tensor, y: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Any:
@@ -231,7 +231,7 @@ def test_a_state_that_a_module_keeps(endpoint: str) -> None:
     def make() -> Work:
         model = Remembering()
         opt = OPTIMIZERS["adam"](model.parameters())
-        data = batches((4, 3, 7))
+        data = batches((4, 3, 33))
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             opt.zero_grad()
