@@ -21,7 +21,7 @@ from gpumux.hostmemory import memory_file
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Fault, Footprint, JobId, ProgramId
 
-CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 20 s
+CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 6 s
 WALL_S = 240  # limit of a check's wall time, which is longer because checks run at a higher niceness than jobs
 MAX_KNOWN = 1024  # cached results
 MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each

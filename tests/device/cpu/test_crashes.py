@@ -231,7 +231,7 @@ def test_a_check_that_computes_for_too_long_is_refused(driver: Driver, monkeypat
     job = driver.open()
     assert isinstance(driver.device, CpuDevice)
     monkeypatch.setitem(driver.device._checks._settings, "cpu_s", 1)
-    driver.device.check(job.job, ProgramId(1), long(40_000))
+    driver.device.check(job.job, ProgramId(1), long(150_000))
     refused = driver.until(ProgramRefused, job.job)
     assert "took longer than 1 s" in refused.fault.message
     job.load(samples.counter(), [4])
