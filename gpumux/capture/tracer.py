@@ -297,17 +297,25 @@ class TraceAgain(Exception):
 
 class Tracer:
     """Traces the steps of one job. `by_device`: trace steps for a GPU with the operators that torch runs there
-    (capture/gpu/operators.py)."""
+    (capture/gpu/operators.py). `begun` is called when a trace begins."""
 
     def __init__(
-        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True
-    ) -> None:
+        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.table = table
+        self._begun = begun
+        self._record = TraceRecord()  # of the present trace, or the last one
         self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
         self._restorers: list[Callable[[], None]] = []
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
+
+    @property
+    def operators(self) -> int:
+        """The number of operators in the present trace, or the last one."""
+        return len(self._record.ops)
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
@@ -315,6 +323,7 @@ class Tracer:
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors, from the structure `entry`. Restores the local state.
         Raises CaptureError or a subclass, and with `may_change` TraceAgain."""
+        self._begun()
         with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs(), _without_collection():
             return self._trace(
                 fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device
@@ -341,6 +350,7 @@ class Tracer:
             scope, tape, lookup=self.table.lookup, unknown=unknown, allowed=self._allowed, observer=observer,
             device=self._device, layers=layers, gpu=self.table.gpu,
         )  # fmt: skip
+        self._record = rec.record
         refuse_around(self.table.gpu)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = fingerprint.read()

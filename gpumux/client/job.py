@@ -33,6 +33,7 @@ from gpumux.client.arguments import check_compile
 from gpumux.client.collate import BatchSlots
 from gpumux.client.future import Pending, StepFuture, generator_after, is_answered, wait_answered, with_results
 from gpumux.client.local_model import LocalModel
+from gpumux.client.progress import Progress
 from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
@@ -150,7 +151,8 @@ class Job:
         self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH), observer=recorder)
         self._pending = Pending(self._remote)
         self._next_step = 0
-        self._tracer = Tracer(table, operators.is_allowed)
+        self._progress = Progress(spec.name)
+        self._tracer = Tracer(table, operators.is_allowed, begun=self._show_tracing)
         self._constants = ConstantScalars() if table.runs_on == "cuda" else None
         recovery = Recovery(
             session, remote=self._remote, pending=self._pending, spec=spec, table=table,
@@ -256,7 +258,12 @@ class Job:
         except BaseException:
             self._functions.remove(entry)
             raise
+        finally:
+            self._progress.end()
         return function
+
+    def _show_tracing(self) -> None:
+        self._progress.stage(lambda: f"tracing the step, {self._tracer.operators} operators so far")
 
     def _warm(self, entry: _Function, phases: int) -> list[Choice]:
         """Capture a function from the state in which the job will first call it, through the phases of its optimizer.
@@ -295,6 +302,8 @@ class Job:
     def upload(self, program: StepProgram) -> int:
         """The number of a Program in the daemon, where it is uploaded if it is not there yet."""
         if program.number is None:
+            operators = len(program.lowered.program.ops)
+            self._progress.stage(lambda: f"the daemon checks and loads {operators} operators")
             program.number = self._remote.upload(program.lowered)
         return program.number
 
@@ -310,7 +319,11 @@ class Job:
         if named or any(type(one) is not torch.Tensor for one in batch):
             batch, named = with_results((batch, named))
         with self._lock:
-            return self._persist(lambda: self._submit_step(function, batch, named))
+            try:
+                return self._persist(lambda: self._submit_step(function, batch, named))
+            except BaseException:
+                self._progress.end()
+                raise
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """A `collate_fn` for torch.utils.data.DataLoader: stacks samples as torch's does, but straight into the shared
@@ -333,6 +346,7 @@ class Job:
         number = choice.program.number
         if number is None:
             number = self.upload(choice.program)
+            self._progress.end()
         snapshots = self._recovery.snapshots
         if snapshots is not None:
             snapshots.tick(self._session)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpumux import client, errors
 from gpumux.capture.tracer import Tracer
 from gpumux.client import Job
-from tests.client.parity import one_thread
+from tests.threads import one_thread
 
 X, Y = torch.randn(6, 4), torch.randn(6, 3)
 
