@@ -36,6 +36,16 @@ def _between(path: str) -> bool:
     return path.startswith((here, torch_home)) or path == _CONTEXTS
 
 
+@cache
+def _package() -> str:
+    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
+
+def is_user_code(code: types.CodeType) -> bool:
+    """Whether code belongs neither to torch nor to any part of gpumux."""
+    return not _between(code.co_filename) and not code.co_filename.startswith(_package())
+
+
 def _torch_file() -> str:
     import torch
 

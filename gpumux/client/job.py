@@ -38,6 +38,7 @@ from gpumux.client.recovery import Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
+from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
@@ -185,6 +186,7 @@ class Job:
             self._kept = None
         self._recovery.ready()
 
+    @folded
     def add(
         self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
     ) -> Callable[..., StepFuture]:  # fmt: skip
@@ -321,8 +323,9 @@ class Job:
         with self._lock:
             try:
                 return self._persist(lambda: self._submit_step(function, batch, named))
-            except BaseException:
+            except BaseException as error:
                 self._progress.end()
+                fold(error)
                 raise
 
     def collate(self, samples: Sequence[Any]) -> Any:

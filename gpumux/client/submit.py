@@ -15,10 +15,12 @@ from gpumux.client.arguments import check_compile, check_rng, draws_from_client,
 from gpumux.client.job import Job
 from gpumux.client.recovery import find_kept, open_job, open_message
 from gpumux.client.session import Session, connect_with_retry, devices_of
+from gpumux.client.tracebacks import folded
 from gpumux.errors import ConfigError
 from gpumux.wire.codec import MAX_INT
 
 
+@folded
 def submit(
     step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,

@@ -1,0 +1,96 @@
+"""Errors end at the user's line: frames of gpumux and torch are left out, unless all are asked for."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumux import client, errors
+from gpumux.client.tracebacks import VARIABLE, fold
+from tests.threads import one_thread
+
+X = torch.randn(3, 4)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        return found * 2 if found.sum() > 0 else found  # the user's line
+
+
+def functions(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def failed(step: Any, endpoint: str, **given: Any) -> errors.GpumuxError:
+    with pytest.raises(errors.GpumuxError) as caught:
+        client.submit(step, example=X, endpoint=endpoint, **given)
+    return caught.value
+
+
+def test_a_refusal_ends_at_the_line_it_is_about(endpoint: str) -> None:
+    model = Branches()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    error = failed(step, endpoint, model=model)
+    assert isinstance(error, errors.DataDependent)
+    assert functions(error) == ["failed", "step", "forward"]
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    assert last.line is not None
+    assert "# the user's line" in last.line
+    assert last.filename == __file__
+
+
+def test_an_error_of_the_step_ends_at_its_line_and_shows_no_frames_of_torch(endpoint: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return x @ x
+
+    error = failed(step, endpoint)
+    assert functions(error) == ["failed", "step"]
+    shown = "".join(traceback.format_exception(error))
+    assert "direct cause" not in shown
+    assert "recorder.py" not in shown
+    assert "RuntimeError" in error.message
+
+
+def test_a_bad_argument_ends_at_the_call(endpoint: str) -> None:
+    assert functions(failed(lambda x: x, endpoint, model=3)) == ["failed"]
+
+
+def test_errors_of_step_and_add_are_folded_too(endpoint: str) -> None:
+    model = Branches()
+    with one_thread(), client.submit(lambda x: model.layer(x), example=X, model=model, endpoint=endpoint) as job:
+        with pytest.raises(errors.GpumuxError) as caught:
+            job.step("a text", 3, X)
+        assert functions(caught.value)[0] == "test_errors_of_step_and_add_are_folded_too"
+        assert not any(
+            "gpumux" in frame.filename.split("/")[-2] for frame in traceback.extract_tb(caught.value.__traceback__)
+        )
+        with pytest.raises(errors.DataDependent) as caught:
+            job.add(lambda x: model(x), example=X)
+        assert functions(caught.value)[-1] == "forward"
+
+
+def test_all_frames_are_shown_where_asked_for(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "full")
+    error = failed(lambda x: x @ x, endpoint)
+    assert "_trace" in functions(error)
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_errors_of_others_are_left_alone() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2) @ torch.ones(3)
+    before = caught.value.__traceback__
+    fold(caught.value)
+    assert caught.value.__traceback__ is before
