@@ -10,6 +10,7 @@
     |   +-- TooManyVariants     more shapes, flags or phases than the limit
     |   +-- NotSplittable       the step can't be split into microbatches
     |   +-- NotFusible          steps are not of one kind, or hold what can't run for several models at once
+    +-- BadBatch                an index in a batch is out of range; the step was not run
     +-- StaleState              the daemon holds newer state than the local model, and it can't be fetched
     |   +-- StaleGradient       a gradient was read that existed only inside the step
     +-- LocalWrite              the local model was written while the daemon holds its state
@@ -92,6 +93,12 @@ class NotSplittable(CaptureError):
 
 class NotFusible(CaptureError):
     code = "not_fusible"
+
+
+class BadBatch(GpumuxError, IndexError, RuntimeError):
+    """Also what torch's operators raise for an index out of range: IndexError or RuntimeError, by the operator."""
+
+    code = "bad_batch"
 
 
 class StaleState(GpumuxError):

@@ -27,6 +27,7 @@ from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import HostResult, RawTrace, TensorResult, TraceAgain, Tracer, refuse_odd_tensors
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
+from gpumux.program.indices import BatchCheck
 from gpumux.program.ir import Op, ScalarRef, TensorRef
 from gpumux.program.validate import written_storages
 
@@ -197,9 +198,11 @@ class StepProgram:
     left: Sequence[Callable[[], None]] = ()  # each marks a place where the step leaves a tensor
     replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
+    batch_check: BatchCheck = field(init=False)
     _returns_leaf: bool = field(init=False)  # whether the result is one value, no container
 
     def __post_init__(self) -> None:
+        self.batch_check = BatchCheck(self.lowered.program)
         program = self.lowered.program
         ops = tuple(op for op in program.ops if not _evaluates(op))
         self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
@@ -393,12 +396,15 @@ class StepFunction:
                         return found
                     values = found.lowered.evaluator.run(env)
                 if values is not None:
+                    if found.batch_check.checks:
+                        found.batch_check.run(tensors)
                     return Choice(found, values, tensors)
         found = self._capture(case, args, kwargs, state)
         if isinstance(found, KeepMore):
             return found
         values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
+        found.batch_check.run(tensors)
         return Choice(found, values, tensors)
 
     def _case(self, key: Any, tensors: list[torch.Tensor]) -> Case:

@@ -371,6 +371,26 @@ def schema(target: str) -> OperatorSchema:
     )
 
 
+def overload(target: str) -> Any:
+    """The torch operator called `target`. Raises ProgramError when this torch build has none."""
+    return schema(target).overload
+
+
+def named_arguments(op: Op) -> list[tuple[Any, Arg, bool]]:
+    """(schema argument, value, given) for every argument of the operator, in schema order. If the Program gives none,
+    `given` is false and the value is torch's default, as a plain value."""
+    kwargs = dict(op.kwargs)
+    rows: list[tuple[Any, Arg, bool]] = []
+    for index, argument in enumerate(overload(op.target)._schema.arguments):
+        if index < len(op.args):
+            rows.append((argument, op.args[index], True))
+        elif argument.name in kwargs:
+            rows.append((argument, kwargs[argument.name], True))
+        else:
+            rows.append((argument, argument.default_value, False))
+    return rows
+
+
 def match(op: Op) -> OperatorSchema:
     """The schema of `op`. Raises ProgramError unless its arguments fit in number, kind and name."""
     known = schema(op.target)

@@ -26,8 +26,9 @@ from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.operators import NumberTable, window
 from gpumux.device.run.operands import bound
-from gpumux.device.run.schema import DTYPES, index_checks, views_written
+from gpumux.device.run.schema import DTYPES, views_written
 from gpumux.errors import JobFailed, ProgramError
+from gpumux.program.indices import index_checks
 from gpumux.program.ir import Program, View, aligned, slot_layout
 
 STAGES = 2

@@ -17,8 +17,9 @@ from torch import _C
 
 from gpumux.device.run.interpreter import Interpreter, failed, names
 from gpumux.device.run.operands import Context, Frame
-from gpumux.device.run.schema import constant, named_arguments, overload, takes_generator
+from gpumux.device.run.schema import constant, takes_generator
 from gpumux.program import onednn_lstm
+from gpumux.program.check import named_arguments, overload
 from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 
 _INT = _C.IntType.get()

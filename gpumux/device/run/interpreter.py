@@ -18,9 +18,10 @@ import torch
 
 from gpumux.device.run.operands import Context, Frame
 from gpumux.device.run.randomness import standing_in
-from gpumux.device.run.schema import DTYPES, evaluate, overload, takes_generator
+from gpumux.device.run.schema import DTYPES, evaluate, takes_generator
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program import onednn_lstm
+from gpumux.program.check import overload
 from gpumux.program.ir import Op, Out, Program, View
 
 # ---- Time that a thread's work takes on a core of its own: elapsed time less the time it waited for a core.

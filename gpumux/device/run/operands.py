@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from gpumux.device.run.randomness import RandomStreams, Replays
-from gpumux.device.run.schema import DTYPES, IndexCheck, index_checks, views_made, views_read, views_written
+from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
 from gpumux.errors import ProgramError
+from gpumux.program.indices import IndexCheck, index_checks
 from gpumux.program.ir import Program, View, slot_layout
 
 

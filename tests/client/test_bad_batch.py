@@ -1,0 +1,130 @@
+"""A batch with an index out of range costs its step: the error is of the plain loop's kinds, and the job goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumux import client
+from gpumux.errors import BadBatch
+from tests.threads import one_thread
+
+Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def labels() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    return (
+        model,
+        lambda x, y: nn.functional.cross_entropy(model(x), y),
+        (x, torch.tensor([0, 1, 2, 2, -100])),
+        (
+            x,
+            torch.tensor([0, 1, 3, 2, -100]),
+        ),
+    )
+
+
+def tokens() -> Made:
+    model = nn.Embedding(10, 4)
+    good, bad = torch.tensor([[1, 9]]), torch.tensor([[1, 10]])
+    return model, lambda t: model(t).square().mean(), (good,), (bad,)
+
+
+def shifted() -> Made:
+    """Labels as a causal language model shifts them: the first one is not used."""
+    model = nn.Linear(4, 3)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        shifted = nn.functional.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
+        return nn.functional.cross_entropy(model(x).view(-1, 3), shifted.view(-1))
+
+    x = torch.randn(1, 4, 4)
+    return model, loss, (x, torch.tensor([[77, 0, 1, 2]])), (x, torch.tensor([[0, 0, 3, 2]]))
+
+
+def converted() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    narrow = {"dtype": torch.int32}
+    return (
+        model,
+        lambda x, y: nn.functional.cross_entropy(model(x), y.long()),
+        (x, torch.tensor([0, 2], **narrow)),
+        (
+            x,
+            torch.tensor([0, -1], **narrow),
+        ),
+    )
+
+
+def gathered() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    return (
+        model,
+        lambda x, i: model(x).gather(1, i[:, ::2]).sum(),
+        (x, torch.tensor([[0, 9, 2], [1, 9, 1]])),
+        (
+            x,
+            torch.tensor([[0, 1, 3], [1, 1, 1]]),
+        ),
+    )
+
+
+def indexed() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    return model, lambda x, i: model(x)[i].sum(), (x, torch.tensor([-2, 1])), (x, torch.tensor([-3, 1]))
+
+
+@pytest.mark.parametrize("make", [labels, tokens, shifted, converted, gathered, indexed])
+def test_a_bad_batch_costs_its_step_alone(make: Callable[[], Made], endpoint: str) -> None:
+    def run(submit: bool) -> Any:
+        torch.manual_seed(0)
+        model, loss, good, bad = make()
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step(*batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            found = loss(*batch)
+            found.backward()
+            optimizer.step()
+            return found
+
+        found: list[float] = []
+        with one_thread():
+            job = (
+                client.submit(step, example=good, model=model, optimizer=optimizer, endpoint=endpoint)
+                if submit
+                else None
+            )
+            for batch in (good, bad, good, good):
+                try:
+                    found.append((job.step if job is not None else step)(*batch).item())
+                except (IndexError, RuntimeError) as error:
+                    found.append(-1.0)
+                    kinds.append(type(error))
+            if job is not None:
+                job.close()
+        return found, [p.tolist() for p in model.parameters()]
+
+    kinds: list[type[Exception]] = []
+    assert run(True) == run(False)
+    assert len(kinds) == 2
+    assert kinds[0] is BadBatch
+    assert issubclass(BadBatch, kinds[1])
+
+
+def test_steps_on_their_way_are_not_disturbed(endpoint: str) -> None:
+    model, loss, good, bad = labels()
+    with one_thread(), client.submit(loss, example=good, model=model, endpoint=endpoint) as job:
+        before = job.step(*good)
+        with pytest.raises(BadBatch, match=r"holds the index 3 where .*nll_loss_forward.* takes 0 to 2"):
+            job.step(*bad)
+        assert job.step(*good).item() == before.item()
