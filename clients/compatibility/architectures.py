@@ -1,0 +1,1127 @@
+"""Kinds of models, each trained by its usual loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from clients.compatibility.suite import Train, idiom
+from gpumux.errors import DataDependent, LocalWrite, UnsupportedOperator
+
+BATCHES = 4
+Classify = Callable[[Tensor, Tensor], Tensor]
+
+
+def _vectors() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, 8), torch.randint(0, 4, (6,))) for _ in range(BATCHES)]
+
+
+def _pictures(channels: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(4, channels, 8, 8), torch.randint(0, 4, (4,))) for _ in range(BATCHES)]
+
+
+def _series() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(4, 5, 8), torch.randint(0, 4, (4,))) for _ in range(BATCHES)]
+
+
+def _tokens(length: int = 6) -> list[Tensor]:
+    return [torch.randint(1, 20, (3, length)) for _ in range(BATCHES)]
+
+
+def _trained(train: Train, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
+    """The usual loop of a classifier, then its accuracy in evaluation mode."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = [run(x, y) for x, y in batches]
+    model.eval()
+    with torch.no_grad():
+        correct = sum((model(x).argmax(-1) == y).sum().item() for x, y in batches)
+    return losses, correct, model
+
+
+def _language(train: Train, model: nn.Module) -> Any:
+    """The usual loop of a language model: the next token of each position."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = _tokens()
+
+    def step(ids: Tensor) -> Tensor:
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.reshape(-1, logits.size(-1)), ids[:, 1:].reshape(-1))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(ids) for ids in batches], model
+
+
+class _Pooled(nn.Module):
+    """A network over a series, its result at the last moment given to a head."""
+
+    def __init__(self, net: nn.Module, width: int) -> None:
+        super().__init__()
+        self.net, self.head = net, nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        out = out[0] if isinstance(out, tuple) else out
+        logits: Tensor = self.head(out[:, -1])
+        return logits
+
+
+class _Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = x.new_zeros(x.size(0), 12), x.new_zeros(x.size(0), 12)
+        out = []
+        for t in range(x.size(1)):
+            h, c = self.cell(x[:, t], (h, c))
+            out.append(h)
+        return torch.stack(out, dim=1)
+
+
+@idiom("a multilayer perceptron with dropout")
+def mlp(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
+    return _trained(train, model, _vectors())
+
+
+@idiom("a CNN with BatchNorm2d and MaxPool2d")
+def cnn(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 4),
+    )  # fmt: skip
+    return _trained(train, model, _pictures())
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        activated: Tensor = self.relu(out)
+        return activated
+
+
+@idiom("ResNet blocks with a downsample branch and ReLU(inplace=True)")
+def resnet(train: Train) -> Any:
+    model = nn.Sequential(
+        _Block(3, 8, 1), _Block(8, 16, 2), nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), nn.Linear(16, 4)
+    )
+    return _trained(train, model, _pictures())
+
+
+@idiom("nn.LSTM, two layers")
+def lstm(train: Train) -> Any:
+    return _trained(train, _Pooled(nn.LSTM(8, 12, num_layers=2, batch_first=True), 12), _series())
+
+
+@idiom("a bidirectional nn.LSTM with dropout between the layers")
+def bidirectional_lstm(train: Train) -> Any:
+    net = nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True, dropout=0.2)
+    return _trained(train, _Pooled(net, 12), _series())
+
+
+@idiom("nn.GRU")
+def gru(train: Train) -> Any:
+    return _trained(train, _Pooled(nn.GRU(8, 12, batch_first=True), 12), _series())
+
+
+@idiom("a loop over nn.LSTMCell")
+def lstm_cell(train: Train) -> Any:
+    return _trained(train, _Pooled(_Cells(), 12), _series())
+
+
+@idiom(
+    "truncated backpropagation: the LSTM's hidden state carried from batch to batch, detached",
+)
+def carried_state(train: Train) -> Any:
+    net, head = nn.LSTM(8, 12, batch_first=True), nn.Linear(12, 8)
+    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    batches = [torch.randn(4, 5, 8) for _ in range(BATCHES)]
+
+    def step(x: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden = (hidden[0].detach(), hidden[1].detach())
+        out, hidden = net(x, hidden)
+        loss = F.mse_loss(head(out), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, hidden
+
+    hidden = (torch.zeros(1, 4, 12), torch.zeros(1, 4, 12))
+    run = train(step, (batches[0], hidden), model=[net, head], optimizer=optimizer)
+    losses = []
+    for x in batches:
+        loss, hidden = run(x, hidden)
+        losses.append(loss)
+    return losses, hidden, net, head
+
+
+@idiom("truncated backpropagation by hand: a GRUCell's hidden state carried from batch to batch, detached")
+def carried_state_of_a_cell(train: Train) -> Any:
+    cell, head = nn.GRUCell(8, 12), nn.Linear(12, 8)
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
+    batches = [torch.randn(4, 3, 8) for _ in range(BATCHES)]
+
+    def step(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        loss = torch.zeros(())
+        for t in range(x.size(1) - 1):
+            hidden = cell(x[:, t], hidden)
+            loss = loss + F.mse_loss(head(hidden), x[:, t + 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, hidden.detach()
+
+    hidden = torch.zeros(4, 12)
+    run = train(step, (batches[0], hidden), model=[cell, head], optimizer=optimizer)
+    losses = []
+    for x in batches:
+        loss, hidden = run(x, hidden)
+        losses.append(loss.item())
+    return losses, hidden, cell, head
+
+
+class _Packed(nn.Module):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, padding_idx=0)
+        self.gru = nn.GRU(8, 12, batch_first=True)
+        self.head = nn.Linear(12, 4)
+        self.packed = packed
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        if self.packed:
+            packed = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
+            out, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        else:
+            out, _ = self.gru(self.embedding(ids))
+        last = out[torch.arange(ids.size(0)), lengths - 1]
+        logits: Tensor = self.head(last)
+        return logits
+
+
+def _lengths(train: Train, packed: bool) -> Any:
+    model = _Packed(packed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [
+        (torch.randint(1, 20, (3, 6)), torch.tensor([6, 4, 3]), torch.randint(0, 4, (3,))) for _ in range(BATCHES)
+    ]
+
+    def step(ids: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids, lengths), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch) for batch in batches], model
+
+
+@idiom(
+    "pack_padded_sequence around a GRU",
+    refused=DataDependent,
+    instead="give the padded batch to the GRU and take each sequence's result at its length: out[arange, lengths - 1]",
+    changed=lambda train: _lengths(train, packed=False),
+)
+def packed_sequences(train: Train) -> Any:
+    return _lengths(train, packed=True)
+
+
+class _Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.transformer = nn.Transformer(8, 2, 1, 1, dim_feedforward=16, batch_first=True)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        padding = source == 0
+        out = self.transformer(
+            self.embedding(source), self.embedding(target), tgt_mask=causal, src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )  # fmt: skip
+        logits: Tensor = self.head(out)
+        return logits
+
+
+@idiom(
+    "nn.Transformer with generate_square_subsequent_mask and padding masks",
+    fails="torch reads the values of a mask made in the step",
+)
+def transformer(train: Train) -> Any:
+    model = _Translator()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.98), eps=1e-9)
+    batches = [(source, target) for source, target in zip(_tokens(5), _tokens(6), strict=True)]
+    for source, _ in batches:
+        source[0, 3:] = 0
+
+    def step(source: Tensor, target: Tensor) -> Tensor:
+        logits = model(source, target[:, :-1])
+        loss = F.cross_entropy(logits.transpose(1, 2), target[:, 1:], ignore_index=0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(source, target) for source, target in batches], model
+
+
+class _TransformerLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.triu(torch.full((ids.size(1), ids.size(1)), float("-inf")), diagonal=1)
+        logits: Tensor = self.head(self.encoder(self.embedding(ids) * math.sqrt(8), mask=mask))
+        return logits
+
+
+@idiom(
+    "nn.TransformerEncoder with a mask made in forward by torch.triu",
+    fails="torch reads the values of a mask made in the step",
+)
+def transformer_language_model(train: Train) -> Any:
+    return _language(train, _TransformerLM())
+
+
+class _EncoderOverPadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.cls.expand(ids.size(0), -1, -1), self.embedding(ids)], dim=1)
+        padding = F.pad(ids == 0, (1, 0), value=False)
+        logits: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
+        return logits
+
+
+@idiom("nn.TransformerEncoder with src_key_padding_mask and a class token")
+def encoder_over_padding(train: Train) -> Any:
+    batches = [(ids, torch.randint(0, 4, (3,))) for ids in _tokens()]
+    for ids, _ in batches:
+        ids[0, 4:] = 0
+    return _trained(train, _EncoderOverPadding(), batches)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, weights = self.attention(x, x, x, need_weights=True)
+        return self.head(out.mean(1)), weights
+
+
+@idiom("nn.MultiheadAttention with need_weights, the weights returned from the step")
+def attention_weights(train: Train) -> Any:
+    model = _Attention()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = _series()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits, weights = model(x)
+        loss = F.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, weights
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    results = []
+    for x, y in batches:
+        loss, weights = run(x, y)
+        results.append((loss.item(), weights.detach().cpu().numpy().mean().item()))
+    return results, model
+
+
+class _GPT(nn.Module):
+    """A decoder with tied embeddings, as in nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(20, 8), nn.Embedding(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.lm_head = nn.Linear(8, 20, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        b, t = ids.size()
+        x = self.wte(ids) + self.wpe(torch.arange(0, t, dtype=torch.long, device=ids.device))
+        q, k, v = (part.view(b, t, 2, 4).transpose(1, 2) for part in self.qkv(self.norm(x)).split(8, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, 8))
+        logits: Tensor = self.lm_head(x)
+        return logits
+
+
+@idiom("scaled_dot_product_attention(is_causal=True) and tied embeddings, as in nanoGPT")
+def gpt(train: Train) -> Any:
+    return _language(train, _GPT())
+
+
+@idiom("F.scaled_dot_product_attention with a boolean attn_mask made of the lengths")
+def masked_attention(train: Train) -> Any:
+    qkv, head = nn.Linear(8, 24), nn.Linear(8, 4)
+    optimizer = torch.optim.Adam([*qkv.parameters(), *head.parameters()], lr=1e-2)
+    batches = [(*batch, torch.randint(1, 6, (4,))) for batch in _series()]
+
+    def step(x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(x.size(1))[None, :] < lengths[:, None])[:, None, None, :]
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        loss = F.cross_entropy(head(out.mean(1)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=[qkv, head], optimizer=optimizer)
+    return [run(*batch) for batch in batches], qkv, head
+
+
+class _EinsumAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)) for part in self.qkv(x).chunk(3, dim=-1))
+        weights = torch.einsum("bihd,bjhd->bhij", q, k).mul(0.5).softmax(dim=-1)
+        out = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+        logits: Tensor = self.head(out.mean(1))
+        return logits
+
+
+@idiom("attention by einsum")
+def einsum_attention(train: Train) -> Any:
+    return _trained(train, _EinsumAttention(), _series())
+
+
+class _Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(20, 8)
+        self.words = nn.EmbeddingBag(30, 8, mode="mean")
+
+    def forward(self, item: Tensor, words: Tensor, offsets: Tensor) -> Tensor:
+        score: Tensor = (self.items(item) * self.words(words, offsets)).sum(-1)
+        return score
+
+
+@idiom("nn.Embedding and nn.EmbeddingBag with offsets", fails="EmbeddingBag's backward is not on the list of operators")
+def embedding_bag(train: Train) -> Any:
+    model = _Recommender()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    offsets = torch.tensor([0, 3, 5, 9])
+    batches = [
+        (torch.randint(0, 20, (4,)), torch.randint(0, 30, (12,)), offsets, torch.rand(4)) for _ in range(BATCHES)
+    ]
+
+    def step(item: Tensor, words: Tensor, offsets: Tensor, rating: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(model(item, words, offsets), rating)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch) for batch in batches], model
+
+
+class _Tied(nn.Module):
+    """A word model whose decoder shares the encoder's weight, as in torch's word_language_model example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(20, 8)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.decoder = nn.Linear(8, 20)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.rnn(self.encoder(ids))[0])
+        return logits
+
+
+@idiom("weight tying: decoder.weight = encoder.weight")
+def weight_tying(train: Train) -> Any:
+    return _language(train, _Tied())
+
+
+@idiom("spectral_norm (torch.nn.utils.parametrizations)")
+def spectral_normalization(train: Train) -> Any:
+    model = nn.Sequential(spectral_norm(nn.Linear(8, 16)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(16, 4)))
+    return _trained(train, model, _vectors())
+
+
+@idiom("spectral_norm (torch.nn.utils, the older one with hooks)")
+def spectral_normalization_by_hooks(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.utils.spectral_norm(nn.Conv2d(3, 8, 3)), nn.LeakyReLU(0.2), nn.Flatten(),
+        nn.utils.spectral_norm(nn.Linear(288, 4)),
+    )  # fmt: skip
+    return _trained(train, model, _pictures())
+
+
+@idiom("weight_norm (torch.nn.utils.parametrizations)")
+def weight_normalization(train: Train) -> Any:
+    model = nn.Sequential(weight_norm(nn.Linear(8, 16)), nn.Tanh(), weight_norm(nn.Linear(16, 4)))
+    return _trained(train, model, _vectors())
+
+
+@idiom("an orthogonal parametrization")
+def orthogonal_weights(train: Train) -> Any:
+    model = nn.Sequential(orthogonal(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4))
+    return _trained(train, model, _vectors())
+
+
+@idiom("GroupNorm and InstanceNorm")
+def group_norm(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(128, 4),
+    )  # fmt: skip
+    return _trained(train, model, _pictures())
+
+
+class _UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.merge, self.head = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = F.relu(self.down1(x))
+        two = F.relu(self.down2(F.max_pool2d(one, 2)))
+        up = self.up(two)
+        if up.shape[-2:] != one.shape[-2:]:
+            up = F.interpolate(up, size=one.shape[-2:], mode="bilinear", align_corners=False)
+        mask: Tensor = self.head(F.relu(self.merge(torch.cat([one, up], dim=1))))
+        return mask
+
+
+@idiom("a U-Net with skip connections and a Dice loss")
+def unet(train: Train) -> Any:
+    model = _UNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(torch.randn(2, 1, 9, 9), (torch.rand(2, 1, 9, 9) > 0.5).float()) for _ in range(BATCHES)]
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        logits = model(x)
+        soft = logits.sigmoid()
+        dice = 1 - (2 * (soft * mask).sum() + 1) / (soft.sum() + mask.sum() + 1)
+        loss: Tensor = F.binary_cross_entropy_with_logits(logits, mask) + dice
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, mask) for x, mask in batches], model
+
+
+class _VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def reparameterize(self, mu: Tensor, logvar: Tensor) -> Tensor:
+        std = torch.exp(0.5 * logvar)
+        eps = torch.randn_like(std)
+        return mu + eps * std
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mu, logvar = self.encoder(x).chunk(2, dim=-1)
+        return torch.sigmoid(self.decoder(self.reparameterize(mu, logvar))), mu, logvar
+
+
+@idiom("a VAE with the reparametrisation trick, sampled after each epoch")
+def vae(train: Train) -> Any:
+    model = _VAE()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batches = [torch.rand(6, 8) for _ in range(BATCHES)]
+
+    def step(data: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        recon, mu, logvar = model(data)
+        kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+        loss = F.binary_cross_entropy(recon, data, reduction="sum") + kld
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    total, samples = 0.0, []
+    for _ in range(2):
+        for data in batches:
+            total += run(data).item()
+        with torch.no_grad():
+            samples.append(torch.sigmoid(model.decoder(torch.randn(2, 3))))
+    return total, samples, model
+
+
+@idiom(
+    "a VAE with torch.distributions: Normal(mu, std).rsample() and kl_divergence",
+    fails="torch.distributions checks the values of its arguments",
+)
+def vae_by_distributions(train: Train) -> Any:
+    encoder, decoder = nn.Linear(8, 6), nn.Linear(3, 8)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+    batches = [torch.rand(6, 8) for _ in range(BATCHES)]
+
+    def step(x: Tensor) -> Tensor:
+        mu, logvar = encoder(x).chunk(2, dim=-1)
+        posterior = torch.distributions.Normal(mu, (0.5 * logvar).exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mu), torch.ones_like(mu))
+        kl = torch.distributions.kl_divergence(posterior, prior).sum(-1)
+        likelihood = torch.distributions.Normal(decoder(posterior.rsample()), 1.0).log_prob(x).sum(-1)
+        loss: Tensor = (kl - likelihood).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=[encoder, decoder], optimizer=optimizer)
+    return [run(x) for x in batches], encoder, decoder
+
+
+def _gan() -> tuple[nn.Module, nn.Module]:
+    generator = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh())
+    critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2, inplace=True), nn.Linear(16, 1))
+    return generator, critic
+
+
+@idiom("a GAN: two networks, two optimizers, labels filled with real and fake (as in DCGAN)")
+def gan(train: Train) -> Any:
+    generator, discriminator = _gan()
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    criterion = nn.BCEWithLogitsLoss()
+    batches = [torch.randn(6, 8) for _ in range(BATCHES)]
+
+    def step(real: Tensor) -> tuple[Tensor, Tensor]:
+        discriminator.zero_grad()
+        label = torch.full((real.size(0),), 1.0)
+        loss_real = criterion(discriminator(real).view(-1), label)
+        loss_real.backward()
+        fake = generator(torch.randn(real.size(0), 3))
+        label.fill_(0.0)
+        loss_fake = criterion(discriminator(fake.detach()).view(-1), label)
+        loss_fake.backward()
+        optimizer_d.step()
+        generator.zero_grad()
+        label.fill_(1.0)
+        loss_g = criterion(discriminator(fake).view(-1), label)
+        loss_g.backward()
+        optimizer_g.step()
+        return loss_real + loss_fake, loss_g
+
+    run = train(step, (batches[0],), model=[generator, discriminator], optimizer=[optimizer_g, optimizer_d])
+    return [run(real) for real in batches], generator, discriminator
+
+
+def _penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    alpha = torch.rand(real.size(0), 1)
+    interpolates = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
+    score = critic(interpolates)
+    (gradient,) = torch.autograd.grad(
+        outputs=score, inputs=interpolates, grad_outputs=torch.ones_like(score), create_graph=True, retain_graph=True
+    )
+    penalty: Tensor = ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+    return penalty
+
+
+@idiom(
+    "WGAN-GP: the gradient penalty at interpolates, the generator trained every second batch",
+    fails="a number that changes makes a new variant, at most 4",
+)
+def wgan_gp(train: Train) -> Any:
+    generator, critic = _gan()
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    optimizer_d = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    batches = [torch.randn(6, 8) for _ in range(6)]
+
+    def step(i: int, real: Tensor) -> Tensor:
+        optimizer_d.zero_grad()
+        z = torch.randn(real.size(0), 3)
+        fake = generator(z)
+        loss_d: Tensor = critic(fake.detach()).mean() - critic(real).mean() + 10 * _penalty(critic, real, fake.detach())
+        loss_d.backward()
+        optimizer_d.step()
+        if i % 2 == 0:
+            optimizer_g.zero_grad()
+            loss_g = -critic(generator(z)).mean()
+            loss_g.backward()
+            optimizer_g.step()
+        return loss_d
+
+    run = train(step, (0, batches[0]), model=[generator, critic], optimizer=[optimizer_g, optimizer_d])
+    return [run(i, real) for i, real in enumerate(batches)], generator, critic
+
+
+def _wgan_in_one_step(train: Train) -> Any:
+    generator, critic = _gan()
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    optimizer_d = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    batches = [torch.randn(6, 8) for _ in range(6)]
+
+    def step(real: Tensor, both: bool) -> Tensor:
+        fake = generator(torch.randn(real.size(0), 3)).detach()
+        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * _penalty(critic, real, fake)
+        optimizer_d.zero_grad()
+        loss.backward()
+        optimizer_d.step()
+        if both:
+            optimizer_g.zero_grad()
+            (-critic(generator(torch.randn(6, 3))).mean()).backward()
+            optimizer_g.step()
+        return loss
+
+    run = train(step, (batches[0], True), model=[generator, critic], optimizer=[optimizer_g, optimizer_d])
+    return [run(real, i % 2 == 0) for i, real in enumerate(batches)], generator, critic
+
+
+@idiom("WGAN-GP as two steps: the critic's and the generator's, each submitted by itself", refused=LocalWrite,
+       instead="one job for both: job.add(the generator's step), or one step for both with a flag",
+       changed=_wgan_in_one_step)  # fmt: skip
+def wgan_as_two_steps(train: Train) -> Any:
+    generator, critic = _gan()
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    optimizer_d = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    batches = [torch.randn(6, 8) for _ in range(6)]
+
+    def train_critic(real: Tensor) -> Tensor:
+        fake = generator(torch.randn(real.size(0), 3)).detach()
+        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * _penalty(critic, real, fake)
+        optimizer_d.zero_grad()
+        loss.backward()
+        optimizer_d.step()
+        return loss
+
+    def train_generator(z: Tensor) -> Tensor:
+        loss: Tensor = -critic(generator(z)).mean()
+        optimizer_g.zero_grad()
+        loss.backward()
+        optimizer_g.step()
+        return loss
+
+    networks, optimizers = [generator, critic], [optimizer_g, optimizer_d]
+    run_critic = train(train_critic, (batches[0],), model=networks, optimizer=optimizers)
+    run_generator = train(train_generator, (torch.randn(6, 3),), model=networks, optimizer=optimizers)
+    losses = []
+    for i, real in enumerate(batches):
+        losses.append(run_critic(real))
+        if i % 2 == 0:
+            losses.append(run_generator(torch.randn(6, 3)))
+    return losses, generator, critic
+
+
+@idiom("triplets: nn.TripletMarginLoss over one shared network")
+def triplets(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    criterion = nn.TripletMarginLoss(margin=1.0)
+    batches = [(torch.randn(6, 8), torch.randn(6, 8), torch.randn(6, 8)) for _ in range(BATCHES)]
+
+    def step(anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(anchor), model(positive), model(negative))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch) for batch in batches], model
+
+
+@idiom("a siamese network with the contrastive loss of SimCLR (NT-Xent)")
+def simclr(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(BATCHES)]
+
+    def step(one: Tensor, other: Tensor) -> Tensor:
+        z = F.normalize(model(torch.cat([one, other])), dim=1)
+        similarity = z @ z.t() / 0.5
+        similarity = similarity.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        target = torch.arange(len(z)).roll(len(one))
+        loss = F.cross_entropy(similarity, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(one, other) for one, other in batches], model
+
+
+class _Experts(nn.Module):
+    """A mixture of experts; the router is soft, takes the two best by masks, or indexes each expert's tokens."""
+
+    def __init__(self, routing: str) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList([nn.Linear(8, 4) for _ in range(3)])
+        self.routing = routing
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        if self.routing == "soft":
+            return torch.stack([expert(x) for expert in self.experts], -1).mul(weights.unsqueeze(1)).sum(-1)
+        best, chosen = weights.topk(2, dim=-1)
+        best = best / best.sum(-1, keepdim=True)
+        out = x.new_zeros(x.size(0), 4)
+        for number, expert in enumerate(self.experts):
+            if self.routing == "masks":
+                out = out + expert(x) * (best * (chosen == number)).sum(-1, keepdim=True)
+            else:
+                row, slot = torch.where(chosen == number)
+                out.index_add_(0, row, expert(x[row]) * best[row, slot, None])
+        return out
+
+
+@idiom("a mixture of experts with soft routing")
+def soft_experts(train: Train) -> Any:
+    return _trained(train, _Experts("soft"), _vectors())
+
+
+@idiom("a mixture of experts, top-k routing by masks")
+def masked_experts(train: Train) -> Any:
+    return _trained(train, _Experts("masks"), _vectors())
+
+
+@idiom(
+    "a mixture of experts, each given its tokens by torch.where (as in Mixtral)",
+    refused=DataDependent,
+    instead="give each expert all tokens and multiply by its weight, which is 0 where it is not chosen",
+    changed=lambda train: _trained(train, _Experts("masks"), _vectors()),
+)
+def indexed_experts(train: Train) -> Any:
+    return _trained(train, _Experts("index"), _vectors())
+
+
+def _graph(add: Callable[[Tensor, Tensor, Tensor], Tensor], train: Train) -> Any:
+    """The usual loop over one graph: the whole graph in each step, the loss at the nodes for training."""
+    first, second = nn.Linear(8, 12), nn.Linear(12, 4)
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-2, weight_decay=5e-4)
+    x, edges, y = torch.randn(10, 8), torch.randint(0, 10, (2, 30)), torch.randint(0, 4, (10,))
+    labelled = torch.randperm(10)[:5]
+
+    def convolve(x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        degree = add(torch.ones(x.size(0), 1), target, torch.ones(edges.size(1), 1))
+        return add(x, target, x[source]) / degree
+
+    def step(x: Tensor, edges: Tensor, y: Tensor, labelled: Tensor) -> Tensor:
+        hidden = F.relu(convolve(first(x), edges))
+        logits = convolve(second(F.dropout(hidden, 0.5)), edges)
+        loss = F.cross_entropy(logits[labelled], y[labelled])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (x, edges, y, labelled), model=[first, second], optimizer=optimizer)
+    return [run(x, edges, y, labelled).item() for _ in range(5)], first, second
+
+
+@idiom("a graph convolution by index_add")
+def graph_by_index_add(train: Train) -> Any:
+    return _graph(lambda out, index, source: out.index_add(0, index, source), train)
+
+
+@idiom("a graph convolution by scatter_add")
+def graph_by_scatter_add(train: Train) -> Any:
+    return _graph(lambda out, index, source: out.scatter_add(0, index.unsqueeze(1).expand_as(source), source), train)
+
+
+@idiom("a graph convolution by torch.sparse.mm with an adjacency made of the edges", refused=UnsupportedOperator,
+       instead="sum over the edges: out.index_add(0, target, x[source])", changed=graph_by_index_add)  # fmt: skip
+def graph_by_sparse(train: Train) -> Any:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x, edges, y = torch.randn(10, 8), torch.randint(0, 10, (2, 30)), torch.randint(0, 4, (10,))
+
+    def step(x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+        adjacency = torch.sparse_coo_tensor(edges, torch.ones(edges.size(1)), (10, 10), check_invariants=False)
+        loss = F.cross_entropy(torch.sparse.mm(adjacency, model(x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (x, edges, y), model=model, optimizer=optimizer)
+    return [run(x, edges, y).item() for _ in range(5)], model
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@idiom("blocks under torch.utils.checkpoint.checkpoint(use_reentrant=False), with dropout")
+def checkpointed(train: Train) -> Any:
+    return _trained(train, _Checkpointed(), _vectors())
+
+
+class _CheckpointedOldWay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=True) if self.training else self.blocks(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@idiom("checkpoint_sequential(use_reentrant=True)")
+def checkpointed_reentrant(train: Train) -> Any:
+    return _trained(train, _CheckpointedOldWay(), _vectors())
+
+
+class _Hypernetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(8, 4)
+        self.hyper = nn.Linear(5, 8 * 4 + 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.hyper(x[:, :5].mean(0))
+        weights = {"weight": made[:32].view(4, 8), "bias": made[32:]}
+        logits: Tensor = functional_call(self.main, weights, (x,))
+        return logits
+
+
+@idiom("a hypernetwork: torch.func.functional_call with generated weights")
+def hypernetwork(train: Train) -> Any:
+    model = _Hypernetwork()
+    model.main.requires_grad_(False)
+    return _trained(train, model, _vectors())
+
+
+@idiom("MAML: an inner step by autograd.grad(create_graph=True), the outer loss through functional_call")
+def maml(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(*support, *query) for support, query in zip(_vectors(), _vectors(), strict=True)]
+
+    def step(x_support: Tensor, y_support: Tensor, x_query: Tensor, y_query: Tensor) -> Tensor:
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        for _ in range(2):
+            inner = F.cross_entropy(functional_call(model, weights, (x_support,)), y_support)
+            gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+            weights = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), gradients, strict=True)}
+        loss = F.cross_entropy(functional_call(model, weights, (x_query,)), y_query)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch) for batch in batches], model
+
+
+@idiom("Reptile: a deepcopy of the model trained in the step by an SGD of its own")
+def reptile(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batches = _vectors()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        fast = copy.deepcopy(model)
+        inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+        for _ in range(3):
+            inner.zero_grad()
+            loss = F.cross_entropy(fast(x), y)
+            loss.backward()
+            inner.step()
+        with torch.no_grad():
+            for slow, new in zip(model.parameters(), fast.parameters(), strict=True):
+                slow.add_(new - slow, alpha=0.5)
+        return loss
+
+    run = train(step, batches[0], model=model)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("an autoencoder with ConvTranspose2d")
+def convolutional_autoencoder(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1), nn.ReLU(),
+        nn.ConvTranspose2d(4, 8, 2, stride=2), nn.ReLU(), nn.ConvTranspose2d(8, 1, 2, stride=2), nn.Sigmoid(),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [torch.rand(4, 1, 8, 8) for _ in range(BATCHES)]
+
+    def step(image: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        output = model(image + 0.1 * torch.randn_like(image))
+        loss = F.mse_loss(output, image)
+        loss.backward()
+        optimizer.step()
+        return loss, output
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(image) for image in batches], model
+
+
+@idiom("super resolution with PixelShuffle, the PSNR printed")
+def pixel_shuffle(train: Train) -> Any:
+    model = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1), nn.PixelShuffle(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(F.avg_pool2d(image, 2), image) for image in torch.rand(BATCHES, 2, 1, 8, 8)]
+
+    def step(small: Tensor, large: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(small), large)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [10 * math.log10(1 / run(small, large).item()) for small, large in batches], model
+
+
+@idiom("Conv1d, dilated, over a signal")
+def conv1d(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.Conv1d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 8, 3, padding=2, dilation=2), nn.ReLU(),
+        nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    return _trained(train, model, [(torch.randn(4, 2, 16), torch.randint(0, 4, (4,))) for _ in range(BATCHES)])
+
+
+@idiom("Conv3d with BatchNorm3d over a clip")
+def conv3d(train: Train) -> Any:
+    model = nn.Sequential(
+        nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.MaxPool3d(2), nn.Flatten(), nn.Linear(32, 4)
+    )
+    return _trained(train, model, [(torch.randn(3, 1, 4, 4, 4), torch.randint(0, 4, (3,))) for _ in range(BATCHES)])
+
+
+class _WithAuxiliaryLoss(nn.Module):
+    def __init__(self, first: float | None) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.aux_loss: Tensor | float | None = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).relu()
+        self.aux_loss = hidden.pow(2).mean()
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def _auxiliary(train: Train, first: float | None) -> Any:
+    model = _WithAuxiliaryLoss(first)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = _vectors()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        assert model.aux_loss is not None
+        loss = loss + 0.1 * model.aux_loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("an auxiliary loss that forward leaves on the module, None at first: loss + 0.1 * model.aux_loss")
+def auxiliary_loss(train: Train) -> Any:
+    return _auxiliary(train, None)
+
+
+@idiom(
+    "an auxiliary loss that forward leaves on the module, 0.0 at first",
+    fails="an attribute that was a number and becomes a tensor is refused",
+)
+def auxiliary_loss_from_zero(train: Train) -> Any:
+    return _auxiliary(train, 0.0)
+
+
+@idiom("features taken by a forward hook and used in the loss")
+def forward_hook(train: Train) -> Any:
+    body = nn.Linear(8, 16)
+    model = nn.Sequential(body, nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    features: dict[str, Tensor] = {}
+    body.register_forward_hook(lambda module, args, out: features.update(body=out))
+    batches = _vectors()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) + 0.1 * features["body"].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model

@@ -1,0 +1,251 @@
+"""Batches that are wrong in the middle of training: the script catches the error, leaves the batch out and goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.compatibility.parts import Batches, batches_of, classifier, network, usual_step
+from clients.compatibility.suite import Train, idiom
+
+
+def _caught(train: Train, bad: tuple[Tensor, Tensor], *, last_good: int = 2) -> Any:
+    """A loop whose third batch is bad."""
+    model, optimizer, batches = classifier()
+    batches.insert(last_good, bad)
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses, skipped = [], []
+    for i, (x, y) in enumerate(batches):
+        try:
+            loss = run(x, y).item()
+        except (RuntimeError, IndexError) as error:
+            print(f"skipping batch {i}: {error}")
+            skipped.append(i)
+            continue
+        losses.append(loss)
+    return losses, skipped, model, optimizer
+
+
+@idiom("a label out of range, caught by except (RuntimeError, IndexError)")
+def label_out_of_range(train: Train) -> Any:
+    return _caught(train, (torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 4, 0])))
+
+
+@idiom("a label out of range, caught by except Exception")
+def label_caught_by_all(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches[2][1][0] = 4
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for i, (x, y) in enumerate(batches):
+        try:
+            losses.append(run(x, y).item())
+        except Exception as error:  # noqa: BLE001, as scripts have it
+            print(f"batch {i}: {error}")
+    return losses, model
+
+
+@idiom("a label out of range, the step alone inside of try and its loss read after it")
+def label_read_later(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches[2][1][0] = 4
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            loss = run(x, y)
+        except IndexError:
+            continue
+        losses.append(loss.item())
+    return losses, model
+
+
+@idiom("a token out of the embedding's range, caught by except IndexError")
+def token_out_of_range(train: Train) -> Any:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Flatten(), nn.Linear(24, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [(torch.randint(0, 10, (6, 3)), torch.randint(0, 4, (6,))) for _ in range(4)]
+    batches[2][0][1, 1] = 10
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except IndexError:
+            losses.append(float("nan"))
+    return losses, model, optimizer
+
+
+@idiom(
+    "a batch of float64 midway, caught by except RuntimeError",
+    fails="the error is a CaptureError",
+)
+def wrong_dtype(train: Train) -> Any:
+    return _caught(train, (torch.randn(6, 8, dtype=torch.float64), torch.randint(0, 4, (6,))))
+
+
+@idiom(
+    "labels of int32 midway, caught by except RuntimeError",
+    fails="the error is a CaptureError",
+)
+def wrong_label_dtype(train: Train) -> Any:
+    return _caught(train, (torch.randn(6, 8), torch.randint(0, 4, (6,), dtype=torch.int32)))
+
+
+@idiom(
+    "a wrong number of features midway, caught by except RuntimeError",
+    fails="the error is a CaptureError",
+)
+def wrong_features(train: Train) -> Any:
+    return _caught(train, (torch.randn(6, 7), torch.randint(0, 4, (6,))))
+
+
+@idiom(
+    "one label less than the batch has rows, caught by except ValueError",
+    fails="the error is a CaptureError",
+)
+def wrong_count(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches.insert(2, (torch.randn(6, 8), torch.randint(0, 4, (5,))))
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except ValueError as error:
+            losses.append(str(error))
+    return losses, model
+
+
+@idiom(
+    "an exception of one's own in the step: if len(x) < 2: raise ValueError, caught in the loop",
+    fails="the error is a CaptureError",
+)
+def raised_by_step(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches[2:2] = batches_of(1, size=1)
+    usual = usual_step(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise ValueError(f"a batch of {len(x)}")
+        assert x.dim() == 2, x.shape
+        return usual(x, y)
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except ValueError as error:
+            losses.append(str(error))
+    return losses, model
+
+
+def _left_out(train: Train, layer: nn.Module, bad: tuple[Tensor, Tensor]) -> Any:
+    """A loop that leaves out whatever raises, after a forward pass through the layer."""
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = batches_of()
+    batches.insert(2, bad)
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for i, (x, y) in enumerate(batches):
+        try:
+            losses.append(run(x, y).item())
+        except Exception as error:  # noqa: BLE001, as scripts have it
+            print(f"batch {i}: {error}")
+    return losses, torch.rand(2), model, optimizer
+
+
+@idiom("a wrong number of features midway, caught by except Exception")
+def features_left_out(train: Train) -> Any:
+    return _left_out(train, nn.LayerNorm(16), (torch.randn(6, 7), torch.randint(0, 4, (6,))))
+
+
+@idiom(
+    "labels of int32 after dropout has drawn, caught by except Exception",
+    differs="the draws of the bad batch are not made",
+)
+def drawn_and_left_out(train: Train) -> Any:
+    return _left_out(train, nn.Dropout(0.5), (torch.randn(6, 8), torch.randint(0, 4, (6,), dtype=torch.int32)))
+
+
+@idiom(
+    "labels of int32 after batch norm has counted the batch, caught by except Exception",
+    differs="the bad batch is not counted",
+)
+def counted_and_left_out(train: Train) -> Any:
+    return _left_out(train, nn.BatchNorm1d(16), (torch.randn(6, 8), torch.randint(0, 4, (6,), dtype=torch.int32)))
+
+
+@idiom("a last batch that is smaller")
+def smaller(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches.append((torch.randn(3, 8), torch.randint(0, 4, (3,))))
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for _ in range(2) for x, y in batches], model
+
+
+@idiom(
+    "batch norm in training and a last batch of one sample, caught by except ValueError",
+    fails="the error is a CaptureError",
+)
+def one_sample(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches: Batches = [*batches_of(3), *batches_of(1, size=1)]
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for _ in range(2):
+        for x, y in batches:
+            try:
+                losses.append(run(x, y).item())
+            except ValueError as error:
+                losses.append(str(error))
+    return losses, model
+
+
+@idiom("NaN in a batch, seen in the loss: if not math.isfinite(loss): stop")
+def nan_stops(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches[3][0][1, 2] = float("nan")
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        losses.append(run(x, y).item())
+        if not math.isfinite(losses[-1]):
+            break
+    return losses, model
+
+
+@idiom("NaN in a batch, made harmless in the step: torch.nan_to_num of loss and gradients")
+def nan_to_num(train: Train) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = batches_of()
+    batches[2][0][1, 2] = float("nan")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0, out=p.grad)
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in batches], model
+
+
+@idiom("an empty batch, whose mean loss is NaN")
+def empty(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches.insert(3, (torch.randn(0, 8), torch.randint(0, 4, (0,))))
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in batches], model

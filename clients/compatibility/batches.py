@@ -1,0 +1,592 @@
+"""What a batch is made of, and what steps do to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from clients.compatibility.suite import Train, idiom
+
+BATCHES = 6
+
+
+def _classifier() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _images() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 4),
+    )  # fmt: skip
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+class _BagOfWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, padding_idx=0)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        weight = mask.unsqueeze(-1).float()
+        mean = (self.embedding(ids) * weight).sum(1) / weight.sum(1)
+        logits: Tensor = self.head(mean)
+        return logits
+
+
+def _text() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _BagOfWords()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _pairs(count: int = BATCHES) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, 8), torch.randint(0, 4, (6,))) for _ in range(count)]
+
+
+def _sentences(count: int, seed: int = 0) -> list[tuple[Tensor, int]]:
+    """Sentences of different lengths, each with its label."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (count,), generator=generator).tolist()
+    return [(torch.randint(1, 20, (length,), generator=generator), index % 4) for index, length in enumerate(lengths)]
+
+
+def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@idiom("numpy arrays, made tensors in the step by torch.from_numpy", fails="a numpy array is refused in a batch")
+def numpy_arrays(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [(x.numpy(), y.numpy()) for x, y in _pairs()]
+
+    def step(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Tensor:
+        inputs, labels = torch.from_numpy(x).float(), torch.from_numpy(y).long()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom(
+    "numpy arrays, made tensors in the step by torch.as_tensor and torch.tensor",
+    fails="a numpy array is refused in a batch",
+)
+def numpy_as_tensor(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [(x.double().numpy(), y.numpy()) for x, y in _pairs()]
+
+    def step(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Tensor:
+        inputs = torch.as_tensor(x, dtype=torch.float32)
+        labels = torch.tensor(y)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Tensor
+    label: Tensor
+
+
+@idiom("a dataclass", fails="a dataclass is refused as a batch")
+def data_class(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [Sample(x, y) for x, y in _pairs()]
+
+    def step(batch: Sample) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.image), batch.label)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+class Transition(NamedTuple):
+    state: Tensor
+    action: Tensor
+    reward: Tensor
+
+
+@idiom("a named tuple (transitions of a replay buffer)")
+def named_tuple(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [Transition(x, y, torch.randn(6)) for x, y in _pairs()]
+
+    def step(batch: Transition) -> Tensor:
+        value = model(batch.state).gather(1, batch.action.unsqueeze(1)).squeeze(1)
+        loss = F.smooth_l1_loss(value, batch.reward)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+@idiom("a SimpleNamespace", fails="a namespace is refused as a batch")
+def namespace(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [SimpleNamespace(x=x, y=y) for x, y in _pairs()]
+
+    def step(batch: SimpleNamespace) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+@idiom("a dict of tensors, moved by a dict comprehension")
+def dictionary(train: Train) -> Any:
+    device = torch.device("cpu")
+    model, optimizer = _classifier()
+    batches = [{"inputs": x, "labels": y} for x, y in _pairs()]
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        batch = {key: value.to(device) for key, value in batch.items()}
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["inputs"]), batch["labels"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+class Encoding(UserDict[str, Any]):
+    """A dict with attributes and `to`, as a tokenizer's result is."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: str) -> Encoding:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+@idiom(
+    "a tokenizer's BatchEncoding: model(**batch), batch.labels, batch.to(device)",
+    fails="a mapping that is no dict is refused as a batch",
+)
+def batch_encoding(train: Train) -> Any:
+    model, optimizer = _text()
+    batches = [
+        Encoding({"ids": torch.randint(1, 20, (6, 5)), "mask": torch.ones(6, 5), "labels": torch.randint(0, 4, (6,))})
+        for _ in range(BATCHES)
+    ]
+
+    def step(batch: Encoding) -> Tensor:
+        batch = batch.to("cpu")
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        loss = F.cross_entropy(model(**inputs), batch.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+@idiom("a list of tensors, stacked in the step")
+def list_of_tensors(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [(list(x), y) for x, y in _pairs()]
+
+    def step(xs: list[Tensor], y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(torch.stack(xs)), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(xs, y) for xs, y in batches], model
+
+
+@idiom("the batch scaled in place: x.div_(255)", fails="writing into the batch is refused")
+def scaled_in_place(train: Train) -> Any:
+    model, optimizer = _images()
+    data = TensorDataset(torch.randint(0, 256, (36, 3, 8, 8)).float(), torch.randint(0, 4, (36,)))
+    loader = DataLoader(data, batch_size=6)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.div_(255).sub_(0.5)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, next(iter(loader)), model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in loader], model
+
+
+@idiom("the batch scaled in place, and logged after the step", fails="writing into the batch is refused")
+def scaled_and_logged(train: Train) -> Any:
+    model, optimizer = _images()
+    data = TensorDataset(torch.randint(0, 256, (36, 3, 8, 8)).float(), torch.randint(0, 4, (36,)))
+    loader = DataLoader(data, batch_size=6)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.div_(255)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, next(iter(loader)), model=model, optimizer=optimizer)
+    log = []
+    for x, y in loader:
+        loss = run(x, y)
+        log.append((loss, x.mean().item()))
+    return log, model
+
+
+@idiom(
+    "a gradient penalty: x.requires_grad_() and autograd.grad(create_graph=True)", fails="the batch can't require grad"
+)
+def gradient_penalty(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = _pairs()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x.requires_grad_()
+        logits = model(x)
+        (gradient,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        penalty = gradient.pow(2).sum(1).mean()
+        loss = F.cross_entropy(logits, y) + 0.1 * penalty
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, penalty
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("adversarial training (FGSM): x.requires_grad = True, x.grad.sign()", fails="the batch can't require grad")
+def adversarial(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = _pairs()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad = True
+        F.cross_entropy(model(x), y).backward()
+        assert x.grad is not None
+        adversarial = (x + 0.1 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(adversarial), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("adversarial training (PGD): a perturbation made in the step, several steps of ascent")
+def projected_ascent(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = _pairs()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        delta = torch.zeros_like(x, requires_grad=True)
+        for _ in range(3):
+            F.cross_entropy(model(x + delta), y).backward()
+            assert delta.grad is not None
+            delta.data = (delta + 0.05 * delta.grad.sign()).clamp(-0.1, 0.1)
+            delta.grad.zero_()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x + delta.detach()), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("a DataLoader whose last batch is smaller")
+def smaller_last_batch(train: Train) -> Any:
+    model, optimizer = _classifier()
+    data = TensorDataset(torch.randn(20, 8), torch.randint(0, 4, (20,)))
+    loader = DataLoader(data, batch_size=6)
+    run = train(_supervised(model, optimizer), next(iter(loader)), model=model, optimizer=optimizer)
+    losses = []
+    for _ in range(2):
+        for x, y in loader:
+            losses.append(run(x, y).item() * x.size(0))
+    return sum(losses) / 40, losses, model
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    def __init__(self) -> None:
+        self.images = torch.randn(24, 8)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % 4
+
+
+@idiom("a shuffled DataLoader over a Dataset class, for x, y in enumerate(loader)")
+def shuffled_loader(train: Train) -> Any:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, optimizer = _classifier()
+    loader = DataLoader(Digits(), batch_size=6, shuffle=True, num_workers=0)
+
+    def step(data: Tensor, target: Tensor) -> Tensor:
+        data, target = data.to(device, non_blocking=True), target.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        output = model(data)
+        loss = F.nll_loss(F.log_softmax(output, dim=1), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, next(iter(loader)), model=model, optimizer=optimizer)
+    losses = []
+    for _ in range(2):
+        for _, (data, target) in enumerate(loader):
+            losses.append(run(data, target))
+    return losses, model
+
+
+@idiom("ten different lengths, each batch padded to its longest", fails="more than 4 shapes of a batch")
+def ten_lengths(train: Train) -> Any:
+    model, optimizer = _text()
+    batches = [(torch.randint(1, 20, (6, length)), torch.randint(0, 4, (6,))) for length in range(3, 13)]
+
+    def step(ids: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids, ids != 0), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(ids, y).item() for ids, y in batches], model
+
+
+def _padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    ids = pad_sequence([each for each, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(each) for each, _ in samples])
+    return ids, lengths, torch.tensor([label for _, label in samples])
+
+
+@idiom("a collate_fn that pads with pad_sequence and gives the lengths as a tensor")
+def padded_by_collate(train: Train) -> Any:
+    model, optimizer = _text()
+    loader: DataLoader[Any] = DataLoader(_sentences(24), batch_size=6, collate_fn=_padded)  # type: ignore[arg-type]
+
+    def step(ids: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        mask = torch.arange(ids.size(1), device=ids.device)[None, :] < lengths[:, None]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids, mask), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, next(iter(loader)), model=model, optimizer=optimizer)
+    return [run(*batch) for batch in loader], model
+
+
+@idiom("images of uint8, converted in the step")
+def bytes_converted(train: Train) -> Any:
+    model, optimizer = _images()
+    batches = [
+        (torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8), torch.randint(0, 4, (6,))) for _ in range(BATCHES)
+    ]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        images = x.permute(0, 3, 1, 2).float() / 255.0
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("a list of int lengths in the batch", fails="each list of lengths is a variant, at most 4")
+def list_of_lengths(train: Train) -> Any:
+    model, optimizer = _text()
+    batches = []
+    for index in range(BATCHES):
+        ids, lengths, y = _padded([*_sentences(5, seed=index), (torch.randint(1, 20, (12,)), 1)])
+        batches.append((ids, lengths.tolist(), y))
+
+    def step(ids: Tensor, lengths: list[int], y: Tensor) -> Tensor:
+        mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids, mask), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(ids, lengths, y) for ids, lengths, y in batches], model
+
+
+@idiom("lengths in a list, sequences split by them in the step")
+def split_by_lengths(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [(torch.randn(12, 8), [3, 3, 6] if i % 2 else [2, 4, 6], y) for i, (_, y) in enumerate(_pairs())]
+
+    def step(x: Tensor, lengths: list[int], y: Tensor) -> Tensor:
+        pooled = torch.stack([part.mean(0) for part in x.split(lengths)])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(pooled), y[:3])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, lengths, y) for x, lengths, y in batches], model
+
+
+@idiom("a nested dict: two views and their targets")
+def nested_dictionary(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [
+        {"views": {"weak": x, "strong": x + 0.1 * torch.randn_like(x)}, "target": {"label": y, "weight": torch.rand(6)}}
+        for x, y in _pairs()
+    ]
+
+    def step(batch: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+        views, target = batch["views"], batch["target"]
+        weak, strong = model(views["weak"]), model(views["strong"])
+        losses = {
+            "supervised": (F.cross_entropy(weak, target["label"], reduction="none") * target["weight"]).mean(),
+            "consistency": F.mse_loss(strong.softmax(-1), weak.softmax(-1).detach()),
+        }
+        optimizer.zero_grad()
+        sum(losses.values(), torch.zeros(())).backward()
+        optimizer.step()
+        return {key: loss.detach() for key, loss in losses.items()}
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+@idiom(
+    "a batch with an int, a float, a string and None in it",
+    fails="a number that changes makes a new variant, at most 4",
+)
+def python_values(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = [
+        {"x": x, "y": y, "index": i, "weight": 1.0 / (i + 1), "split": "train", "mask": None}
+        for i, (x, y) in enumerate(_pairs())
+    ]
+
+    def step(batch: dict[str, Any]) -> Tensor:
+        loss: Tensor = F.cross_entropy(model(batch["x"]), batch["y"]) * batch["weight"]
+        if batch["mask"] is not None:
+            loss = loss * batch["mask"].mean()
+        if batch["split"] == "train":
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model
+
+
+@idiom(
+    "a batch with the files' names in a list of strings, other names in each batch",
+    fails="other strings make a new variant, at most 4",
+)
+def names_of_files(train: Train) -> Any:
+    model, optimizer = _classifier()
+    data = [{"x": torch.randn(8), "y": i % 4, "path": f"images/{i}.png"} for i in range(36)]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=6)  # type: ignore[arg-type]
+
+    def step(batch: dict[str, Any]) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (next(iter(loader)),), model=model, optimizer=optimizer)
+    return [(batch["path"][0], run(batch)) for batch in loader], model
+
+
+@idiom("channels_last: the model and the batches")
+def channels_last(train: Train) -> Any:
+    model, optimizer = _images()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    batches = [(torch.randn(6, 3, 8, 8), torch.randint(0, 4, (6,))) for _ in range(BATCHES)]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+@idiom("one buffer filled anew for each batch: buffer.copy_(...), numpy memory behind it")
+def reused_buffer(train: Train) -> Any:
+    model, optimizer = _classifier()
+    memory = np.zeros((6, 8), dtype=np.float32)
+    x, y = torch.from_numpy(memory), torch.zeros(6, dtype=torch.long)
+    batches = _pairs()
+    run = train(_supervised(model, optimizer), (x, y), model=model, optimizer=optimizer)
+    losses = []
+    for inputs, labels in batches:
+        memory[:] = inputs.numpy()
+        y.copy_(labels)
+        losses.append(run(x, y))
+    return losses, model

@@ -1,0 +1,24 @@
+"""Imports every module of idioms, which enters them into the registry."""
+
+from __future__ import annotations
+
+from clients.compatibility import (
+    architectures,
+    bad_input,
+    batches,
+    changing_numbers,
+    libraries,
+    optimizers,
+    outside_tensors,
+    refusals,
+    results,
+    training,
+)
+
+THEMES = sorted(
+    module.__name__.rpartition(".")[2]
+    for module in (
+        architectures, bad_input, batches, changing_numbers, libraries, optimizers, outside_tensors, refusals, results,
+        training,
+    )
+)  # fmt: skip

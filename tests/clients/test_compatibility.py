@@ -1,0 +1,67 @@
+"""Every idiom of clients/compatibility, plainly and through a daemon: equal in every bit, or refused as listed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from clients.compatibility import table, themes
+from clients.compatibility.suite import REGISTRY, Idiom, difference, run_plainly, run_through
+from microbench.daemon import running_daemon
+
+AS_WRITTEN = 0.55  # the share of idioms that work as written
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with running_daemon(threads=1) as daemon:
+        yield daemon.endpoint
+
+
+@pytest.mark.parametrize("idiom", REGISTRY, ids=[one.name for one in REGISTRY])
+def test_an_idiom_does_what_the_table_says(idiom: Idiom, endpoint: str) -> None:
+    for package in idiom.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if idiom.fails:
+        with pytest.raises(Exception):  # noqa: B017, PT011: any error may be what is to be mended
+            run_through(idiom.script, endpoint)
+        return
+    if idiom.differs:
+        assert difference(run_plainly(idiom.script), run_through(idiom.script, endpoint)) is not None
+        return
+    if idiom.refused is not None:
+        with pytest.raises(idiom.refused) as caught:
+            run_through(idiom.script, endpoint)
+        assert caught.value.remedy
+        if idiom.changed is None:
+            return
+    script = idiom.changed or idiom.script
+    assert difference(run_plainly(script), run_through(script, endpoint)) is None
+
+
+def test_most_idioms_work_as_written() -> None:
+    assert sorted({one.theme for one in REGISTRY}) == themes.THEMES
+    others = [one.name for one in REGISTRY if not one.works]
+    assert len(REGISTRY) >= 120
+    assert len(others) <= (1 - AS_WRITTEN) * len(REGISTRY), others
+
+
+def test_names_are_unique() -> None:
+    assert len({one.name for one in REGISTRY}) == len(REGISTRY)
+
+
+def test_the_page_has_the_table() -> None:
+    assert table.PAGE.read_text() == table.page()
+
+
+def test_a_difference_in_one_bit_is_found() -> None:
+    import torch
+
+    one = [{"loss": torch.tensor([1.0, 2.0])}, 0.5]
+    assert difference(one, [{"loss": torch.tensor([1.0, 2.0])}, 0.5]) is None
+    assert difference(one, [{"loss": torch.tensor([1.0, 2.0000002])}, 0.5]) is not None
+    assert difference(one, [{"loss": torch.tensor([1.0, 2.0])}, 0.25]) is not None
+    assert difference(one, [{"other": torch.tensor([1.0, 2.0])}, 0.5]) is not None
