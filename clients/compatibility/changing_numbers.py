@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clients.compatibility.suite import Train, idiom
+from gpumux import errors
 
 BATCHES = 3
 EPOCHS = 2
@@ -83,7 +84,11 @@ def mixup(train: Train) -> Any:
     return [run(x, y, random.betavariate(0.4, 0.4)) for x, y in batches], model
 
 
-@idiom("mixup with a lambda drawn in the step", fails="Python's random in the step is refused")
+@idiom(
+    "mixup with a lambda drawn in the step",
+    refused=errors.NotRepeatable,
+    instead="draw before the step, and pass the number as an argument",
+)
 def mixup_drawn_inside(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches(8)
@@ -402,7 +407,11 @@ def teacher_forcing(train: Train) -> Any:
     return [run(target, random.random() < 0.5) for target in batches], model
 
 
-@idiom("teacher forcing, decided in the step: random.random() < ratio", fails="Python's random in the step is refused")
+@idiom(
+    "teacher forcing, decided in the step: random.random() < ratio",
+    refused=errors.NotRepeatable,
+    instead="draw before the step, and pass the flag as an argument",
+)
 def teacher_forcing_inside(train: Train) -> Any:
     model = _Decoder()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -463,7 +472,11 @@ def step_that_logs(train: Train) -> Any:
     return [run(x, y, i) for i, (x, y) in enumerate(batches)], model
 
 
-@idiom("losses.append(loss.item()) inside the step", fails="loss.item() in the step is refused")
+@idiom(
+    "losses.append(loss.item()) inside the step",
+    refused=errors.DataDependent,
+    instead="return the loss, and append it after the step",
+)
 def appended_inside(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches(6)
@@ -493,7 +506,8 @@ class _AverageMeter:
 
 @idiom(
     "an AverageMeter updated inside the step: meter.update(loss.item(), x.size(0))",
-    fails="loss.item() in the step is refused",
+    refused=errors.DataDependent,
+    instead="return the loss, and update the meter after the step",
 )
 def meter_inside(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -515,7 +529,8 @@ def meter_inside(train: Train) -> Any:
 
 @idiom(
     "losses.append(loss.detach()) inside the step, averaged after each epoch",
-    fails="a list that the step appends to is refused",
+    refused=errors.NotRepeatable,
+    instead="return the tensors, and append them after the step",
 )
 def tensors_appended_inside(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -542,7 +557,8 @@ def tensors_appended_inside(train: Train) -> Any:
 @idiom(
     "a progress bar moved on inside the step: bar.update(1)",
     needs=("tqdm",),
-    differs="the bar moves at capture only, without an error",
+    refused=errors.CaptureError,
+    instead="move the bar after the step",
 )
 def progress_inside(train: Train) -> Any:
     tqdm = importlib.import_module("tqdm").tqdm
@@ -566,7 +582,9 @@ def progress_inside(train: Train) -> Any:
 
 
 @idiom(
-    "a line of the log written inside the step: print(..., file=log)", differs="written at capture only, and no error"
+    "a line of the log written inside the step: print(..., file=log)",
+    refused=errors.CaptureError,
+    instead="return what is logged, and write it after the step",
 )
 def log_inside(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -588,7 +606,8 @@ def log_inside(train: Train) -> Any:
 
 @idiom(
     "the loss, a tensor, printed inside the step: print('loss', loss.detach(), file=log)",
-    differs="written at capture only, as a FakeTensor, and no error",
+    refused=errors.CaptureError,
+    instead="return the loss, and print it after the step (print to standard output is skipped, with a warning)",
 )
 def loss_printed_inside(train: Train) -> Any:
     model, optimizer = _classifier()

@@ -18,6 +18,7 @@ from torch.distributions import Categorical
 
 from clients.compatibility.parts import batches_of, classifier, network, usual_step
 from clients.compatibility.suite import Train, idiom
+from gpumux import errors
 from gpumux.errors import DataDependent, LocalWrite, StaleGradient, StaleState
 
 
@@ -524,7 +525,8 @@ def counter_inside(train: Train) -> Any:
 
 @idiom(
     "losses.append(loss.detach()) in the step, read at the epoch's end",
-    fails="the step appends to a list",
+    refused=errors.NotRepeatable,
+    instead="return the tensors, and append them after the step",
 )
 def list_inside(train: Train) -> Any:
     model, optimizer, batches = classifier()
@@ -545,7 +547,8 @@ def list_inside(train: Train) -> Any:
 
 @idiom(
     "print of shapes in the step, at every step",
-    differs="it prints only when it is captured",
+    refused=errors.CaptureError,
+    instead="return what is printed, and print it after the step (print to standard output is skipped, with a warning)",
 )
 def printed_inside(train: Train) -> Any:
     model, optimizer, batches = classifier()

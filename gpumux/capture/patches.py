@@ -8,6 +8,8 @@ draw equal numbers (ir.Op.random).
 
 from __future__ import annotations
 
+import builtins
+import logging
 import math
 import sys
 import threading
@@ -176,6 +178,27 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
     return torch.zeros((), dtype=kind).fill_(data)
 
 
+def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
+    """Replaces print. A trace runs the step's Python for itself, and later steps run none: what a step prints would
+    appear at capture and never again."""
+    line = user_line()
+    if file is not None and file not in (sys.stdout, sys.stderr):
+        raise CaptureError(
+            f"{line} prints to a file inside the step",
+            "return what it prints from the step, and print that outside: gpumux runs a step's Python only when it"
+            " captures it",
+        )
+    if line not in _told:
+        _told.add(line)
+        log.warning(
+            "%s prints inside the step: nothing is printed, because gpumux runs a step's Python only when it captures"
+            " it. Return what it prints, and print that outside",
+            line,
+        )
+
+
+log = logging.getLogger("gpumux.client")
+_told: set[str] = set()  # lines with a print that was warned of
 _AS_TENSOR = torch.as_tensor
 _SCALER_TYPE = torch.amp.GradScaler
 _SCALER = ("scale", "unscale_", "step", "update")
@@ -201,6 +224,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
     swaps: list[tuple[Any, str, Any]] = [
         *((torch, name, here(getattr(torch, name), new)) for name, new in random.items()),
         *((torch.random, name, here(getattr(torch.random, name), new)) for name, new in random.items()),
+        (builtins, "print", here(print, _quiet_print)),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),

@@ -8,6 +8,7 @@ that ran then. The loss, the optimizer and steps without modules have no layer. 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -267,6 +268,11 @@ class Layers:
 Executed = dict[int, tuple[types.CodeType, dict[str, Any]]]  # by id, which is not reused while the code object is held
 
 
+_OF_BARS = frozenset(("update", "set_description", "set_description_str", "set_postfix", "set_postfix_str"))
+_WRITES = frozenset(("write", "writelines"))
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
+
+
 class Observer:
     """Inside `with observer:`, notes every code object that starts in this thread, with its globals. Excepted is code
     that starts between `pause` and `resume` (torch's own, which is most of it), and code that an import runs: modules,
@@ -274,14 +280,26 @@ class Observer:
 
     def __init__(self) -> None:
         self.found: Executed = {}
+        self.outputs: list[tuple[str, str]] = []  # what the step wrote, and where: "prints", at "FILE:LINE"
         self._before: Any = None
         self._around: types.FrameType | None = None  # the frame that entered the context
 
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
             code = frame.f_code
             if id(code) not in self.found and not self._importing(frame):
                 self.found[id(code)] = (code, frame.f_globals)
+            if code.co_name in _OF_BARS and frame.f_globals.get("__name__") == "tqdm.std":
+                self._wrote("updates a progress bar", frame)
+        elif event == "c_call" and getattr(called, "__name__", "") in _WRITES and is_user_code(frame.f_code):
+            stream = getattr(called, "__self__", None)
+            if isinstance(stream, io.IOBase) and stream not in (sys.stdout, sys.stderr):
+                self._wrote("writes to a file", frame)
+
+    def _wrote(self, what: str, frame: types.FrameType) -> None:
+        found = user_frame(frame.f_back if what != "writes to a file" else frame)
+        if found is not None and not found[0].startswith(_STANDARD_LIBRARY):
+            self.outputs.append((what, f"{found[0]}:{found[1]}"))
 
     def _importing(self, frame: types.FrameType | None) -> bool:
         """Whether a frame runs for an `import` inside the context. The code around it may be run by an import

@@ -95,6 +95,16 @@ def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, 
             )
 
 
+def refuse_outputs(observer: Observer) -> None:
+    """Raises CaptureError if the step wrote to a file or moved a progress bar, which later steps would not do."""
+    if observer.outputs:
+        what, line = observer.outputs[0]
+        raise CaptureError(
+            f"{line} {what} inside the step",
+            "do it outside, with what the step returns: gpumux runs a step's Python only when it captures it",
+        )
+
+
 def refuse_written_batch(record: TraceRecord) -> None:
     """Raises CaptureError if the step writes to its batch. The daemon has a copy, so the write would not change the
     user's tensor as in the plain loop."""
@@ -383,6 +393,7 @@ class Tracer:
                 tape.finish()
                 refuse_batch_gradients(leaves, fakes)
                 refuse_draws(fn, drawn, fingerprint.random_states())
+                refuse_outputs(observer)
                 left.refuse_other_optimizers()
                 replaced = left.replaced_buffers()
                 changes = fingerprint.changes(before)

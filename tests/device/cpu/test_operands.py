@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gpumux.device.run.operands import Operands, allocate
-from gpumux.device.run.schema import index_checks
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.check import check
 from gpumux.program.codec import encode
+from gpumux.program.indices import index_checks
 from gpumux.program.ir import Op, Program, TensorRef, slot_layout
 from tests.program import samples
 
