@@ -310,7 +310,7 @@ class Tracer:
     (capture/gpu/operators.py). `begun` is called when a trace begins."""
 
     def __init__(
-        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True,
+        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", *, by_device: bool = True,
         begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.table = table
