@@ -24,7 +24,15 @@ from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
-from gpumux.capture.tracer import HostResult, RawTrace, TensorResult, TraceAgain, Tracer, refuse_odd_tensors
+from gpumux.capture.tracer import (
+    HostResult,
+    RawTrace,
+    TensorResult,
+    TraceAgain,
+    Tracer,
+    refuse_odd_tensors,
+    without_collection,
+)
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.indices import BatchCheck
@@ -353,6 +361,7 @@ class StepFunction:
             self._first_changes = None
             raise
 
+    @without_collection()
     def confirmed(self, capture: Callable[[], T]) -> T:
         """`capture()`, which captures the phases of one case. Every trace must be confirmed by another one, because a
         step must do the same each time. Phases that differ only inside torch's own optimizers confirm each other. A
@@ -445,6 +454,7 @@ class StepFunction:
                     "pass x.detach(), and call requires_grad_() inside the step if you need its gradient there",
                 )
 
+    @without_collection()
     def _capture(self, case: Case, args: Any, kwargs: Any, state: State) -> StepProgram | KeepMore:
         phases = case.phases
         if len(phases) >= MAX_PHASES:

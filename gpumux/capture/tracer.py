@@ -281,9 +281,9 @@ class RawTrace:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside, the cyclic garbage collector does not run. A trace makes so many objects that it would run over all
-    objects of the process several times, which takes a quarter of a trace."""
+def without_collection() -> Iterator[None]:
+    """Inside, the cyclic garbage collector does not run. A capture makes so many objects that it would run over all
+    objects of the process several times, which takes a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -334,7 +334,7 @@ class Tracer:
         """Run `fn(*args, **kwargs)` once over fake tensors, from the structure `entry`. Restores the local state.
         Raises CaptureError or a subclass, and with `may_change` TraceAgain."""
         self._begun()
-        with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs(), _without_collection():
+        with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs():
             return self._trace(
                 fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device
             )
