@@ -39,6 +39,7 @@ from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 from gpumux.program.profile import load as load_profile
 from gpumux.scheduler import RUNS
+from gpumux.scheduler.policy import POLICIES
 from gpumux.wire import endpoint
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.peers import ServerCurve
@@ -166,7 +167,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
     if writer is not None:
         router.device["snapshot_s"] = config.snapshot_s
-    router.device["holds_low_work"] = config.policy == "guarded"  # clients report their waits only then
+    router.device["holds_low_work"] = POLICIES[config.policy].holds_low_work  # clients report their waits only then
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
     loop = Loop(identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer)

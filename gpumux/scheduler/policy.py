@@ -50,6 +50,7 @@ class Policy(ABC):
     """`order` is that of ready jobs within a class; `guard`, if there is one, follows all launches."""
 
     order: ClassVar[Order]
+    holds_low_work: ClassVar[bool] = False  # for high jobs: clients then report their waits
     guard: SlowdownGuard | None = None
 
     def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
@@ -117,6 +118,8 @@ class Paced(Policy):
 
 class Guarded(Paced):
     """The low window beside a high job is as wide as the guard makes it, and the guard may hold low jobs."""
+
+    holds_low_work = True
 
     def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
         super().__init__(config, info)
