@@ -563,6 +563,9 @@ def _foreach(rec: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 # that make them in the same way but do not read them (fused and capturable ones) leave them on the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 
+# Overloads that take a generator as their last argument, and those that they are with None there.
+_OF_GENERATOR = {"generator": "default", "low_generator": "low"}
+
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
 
 # The place of a real tensor in the job's state: (buffer, bytes of the buffer, byte offset of the storage in it).
@@ -712,6 +715,9 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()} draws from a generator of its own",
                 "drop generator=; the job has its own, seeded by submit(seed=...)",
             )
+        if func._overloadname in _OF_GENERATOR:  # with None
+            func = getattr(func.overloadpacket, _OF_GENERATOR[func._overloadname])
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if func in _FILLED and args and not args[0] and not self._gpu and by_numbers():
             done, out = filled(self, _FILLED[func], kwargs.get("dtype"))
             if done:
