@@ -287,7 +287,6 @@ class _Translator(nn.Module):
 
 @idiom(
     "nn.Transformer with generate_square_subsequent_mask and padding masks",
-    fails="torch reads the values of a mask made in the step",
 )
 def transformer(train: Train) -> Any:
     model = _Translator()
@@ -324,7 +323,6 @@ class _TransformerLM(nn.Module):
 
 @idiom(
     "nn.TransformerEncoder with a mask made in forward by torch.triu",
-    fails="torch reads the values of a mask made in the step",
 )
 def transformer_language_model(train: Train) -> Any:
     return _language(train, _TransformerLM())

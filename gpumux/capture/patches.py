@@ -25,6 +25,8 @@ from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent
 
+Known = Callable[[torch.Tensor], "torch.Tensor | None"]
+
 
 class RngTape:
     """The draws of one step, in order, and the present position among them."""
@@ -112,7 +114,7 @@ def _refuse_seed(*_: Any, **__: Any) -> None:
     )
 
 
-def _value_guard(name: str) -> Callable[..., Any]:
+def _value_guard(name: str, constant: Known) -> Callable[..., Any]:
     """A replacement for a method that returns tensor values without running an operator."""
     plain = getattr(torch._C.TensorBase, name)
     tracing = threading.get_ident()
@@ -120,6 +122,9 @@ def _value_guard(name: str) -> Callable[..., Any]:
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != tracing:
             return plain(self, *args, **kwargs)
+        if (value := constant(self)) is not None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return plain(value, *args, **kwargs)
         raise DataDependent(
             f"{user_line()} reads a tensor's values in Python (.{name}())",
             "keep the computation in tensors, or return the tensor from the step and read it outside",
@@ -211,10 +216,10 @@ def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 @contextmanager
-def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
+def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = lambda tensor: None) -> Iterator[None]:
     """Replace the functions for the length of a trace. They act on traced values only, so that another thread can call
     `math.sqrt` meanwhile. `gpu`: optimizers use their implementation for many tensors at once by default, as they do
-    on a GPU."""
+    on a GPU. `constant`: the value of a tensor that is made from constants alone, else None."""
     random: dict[str, Callable[..., Any]] = {
         "get_rng_state": tape.save,
         "set_rng_state": tape.restore,
@@ -226,8 +231,8 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
         *((torch.random, name, here(getattr(torch.random, name), new)) for name, new in random.items()),
         (builtins, "print", here(print, _quiet_print)),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
-        (torch.Tensor, "tolist", _value_guard("tolist")),
-        (torch.Tensor, "numpy", _value_guard("numpy")),
+        (torch.Tensor, "tolist", _value_guard("tolist", constant)),
+        (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         *((_SCALER_TYPE, name, here(getattr(_SCALER_TYPE, name), _scaler_guard(name, gpu))) for name in _SCALER),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),

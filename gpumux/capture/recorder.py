@@ -563,23 +563,34 @@ def _foreach(rec: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 # that make them in the same way but do not read them (fused and capturable ones) leave them on the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 
+# Operators that give Python the values of tensors.
+_READS = {
+    aten._local_scalar_dense.default, aten._is_all_true.default, aten._is_any_true.default, aten.equal.default,
+}  # fmt: skip
+
 # Overloads that take a generator as their last argument, and those that they are with None there.
-_OF_GENERATOR = {"generator": "default", "low_generator": "low"}
+_OF_GENERATOR = {
+    "generator": "default", "low_generator": "low", "Tensor_generator": "Tensor", "low_generator_dtype": "low_dtype",
+}  # fmt: skip
 
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
 
 # The place of a real tensor in the job's state: (buffer, bytes of the buffer, byte offset of the storage in it).
 Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 
+# The value of a view that is made from constants alone.
+Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
+
 
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for any
-    other tensor; `allowed`: whether a Program may contain an operator; `gpu`: whether the step runs on a GPU."""
+    other tensor; `allowed`: whether a Program may contain an operator; `gpu`: whether the step runs on a GPU;
+    `constant`: see values/constants.py."""
 
     def __init__(
         self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
-        gpu: bool = False,
+        gpu: bool = False, constant: Constant = lambda record, view: None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -587,6 +598,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
         self._operators = FakeOperators(self.fake_mode, device, fake_call)
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
+        self._constant = constant
         self._lookup = lookup
         self._observer = observer
         self._layers = layers or Layers(())
@@ -727,6 +739,10 @@ class Recorder(TorchDispatchMode):
             done, out = run(self, func, args, kwargs)
             if done:
                 return out
+        if func in _READS:
+            values = [self.constant(tensor) for tensor in args]
+            if all(value is not None for value in values):
+                return self._read(func, values)
         if func is aten._local_scalar_dense.default:
             raise value_read()
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
@@ -745,6 +761,21 @@ class Recorder(TorchDispatchMode):
                     kwargs["out"], self._device_op(functional, args, {k: v for k, v in kwargs.items() if k != "out"})
                 )
         return self._device_op(func, args, kwargs)
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that the step makes from constants and sizes alone, None for any other."""
+        if isinstance(tensor, FakeTensor) and self.builder.storage_id(tensor.untyped_storage()) is not None:
+            return self._constant(self.record, self.view_of(tensor))
+        if not self.is_host(tensor) or not (expr := self.host[tensor.untyped_storage()._cdata]).constant:
+            return None
+        with torch.utils._python_dispatch._disable_current_modes():
+            return torch.tensor(expr.value, dtype=tensor.dtype)
+
+    def _read(self, func: Any, values: list[Any]) -> Any:
+        """What an operator that reads known values gives."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            found = func(*values)
+        return self._lift(found) if isinstance(found, torch.Tensor) else found
 
     def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Record an `out=` call as the operator and a copy, which every device can run."""

@@ -28,6 +28,7 @@ from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
+from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
 from gpumux.program.ir import ITEM_BYTES
@@ -358,7 +359,7 @@ class Tracer:
         layers = Layers(self.table.models)
         rec = Recorder(
             scope, tape, lookup=self.table.lookup, unknown=unknown, allowed=self._allowed, observer=observer,
-            device=self._device, layers=layers, gpu=self.table.gpu,
+            device=self._device, layers=layers, gpu=self.table.gpu, constant=constant_value,
         )  # fmt: skip
         self._record = rec.record
         refuse_around(self.table.gpu)
@@ -381,7 +382,7 @@ class Tracer:
             drawn = fingerprint.random_states()
             try:
                 with (
-                    patched(scope, tape, self.table.gpu),
+                    patched(scope, tape, self.table.gpu, rec.constant),
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),

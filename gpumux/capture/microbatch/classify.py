@@ -17,9 +17,10 @@ from typing import Any
 
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.tracer import RawTrace
+from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 from gpumux.errors import NotSplittable
 from gpumux.program import onednn_lstm
-from gpumux.program.ir import Arg, Out, ScalarRef, TensorRef, View
+from gpumux.program.ir import Arg, ScalarRef, TensorRef, View
 
 # ---- pairs of the same operator in the two traces
 
@@ -56,14 +57,6 @@ def refs_of(value: Any) -> Iterator[int]:
     elif isinstance(value, tuple):
         for item in value:
             yield from refs_of(item)
-
-
-def outs_of(outs: tuple[Out, ...]) -> Iterator[int]:
-    for out in outs:
-        if isinstance(out, tuple):
-            yield from out
-        elif out is not None:
-            yield out
 
 
 def call_refs(op: RawOp) -> list[int]:
@@ -162,15 +155,6 @@ def _other_way(where: str, why: str) -> NotSplittable:
 
 # ---- properties of single operators
 
-
-# Operators that use a tensor argument only as a pattern and do not read its values.
-PATTERN_ONLY = frozenset(
-    ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
-     "new_empty_strided")
-)  # fmt: skip
-
-# Operators whose result has no defined values, so that there is nothing to compare.
-UNDEFINED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 # Operators that map shares of a sum to shares of a sum. They may stay within a part, so that fewer shares are
 # accumulated. All others that read a share run once, on the sum.

@@ -22,11 +22,12 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Inconclusive, Machine, Proof, prove
+from gpumux.capture.microbatch.proof import Proof, prove
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
 from gpumux.capture.tracer import DeviceExit, RawTrace, TensorResult
+from gpumux.capture.values.machine import Inconclusive, Machine
 from gpumux.errors import ConfigError, NotSplittable
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
 

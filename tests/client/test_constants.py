@@ -1,0 +1,101 @@
+"""Python may read tensors that a step makes from constants and sizes alone, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumux import client, errors
+from tests.client.parity import Work, batches, check, simple_loop
+
+DATA = batches((6, 8), classes=4)
+
+
+def rates(x: Tensor) -> list[float]:
+    return [rate.item() for rate in torch.linspace(0, 0.3, x.shape[0])]
+
+
+def causal(x: Tensor) -> bool:
+    size = x.shape[0]
+    mask = torch.full((size, size), float("-inf")).triu(1)
+    return bool((mask == nn.Transformer.generate_square_subsequent_mask(size)).all())
+
+
+def written(x: Tensor) -> float:
+    table = torch.zeros(3, 3)
+    table[1:, ::2] = 2.0
+    table.t().mul_(torch.arange(3.0))
+    return float(table.sum())
+
+
+READS: list[Callable[[Tensor], Any]] = [
+    rates, causal, written,
+    lambda x: torch.arange(x.shape[0]).tolist(),
+    lambda x: torch.equal(torch.eye(3), torch.ones(3).diag()),
+    lambda x: int(torch.arange(x.shape[1]).numpy()[3]),
+    lambda x: torch.tensor([1.0, 4.0])[1].sqrt().item(),
+    lambda x: torch.zeros_like(x).sum().item(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_is_made_of_constants_and_sizes_is_evaluated(read: Callable[[Tensor], Any], endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            optimizer.zero_grad()
+            known = read(x)
+            scale = float(known[-1] if isinstance(known, list) else known) + 1
+            loss = nn.functional.cross_entropy(model(x), y) * scale
+            loss.backward()
+            optimizer.step()
+            return loss, known
+
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 6))
+
+    check(make, endpoint)
+
+
+OTHERS: dict[str, Callable[[Tensor, nn.Linear, Any], Tensor]] = {
+    "the batch": lambda x, model, optimizer: torch.ones(3) * x.amax(),
+    "the batch, written into a constant": lambda x, model, optimizer: torch.zeros(8).copy_(x[0]),
+    "a parameter": lambda x, model, optimizer: model.bias,
+    "a draw": lambda x, model, optimizer: torch.rand(3),
+    "a learning rate": lambda x, model, optimizer: torch.full((3,), optimizer.param_groups[0]["lr"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_depends_on_anything_else_is_not(name: str, endpoint: str) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = model(x).sum() * OTHERS[name](x, model, optimizer).sum().item()
+        return found
+
+    with pytest.raises(errors.DataDependent):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+def test_the_content_at_the_time_of_the_reading_counts(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            count = torch.zeros(2)
+            before = count[0].item()
+            count += 1
+            after = count[0].item()
+            count += x.mean()
+            return model(x).sum(), before, after
+
+        return Work([model], [], [(step, DATA[0])], simple_loop(DATA, 2))
+
+    check(make, endpoint)
