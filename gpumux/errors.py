@@ -11,6 +11,7 @@
     |   +-- NotSplittable       the step can't be split into microbatches
     |   +-- NotFusible          steps are not of one kind, or hold what can't run for several models at once
     +-- BadBatch                an index in a batch is out of range; the step was not run
+    +-- BadValue                a value in a step failed a check that the step makes; the step was run
     +-- StaleState              the daemon holds newer state than the local model, and it can't be fetched
     |   +-- StaleGradient       a gradient was read that existed only inside the step
     +-- LocalWrite              the local model was written while the daemon holds its state
@@ -99,6 +100,12 @@ class BadBatch(GpumuxError, IndexError, RuntimeError):
     """Also what torch's operators raise for an index out of range: IndexError or RuntimeError, by the operator."""
 
     code = "bad_batch"
+
+
+class BadValue(GpumuxError, ValueError):
+    """Also what torch.distributions raises for arguments and samples out of range."""
+
+    code = "bad_value"
 
 
 class StaleState(GpumuxError):

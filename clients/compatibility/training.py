@@ -746,7 +746,6 @@ def mixup(train: Train) -> Any:
 
 @idiom(
     "mixup on the device: a lambda from torch.distributions.Beta in the step",
-    fails="torch.distributions checks its arguments' values",
 )
 def mixup_beta(train: Train) -> Any:
     model, optimizer, batches = classifier()
@@ -983,7 +982,6 @@ def byol(train: Train) -> Any:
 
 @idiom(
     "REINFORCE: actions sampled with the local model, Categorical.log_prob in the step",
-    fails="torch.distributions checks its arguments' values",
 )
 def reinforce(train: Train) -> Any:
     policy = network()
@@ -1018,7 +1016,6 @@ def reinforce(train: Train) -> Any:
 
 @idiom(
     "PPO: the clipped ratio over several epochs of a rollout, with an entropy bonus and a value loss",
-    fails="torch.distributions checks its arguments' values",
 )
 def ppo(train: Train) -> Any:
     body, actor, critic = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)

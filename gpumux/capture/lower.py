@@ -30,7 +30,7 @@ from gpumux.capture.structure import (
     path_name,
 )
 from gpumux.capture.symbols import ConstantScalars, Evaluator, Expr, ScalarGuard
-from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
+from gpumux.capture.tracer import Check, DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.capture.watch.fingerprint import Change
 from gpumux.capture.watch.watches import numerics_now, uses_tf32
 from gpumux.errors import CaptureError
@@ -314,6 +314,7 @@ class Lowered:
     written: tuple[Expr, ...] = ()  # numbers written into the Program as constants
     # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
     words: int | None = 0
+    further: tuple[Check, ...] = ()  # what the last entries of `results` are, which the step does not return
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
 
 
@@ -401,7 +402,7 @@ def lower(
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
-        written, words, end.anew,
+        written, words, tuple(raw.further), end.anew,
     )  # fmt: skip
 
 

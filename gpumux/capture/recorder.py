@@ -24,7 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.capture.gpu.operators import as_they_are
 from gpumux.capture.patches import RngTape
-from gpumux.capture.source import Layers, Observer, by_numbers, instead_of, origin, user_line, value_read
+from gpumux.capture.source import (
+    Layers,
+    Observer,
+    by_numbers,
+    distribution_check,
+    instead_of,
+    origin,
+    user_line,
+    value_read,
+)
 from gpumux.capture.symbols import Expr, Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import fake_call
@@ -599,6 +608,7 @@ class Recorder(TorchDispatchMode):
         self._operators = FakeOperators(self.fake_mode, device, fake_call)
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._constant = constant
+        self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
         self._lookup = lookup
         self._observer = observer
         self._layers = layers or Layers(())
@@ -745,11 +755,14 @@ class Recorder(TorchDispatchMode):
                 return self._read(func, values)
         if func is aten._local_scalar_dense.default:
             raise value_read()
+        if func is aten._is_all_true.default and (check := distribution_check()) is not None:
+            self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))
+            return self._lift(torch.tensor(True))
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
             raise DataDependent(
                 f"{user_line()} checks the values of a tensor in Python",
-                "torch.distributions does so by default: pass validate_args=False, or call "
-                "torch.distributions.Distribution.set_default_validate_args(False) before you submit",
+                "keep the decision on the device (torch.where, masks), or return the tensor from the step and check it"
+                " outside",
             )
         symbols = self.scope.symbols_of(func.overloadpacket.__name__)
         if symbols:

@@ -110,6 +110,26 @@ def optimizer_inside() -> Any:
     return found
 
 
+def distribution_check() -> str | None:
+    """What torch.distributions checks in the operator that is being dispatched, as the start of a sentence; None if it
+    checks nothing."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _between(frame.f_code.co_filename):
+        if frame.f_code in _CHECKS:
+            found = frame.f_locals
+            name, kind = type(found["self"]).__name__, found.get("constraint", found.get("support"))
+            what = f"parameter {found['param']} of" if "param" in found else "a sample given to"
+            return f"{what} a {name} distribution is outside of {type(kind).__name__.lstrip('_')}"
+        frame = frame.f_back
+    return None
+
+
+_CHECKS = {
+    torch.distributions.Distribution.__init__.__code__,
+    torch.distributions.Distribution._validate_sample.__code__,
+}
+
+
 def by_numbers() -> bool:
     """Whether an optimizer is on the stack that keeps numbers as tensors in its state and reads their values in Python
     at each step."""

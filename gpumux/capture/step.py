@@ -25,6 +25,7 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
+    Check,
     HostResult,
     RawTrace,
     TensorResult,
@@ -208,6 +209,8 @@ class StepProgram:
     writes: bool = field(init=False)  # whether it changes state
     batch_check: BatchCheck = field(init=False)
     _returns_leaf: bool = field(init=False)  # whether the result is one value, no container
+    _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
+    further: tuple[tuple[int, Check], ...] = field(init=False)  # (tensor, what it is) of the others
 
     def __post_init__(self) -> None:
         self.batch_check = BatchCheck(self.lowered.program)
@@ -215,12 +218,19 @@ class StepProgram:
         ops = tuple(op for op in program.ops if not _evaluates(op))
         self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
         self._returns_leaf = self.lowered.result_spec.is_leaf()
+        results, further = self.lowered.results, self.lowered.further
+        self._returned = results[: len(results) - len(further)]
+        self.further = tuple((i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True))
+
+    def wrong(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """What the first check that failed in the step says, None if there is none."""
+        return next((what.wrong for i, what in self.further if not tensors[i]), None)
 
     def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
         """The pytree that the step function returned. `host`: the evaluator's values for the results."""
-        results = self.lowered.results
         leaves = [
-            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in results
+            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what
+            for kind, what in self._returned
         ]
         return leaves[0] if self._returns_leaf else pytree.tree_unflatten(leaves, self.lowered.result_spec)
 
@@ -537,6 +547,11 @@ class StepFunction:
             )
         if part is None:
             return first
+        if first.further:
+            raise NotSplittable(
+                f"{self.name} checks values of the whole batch ({first.further[0].wrong})",
+                "turn the checks off: validate_args=False, or submit it without microbatches",
+            )
         return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
 
     def _needs_no_second(self, trace: RawTrace, case: Case, again: Callable[[], RawTrace]) -> bool:

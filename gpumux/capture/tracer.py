@@ -263,6 +263,13 @@ class HostResult:
     expr: Expr
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A further result of a step, which must be true. `wrong` says what is wrong if it is not."""
+
+    wrong: str
+
+
 @dataclass(slots=True)
 class RawTrace:
     """A trace before lowering: the record of its operators, and how the step ends."""
@@ -279,6 +286,7 @@ class RawTrace:
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
+    further: list[Check] = field(default_factory=list)  # what the last results are, which the step does not return
 
 
 @contextmanager
@@ -515,6 +523,8 @@ class Tracer:
         with torch.no_grad():
             for leaf in leaves:
                 results.append(self._result(rec, leaf))
+            results += [TensorResult(view) for view, _ in rec.checks]
+            further = [Check(wrong) for _, wrong in rec.checks]
             counters = Counters(self.table)
             optimizers = tuple(
                 freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p, counters), i)
@@ -529,7 +539,8 @@ class Tracer:
                 if (new := self._group(rec, i, j, key, k)) is not old
             ]
         return RawTrace(
-            rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry
+            rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
+            further=further,
         )  # fmt: skip
 
     def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:

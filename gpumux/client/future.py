@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote
-from gpumux.errors import GpumuxError, JobClosed, UnknownJob, from_code
+from gpumux.errors import BadValue, GpumuxError, JobClosed, UnknownJob, from_code
 from gpumux.types import StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
@@ -38,7 +38,7 @@ class StepFuture:
     `torch.Tensor`: where code asks for that by isinstance, or torch reads Python sequences (`torch.tensor([loss])`),
     `.result()` is the tensor."""
 
-    __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
+    __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_told", "_value", "_wait")
 
     def __init__(self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int) -> None:
         self._wait = wait
@@ -46,6 +46,7 @@ class StepFuture:
         self._done = False
         self._value: Any = None
         self._error: GpumuxError | None = None
+        self._told = False  # whether the error was raised
         self._times: StepTimes | None = None
         self._generator: torch.Tensor | None = None  # its state after the step, if the step draws from it
 
@@ -71,6 +72,7 @@ class StepFuture:
         if not self._done and not self._wait(self._answered, timeout, self._step):
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
+            self._told = True
             raise self._error
         return self._value
 
@@ -300,6 +302,7 @@ class Pending:
         self._survives: frozenset[str] = frozenset()
         self._no_answer: frozenset[str] = frozenset()
         self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
+        self.wrong: deque[StepFuture] = deque()  # of steps in which a check failed
         self.newest = -1  # number of the newest answered step
 
     def __len__(self) -> int:
@@ -342,8 +345,11 @@ class Pending:
                 tensors = program.take(step.slot, frames)
                 times = StepTimes(message.queue_s, message.device_s, message.total_s)
                 drew = program.program.generator is not None
-                value = step.captured.value(tensors, step.host)
-                step.future._finish(value, times, tensors[-1] if drew else None)
+                generator = tensors[-1] if drew else None
+                if step.captured.further and (wrong := step.captured.wrong(tensors)) is not None:
+                    self._refute(step.future, message.step, wrong, generator)
+                else:
+                    step.future._finish(step.captured.value(tensors, step.host), times, generator)
                 program.device_s = message.device_s
             program.free.add(step.slot)
             self.newest = max(self.newest, message.step)
@@ -364,6 +370,24 @@ class Pending:
                 self.fail(self._remote.end_error())
         elif isinstance(message, (SnapshotSaved, SnapshotWanted)):
             self.news.append(message)
+
+    def _refute(self, future: StepFuture, step: int, wrong: str, generator: torch.Tensor | None) -> None:
+        """Answer a step in which a check failed."""
+        future._generator = generator
+        future._fail(
+            BadValue(
+                f"{wrong} (step {step}; the state is what the step made of it)",
+                "look at the values that reach it; state from before the step is in your last checkpoint",
+            )
+        )
+        self.wrong.append(future)
+
+    def raise_wrong(self) -> None:
+        """Raises the error of a step in which a check failed, if its future has not raised it."""
+        while self.wrong:
+            future = self.wrong.popleft()
+            if not future._told:
+                future.result()
 
     def fail(self, error: GpumuxError) -> None:
         """Answer all remaining steps with an error."""

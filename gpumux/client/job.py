@@ -339,6 +339,8 @@ class Job:
         return self._batch_slots.collate(samples)
 
     def _submit_step(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
+        if self._pending.wrong:
+            self._pending.raise_wrong()
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
         choice = function.choose(batch, named, self._state)

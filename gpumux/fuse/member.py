@@ -85,6 +85,11 @@ class Member:
         if isinstance(choice, KeepMore):
             self.state.keep = choice.keep
             return None
+        if choice.program.further:
+            raise NotFusible(
+                f"the step checks values ({choice.program.further[0][1].wrong}), which an array of models does not",
+                "turn the checks off: validate_args=False",
+            )
         return choice
 
     def advance(self, choice: Choice) -> None:

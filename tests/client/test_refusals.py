@@ -593,24 +593,6 @@ def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
         job.sync()
 
 
-def test_checks_of_distributions_are_named(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch.compile turns them off for the whole process, and another test may have called it.
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
-    model = nn.Linear(6, 3)
-
-    def step(x: torch.Tensor, y: torch.Tensor, check: bool) -> torch.Tensor:
-        return torch.distributions.Categorical(logits=model(x), validate_args=check).log_prob(y)  # this one
-
-    given = {"model": model, "endpoint": endpoint}
-    with pytest.raises(errors.DataDependent) as caught:
-        client.submit(step, example=(X, Y, None), **given)  # type: ignore[arg-type]
-    assert line_of(step, "this one") in caught.value.message
-    assert "validate_args=False" in caught.value.remedy
-    want = step(X, Y, False)
-    with client.submit(step, example=(X, Y, False), **given) as job:  # type: ignore[arg-type]
-        assert torch.equal(job.step(X, Y, False).result(), want)
-
-
 def test_an_operator_without_a_shape_rule_is_named_at_capture(endpoint: str) -> None:
     """torch would run its real kernel to see what comes out; the daemon's check never does."""
     weight = nn.Parameter(torch.ones(6))
