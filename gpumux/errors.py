@@ -14,6 +14,7 @@
     +-- BadValue                a value in a step failed a check that the step makes; the step was run
     +-- StaleState              the daemon holds newer state than the local model, and it can't be fetched
     |   +-- StaleGradient       a gradient was read that existed only inside the step
+    +-- NoGraph                 backward() of a step's result, whose graph was in the step
     +-- LocalWrite              the local model was written while the daemon holds its state
     +-- ProgramError            a Program is malformed or fails its checks
     +-- ProtocolError           bytes that are not a valid message
@@ -114,6 +115,10 @@ class StaleState(GpumuxError):
 
 class StaleGradient(StaleState):
     code = "stale_gradient"
+
+
+class NoGraph(GpumuxError, RuntimeError):
+    code = "no_graph"
 
 
 class LocalWrite(GpumuxError):

@@ -237,7 +237,6 @@ def torchmetrics(train: Train) -> Any:
 @idiom(
     "torchmetrics.MeanMetric().update(loss) of a step that returns the loss alone",
     needs=("torchmetrics",),
-    fails="torch.as_tensor takes a result of one number for a sequence",
 )
 def torchmetrics_mean(train: Train) -> Any:
     from torchmetrics import MeanMetric

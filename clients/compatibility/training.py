@@ -19,7 +19,7 @@ from torch.distributions import Categorical
 from clients.compatibility.parts import batches_of, classifier, network, usual_step
 from clients.compatibility.suite import Train, idiom
 from gpumux import errors
-from gpumux.errors import DataDependent, LocalWrite, StaleGradient, StaleState
+from gpumux.errors import DataDependent, LocalWrite, NoGraph, StaleGradient, StaleState
 
 
 @idiom("zero_grad(set_to_none=False)")
@@ -363,7 +363,8 @@ def average_by_hand(train: Train) -> Any:
 
 @idiom(
     "only the forward pass submitted, loss.backward() and optimizer.step() in the loop",
-    fails="the error is no GpumuxError",
+    refused=NoGraph,
+    instead="call loss.backward() and optimizer.step() in the step: the graph is there",
 )
 def backward_outside(train: Train) -> Any:
     model, optimizer, batches = classifier()

@@ -208,7 +208,7 @@ class StepProgram:
     replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
     batch_check: BatchCheck = field(init=False)
-    _returns_leaf: bool = field(init=False)  # whether the result is one value, no container
+    leaf: tuple[str, Any] | None = field(init=False)  # the result (as in Lowered.results) if it is no container
     _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
     further: tuple[tuple[int, Check], ...] = field(init=False)  # (tensor, what it is) of the others
 
@@ -217,7 +217,7 @@ class StepProgram:
         program = self.lowered.program
         ops = tuple(op for op in program.ops if not _evaluates(op))
         self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
-        self._returns_leaf = self.lowered.result_spec.is_leaf()
+        self.leaf = self.lowered.results[0] if self.lowered.result_spec.is_leaf() else None
         results, further = self.lowered.results, self.lowered.further
         self._returned = results[: len(results) - len(further)]
         self.further = tuple((i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True))
@@ -232,7 +232,7 @@ class StepProgram:
             tensors[what] if kind == "tensor" else host[what] if kind == "host" else what
             for kind, what in self._returned
         ]
-        return leaves[0] if self._returns_leaf else pytree.tree_unflatten(leaves, self.lowered.result_spec)
+        return leaves[0] if self.leaf is not None else pytree.tree_unflatten(leaves, self.lowered.result_spec)
 
 
 def _evaluates(op: Op) -> bool:

@@ -7,9 +7,9 @@ import inspect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -228,6 +228,42 @@ def _name(tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]) -> st
             return name
     place = table.lookup(tensor)
     return source.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
+
+
+# ---- dataclasses that a step returns
+#
+# Not by torch's register_dataclass, which would change what the user's class is to the rest of the process.
+
+
+class _Opened:
+    """A dataclass's instance with its attributes as a pytree. Unflattened it is another instance, without a call of the
+    class."""
+
+    def __init__(self, kind: type, values: dict[str, Any]) -> None:
+        self.kind = kind
+        self.values = values
+
+
+def _made(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    kind, names = context
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also of a frozen one
+    return made
+
+
+pytree.register_pytree_node(
+    _Opened, lambda opened: (list(opened.values.values()), (opened.kind, tuple(opened.values))), _made
+)
+
+
+def _opened(leaf: Any) -> Any:
+    """The leaf of a result, as a pytree where it is a dataclass's instance."""
+    if isinstance(leaf, type) or not is_dataclass(leaf):
+        return leaf
+    values = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
+    values |= getattr(leaf, "__dict__", {})
+    return _Opened(type(leaf), {name: pytree.tree_map(_opened, value) for name, value in values.items()})
 
 
 # ---- the result of a trace
@@ -518,7 +554,7 @@ class Tracer:
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         refuse_written_batch(rec.record)
         self._refuse_new_keys()
-        leaves, spec = pytree.tree_flatten(out)
+        leaves, spec = pytree.tree_flatten(pytree.tree_map(_opened, out))
         results: list[Any] = []
         with torch.no_grad():
             for leaf in leaves:
@@ -587,7 +623,7 @@ class Tracer:
             return leaf
         raise CaptureError(
             f"the step returns a {type(leaf).__name__}",
-            "return tensors, numbers, strings and lists, tuples or dicts of them",
+            "return tensors, numbers, strings and lists, tuples, dicts or dataclasses of them",
         )
 
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...], counters: Counters) -> Any:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import torch
 import torch.utils._pytree as pytree
 
 from gpumux.capture.step import Choice
-from gpumux.client.remote import Remote
-from gpumux.errors import BadValue, GpumuxError, JobClosed, UnknownJob, from_code
+from gpumux.client.remote import Remote, RemoteProgram
+from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
 from gpumux.types import StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
@@ -27,18 +28,20 @@ _VALUES: Final = (
 )  # fmt: skip
 
 
+# The methods of named tuples, which begin with an underscore so as to differ from the names of fields.
+_OF_NAMED_TUPLES: Final = frozenset(("_asdict", "_replace", "_fields"))
+
+
 class StepFuture:
     """The result of one step, returned at once by `job.step`, and usable as that result: whatever needs the value waits
     for it. Waiting receives messages in the calling thread.
 
     `loss, accuracy = job.step(x, y)` unpacks; `out["loss"]`, `out.logits`, `loss.detach()`, `float(loss)`,
-    `f"{loss:.3f}"`, `if loss < best`, `total += loss`, `torch.stack(losses)` and `numpy.asarray(loss)` do what they do
-    with the value. `in` and `remove` of a list compare values as well. Only the identity of a future counts in sets and
-    dicts, as that of a tensor, and `repr` says whether the step was answered, without waiting. It is no
-    `torch.Tensor`: where code asks for that by isinstance, or torch reads Python sequences (`torch.tensor([loss])`),
-    `.result()` is the tensor."""
-
-    __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_told", "_value", "_wait")
+    `f"{loss:.3f}"`, `if loss < best`, `total += loss`, `torch.stack(losses)`, `print({"loss": loss})`,
+    `copy.deepcopy(losses)`, `torch.save(...)` and `numpy.asarray(loss)` do what they do with the value. `in` and
+    `remove` of a list compare values as well. Only the identity of a future counts in sets and dicts, as that of a
+    tensor. Where the step returns a single tensor, the future is a `TensorFuture`, also a tensor to isinstance. Where
+    code asks isinstance for a tuple, a dict or a class of its own, `.result()` is that."""
 
     def __init__(self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int) -> None:
         self._wait = wait
@@ -84,8 +87,11 @@ class StepFuture:
         return self._times
 
     def __repr__(self) -> str:
-        state = "pending" if not self._done else "failed" if self._error else "done"
-        return f"<StepFuture {state}>"
+        """The value's, for which it waits as printing a tensor waits for the device."""
+        try:
+            return repr(self.result())
+        except GpumuxError as error:
+            return f"<StepFuture failed: {error.message}>"
 
     # ---- in the place of the value
 
@@ -94,18 +100,18 @@ class StepFuture:
         value = self.result()
         return value.item() if hasattr(value, "item") else value
 
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Raises NoGraph, without waiting."""
+        raise NoGraph(
+            "a step's result has no 'backward': the graph of its loss was in the step, and the result is the value",
+            "call loss.backward(), and optimizer.step(), inside the step",
+        )
+
     def __getattr__(self, name: str) -> Any:
         """The attribute of the value. Names that begin with an underscore are not asked of it: they belong to protocols
-        (of copying, displaying, numpy), which would wait unasked."""
-        if name.startswith("_"):
+        (of displaying, numpy), which would wait unasked."""
+        if name.startswith("_") and name not in _OF_NAMED_TUPLES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        if name == "backward":
-            raise AttributeError(
-                "a step's result has no 'backward': the graph of its loss is in the step — call loss.backward() inside"
-                " the step; the result is the value, without a graph",
-                name=name,
-                obj=self,
-            )
         value = self.result()
         try:
             return getattr(value, name)
@@ -114,14 +120,25 @@ class StepFuture:
                 f"the step returns a {type(value).__name__}, which has no attribute {name!r}", name=name, obj=self
             ) from None
 
+    def __copy__(self) -> Any:
+        return copy.copy(self.result())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.result(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file gets the value."""
+        return _itself, (self.result(),)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.result())
 
     def __len__(self) -> int:
         return len(self.result())
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.result()[index]
+    if TYPE_CHECKING:
+
+        def __getitem__(self, index: Any) -> Any: ...
 
     def __contains__(self, item: Any) -> bool:
         return item in self.result()
@@ -164,7 +181,7 @@ class StepFuture:
 
     def _compare(self, by: Callable[[Any, Any], Any], other: Any) -> Any:
         """The comparison `by` of the value with `other`; of single numbers it is True or False, and no tensor."""
-        if type(other) is StepFuture:
+        if isinstance(other, StepFuture):
             other = other.result()
         elif not isinstance(other, _VALUES):
             return NotImplemented
@@ -192,7 +209,7 @@ class StepFuture:
 
     def _computed(self, by: Callable[..., Any], other: Any, *, first: bool) -> Any:
         """The operation `by` on the value and `other`. `first`: the value is the left operand."""
-        if type(other) is StepFuture:
+        if isinstance(other, StepFuture):
             other = other.result()
         elif not isinstance(other, _VALUES):
             return NotImplemented
@@ -200,7 +217,7 @@ class StepFuture:
 
     def _changed(self, by: Callable[..., Any], other: Any) -> Any:
         """`value += other` and the like: into the tensor that the step returned, as in the plain loop."""
-        if type(other) is StepFuture:
+        if isinstance(other, StepFuture):
             other = other.result()
         if not (isinstance(self.result(), torch.Tensor) and isinstance(other, _VALUES)):
             return NotImplemented  # then the operation makes a new value
@@ -209,7 +226,7 @@ class StepFuture:
 
     # ---- for numpy and torch
 
-    __array_ufunc__ = None  # so that a numpy number on the left leaves the operation to the future
+    __array_priority__ = 1000  # a tensor's: a numpy number on the left leaves the operation to the future
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         value = self.result()
@@ -222,9 +239,6 @@ class StepFuture:
     ) -> Any:
         args, kwargs = with_results((args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-numbers.Number.register(StepFuture)  # loggers (TensorBoard, Lightning) take numbers and tensors
 
 
 def _operator(by: Callable[..., Any], *, first: bool) -> Callable[[StepFuture, Any], Any]:
@@ -245,9 +259,80 @@ for _name in ("iadd", "isub", "imul", "itruediv"):
     setattr(StepFuture, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
+class ContainerFuture(StepFuture):
+    """The result of a step that returns neither a single tensor nor a single number."""
+
+    # Not of StepFuture, because torch takes a tensor's subclass that has it for a sequence (`torch.tensor([loss])`).
+    def __getitem__(self, index: Any) -> Any:
+        return self.result()[index]
+
+
+class NumberFuture(StepFuture):
+    """The result of a step that returns a single Python number, and a number to code that asks isinstance: loggers
+    do."""
+
+
+numbers.Number.register(NumberFuture)
+
+
+class TensorFuture(torch.Tensor, StepFuture):  # type: ignore[misc]  # the tensor's methods are meant
+    """The result of a step that returns a single tensor, and a tensor itself: to code that asks isinstance or
+    torch.is_tensor, and to functions of torch that read Python values (`torch.tensor(losses)`,
+    `torch.as_tensor(loss)`). It has the value's shape and type, and no memory: whatever torch does with it waits for
+    the value and takes that in its place."""
+
+    @staticmethod
+    def __new__(
+        cls: type[TensorFuture], wait: Callable[[Callable[[], bool], float | None, int], bool], step: int,
+        like: torch.Tensor, device: torch.device,
+    ) -> TensorFuture:  # fmt: skip
+        made: TensorFuture = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        return made
+
+    def __init__(
+        self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int, like: torch.Tensor,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        StepFuture.__init__(self, wait, step)
+
+    __torch_function__ = StepFuture.__torch_function__
+    __repr__ = StepFuture.__repr__  # type: ignore[assignment]
+    __deepcopy__ = StepFuture.__deepcopy__
+    backward = StepFuture.backward
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.result().__reduce_ex__(protocol)
+
+    # Where torch asks no __torch_function__.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = with_results((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def future_for(
+    choice: Choice, program: RemoteProgram, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int
+) -> StepFuture:
+    """The future of a step that runs this choice as this Program."""
+    leaf = choice.program.leaf
+    if leaf is None:
+        return ContainerFuture(wait, step)
+    kind, what = leaf
+    if kind == "tensor":
+        return TensorFuture(wait, step, program.slots[0].results[what], program.home)
+    number = kind == "host" or isinstance(what, numbers.Number)
+    return NumberFuture(wait, step) if number else ContainerFuture(wait, step)
+
+
 def with_results(values: Any) -> Any:
     """A pytree with the results of the futures in it. Waits for them."""
-    return pytree.tree_map(lambda leaf: leaf.result() if type(leaf) is StepFuture else leaf, values)
+    return pytree.tree_map(lambda leaf: leaf.result() if isinstance(leaf, StepFuture) else leaf, values)
 
 
 def wait_answered(future: StepFuture) -> None:

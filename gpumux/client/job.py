@@ -31,7 +31,15 @@ from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
 from gpumux.client.arguments import check_compile
 from gpumux.client.collate import BatchSlots
-from gpumux.client.future import Pending, StepFuture, generator_after, is_answered, wait_answered, with_results
+from gpumux.client.future import (
+    Pending,
+    StepFuture,
+    future_for,
+    generator_after,
+    is_answered,
+    wait_answered,
+    with_results,
+)
 from gpumux.client.local_model import LocalModel
 from gpumux.client.progress import Progress
 from gpumux.client.recovery import Recovery, make_recorder
@@ -399,7 +407,7 @@ class Job:
         generator, for a step that draws from it."""
         step, number, recorder = self._next_step, program.number, self._recovery.recorder
         slot = program.free.pop() if slot is None else slot
-        future = StepFuture(self._wait, step)
+        future = future_for(choice, program, self._wait, step)
         entry = None
         try:
             if filled and generator is not None:

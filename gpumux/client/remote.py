@@ -42,7 +42,8 @@ class RemoteProgram:
     ) -> None:
         """`home`: where results go, if not to the CPU."""
         self.number = number
-        self._home = home if home is not None and home.type != "cpu" else None
+        self.home = torch.device("cpu") if home is None else home
+        self._elsewhere = self.home.type != "cpu"
         self.program = lowered.program
         self.layout: SlotLayout = slot_layout(lowered.program)
         self.free = set(range(slots))  # a set: giving a slot back twice must not make it two
@@ -87,7 +88,7 @@ class RemoteProgram:
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         """Copy the results out of a slot, to the device of the local model."""
         found = self._taken(slot, frames)
-        return found if self._home is None else [tensor.to(self._home) for tensor in found]
+        return [tensor.to(self.home) for tensor in found] if self._elsewhere else found
 
     def _taken(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         if self.inline:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import numbers
 import operator
+import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -12,8 +17,8 @@ import torch
 from torch import nn
 
 from gpumux import client
-from gpumux.client.future import StepFuture
-from gpumux.errors import JobFailed
+from gpumux.client.future import ContainerFuture, NumberFuture, StepFuture, TensorFuture
+from gpumux.errors import CaptureError, JobFailed, NoGraph
 from gpumux.types import StepTimes
 
 COMPARISONS = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
@@ -29,7 +34,11 @@ def future_of(value: Any) -> StepFuture:
             future._finish(value, StepTimes(0.0, 0.0, 0.0))
         return predicate()
 
-    future = StepFuture(wait, 0)
+    future: StepFuture
+    if isinstance(value, torch.Tensor):
+        future = TensorFuture(wait, 0, value, value.device)
+    else:
+        future = (NumberFuture if isinstance(value, (bool, int, float)) else ContainerFuture)(wait, 0)
     return future
 
 
@@ -40,8 +49,8 @@ def test_it_compares_as_its_value(number: Any, as_tensor: bool) -> None:
     for compare in COMPARISONS:
         for other in OTHERS:
             found = compare(future_of(value), other)
-            assert type(found) is bool
-            assert found == bool(compare(value, other)), (compare, value, other)
+            assert isinstance(found, (bool, torch.Tensor))
+            assert bool(found) == bool(compare(value, other)), (compare, value, other)
             assert compare(other, future_of(value)) == bool(compare(other, value)), (compare, other, value)
 
 
@@ -57,7 +66,7 @@ def test_two_compare_as_their_values(number: Any) -> None:
     for compare in COMPARISONS:
         for other in NUMBERS:
             found = compare(future_of(torch.tensor(number)), future_of(torch.tensor(other)))
-            assert found is bool(compare(torch.tensor(number), torch.tensor(other)))
+            assert torch.equal(found, compare(torch.tensor(number), torch.tensor(other)))
 
 
 @pytest.mark.parametrize("number", [0.1, 0.3, 1e-8])
@@ -99,8 +108,31 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "detach": lambda f: f.detach(), "keys": lambda f: list(f.keys()), "loss": lambda f: f.loss,
     "unpacked": lambda f: (lambda a, b: (a, b))(*f), "asarray": numpy.asarray, "torch.mean": torch.mean,
     "torch.stack": lambda f: torch.stack([f, f]), "torch.add": lambda f: torch.add(torch.ones(3), f),
-    "torch.where": lambda f: torch.where(torch.tensor(True), f, 0.0), "isfinite": torch.isfinite,
+    "torch.where": lambda f: torch.where(torch.tensor(True), f, 0.0), "isfinite": torch.isfinite, "repr": repr,
+    "in a dict": lambda f: str({"loss": f}), "deepcopy": lambda f: copy.deepcopy({"loss": f}), "copy": copy.copy,
+    "pickle": lambda f: pickle.loads(pickle.dumps({"loss": f})),  # noqa: S301
+    "_asdict": lambda f: f._asdict(),
+    "Number": lambda f: isinstance(f, numbers.Number), "is_tensor": torch.is_tensor,
 }  # fmt: skip
+NEVER_WAITS = ("Number", "is_tensor")
+SHOWS_A_FAILURE = ("repr", "in a dict")
+
+ASKED_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
+    "torch.tensor": lambda f: torch.tensor([f, f]), "nested": lambda f: torch.tensor([[f], [f]]),
+    "as_tensor": lambda f: torch.as_tensor(f, dtype=torch.float64), "new_tensor": lambda f: torch.ones(2).new_tensor(f),
+    "full": lambda f: torch.full((2,), f), "arange": torch.arange, "torch.Tensor": lambda f: torch.Tensor([f, f]),
+    "FloatTensor": lambda f: torch.FloatTensor([f]), "alpha": lambda f: torch.add(torch.ones(2), 1, alpha=f),
+    "add_": lambda f: torch.ones(3).add_(f), "[index]": lambda f: torch.arange(5)[f],
+    "numpy.array": lambda f: numpy.array([f, f]), "element_size": lambda f: f.element_size(),
+    "data_ptr": lambda f: f.data_ptr() != 0, "no torch functions": lambda f: without_torch_functions(f),
+    "numpy.exp": lambda f: numpy.exp(f.numpy()), "to": lambda f: f.to(torch.float64), "T": lambda f: f.reshape(1, -1).T,
+}  # fmt: skip
+
+
+def without_torch_functions(value: Any) -> Any:
+    """What parts of torch do that were handed a tensor's subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.sum(), torch.mul(value, 2), value.reshape(-1), value.to(torch.float64)
 
 
 class Output(dict[str, Any]):
@@ -134,24 +166,37 @@ def test_it_does_what_its_value_does(value: Any, asked: str) -> None:
     plain, ours = found
     if isinstance(plain, type):
         assert issubclass(ours, plain), f"{ours} for {plain}"
-    elif isinstance(plain, torch.Tensor) and type(ours) is bool:  # comparisons of single numbers
-        assert ours == bool(plain)
     else:
         assert type(ours) is type(plain)
         assert repr(ours) == repr(plain)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+TENSORS = [torch.tensor(0.25), torch.tensor([0.5, 1.0, 2.0]), torch.tensor(3), torch.tensor(True), torch.zeros(0)]
+
+
+@pytest.mark.parametrize("asked", ASKED_OF_TENSORS)
+@pytest.mark.parametrize("value", TENSORS, ids=str)
+def test_torch_and_numpy_take_a_tensor_for_one(value: torch.Tensor, asked: str) -> None:
+    found = []
+    for one in (value, future_of(value)):
+        try:
+            found.append(repr(ASKED_OF_TENSORS[asked](one)))
+        except Exception as error:  # noqa: BLE001 - of whatever kind the value raises
+            found.append(type(error).__name__)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("asked", [one for one in ASKED if one not in NEVER_WAITS + SHOWS_A_FAILURE])
 def test_a_step_that_failed_raises_what_it_failed_with(asked: str) -> None:
-    future = future_of(0.0)
-    future._fail(JobFailed("it crashed", "mend it"))
-    with pytest.raises(JobFailed, match="it crashed"):
-        ASKED[asked](future)
+    for future in (future_of(torch.tensor(0.0)), future_of((0.0,))):
+        future._fail(JobFailed("it crashed", "mend it"))
+        with pytest.raises(JobFailed, match="it crashed"):
+            ASKED[asked](future)
 
 
 def test_what_no_number_is_compared_with_is_another_thing() -> None:
     """Without waiting, because code that looks for None or a sentinel means the object."""
-    future = future_of(torch.zeros(3))
+    future = future_of((torch.zeros(3),))
     for other in (None, "text", object()):
         assert not future == other  # noqa: SIM201
         assert future != other
@@ -227,27 +272,48 @@ def test_a_sum_that_begins_with_a_step_goes_into_its_result(by: Callable[[Any, A
     loss, first = torch.tensor(5.0), future_of(torch.tensor(5.0))
     total = by(loss, other.result() if isinstance(other, StepFuture) else other)
     ours = by(first, other)
-    assert ours is first
+    assert ours is first.result()
     assert total is loss
     assert torch.equal(first.result(), loss)
     assert by(future_of(5.0), 2.0) == by(5.0, 2.0)
 
 
-def test_backward_says_where_it_belongs() -> None:
-    future = future_of(torch.tensor(1.0))
-    with pytest.raises(AttributeError, match=r"loss\.backward\(\) inside the step; the result is the value") as caught:
-        future.backward()
-    assert caught.value.name == "backward"
+@pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.tensor(1.0),), 1.0])
+def test_backward_says_where_it_belongs(value: Any) -> None:
+    future = future_of(value)
+    with pytest.raises(NoGraph, match=r"call loss\.backward\(\), and optimizer\.step\(\), inside the step"):
+        future.backward(retain_graph=True)
     assert not future.done(), "nothing is waited for"
 
 
 def test_protocols_are_not_asked_of_the_value() -> None:
-    """Or displaying or copying a future would wait for it."""
-    future = future_of(torch.tensor(1.0))
-    for name in ("backward", "_repr_html_", "__dlpack__", "__cuda_array_interface__", "__array_interface__"):
+    """Or displaying a future would wait for it twice."""
+    future = future_of((torch.tensor(1.0),))
+    for name in ("_repr_html_", "__dlpack__", "__cuda_array_interface__", "__array_interface__"):
         assert not hasattr(future, name)
-    repr(future)
     assert not future.done()
+
+
+def test_the_repr_of_a_step_that_failed_says_so_and_raises_nothing() -> None:
+    future = future_of(torch.tensor(1.0))
+    future._fail(JobFailed("it crashed", "mend it"))
+    assert repr([future]) == "[<StepFuture failed: it crashed>]"
+
+
+def test_only_a_tensor_waits_as_a_tensor() -> None:
+    """A history of results pickles and copies as values, of which none keeps the job."""
+    kept = copy.deepcopy({"loss": [future_of(torch.tensor(1.0))], "counts": future_of({"seen": torch.tensor(3)})})
+    assert type(kept["loss"][0]) is torch.Tensor  # type: ignore[index]
+    assert type(kept["counts"]) is dict
+
+
+def test_it_is_saved_and_loaded_as_its_value() -> None:
+    file = io.BytesIO()
+    torch.save({"loss": future_of(torch.tensor(0.25)), "best": future_of(0.5)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded["loss"]) is torch.Tensor
+    assert loaded == {"loss": torch.tensor(0.25), "best": 0.5}
 
 
 def test_what_the_value_has_not_it_has_not() -> None:
@@ -275,6 +341,59 @@ def test_a_structured_result_of_a_step(endpoint: str) -> None:
         assert torch.equal(named["out"], model(x))
         assert torch.equal(best, model(x).argmax(1))
         assert f"{job.step(x)[0]['loss']:.4f}" == f"{named['loss']:.4f}"
+
+
+@dataclass(frozen=True)
+class Found:
+    loss: torch.Tensor
+    parts: dict[str, Any]
+    name: str = "found"
+    more: Any = None
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.loss, torch.Tensor), "made once, by the step"
+
+
+def test_a_step_returns_dataclasses(endpoint: str) -> None:
+    """Also one within another, and frozen ones."""
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+
+    def step(x: torch.Tensor) -> Any:
+        out = model(x)
+        inner = Found(out.sum(), {"out": out}, more=[1, 2.5, None])
+        return Found(out.square().mean(), {"inner": (inner, out.argmax(1))})
+
+    plain = step(x)
+    with client.submit(step, example=(x,), model=model, endpoint=endpoint) as job:
+        found = job.step(x)
+        assert found.name == "found"
+        inner, best = found.parts["inner"]
+        result = found.result()
+    assert type(result) is Found
+    assert torch.equal(result.loss, plain.loss.detach())
+    assert torch.equal(best, plain.parts["inner"][1])
+    assert type(inner) is Found
+    assert inner.more == [1, 2.5, None]
+    assert torch.equal(inner.parts["out"], model(x))
+
+
+def test_what_a_dataclass_holds_is_refused_by_its_type(endpoint: str) -> None:
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+
+    def step(x: torch.Tensor) -> Any:
+        return Found(model(x), {"of": object()})
+
+    with pytest.raises(CaptureError, match="the step returns a object"):
+        client.submit(step, example=(x,), model=model, endpoint=endpoint)
+
+
+def test_a_number_that_the_step_computes_is_a_number(endpoint: str) -> None:
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+    with client.submit(lambda x: model(x).shape[0] / 8, example=(x,), model=model, endpoint=endpoint) as job:
+        found = job.step(x)
+        assert isinstance(found, numbers.Number)
+        assert not isinstance(found, torch.Tensor)
+        assert found == 0.5
 
 
 def test_a_logger_takes_it() -> None:
