@@ -30,7 +30,7 @@ from gpumux.capture.structure import (
     path_name,
 )
 from gpumux.capture.symbols import ConstantScalars, Evaluator, Expr, ScalarGuard
-from gpumux.capture.tracer import Check, DeviceExit, HostExit, HostResult, RawTrace, TensorResult
+from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult, ValueCheck
 from gpumux.capture.watch.fingerprint import Change
 from gpumux.capture.watch.watches import numerics_now, uses_tf32
 from gpumux.errors import CaptureError
@@ -314,7 +314,7 @@ class Lowered:
     written: tuple[Expr, ...] = ()  # numbers written into the Program as constants
     # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
     words: int | None = 0
-    further: tuple[Check, ...] = ()  # what the last entries of `results` are, which the step does not return
+    further: tuple[ValueCheck, ...] = ()  # what the last entries of `results` are, which the step does not return
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
 
 

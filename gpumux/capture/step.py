@@ -25,12 +25,12 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
-    Check,
     HostResult,
     RawTrace,
     TensorResult,
     TraceAgain,
     Tracer,
+    ValueCheck,
     refuse_odd_tensors,
     without_collection,
 )
@@ -210,7 +210,7 @@ class StepProgram:
     batch_check: BatchCheck = field(init=False)
     leaf: tuple[str, Any] | None = field(init=False)  # the result (as in Lowered.results) if it is no container
     _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
-    further: tuple[tuple[int, Check], ...] = field(init=False)  # (tensor, what it is) of the others
+    further: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
 
     def __post_init__(self) -> None:
         self.batch_check = BatchCheck(self.lowered.program)

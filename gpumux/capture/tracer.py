@@ -300,7 +300,7 @@ class HostResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ValueCheck:
     """A further result of a step, which must be true. `wrong` says what is wrong if it is not."""
 
     wrong: str
@@ -322,7 +322,7 @@ class RawTrace:
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
-    further: list[Check] = field(default_factory=list)  # what the last results are, which the step does not return
+    further: list[ValueCheck] = field(default_factory=list)  # what the last results are, which the step does not return
 
 
 @contextmanager
@@ -560,7 +560,7 @@ class Tracer:
             for leaf in leaves:
                 results.append(self._result(rec, leaf))
             results += [TensorResult(view) for view, _ in rec.checks]
-            further = [Check(wrong) for _, wrong in rec.checks]
+            further = [ValueCheck(wrong) for _, wrong in rec.checks]
             counters = Counters(self.table)
             optimizers = tuple(
                 freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p, counters), i)
