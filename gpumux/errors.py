@@ -40,7 +40,9 @@ other side, so that a user catches one type wherever the error occurred.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import types
+from contextlib import suppress
+from typing import Any, ClassVar
 
 
 class GpumuxError(Exception):
@@ -193,8 +195,55 @@ class TrialFailed(GpumuxError):
     code = "trial_failed"
 
 
+class _RaisedInStep(CaptureError):
+    """A CaptureError that stands for an exception of the step's own: text and arguments are those of the exception, and
+    what gpumux says is a note under it."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> Any:
+        return CaptureError, (self.message, self.remedy)
+
+
+def raised_in_step(error: Exception, message: str, remedy: str) -> CaptureError:
+    """A CaptureError that is of the kind of `error` too, so that a script's own `except ValueError` catches it. A plain
+    CaptureError for a class that has no such subclass."""
+    kind = _raised_in_step(type(error))
+    if kind is None:
+        return CaptureError(f"{message}: {error}", remedy)
+    try:
+        made = kind.__new__(kind, *error.args)
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a class of the user's may do anything there
+        return CaptureError(f"{message}: {type(error).__name__}", remedy)
+    made.args = error.args
+    made.__dict__.update(error.__dict__)
+    for name, held in ((n, d) for base in type(error).__mro__ for n, d in vars(base).items() if n[0] != "_"):
+        if isinstance(held, types.MemberDescriptorType):  # what Python's own classes keep, as OSError.errno
+            with suppress(AttributeError, TypeError):
+                setattr(made, name, getattr(error, name))
+    made.text, made.message, made.remedy = text, f"{message}: {text}", remedy
+    made.add_note(f"{message} — {remedy}")
+    return made
+
+
+_raised: dict[type[Exception], type[_RaisedInStep] | None] = {}  # made so far
+
+
+def _raised_in_step(kind: type[Exception]) -> type[_RaisedInStep] | None:
+    if kind not in _raised:
+        try:
+            _raised[kind] = type(f"CaptureError[{kind.__name__}]", (_RaisedInStep, kind), {"__module__": __name__})
+        except TypeError:  # its memory, or its metaclass, goes with no other base
+            _raised[kind] = None
+    return _raised[kind]
+
+
 def _tree(cls: type[GpumuxError]) -> dict[str, type[GpumuxError]]:
-    found = {cls.code: cls}
+    found = {cls.code: cls} if "code" in vars(cls) else {}
     for sub in cls.__subclasses__():
         found.update(_tree(sub))
     return found

@@ -30,7 +30,7 @@ from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
-from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
+from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
 from gpumux.program.ir import ITEM_BYTES
 
 # ---- refusals of batches, and of what a trace did
@@ -73,6 +73,32 @@ def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         ) from error
     except ValueError:
         return  # the function has no signature
+
+
+log = logging.getLogger("gpumux.client")
+
+_OF_CAPTURE = ("fake", "meta", "tensor subclass", "storage", "torch._subclasses", "torch.fx", "symbolic", "tracing")
+
+
+def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
+    """What the script gets for an exception that the step let out while it was captured. The plain loop raises the same
+    exception there, if it is not one of fake tensors', so the script may catch it by its kind."""
+    where = source.traceback_line(error)
+    message = f"the step raised {type(error).__name__} while it was captured, at {where}"
+    told = f"{type(error).__module__} {error}".lower()
+    if isinstance(error, NotImplementedError) or any(word in told for word in _OF_CAPTURE):
+        return CaptureError(
+            f"{message}: {error}",
+            "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
+        )
+    writes = any(record.storages[s].kind == "state" for op in record.ops for s in op.writes)
+    draws = any(op.random is not None for op in record.ops)
+    done = " and ".join(["changed state (as batch norm counts batches)"] * writes + ["drew random numbers"] * draws)
+    remedy = "run the step once without gpumux to see whether it works"
+    if done:
+        remedy = f"the job is as before the call, where the plain step first {done}; {remedy}"
+        log.warning("%s: the job is as before the call, where the plain step first %s", message, done)
+    return raised_in_step(error, message, remedy)
 
 
 def refuse_batch_gradients(batch: list[Any], fakes: list[Any]) -> None:
@@ -452,12 +478,7 @@ class Tracer:
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
-                raise CaptureError(
-                    f"the step raised {type(error).__name__} while it was captured, at {source.traceback_line(error)}:"
-                    f" {error}",
-                    "run the step once without gpumux to see whether it works; a step may not read tensor values in"
-                    " Python",
-                ) from error
+                raise _error_of_step(error, rec.record) from error
             finally:
                 torch.clear_autocast_cache()
         stuck = [c for c in changes if not c.flag]
