@@ -85,7 +85,7 @@ def submit(
     def attempt(session: Session) -> Job:
         job: Job | None = None
         try:
-            table = StateTable(models, optimizers, *devices_of(session, 5))
+            table = StateTable(models, optimizers, *devices_of(session, 6))
             table.home = table.home or _first_device(example)
             kept = find_kept(session, resume) if resume is not None else None
             if kept is not None:

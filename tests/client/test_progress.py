@@ -78,13 +78,22 @@ def test_a_line_follows_what_happens_and_is_erased() -> None:
     assert out.getvalue().endswith("\r\x1b[K")
 
 
-def test_a_log_gets_one_quiet_line(caplog: pytest.LogCaptureFixture) -> None:
-    time, out = Time(), Terminal(terminal=False)
+def test_a_log_gets_one_quiet_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    time, out, said = Time(), Terminal(terminal=False), queue.SimpleQueue[None]()
     shown = Progress("digits", out, time.wait)
+
+    class Told(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            said.put(None)
+            return True
+
+    told = Told()
+    monkeypatch.setattr(progress.log, "filters", [*progress.log.filters, told])
     with caplog.at_level(logging.INFO, "gpumux.client"):
         shown.stage(lambda: "tracing")
         time.passes()
-        ended(shown, time)
+        said.get(timeout=60)
+        shown.end()
     assert out.getvalue() == ""
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("INFO", "digits: tracing")]
 
