@@ -685,7 +685,6 @@ def _penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 @idiom(
     "WGAN-GP: the gradient penalty at interpolates, the generator trained every second batch",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def wgan_gp(train: Train) -> Any:
     generator, critic = _gan()

@@ -40,7 +40,7 @@ def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-@idiom("a loss weight in a closure, annealed by epoch", fails="a number that changes makes a new variant, at most 4")
+@idiom("a loss weight in a closure, annealed by epoch")
 def annealed_weight(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches()
@@ -65,7 +65,6 @@ def annealed_weight(train: Train) -> Any:
 
 @idiom(
     "mixup with a lambda drawn outside the step and given as a float",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def mixup(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -107,9 +106,7 @@ def mixup_drawn_inside(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model
 
 
-@idiom(
-    "a temperature of Gumbel softmax, annealed each step", fails="a number that changes makes a new variant, at most 4"
-)
+@idiom("a temperature of Gumbel softmax, annealed each step")
 def annealed_temperature(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches(8)
@@ -133,7 +130,6 @@ def annealed_temperature(train: Train) -> Any:
 
 @idiom(
     "a counter in a closure, counted up in the step, for a warmup of the loss weight",
-    fails="a counter changed in the step is refused",
 )
 def counter_as_warmup(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -176,7 +172,7 @@ def label_smoothing(train: Train) -> Any:
     return losses, model
 
 
-@idiom("dropout changed between epochs: module.p = ...", fails="a number that changes makes a new variant, at most 4")
+@idiom("dropout changed between epochs: module.p = ...")
 def scheduled_dropout(train: Train) -> Any:
     model, optimizer = _classifier(dropout=0.5)
     batches = _batches()
@@ -204,7 +200,6 @@ class _Autoencoder(nn.Module):
 
 @idiom(
     "the KL weight of a VAE, a function of the global step",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def kl_weight(train: Train) -> Any:
     model = _Autoencoder()
@@ -239,7 +234,6 @@ def learning_rate_by_hand(train: Train) -> Any:
 
 @idiom(
     "a learning rate set in the step, from the step's number given as an int",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def learning_rate_in_the_step(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -258,7 +252,7 @@ def learning_rate_in_the_step(train: Train) -> Any:
     return [run(x, y, number) for number, (x, y) in enumerate(batches)], model, optimizer
 
 
-@idiom("scheduler.step() inside the step", fails="the scheduler's counters change in the step")
+@idiom("scheduler.step() inside the step")
 def scheduler_inside(train: Train) -> Any:
     model, optimizer = _classifier()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
@@ -279,7 +273,6 @@ def scheduler_inside(train: Train) -> Any:
 
 @idiom(
     "scheduler.step() inside the step, get_last_lr() printed after each step",
-    fails="the scheduler's counters change in the step",
 )
 def scheduler_inside_printed(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -431,7 +424,6 @@ def teacher_forcing_inside(train: Train) -> Any:
 
 @idiom(
     "the global step as an int, for a weight that decays with it",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def global_step(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -451,7 +443,6 @@ def global_step(train: Train) -> Any:
 
 @idiom(
     "the batch's index as an int: if i % 10 == 0 the step returns more",
-    fails="a number that changes makes a new variant, at most 4",
 )
 def step_that_logs(train: Train) -> Any:
     model, optimizer = _classifier()

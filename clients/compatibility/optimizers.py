@@ -480,7 +480,7 @@ def by_hand(train: Train) -> Any:
     return losses, model, optimizer
 
 
-@idiom("a scheduler stepped inside the step, after optimizer.step()", fails="the step counts in Python")
+@idiom("a scheduler stepped inside the step, after optimizer.step()")
 def scheduled_inside(train: Train) -> Any:
     model, optimizer, batches = classifier()
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=len(batches) + 1)

@@ -72,7 +72,6 @@ def zeroed_outside(train: Train) -> Any:
 
 @idiom(
     "gradient accumulation with `if (i + 1) % 4 == 0`, the step's number an argument",
-    fails="a number by which Python decides makes a variant for each value",
 )
 def accumulated_by_number(train: Train) -> Any:
     model, optimizer, batches = classifier()
@@ -92,7 +91,6 @@ def accumulated_by_number(train: Train) -> Any:
 
 @idiom(
     "gradient accumulation with `if (i + 1) % 4 == 0`, i a variable of the loop around the step",
-    fails="a number by which Python decides makes a variant for each value",
 )
 def accumulated_by_variable(train: Train) -> Any:
     model, optimizer, batches = classifier()
@@ -505,7 +503,6 @@ def state_not_copied(train: Train) -> Any:
 
 @idiom(
     "a counter in the step: nonlocal global_step; global_step += 1",
-    fails="the step counts in Python",
 )
 def counter_inside(train: Train) -> Any:
     model, optimizer, batches = classifier()
@@ -723,7 +720,6 @@ def label_smoothing(train: Train) -> Any:
 
 @idiom(
     "mixup with torch.randperm in the step, a lambda from numpy drawn in the loop",
-    fails="a number that changes makes a variant for each value",
 )
 def mixup(train: Train) -> Any:
     import numpy as np
@@ -767,7 +763,6 @@ def mixup_beta(train: Train) -> Any:
 
 @idiom(
     "cutmix: a box at a place drawn in the loop, x[:, :, top : top + 4]",
-    fails="a number that changes makes a variant for each value",
 )
 def cutmix(train: Train) -> Any:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 4))
@@ -877,7 +872,6 @@ def curriculum(train: Train) -> Any:
 
 @idiom(
     "a loss weight annealed by the epoch: beta = min(1, epoch / 4)",
-    fails="a number that changes makes a variant for each value",
 )
 def annealed(train: Train) -> Any:
     model, optimizer, batches = classifier()

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.generator import STATE_BYTES, words_drawn
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
+from gpumux.capture.side_effects import LeftNumbers
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import (
     ConstLeaf,
@@ -304,7 +305,7 @@ class Lowered:
     program: Program
     binding: tuple[int, ...]  # job buffer of each state slot
     exit: Structure
-    evaluator: Evaluator  # -> scalars, exit host values, changed hyperparameters, host results
+    evaluator: Evaluator  # -> scalars, exit host values, changed hyperparameters, host results, replayed numbers
     counts: tuple[int, int, int]  # numbers of the evaluator's values of the first three kinds
     groups: tuple[tuple[int, int, str, int | None], ...]
     results: tuple[Any, ...]  # per leaf: ("tensor", i), ("host", i) or ("const", value)
@@ -316,6 +317,8 @@ class Lowered:
     words: int | None = 0
     further: tuple[ValueCheck, ...] = ()  # what the last entries of `results` are, which the step does not return
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
+    replays: tuple[LeftNumbers, ...] = ()
+    replayed: int = 0  # how many numbers they take
 
 
 class _Exit:
@@ -396,13 +399,14 @@ def lower(
     if words != 0:
         program = with_generator(program)
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
-    wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
+    replayed = [expr for replay in raw.replays for expr in replay.exprs]
+    wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results, *replayed]
     written = tuple(build.written.values())
     guards = (*raw.guards, *(ScalarGuard(expr, expr.value, "") for expr in written))
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
-        written, words, tuple(raw.further), end.anew,
+        written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed),
     )  # fmt: skip
 
 

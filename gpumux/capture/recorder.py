@@ -36,7 +36,7 @@ from gpumux.capture.source import (
 )
 from gpumux.capture.symbols import Expr, Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
-from gpumux.program.check import fake_call
+from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
 from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
 
@@ -249,9 +249,11 @@ class TraceBuilder:
                     f"{user_line()} changes the shape of the model's own tensor ({schema.target})",
                     "make a view of it instead",
                 )
+            self._guard_all(args, kwargs)
             return  # only the view changes; nothing runs on the device
         fresh = [o for o in made if self.storage_id(o.untyped_storage()) is None]
         if not fresh and not schema.mutable and self._pure_view(made):
+            self._guard_all(args, kwargs)
             return
         symbols = bind(schema, args, kwargs)
         if any(p.is_tensor and (isinstance(v, (int, float)) or is_symbol(v)) for p, v in symbols):
@@ -276,7 +278,8 @@ class TraceBuilder:
             reads |= touched
             if param.writes or i in schema.hidden_writes:
                 writes |= touched
-            value = self._arg(symbol, fake, param.takes_scalar, schema.target)
+            takes_scalar = param.takes_scalar and schema.target not in SIZED_BY_NUMBERS
+            value = self._arg(symbol, fake, takes_scalar, schema.target)
             if not param.kwarg_only:
                 positional.append(value)
             elif isinstance(value, ScalarRef) or not self._is_default(param.name, fake, param.default):
@@ -295,6 +298,12 @@ class TraceBuilder:
                 frozenset(reads), frozenset(writes), slot, where, self.label, by_optimizer,
             )
         )  # fmt: skip
+
+    def _guard_all(self, args: Any, kwargs: Any) -> None:
+        """Keep the numbers of a call of which only a view remains."""
+        for leaf in leaves((args, kwargs)):
+            if is_symbol(leaf):
+                self._scope.guard(self._scope.lift(leaf))
 
     @staticmethod
     def _draws(schema: RecordedSchema, args: tuple[Any, ...]) -> bool:

@@ -4,21 +4,28 @@ A buffer that the step replaces (`self.running = 0.9 * self.running + ...`) is s
 place of the old one. Any other tensor that the step leaves in an attribute, a variable, a dictionary or a list stays
 there until the second trace of the step, in which reading it is an error that names it; then the old value is restored.
 Each step that runs puts an `Unreturned` tensor there, which names the place when its value is read (state.py).
+
+Numbers that the trace has a formula for (a counter, a learning rate that is kept for the log) are put back after the
+trace, and each step that runs puts their new values there: a `LeftNumbers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture.state import unreturned
+from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError
 
 _MISSING = object()
+_Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
 
 
 class _Place(NamedTuple):
@@ -32,12 +39,48 @@ class _Place(NamedTuple):
     old: Any
 
 
+@dataclass(frozen=True, slots=True)
+class LeftNumbers:
+    """A place in which a step leaves numbers. `leaves`: those of the value there, which are formulas or constants."""
+
+    put: Callable[[Any], None]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Expr))
+
+    def run(self, values: Iterator[Number]) -> None:
+        """Put the value there, with the next of `values` in place of each formula."""
+        self.put(
+            pytree.tree_unflatten([next(values) if isinstance(x, Expr) else x for x in self.leaves], self.spec)
+        )  # fmt: skip
+
+
+def _of_numbers(value: Any, depth: int = 0) -> bool:
+    """Whether a value is a number or another constant, or with a `depth` of 1 a list of them."""
+    if is_symbol(value) or value is None or type(value) in (bool, int, float, str):
+        return True
+    return depth > 0 and type(value) is list and all(map(_of_numbers, value))
+
+
+def _has_symbol(value: Any) -> bool:
+    return is_symbol(value) or (type(value) is list and any(map(is_symbol, value)))
+
+
+def _replay(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbers:
+    leaves, spec = pytree.tree_flatten(value)
+    return LeftNumbers(put, tuple(scope.lift(leaf) if is_symbol(leaf) else leaf for leaf in leaves), spec)
+
+
 class SideEffects:
     """Compares the places that a fingerprint found before and after a trace."""
 
     def __init__(self, fingerprint: Fingerprint, number: Callable[[Any], bool] = lambda value: False) -> None:
         """`number`: whether a value is a number of the trace that differs from step to step."""
         self._number = number
+        self._listed = {(id(space), key) for space, key in fingerprint.listed}
         self._fingerprint = fingerprint
         self._buffers = [(m, dict(m._buffers)) for m in fingerprint.modules]
         self._params = [(m, dict(m._parameters)) for m in fingerprint.modules]
@@ -85,18 +128,18 @@ class SideEffects:
     def restorers(self) -> list[Callable[[], None]]:
         """A function for every place that holds a tensor of the trace now, which restores its old value."""
         found = [_put_back(place.space, place.key, place.old) for place in self._entries()]
-        found += [_refill(place.space, place.old) for place in self._variables()]
+        found += [_refill(place.space, place.key, place.old) for place in self._variables()]
         found += [_assign(place.space, place.key, place.old) for place in self._attributes()]
-        return found + [_relist(items, old) for _, items, old in self._lists if any(map(self._holds, items))]
+        return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
         tensors. Raises CaptureError for a list whose other items the step moves."""
         found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._entries()]
-        found += [_refill(p.space, unreturned(p.name, p.value, home, self._number)) for p in self._variables()]
+        found += [_refill(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._variables()]
         found += [_assign(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._attributes()]
         for label, items, old in self._lists:
-            if not any(map(self._holds, items)):
+            if not self._changed(items, old):
                 continue
             pairs = list(zip(items, old, strict=False))
             if len(items) != len(old) or any(new is not was and not self._holds(new) for new, was in pairs):
@@ -111,27 +154,69 @@ class SideEffects:
             ]
         return found
 
+    def replays(self, scope: Scope) -> list[LeftNumbers]:
+        """The places in which the trace left numbers. Puts back what was there. Raises CaptureError where a number of
+        each step gave way to something else."""
+        found = []
+        places: list[tuple[_Setter, _Place]] = [
+            *((_put_back, p) for p in self._entries()),
+            *((_refill, p) for p in self._variables()),
+            *((_assign, p) for p in self._attributes()),
+            *((_put_back, p) for p in self._items()),
+        ]
+        for setter, place in places:
+            depth = 1 if (id(place.space), place.key) in self._listed else 0
+            if not (_of_numbers(place.value, depth) and _of_numbers(place.old, depth)):
+                if _has_symbol(place.old):
+                    raise CaptureError(
+                        f"the step puts a {type(place.value).__name__} into {place.name}, which is a number",
+                        "give it a variable of its own",
+                    )
+                continue
+            found.append(_replay(_setter(setter, place), place.value, scope))
+            setter(place.space, place.key, place.old)()
+        for label, items, old in self._lists:
+            if any(map(is_symbol, old)) and self._changed(items, old):
+                raise CaptureError(f"the step puts something into {label}, which holds numbers", "use another list")
+        return found
+
+    def _items(self) -> Iterator[_Place]:
+        for label, items, old in self._lists:
+            if len(items) == len(old):
+                for i, (value, was) in enumerate(zip(list(items), old, strict=True)):
+                    if value is not was and (is_symbol(was) or (_of_numbers(value) and self._holds(value))):
+                        yield _Place(f"{label}[{i}]", items, i, value, was)
+
+    def _changed(self, items: Any, old: list[Any]) -> bool:
+        """Whether the trace left a tensor or a number in a list."""
+        same = len(items) == len(old) and all(new is was for new, was in zip(items, old, strict=True))
+        return not same and any(map(self._holds, items))
+
     def _holds(self, value: Any) -> bool:
         return _holds_fake(value, also=self._number)
+
+    def _left(self, value: Any, old: Any) -> bool:
+        """Whether a place holds a tensor or a number of the trace, or held such a number before."""
+        return value is not old and (self._holds(value) or _has_symbol(old))
 
     def _entries(self) -> Iterator[_Place]:
         for name, space, skip, before in self._spaces:
             for key, value in list(space.items()):
                 old = before.get(key, _MISSING)
-                if key not in skip and value is not old and self._holds(value):
+                if key not in skip and self._left(value, old):
                     yield _Place(name(key), space, key, value, old)
 
     def _attributes(self) -> Iterator[_Place]:
         for label, owner, before in self._fields:
             for name, old in before.items():
                 value = _field(owner, name)
-                if value is not old and self._holds(value):
+                if self._left(value, old):
                     yield _Place(f"{label}.{name}", owner, name, value, old)
 
     def _variables(self) -> Iterator[_Place]:
         for name, cell, old in self._cells:
             value = _content(cell)
-            if value is not old and self._holds(value):
+            if self._left(value, old):
                 yield _Place(name, cell, None, value, old)
 
     def restore(self) -> None:
@@ -167,6 +252,10 @@ def _field(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING)
 
 
+def _setter(setter: _Setter, place: _Place) -> Callable[[Any], None]:
+    return lambda value: setter(place.space, place.key, value)()
+
+
 def _assign(owner: Any, name: str, old: Any) -> Callable[[], None]:
     def put() -> None:
         if old is not _MISSING:
@@ -195,7 +284,7 @@ def _relist(items: Any, old: list[Any]) -> Callable[[], None]:
     return put
 
 
-def _refill(cell: Any, old: Any) -> Callable[[], None]:
+def _refill(cell: Any, key: None, old: Any) -> Callable[[], None]:
     def put() -> None:
         if old is _MISSING:
             del cell.cell_contents

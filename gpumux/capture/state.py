@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -166,6 +167,8 @@ class Watch:
     content: `present` makes its values anew each time; they are compared by equality.
     sized: something of which only the length is compared, as long as it is the same, instead of calling `present`.
     buffers: a module's own buffers, where a tensor that a step replaces is meant to stand.
+    put: sets the value at a position of the reading; None where the reading shows no variables. `home`: the object
+        that holds them; `at`: the positions that are variables.
     """
 
     label: str
@@ -177,6 +180,16 @@ class Watch:
     content: bool = False
     sized: Any = None
     buffers: bool = False
+    put: Callable[[int, Any], None] | None = None
+    home: Any = None
+    at: slice = field(default_factory=partial(slice, None))
+
+    def numbers(self, reading: Reading) -> Iterator[tuple[int, str]]:
+        """(position, name) of the variables that hold a Python number in this reading."""
+        if self.put is not None:
+            for i in range(len(reading))[self.at]:
+                if type(reading[i]) in (float, int):
+                    yield i, self.names(i)
 
     def read(self) -> Reading:
         return tuple(self.present())

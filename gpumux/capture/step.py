@@ -7,7 +7,8 @@ case has *phases*, which the optimizer goes through by itself: its first step, R
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +35,8 @@ from gpumux.capture.tracer import (
     refuse_odd_tensors,
     without_collection,
 )
-from gpumux.capture.watch.fingerprint import Change, Fingerprint
+from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
+from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.indices import BatchCheck
 from gpumux.program.ir import Op, ScalarRef, TensorRef
@@ -127,6 +129,53 @@ def _results(raw: RawTrace) -> list[str]:
     ]
 
 
+def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
+    """Whether two traces of a step do the same, when each formula counts as its value."""
+    same: bool = _described(symbolic) == _described(plain)
+    return same
+
+
+def _described(raw: RawTrace) -> Any:
+    record = raw.record
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, ScalarRef):
+            return repr(record.scalars[arg.index].value)
+        if isinstance(arg, tuple):
+            return tuple(map(value, arg))
+        return repr(arg)
+
+    def named(target: str, kwargs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        usual = _defaults(target) if kwargs else {}
+        return [(k, v) for k, arg in kwargs if (v := value(arg)) != usual.get(k)]
+
+    ops = [
+        (op.target, tuple(map(value, op.args)), named(op.target, op.kwargs), op.outs, op.random) for op in record.ops
+    ]
+    results = [
+        ("view", view) if (view := getattr(r, "view", None)) is not None else repr(getattr(r, "expr", _Plain(r)).value)
+        for r in raw.results
+    ]
+    groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
+    storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
+    return (
+        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, groups, raw.moved.values
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A constant, as a formula is."""
+
+    value: Any
+
+
+def _defaults(target: str) -> Mapping[str, str]:
+    _, packet, overload = target.split(".")
+    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
+    return {a.name: repr(a.default_value) for a in schema.arguments if a.has_default_value()}
+
+
 # ---- batches
 
 
@@ -134,7 +183,11 @@ log = logging.getLogger("gpumux.client")
 T = TypeVar("T")
 
 MAX_PHASES = 8
+_TRIES = 2  # traces with a number as a symbol that may fail
 _PLAIN = frozenset({torch.Tensor})
+_NUMBERS = frozenset({int, float, str})
+MAX_VARIANTS = 32  # of a function, if no limit is given
+MANY_VARIANTS = 5  # so many are worth a warning
 
 
 def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
@@ -161,31 +214,39 @@ def _unlayable(position: int, why: str) -> CaptureError:
     )
 
 
-def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """(hashable description, tensors in order) of a batch. Raises CaptureError for a leaf that is neither a tensor nor
-    a plain constant."""
+Numbers = tuple[tuple[int, Any], ...]
+
+
+def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
+    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
+    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
+    constant."""
     if not kwargs and _PLAIN.issuperset(map(type, args)):
         key: list[Any] = []
         for i, t in enumerate(args):
             if not t.is_contiguous():
                 layable(t, i)
             key.append((t.dtype, t.shape, t.stride(), t.requires_grad))
-        return (*key, *_repeated(args)), list(args)
+        return (*key, *_repeated(args)), list(args), ()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     parts: list[Any] = [str(spec)]
-    for leaf in leaves:
+    numbers: list[tuple[int, Any]] = []
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             tensors.append(layable(leaf, len(tensors)))
             t = tensors[-1]
             parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        elif type(leaf) in _NUMBERS:
+            parts.append(type(leaf))
+            numbers.append((i, leaf))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             parts.append((type(leaf), repr(leaf)))
         else:
             raise CaptureError(
                 f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
             )
-    return (*parts, *_repeated(tensors)), tensors
+    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
 
 
 def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -247,6 +308,10 @@ class Phase:
     entry: Structure
     raw: RawTrace
     programs: dict[frozenset[int], StepProgram] = field(default_factory=dict)
+    of_numbers: bool = field(init=False)  # whether it holds for some values of lifted numbers only
+
+    def __post_init__(self) -> None:
+        self.of_numbers = by_numbers(self.raw.guards)
 
 
 @dataclass(slots=True)
@@ -256,18 +321,65 @@ class Case:
     key: Any
     fingerprint: Fingerprint
     hyper: HyperReader
+    numbers: Numbers = ()  # of the batch
+    lifted: frozenset[int] = frozenset()  # those that are symbols
     phases: list[Phase] = field(default_factory=list)
 
-    def matches(self, key: Any) -> bool:
-        if self.key != key:
+    def matches(self, key: Any, numbers: Numbers) -> bool:
+        if self.key != key or (numbers and self._moved(numbers)):
             return False
         with without_fetching():
             return self.fingerprint.holds()
 
-    def difference(self, key: Any) -> str:
+    def _moved(self, numbers: Numbers) -> list[int]:
+        """The numbers of the batch that differ and are no symbols."""
+        return [
+            i
+            for (i, now), (_, old) in zip(numbers, self.numbers, strict=True)
+            if now is not old and i not in self.lifted and repr(now) != repr(old)
+        ]
+
+    def moving(self, key: Any, numbers: Numbers) -> list[Source]:
+        """The numbers and texts that differ in this call, if nothing else does."""
+        if self.key != key:
+            return []
+        try:
+            with without_fetching():
+                changes = self.fingerprint.changes()
+        except NotRepeatable:
+            return []
+        found = [c.variable for c in changes if c.variable is not None and type(c.old) is type(c.new)]
+        return [*self._moved(numbers), *found] if len(found) == len(changes) else []
+
+    def lift(self, sources: Collection[Source]) -> None:
+        """Take these numbers, those that there are, as symbols from now on."""
+        self.phases.clear()  # they have other symbols, or none
+        there = {i for i, _ in self.numbers}
+        self.lifted = frozenset(s for s in sources if isinstance(s, int) and s in there)
+        variables = [s for s in sources if isinstance(s, Variable)]
+        self.fingerprint.lift({v: f"variable.{n}" for n, v in enumerate(variables)})
+
+    @property
+    def sources(self) -> list[Source]:
+        """The numbers that are symbols."""
+        return [*self.lifted, *self.fingerprint.lifted]
+
+    def environment(self, numbers: Numbers, state: State) -> dict[str, Number]:
+        """The values of all numbers at a call, by name."""
+        env = self.hyper.read()
+        for i, value in enumerate(state.host):
+            env[f"s{i}"] = value
+        if self.lifted:
+            env.update({batch_name(i): value for i, value in numbers if i in self.lifted})
+        env.update(self.fingerprint.numbers())
+        return env
+
+    def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return "another batch shape, type or number"
+            return "another batch shape or type"
+        if self._moved(numbers):
+            return "another number or text in the batch"
         try:
             with without_fetching():
                 return ", ".join(c.name for c in self.fingerprint.changes()[:3])
@@ -310,6 +422,10 @@ class Choice:
                 items = list(group[key])
                 items[k] = value
                 group[key] = type(group[key])(items)
+        if lowered.replays:
+            numbers = iter(self.values[len(self.values) - lowered.replayed :])
+            for replay in lowered.replays:
+                replay.run(numbers)
         for flag in lowered.flags:
             flag.again()
         for mark in self.program.left:
@@ -330,10 +446,12 @@ class StepFunction:
 
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, staleness: StalenessHooks,
-        *, intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
-        twice: bool = True, clients_generator: bool = False, constants: ConstantScalars | None = None,
+        *, intern: Callable[[Structure], Structure], max_variants: int | None = None, microbatches: int = 1,
+        compiled: bool = False, twice: bool = True, clients_generator: bool = False,
+        constants: ConstantScalars | None = None,
     ) -> None:  # fmt: skip
-        """`twice`: trace each step twice, to check that it does the same again. `clients_generator`: draw from the
+        """`max_variants`: cases of which one more raises TooManyVariants; None: MAX_VARIANTS are kept, by use. `twice`:
+        trace each step twice, to check that it does the same again. `clients_generator`: draw from the
         client's generator (generator.py). `constants`: decides which numbers are written into the Programs."""
         self.fn = fn
         self._twice = twice
@@ -353,6 +471,9 @@ class StepFunction:
         self._unconfirmed: list[tuple[RawTrace, Callable[[], RawTrace]]] | None = None
         self._executed: Executed = {}  # user code seen to run in a trace
         self._cases: list[Case] = []  # most recently used first
+        self._moving: dict[Source, None] = {}  # numbers seen to change, which are symbols in new cases
+        self._failures: Counter[Source] = Counter()  # of traces in which they were symbols
+        self._warned = False
         self._first_changes: list[Change] | None = None  # None before the first trace
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
@@ -395,15 +516,13 @@ class StepFunction:
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         try:
-            key, tensors = batch_key(args, kwargs)
+            key, tensors, numbers = batch_key(args, kwargs)
         except (NotImplementedError, RuntimeError):  # from torch, for tensors that have no strides
             refuse_odd_tensors(pytree.tree_leaves((args, kwargs)))
             raise
-        case = self._case(key, tensors)
-        env = case.hyper.read()
-        for i, value in enumerate(state.host):
-            env[f"s{i}"] = value
-        for phase in case.phases:
+        case = self._case(key, tensors, numbers)
+        env = case.environment(numbers, state)
+        for at, phase in enumerate(case.phases):
             if phase.entry is state.structure:
                 found = phase.programs.get(state.keep) or self._program(phase, state)
                 if isinstance(found, KeepMore):
@@ -415,31 +534,34 @@ class StepFunction:
                         return found
                     values = found.lowered.evaluator.run(env)
                 if values is not None:
+                    if at and phase.of_numbers:
+                        case.phases.insert(0, case.phases.pop(at))
                     if found.batch_check.checks:
                         found.batch_check.run(tensors)
                     return Choice(found, values, tensors)
+        case.numbers = numbers  # those that are no symbols are the same, or will be constants of the trace
         found = self._capture(case, args, kwargs, state)
         if isinstance(found, KeepMore):
             return found
+        env = case.environment(numbers, state)
         values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
         found.batch_check.run(tensors)
         return Choice(found, values, tensors)
 
-    def _case(self, key: Any, tensors: list[torch.Tensor]) -> Case:
+    def _case(self, key: Any, tensors: list[torch.Tensor], numbers: Numbers) -> Case:
         for i, case in enumerate(self._cases):
-            if case.matches(key):
+            if case.matches(key, numbers):
                 if i:
                     self._cases.insert(0, self._cases.pop(i))
                 return case
-        if len(self._cases) >= self._max_variants:
-            raise TooManyVariants(
-                f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values"
-                f" already, and this call differs again: {self._cases[0].difference(key)}",
-                "keep batches of equal shape (drop the last one or pad it); pass a number that changes as a tensor"
-                " argument, torch.tensor(value), instead of a Python number or a closure's; raise max_variants= if the"
-                " variety is meant",
-            )
+        for case in self._cases:
+            moving = case.moving(key, numbers)
+            if moving:
+                self._moving.update(dict.fromkeys(moving))
+                break
+        if self._cases:
+            self._make_room(key, numbers)
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         table = self._table
@@ -447,9 +569,35 @@ class StepFunction:
             self.fn, table.models, table.optimizers, table.params, executed=self._executed, identity=table.identity
         )
         fingerprint.remember()
-        case = Case(key, fingerprint, HyperReader(table.optimizers))
+        case = Case(key, fingerprint, HyperReader(table.optimizers), numbers)
+        if self.microbatches == 1:
+            case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])
         self._cases.insert(0, case)
         return case
+
+    def _make_room(self, key: Any, numbers: Numbers) -> None:
+        """Prepare for one more case. Raises TooManyVariants if there are as many as were allowed."""
+        count, difference = len(self._cases), self._cases[0].difference(key, numbers)
+        if self._max_variants is not None and count >= self._max_variants:
+            raise TooManyVariants(
+                f"{self.name} was captured for {count} combinations of batch shapes and Python values"
+                f" already, and this call differs again: {difference}",
+                "keep batches of equal shape (drop the last one or pad it); pass a number that changes as a tensor"
+                " argument, torch.tensor(value), instead of a Python number or a closure's; raise max_variants=, or"
+                " leave it away, if the variety is meant",
+            )
+        self._warn_of_many(count + 1, difference)
+        if count >= MAX_VARIANTS and self._max_variants is None:
+            del self._cases[MAX_VARIANTS - 1 :]
+
+    def _warn_of_many(self, count: int, difference: str) -> None:
+        if count >= MANY_VARIANTS and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s is captured for the %dth combination of batch shapes and Python values (%s): each takes the time of"
+                " a capture, and memory in the daemon. Pad batches to fewer shapes, or pass what changes as a tensor.",
+                self.name, count, difference,
+            )  # fmt: skip
 
     def _refuse_state_as_batch(self, tensors: list[torch.Tensor]) -> None:
         for i, tensor in enumerate(tensors):
@@ -467,7 +615,7 @@ class StepFunction:
     @without_collection()
     def _capture(self, case: Case, args: Any, kwargs: Any, state: State) -> StepProgram | KeepMore:
         phases = case.phases
-        if len(phases) >= MAX_PHASES:
+        if sum(not phase.of_numbers for phase in phases) >= MAX_PHASES:
             guards = {g.where for p in phases for g in p.raw.guards}
             raise TooManyVariants(
                 f"{self.name} takes another path at almost every step (Python decides by a hyperparameter or step count"
@@ -485,7 +633,13 @@ class StepFunction:
         if not isinstance(found, KeepMore):
             self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
             self._refuse_state_dictionaries(case.fingerprint)
-            phases.append(phase)
+            phases.insert(0, phase) if phase.of_numbers else phases.append(phase)
+            variants = [one for one in phases if one.of_numbers]
+            if len(variants) > 1:
+                places = sorted({guard.where for guard in phase.raw.guards})
+                self._warn_of_many(len(variants), f"Python decides by a number at {', '.join(places[:3])}")
+            for least in variants[MAX_VARIANTS:]:
+                phases.remove(least)
         return found
 
     def _refuse_old_tensors(self, fingerprint: Fingerprint, anew: set[int]) -> None:
@@ -522,20 +676,71 @@ class StepFunction:
             )
 
     def _trace(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
-        fingerprint = case.fingerprint
         with self._staleness.suspended():
             may_change = self._first_changes is None
             self._first_changes = self._first_changes or []
+            while True:
+                try:
+                    return self._trace_case(case, args, kwargs, state, may_change)
+                except Moves as moves:
+                    self._moving.update(dict.fromkeys(moves.variables))
+                    case.lift([*case.sources, *moves.variables])
+                finally:
+                    self._tracer.tidy()
+
+    def _trace_case(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
+        found = self._trace_lifted(case, args, kwargs, state, may_change) if case.sources else None
+        return found or self._trace_plainly(case, args, kwargs, state, may_change)
+
+    def _trace_lifted(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace | None:
+        """The trace with the numbers of `case.sources` as symbols, of which those that can't be are removed. None if
+        none remains."""
+        attempt = partial(self._attempt, case, args, kwargs, state, may_change)
+        wanted = case.sources
+        found = attempt()
+        if found is not None:
+            return found
+        for without in wanted if len(wanted) > 1 else ():
+            case.lift([one for one in wanted if one != without])
             try:
-                first = self._trace_once(fingerprint, args, kwargs, state, may_change)
-                known = not fingerprint.extend(first.executed)
-                again = partial(self._trace_again, fingerprint, args, kwargs, state)
-                if not self._twice or self._needs_no_second(first, case, again):
-                    return first
-                second = self._trace_once(fingerprint, args, kwargs, state)
-                part = self._trace_part(fingerprint, args, kwargs, state) if self.microbatches > 1 else None
-            finally:
-                self._tracer.tidy()
+                found = attempt()
+            except Moves:
+                continue
+            if found is not None:
+                self._failures[without] += 1
+                return found
+        self._failures.update(wanted)
+        case.lift([])
+        return None
+
+    def _attempt(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace | None:
+        """The trace with symbols, None if it fails or if the one with plain numbers does something else."""
+        fingerprint = case.fingerprint
+        try:
+            with_symbols = self._trace_once(case, args, kwargs, state, may_change, symbols=True)
+        except CaptureError as error:
+            log.debug("%s: its numbers stay constants: %s", self.name, error)
+            return None
+        finally:
+            self._tracer.tidy()
+        known = not fingerprint.extend(with_symbols.executed)
+        plain = self._trace_once(case, args, kwargs, state)
+        if same_for_these_numbers(with_symbols, plain):
+            return with_symbols
+        if not known:
+            raise TraceAgain([])  # the first trace may have changed what was not yet watched
+        log.debug("%s: its numbers stay constants: the step does something else with symbols", self.name)
+        return None
+
+    def _trace_plainly(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
+        fingerprint = case.fingerprint
+        first = self._trace_once(case, args, kwargs, state, may_change)
+        known = not fingerprint.extend(first.executed)
+        again = partial(self._trace_again, case, args, kwargs, state)
+        if not self._twice or self._needs_no_second(first, case, again):
+            return first
+        second = self._trace_once(case, args, kwargs, state)
+        part = self._trace_part(case, args, kwargs, state) if self.microbatches > 1 else None
         difference = first_difference(first, second)
         if difference is not None and not known:
             raise TraceAgain([])  # the first trace may have changed what was not yet watched
@@ -569,23 +774,26 @@ class StepFunction:
         return True
 
     def _trace_once(
-        self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State, may_change: bool = False
+        self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool = False, symbols: bool = False
     ) -> RawTrace:
+        lifted = case.fingerprint.lifted
+        movable = lambda v: self.microbatches == 1 and v not in lifted and self._failures[v] < _TRIES  # noqa: E731
         return self._tracer.trace(
-            self.fn, args, kwargs, state.structure, state.host, fingerprint, may_change, self._by_device
-        )
+            self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
+            Lift(case.lifted, symbols, movable),
+        )  # fmt: skip
 
-    def _trace_again(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+    def _trace_again(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
         with self._staleness.suspended():
             try:
-                return self._trace_once(fingerprint, args, kwargs, state)
+                return self._trace_once(case, args, kwargs, state)
             finally:
                 self._tracer.tidy()
 
-    def _trace_part(self, fingerprint: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+    def _trace_part(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
         part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
         try:
-            return self._trace_once(fingerprint, part_args, part_kwargs, state)
+            return self._trace_once(case, part_args, part_kwargs, state)
         except CaptureError as error:
             raise NotSplittable(
                 f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it:"

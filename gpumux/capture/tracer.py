@@ -8,8 +8,9 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Recorder, TraceRecord
-from gpumux.capture.side_effects import SideEffects
+from gpumux.capture.side_effects import LeftNumbers, SideEffects
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
@@ -30,6 +31,7 @@ from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
+from gpumux.capture.watch.lifting import Lift, Moved, Moves, symbol
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
 from gpumux.program.ir import ITEM_BYTES
 
@@ -349,6 +351,8 @@ class RawTrace:
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
     further: list[ValueCheck] = field(default_factory=list)  # what the last results are, which the step does not return
+    replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
+    moved: Moved = field(default_factory=Moved)
 
 
 @contextmanager
@@ -376,6 +380,9 @@ class TraceAgain(Exception):
         self.changes = changes
 
 
+_NOTHING_LIFTED = Lift()
+
+
 class Tracer:
     """Traces the steps of one job. `by_device`: trace steps for a GPU with the operators that torch runs there
     (capture/gpu/operators.py). `begun` is called when a trace begins."""
@@ -401,20 +408,29 @@ class Tracer:
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
         host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool = False, by_device: bool = True,
+        lift: Lift = _NOTHING_LIFTED,
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors, from the structure `entry`. Restores the local state.
-        Raises CaptureError or a subclass, and with `may_change` TraceAgain."""
+        Raises CaptureError or a subclass, Moves, and with `may_change` TraceAgain."""
         self._begun()
         with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs():
-            return self._trace(
-                fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device
-            )
+            scope = Scope(source.user_line)
+            plain = fingerprint.read()
+            with fingerprint.replaced(partial(symbol, scope)) if lift.symbols else nullcontext():
+                raw = self._trace(
+                    fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device,
+                    lift, scope,
+                )  # fmt: skip
+            if raw is None:
+                raise TraceAgain([change for change in fingerprint.changes(plain) if not change.flag])
+            return raw
 
     def _trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool, by_device: bool,
-    ) -> RawTrace:  # fmt: skip
-        scope = Scope(source.user_line)
+        host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool, by_device: bool, lift: Lift,
+        scope: Scope,
+    ) -> RawTrace | None:  # fmt: skip
+        """None if the step changed variables, which keep their new values."""
         tape = RngTape()
 
         def unknown(tensor: torch.Tensor) -> Exception:
@@ -439,13 +455,13 @@ class Tracer:
         position = 0
         fakes: list[Any] = []
         same: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one tensor in the step
-        for leaf in leaves:
+        for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 fake = rec.input(leaf, position).requires_grad_(leaf.requires_grad)
                 fakes.append(same.setdefault(id(leaf), fake))
                 position += 1
             else:
-                fakes.append(leaf)
+                fakes.append(lift.leaf(i, leaf, scope))
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with self._stage(rec, entry, host_values) as groups:
             torch.clear_autocast_cache()  # it may hold real casts, and would keep fake ones
@@ -467,8 +483,12 @@ class Tracer:
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
                 replaced = left.replaced_buffers()
+                moved = Moved()
+                moved.enter(fingerprint.changes(before), scope)
+                replays = left.replays(scope)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
+                raw.replays, raw.moved = replays, moved
                 raw.replaced = self._replaced(rec, replaced)
                 raw.executed = observer.found
                 self._restorers += left.restorers()
@@ -481,11 +501,15 @@ class Tracer:
                 raise _error_of_step(error, rec.record) from error
             finally:
                 torch.clear_autocast_cache()
-        stuck = [c for c in changes if not c.flag]
-        if stuck and may_change:
-            raise TraceAgain(stuck)
+        moves = lift.moves(changes)
+        lifted = fingerprint.lifted if not lift.symbols else frozenset()
+        stuck = [c for c in changes if not c.flag and c.variable not in lifted]
+        if stuck and may_change and not moves:
+            return None
         for change in changes:
             change.restore()
+        if moves:
+            raise Moves(moves)
         if stuck:
             names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
             raise NotRepeatable(

@@ -142,7 +142,7 @@ class Job:
     call order."""
 
     def __init__(
-        self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int,
+        self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int | None,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
         clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
     ) -> None:  # fmt: skip

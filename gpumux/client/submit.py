@@ -25,7 +25,7 @@ def submit(
     step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
     weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
-    seed: int | None = None, max_variants: int = 4, microbatches: int = 1, compile: bool = False,  # noqa: A002
+    seed: int | None = None, max_variants: int | None = None, microbatches: int = 1, compile: bool = False,  # noqa: A002
     rng: str | None = None, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> Job:  # fmt: skip
@@ -46,7 +46,9 @@ def submit(
         a generator of the job's own, independent of all other draws. Default: "client" if model and daemon compute on
         the CPU and there is no `seed`, else "own"; a GPU draws other numbers anyway.
     seed: of the job's own random generator, for rng="own"; default torch.initial_seed(), what torch.manual_seed set.
-    max_variants: combinations of batch shapes and Python flags captured per function.
+    max_variants: combinations of batch shapes and Python values that a function may be captured for. One more raises
+        TooManyVariants. By default 32 are kept, and the least recently used makes room for another; its Program stays
+        loaded in the daemon until the job ends.
     microbatches: run a step's batch as this many accumulated parts, for shorter pieces and less memory. Must divide the
         batch size. The result is equivalent, not bit-equal. The step's loss must be a mean or a sum over independent
         samples (NotSplittable says why it isn't). Dropout draws other masks.
@@ -77,7 +79,8 @@ def submit(
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     name = resume if name is None else name
     spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
-    max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
+    if max_variants is not None:
+        max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     check_compile(compile)
     check_rng(rng, seed)

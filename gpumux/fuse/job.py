@@ -280,7 +280,7 @@ class ArrayJob(BaseArray):
         lowered = replace(
             plain, program=on_lines(fused.program, parts), binding=tuple(map(self._slot, lines)),
             counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
-            exit=Structure((), (), ()),
+            exit=Structure((), (), ()), replays=(), replayed=0,
         )  # fmt: skip
         program = StepProgram(lowered)
         self.job.upload(program)

@@ -319,7 +319,7 @@ _SAMPLED: dict[Any, Any] = {
 
 
 # A host scalar in these would decide a size, which must not change between steps.
-_SIZED_BY_NUMBERS = frozenset(
+SIZED_BY_NUMBERS = frozenset(
     f"aten.{name}" for name in ("arange.default", "arange.start", "arange.start_step", "range.default", "range.step")
 )
 
@@ -431,7 +431,7 @@ def _check(op: Op, param: SchemaParam, arg: Arg) -> None:
         raise ProgramError(f"the argument {param.name} takes {param.kind}, not {_kind(arg)}", _remedy(param, arg))
     if param.name == "pin_memory" and arg:
         raise ProgramError("pinned memory is not a Program's to ask for")
-    if isinstance(arg, ScalarRef) and op.target in _SIZED_BY_NUMBERS:
+    if isinstance(arg, ScalarRef) and op.target in SIZED_BY_NUMBERS:
         raise ProgramError(f"a host scalar as {param.name} would change the output's size from step to step")
 
 

@@ -6,8 +6,9 @@ found once, at capture (`walk.py`), and watched (`watches.py`). If a reading dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import call, is_
@@ -17,9 +18,26 @@ import torch
 
 from gpumux.capture.source import Executed
 from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout
+from gpumux.capture.symbols import Number
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
 from gpumux.errors import NotRepeatable
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that holds a Python number: the object that holds it, and its name or place there."""
+
+    place: str
+    home: Any = field(compare=False, repr=False)
+    _id: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_id", id(self.home))
+
+
+def _variable(watch: Watch, name: str) -> Variable:
+    return Variable(name.removeprefix(watch.label), watch.home)  # the label may be another after another walk
 
 
 @dataclass(slots=True)
@@ -32,6 +50,29 @@ class Change:
     flag: bool  # whether it is a training flag, which a step may change
     restore: Callable[[], None]
     again: Callable[[], None]
+    variable: Variable | None = None  # if it was a Python number
+
+
+class _Lifted:
+    """The variables of one watch that are numbers of each step: only their types are compared."""
+
+    def __init__(self, watch: Watch, names: Mapping[int, str]) -> None:
+        self.watch = watch
+        self.names = names
+        self.seen: Reading = ()
+
+    def unchanged(self) -> bool:
+        """Whether all else is the same object as in `seen`."""
+        now, names = self.watch.read(), self.names
+        if len(now) != len(self.seen):
+            return False
+        differs = [i for i, (a, b) in enumerate(zip(now, self.seen, strict=True)) if a is not b]
+        return all(i in names and type(now[i]) is type(self.seen[i]) for i in differs)
+
+    def same(self, old: Reading, new: Reading, identity: Identity) -> bool:
+        if len(old) != len(new) or any(type(old[i]) is not type(new[i]) for i in self.names):
+            return False
+        return self.watch.same(old, tuple([old[i] if i in self.names else x for i, x in enumerate(new)]), identity)
 
 
 class IdentityCheck:
@@ -75,6 +116,7 @@ class Fingerprint:
         self._given = (fn, models, optimizers, params)
         self._executed = executed if executed is not None else {}
         self._identity = identity
+        self._wanted: Mapping[Variable, str] = {}
         self._walk()
 
     def _walk(self) -> None:
@@ -85,10 +127,54 @@ class Fingerprint:
         self.spaces = walk.spaces
         self.fields = walk.fields
         self.lists = walk.lists
+        self.listed = walk.listed
         self.cells = walk.cells
         self._generators = walk.generators
         self._walked = walk.walked
-        self._identity_check = IdentityCheck(self.watches)
+        self.lift(self._wanted)
+
+    # ---- variables that are numbers of each step ---------------------------------------------------
+
+    def lift(self, wanted: Mapping[Variable, str]) -> None:
+        """From now on these variables, those that there are, may have any value of their present type. `wanted`: the
+        name by which `numbers` gives each."""
+        self._wanted = wanted
+        self._lifted: dict[int, _Lifted] = {}
+        if wanted:
+            for w in self.watches:
+                found = {i: n for i, name in w.numbers(w.read()) if (n := wanted.get(_variable(w, name)))}
+                if found:
+                    self._lifted[id(w)] = _Lifted(w, found)
+        self._identity_check = IdentityCheck([w for w in self.watches if id(w) not in self._lifted])
+
+    @property
+    def lifted(self) -> set[Variable]:
+        """The variables that are numbers of each step."""
+        return {_variable(one.watch, one.watch.names(i)) for one in self._lifted.values() for i in one.names}
+
+    def numbers(self) -> dict[str, Number]:
+        """The present values of these variables."""
+        found: dict[str, Number] = {}
+        for one in self._lifted.values():
+            now = one.watch.read()
+            for i, name in one.names.items():
+                found[name] = now[i]
+        return found
+
+    @contextmanager
+    def replaced(self, symbol: Callable[[str, Number], Any]) -> Iterator[None]:
+        """Inside, these variables hold `symbol(name, value)`."""
+        done: list[tuple[_Lifted, int, Any]] = []
+        try:
+            for one in self._lifted.values():
+                now = one.watch.read()
+                done += [(one, i, now[i]) for i in one.names]
+            for one, i, value in done:
+                one.watch.put(i, symbol(one.names[i], value))  # type: ignore[misc]
+            yield
+        finally:
+            for one, i, value in done:
+                one.watch.put(i, value)  # type: ignore[misc]
 
     def extend(self, executed: Executed) -> bool:
         """Add what this code reads to what is watched. False if all of it was known."""
@@ -114,22 +200,31 @@ class Fingerprint:
     def remember(self) -> None:
         """Take the present values as those that `holds` compares with."""
         self._remembered = self.read()
+        self._remember_identities()
+
+    def _remember_identities(self) -> None:
         self._identity_check.remember()
+        for one in self._lifted.values():
+            one.seen = one.watch.read()
 
     def holds(self) -> bool:
         """Whether all values are the same as at the last `remember`."""
         try:
-            if self._identity_check.unchanged():
+            if self._identity_check.unchanged() and all(one.unchanged() for one in self._lifted.values()):
                 return True
             if not self._same(self._remembered, self.read()):
                 return False
         except (KeyError, AttributeError, NotRepeatable):
             return False  # a watched name is gone
-        self._identity_check.remember()
+        self._remember_identities()
         return True
 
     def _same(self, old: list[Reading], new: list[Reading]) -> bool:
-        return all(w.same(a, b, self._identity) for w, a, b in zip(self.watches, old, new, strict=True))
+        return all(self._alike(w, a, b) for w, a, b in zip(self.watches, old, new, strict=True))
+
+    def _alike(self, watch: Watch, old: Reading, new: Reading) -> bool:
+        lifted = self._lifted.get(id(watch))
+        return watch.same(old, new, self._identity) if lifted is None else lifted.same(old, new, self._identity)
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """(name, value) of the Python variables that the step's code reads, except modules' buffers."""
@@ -148,14 +243,24 @@ class Fingerprint:
         """(name, state) of Python's and numpy's generators, from which no Program can draw."""
         return random_states(self._generators)
 
+    def _variables(self, watch: Watch, reading: Reading) -> dict[str, Variable]:
+        """The variables that held a number, or a symbol for one, by name."""
+        lifted = self._lifted.get(id(watch))
+        names = [name for _, name in watch.numbers(reading)] + [
+            watch.names(i) for i in (lifted.names if lifted else ())
+        ]
+        return {name: _variable(watch, name) for name in names}
+
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
-        """The values that differ from an earlier reading (default: that of `remember`), such as those that a step
-        changes while it is traced."""
+        """The values that differ from an earlier reading, such as those that a step changes while it is traced; by
+        default those in which the present values differ from that of `remember`, as `holds` compares them."""
         found: list[Change] = []
         for w, old, new in zip(self.watches, self._remembered if before is None else before, self.read(), strict=True):
-            if not w.same(old, new, self._identity):
+            if not (w.same(old, new, self._identity) if before is not None else self._alike(w, old, new)):
                 put, again = partial(w.restore, old), partial(w.restore, new)
+                numbers = self._variables(w, old) if len(old) == len(new) else {}
                 found += [
-                    Change(name, a, b, w.flag, put, again) for name, a, b in w.differences(old, new, self._identity)
+                    Change(name, a, b, w.flag, put, again, numbers.get(name))
+                    for name, a, b in w.differences(old, new, self._identity)
                 ]
         return found

@@ -219,6 +219,7 @@ class Walk:
         self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
         self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
         self.lists: list[tuple[str, Any]] = []
+        self.listed: list[tuple[dict[str, Any], str]] = []  # libraries' attributes that hold numbers
         self.cells: list[tuple[str, types.CellType]] = []
         self.generators: list[tuple[str, Any]] = []
         self._functions: list[types.FunctionType] = []
@@ -371,7 +372,7 @@ class Walk:
             self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
         if type(value).__module__.split(".")[0] == "torch":
             if space is not None:
-                self._scalars(label, space)
+                self._scalars(label, space, lists=True)
         else:
             if space is not None:
                 self._entries(label, space, list(space))
@@ -381,15 +382,21 @@ class Walk:
             for name, child in children:
                 self._visit(name, child)
 
-    def _scalars(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
-        """Watch all plain values of a library's object, and its lists of them."""
+    def _scalars(
+        self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset(), lists: bool = False
+    ) -> None:
+        """Watch all plain values of a library's object, and its lists of them. `lists`: its methods make new lists of
+        numbers in place of those (a scheduler's `_last_lr`)."""
         keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, (tuple, *SCALARS)))]
         if keys:
             self.watches.append(watches.entries(label, space, keys))
         for key, item in list(space.items()):
-            if (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(item).__name__.endswith(
-                "Config"
-            ):
+            if lists and type(item) is list and item and all(type(x) in (int, float) for x in item):
+                self.watches.append(watches.listed(f"{label}.{key}", space, key))
+                self.listed.append((space, key))
+            elif (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(
+                item
+            ).__name__.endswith("Config"):
                 self._visit(f"{label}.{key}", item)
 
     # ---- torch -------------------------------------------------------------------------------------

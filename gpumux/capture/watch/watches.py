@@ -126,7 +126,32 @@ def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) 
         for key, value in zip(names, old, strict=False):
             space[key] = value
 
-    return Watch(label, partial(getter, space), name, restore, flag)
+    def put(i: int, value: Any) -> None:
+        space[names[i % len(names)]] = value
+
+    return Watch(label, partial(getter, space), name, restore, flag, put=None if flag else put, home=space)
+
+
+def listed(label: str, space: dict[str, Any], key: str) -> Watch:
+    """The numbers in the list that an attribute holds, which may be another list at the next call."""
+
+    def read() -> Reading:
+        held = space[key]
+        return tuple(held) if type(held) is list else (held,)
+
+    def restore(old: Reading) -> None:
+        if type(space[key]) is list:
+            space[key][:] = old
+        else:
+            space[key] = old[0]
+
+    def put(i: int, value: Any) -> None:
+        if type(space[key]) is list:
+            space[key][i] = value
+        else:
+            space[key] = value
+
+    return Watch(label, read, lambda i: f"{label}[{i}]", restore, put=put, home=space)
 
 
 def codes(functions: Sequence[types.FunctionType]) -> Watch:
@@ -164,7 +189,12 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
         for key, value in zip(names, old, strict=False):
             setattr(cls, key, value)
 
-    return Watch(label, partial(map, space.get, names), lambda i: f"{label}.{names[i]}", restore)
+    def put(i: int, value: Any) -> None:
+        setattr(cls, names[i], value)
+
+    return Watch(
+        label, partial(map, space.get, names), lambda i: f"{label}.{names[i]}", restore, put=put, home=cls
+    )  # fmt: skip
 
 
 def values(label: str, space: dict[Any, Any], *, buffers: bool = False) -> Watch:
@@ -203,7 +233,13 @@ def items(label: str, space: dict[Any, Any]) -> Watch:
         kind.update(space, left)
         kind.update(space, zip(old[::2], old[1::2], strict=True))
 
-    return Watch(label, read, name, restore, parts=(kind.keys(space), kind.values(space)))
+    def put(i: int, value: Any) -> None:
+        kind.__setitem__(space, read()[i - 1], value)
+
+    return Watch(
+        label, read, name, restore, parts=(kind.keys(space), kind.values(space)), put=put, home=space,
+        at=slice(1, None, 2),
+    )  # fmt: skip
 
 
 def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
@@ -248,7 +284,13 @@ def sequence(label: str, items: Any) -> Watch:
         items.clear()
         items.extend(old) if ordered else items.update(old)
 
-    return Watch(label, read, lambda i: f"{label}[{i}]", restore, parts=(items,) if plain else None)
+    def put(i: int, value: Any) -> None:
+        items[i] = value
+
+    return Watch(
+        label, read, lambda i: f"{label}[{i}]", restore, parts=(items,) if plain else None,
+        put=put if plain and ordered else None, home=items,
+    )  # fmt: skip
 
 
 def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
@@ -295,7 +337,10 @@ def cell(label: str, box: types.CellType) -> Watch:
         if old:
             box.cell_contents = old[0]
 
-    return Watch(label, read, lambda i: label, restore)
+    def put(i: int, value: Any) -> None:
+        box.cell_contents = value
+
+    return Watch(label, read, lambda i: label, restore, put=put, home=box)
 
 
 def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
@@ -331,9 +376,13 @@ def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
         for name, value in zip(names, old, strict=True):
             setattr(owner, name, value)
 
+    def put(i: int, value: Any) -> None:
+        setattr(owner, names[i], value)
+
     return Watch(
-        label, lambda: tuple([getattr(owner, n, None) for n in names]), lambda i: f"{label}.{names[i]}", restore
-    )
+        label, lambda: tuple([getattr(owner, n, None) for n in names]), lambda i: f"{label}.{names[i]}", restore,
+        put=put, home=owner,
+    )  # fmt: skip
 
 
 def groups(label: str, optimizer: Any) -> Watch:
