@@ -34,11 +34,12 @@ from gpumux.capture.source import (
     user_line,
     value_read,
 )
-from gpumux.capture.symbols import Expr, Scope, is_symbol
+from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
 from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
+from gpumux.program.operators import NUMBERS_ON_GPU
 
 # ---- operator schemas, prepared once for each operator
 
@@ -187,7 +188,10 @@ class TraceRecord:
 class TraceBuilder:
     """Numbers storages, views and host scalars in the order in which they occur, and writes operators to the record."""
 
-    def __init__(self, scope: Scope, tape: RngTape, allowed: Callable[[str], bool], device: torch.device) -> None:
+    def __init__(
+        self, scope: Scope, tape: RngTape, allowed: Callable[[str], bool], device: torch.device, *, gpu: bool = False
+    ) -> None:
+        self._gpu = gpu
         self.record = TraceRecord()
         self._scope = scope
         self._tape = tape
@@ -361,7 +365,10 @@ class TraceBuilder:
             return TensorRef(self.view_of(fake))
         if is_symbol(value):
             expr = self._scope.lift(value)
-            return self.scalar(expr) if takes_scalar and not isinstance(expr.value, bool) else self._scope.guard(expr)
+            fixed = not takes_scalar or isinstance(expr.value, bool)
+            if not fixed and self._gpu and target not in NUMBERS_ON_GPU and is_lifted(expr):
+                fixed = True  # a variant of each value runs there
+            return self._scope.guard(expr) if fixed else self.scalar(expr)
         if isinstance(fake, (list, tuple)):
             return tuple(self._arg(v, f, takes_scalar, target) for v, f in zip(value, fake, strict=True))
         if fake is None or isinstance(fake, (bool, int, float, str)):
@@ -625,7 +632,7 @@ class Recorder(TorchDispatchMode):
         self._unknown = unknown
         self.device = torch.device(device)
         self._gpu = gpu
-        self.builder = TraceBuilder(scope, tape, allowed, self.device)
+        self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
         self.record = self.builder.record
         self.view_of = self.builder.view_of
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes

@@ -159,7 +159,7 @@ def _described(raw: RawTrace) -> Any:
     groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
     storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
     return (
-        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, groups, raw.moved.values
+        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, groups, raw.moved
     )  # fmt: skip
 
 
@@ -724,7 +724,7 @@ class StepFunction:
         finally:
             self._tracer.tidy()
         known = not fingerprint.extend(with_symbols.executed)
-        plain = self._trace_once(case, args, kwargs, state)
+        plain = self._trace_once(case, args, kwargs, state, expected=with_symbols.moved)
         if same_for_these_numbers(with_symbols, plain):
             return with_symbols
         if not known:
@@ -774,13 +774,20 @@ class StepFunction:
         return True
 
     def _trace_once(
-        self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool = False, symbols: bool = False
+        self,
+        case: Case,
+        args: Any,
+        kwargs: Any,
+        state: State,
+        may_change: bool = False,
+        symbols: bool = False,
+        expected: Collection[str] = (),
     ) -> RawTrace:
         lifted = case.fingerprint.lifted
         movable = lambda v: self.microbatches == 1 and v not in lifted and self._failures[v] < _TRIES  # noqa: E731
         return self._tracer.trace(
             self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
-            Lift(case.lifted, symbols, movable),
+            Lift(case.lifted, symbols, movable, expected),
         )  # fmt: skip
 
     def _trace_again(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:

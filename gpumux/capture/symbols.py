@@ -275,6 +275,15 @@ for _name, _op in _NODE_METHODS.items():
     setattr(HostNode, _name, _method(_op))
 
 
+# A number of the batch or of a Python variable has a name that begins with one of these (watch/lifting.py).
+LIFTED = ("batch.", "variable.")
+
+
+def is_lifted(expr: Expr) -> bool:
+    """Whether a number of the batch or of a Python variable is in the expression."""
+    return any(name.startswith(LIFTED) for name in _variables(expr))
+
+
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

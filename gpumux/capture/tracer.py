@@ -31,7 +31,7 @@ from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
-from gpumux.capture.watch.lifting import Lift, Moved, Moves, symbol
+from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
 from gpumux.program.ir import ITEM_BYTES
 
@@ -352,7 +352,7 @@ class RawTrace:
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
     further: list[ValueCheck] = field(default_factory=list)  # what the last results are, which the step does not return
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
-    moved: Moved = field(default_factory=Moved)
+    moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
 
 
 @contextmanager
@@ -483,12 +483,11 @@ class Tracer:
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
                 replaced = left.replaced_buffers()
-                moved = Moved()
-                moved.enter(fingerprint.changes(before), scope)
+                moves_all = moved(fingerprint.changes(before), scope)
                 replays = left.replays(scope)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
-                raw.replays, raw.moved = replays, moved
+                raw.replays, raw.moved = replays, moves_all
                 raw.replaced = self._replaced(rec, replaced)
                 raw.executed = observer.found
                 self._restorers += left.restorers()
@@ -502,8 +501,7 @@ class Tracer:
             finally:
                 torch.clear_autocast_cache()
         moves = lift.moves(changes)
-        lifted = fingerprint.lifted if not lift.symbols else frozenset()
-        stuck = [c for c in changes if not c.flag and c.variable not in lifted]
+        stuck = [c for c in changes if not c.flag and c.name not in lift.expected]
         if stuck and may_change and not moves:
             return None
         for change in changes:

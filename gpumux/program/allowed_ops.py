@@ -274,6 +274,23 @@ _thnn_fused_lstm_cell_backward_impl _thnn_differentiable_gru_cell_backward _thnn
 
 FOURIER = "_fft_c2c _fft_c2r _fft_r2c"
 
+# Those that read a number from memory on a GPU, where it may differ from step to step (device/cuda/operators.py).
+NUMBERS_ON_GPU = """
+_foreach_add.List _foreach_add.Scalar _foreach_add.ScalarList _foreach_add_.List _foreach_add_.Scalar
+_foreach_add_.ScalarList _foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList _foreach_addcdiv_.Scalar
+_foreach_addcdiv_.ScalarList _foreach_addcmul.Scalar _foreach_addcmul.ScalarList _foreach_addcmul_.Scalar
+_foreach_addcmul_.ScalarList _foreach_div.Scalar _foreach_div.ScalarList _foreach_div_.Scalar _foreach_div_.ScalarList
+_foreach_lerp.Scalar _foreach_lerp.ScalarList _foreach_lerp_.Scalar _foreach_lerp_.ScalarList _foreach_mul.Scalar
+_foreach_mul.ScalarList _foreach_mul_.Scalar _foreach_mul_.ScalarList _foreach_pow.ScalarAndTensor _foreach_sub.List
+_foreach_sub.Scalar _foreach_sub.ScalarList _foreach_sub_.List _foreach_sub_.Scalar _foreach_sub_.ScalarList
+_fused_adam_ _fused_adamw_ _fused_sgd_ add.Scalar add.Tensor add_.Scalar add_.Tensor addcdiv addcdiv_ addcmul addcmul_
+clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ div.Scalar div_.Scalar eq.Scalar eq_.Scalar fill.Scalar
+fill_.Scalar full full_like ge.Scalar ge_.Scalar gt.Scalar gt_.Scalar le.Scalar le_.Scalar lerp.Scalar lerp_.Scalar
+lt.Scalar lt_.Scalar masked_fill.Scalar masked_fill_.Scalar mul.Scalar mul_.Scalar ne.Scalar ne_.Scalar pow.Scalar
+pow.Tensor_Scalar pow_.Scalar rsub.Scalar rsub_.Scalar scalar_tensor softshrink softshrink_ sub.Scalar sub.Tensor
+sub_.Scalar sub_.Tensor
+"""
+
 FAMILIES = (
     POINTWISE_UNARY, POINTWISE_BINARY, POINTWISE_OTHER, ACTIVATION, REDUCTION, MATRIX, LINEAR_ALGEBRA, CONVOLUTION,
     POOLING, NORMALIZATION, LOSS, ATTENTION, INDEXING, SHAPE, VIEW, RESAMPLING, CREATION, RANDOM, PERHAPS_RANDOM,

@@ -20,6 +20,7 @@ def _names(text: str) -> frozenset[str]:
 ALLOWED: frozenset[str] = frozenset().union(*map(_names, allowed_ops.FAMILIES))
 RANDOM: frozenset[str] = _names(allowed_ops.RANDOM)
 PERHAPS_RANDOM: frozenset[str] = _names(allowed_ops.PERHAPS_RANDOM)
+NUMBERS_ON_GPU: frozenset[str] = _names(allowed_ops.NUMBERS_ON_GPU)
 
 # Allowed names that the oldest supported torch (2.11) does not have yet.
 NOT_IN_EVERY_TORCH: frozenset[str] = _names("_foreach_clone _foreach_mm")

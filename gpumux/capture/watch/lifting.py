@@ -9,11 +9,11 @@ batch that changes is replaced by an object that can't be read, which shows that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, is_symbol
+from gpumux.capture.symbols import Number, ScalarGuard, Scope, is_lifted, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Variable
 from gpumux.errors import CaptureError
 
@@ -34,11 +34,13 @@ class Moves(Exception):
 class Lift:
     """What a trace does with numbers. `batch`: the leaves of the batch that are symbols or unread texts, and with
     `symbols` the lifted variables of the fingerprint are, too. Without `symbols` all are plain. `movable`: whether a
-    variable that the step changes may become a symbol, for which Moves is raised."""
+    variable that the step changes may become a symbol, for which Moves is raised. `expected`: names of the variables
+    that it changed in the trace with symbols."""
 
     batch: frozenset[int] = frozenset()
     symbols: bool = False
     movable: Callable[[Variable], bool] = lambda variable: False
+    expected: Collection[str] = ()
 
     def leaf(self, position: int, value: Any, scope: Scope) -> Any:
         """What the step gets as this leaf of the batch, which is no tensor."""
@@ -62,13 +64,7 @@ def symbol(scope: Scope, name: str, value: Number) -> Any:
 
 def by_numbers(guards: Sequence[ScalarGuard]) -> bool:
     """Whether a trace holds for some values of lifted numbers only."""
-    return any(_lifted(guard.expr) for guard in guards)
-
-
-def _lifted(expr: Expr) -> bool:
-    if expr.op == "var":
-        return str(expr.args[0]).startswith(("batch.", "variable."))
-    return expr.op != "const" and any(map(_lifted, expr.args))
+    return any(is_lifted(guard.expr) for guard in guards)
 
 
 # ---- texts
@@ -98,15 +94,12 @@ Unread: Callable[[], Any] = type(
 # ---- what a trace changed
 
 
-@dataclass(slots=True)
-class Moved:
-    """The numbers that a trace changed in variables, by variable. A formula counts as its value."""
-
-    values: dict[Variable, str] = field(default_factory=dict)
-
-    def enter(self, changes: Sequence[Change], scope: Scope) -> None:
-        for c in changes:
-            if c.variable is not None:
-                old, new = (scope.lift(x).value if is_symbol(x) else x for x in (c.old, c.new))
-                if repr(old) != repr(new):
-                    self.values[c.variable] = repr(new)
+def moved(changes: Sequence[Change], scope: Scope) -> dict[str, str]:
+    """The new values of the variables in which a trace left numbers and other constants, by name. A formula counts as
+    its value."""
+    found = {}
+    for c in changes:
+        old, new = (scope.lift(x).value if is_symbol(x) else x for x in (c.old, c.new))
+        if not c.flag and (new is None or type(new) in (bool, int, float, str)) and repr(old) != repr(new):
+            found[c.name] = repr(new)
+    return found

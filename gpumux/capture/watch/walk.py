@@ -392,7 +392,7 @@ class Walk:
             self.watches.append(watches.entries(label, space, keys))
         for key, item in list(space.items()):
             if lists and type(item) is list and item and all(type(x) in (int, float) for x in item):
-                self.watches.append(watches.listed(f"{label}.{key}", space, key))
+                self.watches.append(watches.listed(label, space, key))
                 self.listed.append((space, key))
             elif (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(
                 item

@@ -151,7 +151,7 @@ def listed(label: str, space: dict[str, Any], key: str) -> Watch:
         else:
             space[key] = value
 
-    return Watch(label, read, lambda i: f"{label}[{i}]", restore, put=put, home=space)
+    return Watch(label, read, lambda i: f"{label}.{key}[{i}]", restore, put=put, home=space)
 
 
 def codes(functions: Sequence[types.FunctionType]) -> Watch:
