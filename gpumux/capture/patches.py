@@ -22,7 +22,7 @@ import torch
 from gpumux.capture.gpu.autocast import refuse_lost_scaling
 from gpumux.capture.source import by_numbers, user_line
 from gpumux.capture.swapping import here, swapped
-from gpumux.capture.symbols import Scope, is_symbol
+from gpumux.capture.symbols import Scope, is_lifted, is_symbol
 from gpumux.errors import CaptureError, DataDependent
 
 Known = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -105,6 +105,17 @@ def _format(self: Any, spec: str) -> str:
     node = self.node
     value = node.guard_float() if node.is_float() else node.guard_int()
     return format(value, spec)
+
+
+def _hash(self: Any) -> int:
+    """The hash of a traced number. A lifted one has none, as torch's symbolic ints have none: it would be left in a
+    cache (functools.lru_cache) as a key."""
+    if is_symbol(self) and is_lifted(self.node.expr):
+        raise TypeError("unhashable type: a number that changes from step to step")
+    return _HASH(self)
+
+
+_HASH: Callable[[Any], int] = torch.SymFloat.__hash__
 
 
 def _refuse_seed(*_: Any, **__: Any) -> None:
@@ -231,6 +242,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = la
         *((torch.random, name, here(getattr(torch.random, name), new)) for name, new in random.items()),
         (builtins, "print", here(print, _quiet_print)),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
+        (torch.SymFloat, "__hash__", _hash),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         *((_SCALER_TYPE, name, here(getattr(_SCALER_TYPE, name), _scaler_guard(name, gpu))) for name in _SCALER),

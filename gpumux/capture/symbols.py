@@ -150,6 +150,8 @@ class Scope:
         """The expression behind a symbol or a plain number."""
         node = getattr(value, "node", None)
         if isinstance(node, HostNode):
+            if node.scope is not self:
+                raise _kept()
             return node.expr
         return self.const(value)
 
@@ -250,7 +252,17 @@ class HostNode:
         return self._apply("trunc")
 
     def _apply(self, op: builtins.str, *others: HostNode) -> HostNode:
+        for other in others:
+            if other.scope is not self.scope:
+                raise _kept()
         return HostNode(self.scope, self.scope.apply(op, self.expr, *(o.expr for o in others)))
+
+
+def _kept() -> CaptureError:
+    return CaptureError(
+        "the step uses a number that an earlier trace of it left somewhere (a cache, a library's object)",
+        "keep such a number as a plain one, float(number), or in a variable of your own",
+    )
 
 
 _NODE_METHODS = {

@@ -512,8 +512,8 @@ class Tracer:
             names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
             raise NotRepeatable(
                 f"the step changes Python variables while it runs: {names}",
-                "gpumux runs a step's Python only when it captures it: count outside the step, return from it what the"
-                " script is to have, or keep the value in a tensor buffer",
+                "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
+                " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
             )
         raw.flags = changes
         raw.left = left.left(self.table.home)

@@ -161,12 +161,13 @@ class BaseArray(ABC):
 
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None,
-        max_variants: int, name: str, options: Options, devices: tuple[str, str] = ("cpu", "cpu"),
+        max_variants: int | None, name: str, options: Options, devices: tuple[str, str] = ("cpu", "cpu"),
     ) -> None:  # fmt: skip
         arguments.check_factory(factory)
         configs = arguments.configurations(configs)
         known = arguments.seeds_of(seeds, len(configs))
-        max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
+        if max_variants is not None:
+            max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
         self.name = name
         self._closed = False
         self._factory = factory
@@ -482,7 +483,7 @@ class Array(BaseArray):
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
         choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
-        partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
+        partial: bool = False, times_file: str | Path | None = "", max_variants: int | None = None, name: str = "array",
         compile: bool = False,  # noqa: A002
     ) -> None:  # fmt: skip
         options = Options(choose, per_model_operators, times_file, partial, compile)

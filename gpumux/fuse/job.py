@@ -111,7 +111,7 @@ log = logging.getLogger("gpumux.client")
 def submit_array(
     factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
     choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
-    partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str | None = None,
+    partial: bool = False, times_file: str | Path | None = "", max_variants: int | None = None, name: str | None = None,
     priority: str = "low", endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10,
     memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
@@ -155,7 +155,7 @@ class _JobOptions:
 
     endpoint: str
     spec: JobSpec
-    max_variants: int
+    max_variants: int | None
     replay_bytes: int
     reconnect_s: float
 

@@ -46,7 +46,7 @@ class Member:
         model: Any,
         optimizer: Any,
         *,
-        max_variants: int,
+        max_variants: int | None,
         devices: tuple[str, str] = ("cpu", "cpu"),
         twice: bool = True,
         on_read: Callable[[Member], None] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -212,9 +213,22 @@ def test_a_counter_that_can_be_no_symbol_is_refused_by_name(endpoint: str) -> No
     assert seen == 0
 
 
+@functools.lru_cache
+def cached(a: float) -> float:
+    return 1 - a
+
+
+def test_a_cache_of_the_script_gets_plain_numbers_only(endpoint: str) -> None:
+    cached.cache_clear()
+    check(lambda: work(lambda x, a: x * cached(a), lambda run: [run(X, a) for a in VALUES]), endpoint)
+    assert type(cached(0.5)) is float
+    assert type(cached(1.0)) is float
+
+
 def test_dropout_and_smoothing_changed_by_the_script(endpoint: str) -> None:
     def make() -> Work:
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+        dropout = nn.Dropout(0.1)
+        model = nn.Sequential(nn.Linear(6, 8), dropout, nn.Linear(8, 3))
         criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         optimizer = torch.optim.Adam(model.parameters())
         data = batches((4, 6), classes=3)
@@ -229,7 +243,7 @@ def test_dropout_and_smoothing_changed_by_the_script(endpoint: str) -> None:
         def loop(run: Any) -> list[Any]:
             out = []
             for i in range(6):
-                model[1].p, criterion.label_smoothing = 0.1 * i, 0.05 * i
+                dropout.p, criterion.label_smoothing = 0.1 * i, 0.05 * i
                 out += [run(*data[0]), run(*data[1])]
             return out
 
@@ -240,7 +254,6 @@ def test_dropout_and_smoothing_changed_by_the_script(endpoint: str) -> None:
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
-    "multi step": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5]),
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40),
@@ -343,7 +356,7 @@ def test_a_split_step_takes_each_value_as_a_variant(endpoint: str) -> None:
 
     def step(x: torch.Tensor, weight: float) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = (weight * model(x)).square().mean()
+        loss: torch.Tensor = (weight * model(x)).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -368,7 +381,7 @@ def test_an_array_of_models_takes_numbers_that_change() -> None:
         def step(x: torch.Tensor) -> torch.Tensor:
             holder.count += 1
             optimizer.zero_grad()
-            loss = (scale.value * model(x)).square().mean() * holder.count
+            loss: torch.Tensor = (scale.value * model(x)).square().mean() * holder.count
             loss.backward()
             optimizer.step()
             return loss
@@ -386,3 +399,19 @@ def test_an_array_of_models_takes_numbers_that_change() -> None:
 
 def test_the_list_of_operators_that_read_numbers_on_a_gpu_is_complete() -> None:
     assert set(FORMS) == NUMBERS_ON_GPU
+
+
+def test_a_scheduler_that_looks_its_counter_up_is_refused(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+
+    def step(x: torch.Tensor) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+    with pytest.raises(errors.NotRepeatable, match=r"scheduler\.last_epoch") as caught:
+        client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint)
+    assert "step schedulers, outside" in caught.value.remedy
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (0, [0.1])

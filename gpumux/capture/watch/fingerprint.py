@@ -21,7 +21,7 @@ from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout
 from gpumux.capture.symbols import Number
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
-from gpumux.errors import NotRepeatable
+from gpumux.errors import CaptureError, NotRepeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +164,24 @@ class Fingerprint:
     @contextmanager
     def replaced(self, symbol: Callable[[str, Number], Any]) -> Iterator[None]:
         """Inside, these variables hold `symbol(name, value)`."""
-        done: list[tuple[_Lifted, int, Any]] = []
+        found: list[tuple[Watch, int, str, Any]] = []
+        for one in self._lifted.values():  # all before the first is replaced: two watches may show one variable
+            now = one.watch.read()
+            found += [(one.watch, i, name, now[i]) for i, name in one.names.items()]
+        done = 0
         try:
-            for one in self._lifted.values():
-                now = one.watch.read()
-                done += [(one, i, now[i]) for i in one.names]
-            for one, i, value in done:
-                one.watch.put(i, symbol(one.names[i], value))  # type: ignore[misc]
+            for watch, i, name, value in found:
+                try:
+                    watch.put(i, symbol(name, value))  # type: ignore[misc]
+                except Exception as error:
+                    raise CaptureError(
+                        f"{watch.names(i)} changes and can't be set ({error})", "pass it as an argument"
+                    ) from error
+                done += 1
             yield
         finally:
-            for one, i, value in done:
-                one.watch.put(i, value)  # type: ignore[misc]
+            for watch, i, _, value in found[:done]:
+                watch.put(i, value)  # type: ignore[misc]
 
     def extend(self, executed: Executed) -> bool:
         """Add what this code reads to what is watched. False if all of it was known."""
