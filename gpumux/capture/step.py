@@ -184,6 +184,7 @@ T = TypeVar("T")
 
 MAX_PHASES = 8
 _TRIES = 2  # traces with a number as a symbol that may fail
+_FEW = 12  # of so many numbers the one that can be no symbol is searched
 _PLAIN = frozenset({torch.Tensor})
 _NUMBERS = frozenset({int, float, str})
 MAX_VARIANTS = 32  # of a function, if no limit is given
@@ -700,7 +701,7 @@ class StepFunction:
         found = attempt()
         if found is not None:
             return found
-        for without in wanted if len(wanted) > 1 else ():
+        for without in wanted if 1 < len(wanted) <= _FEW else ():
             case.lift([one for one in wanted if one != without])
             try:
                 found = attempt()

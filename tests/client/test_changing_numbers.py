@@ -225,6 +225,25 @@ def test_a_cache_of_the_script_gets_plain_numbers_only(endpoint: str) -> None:
     assert type(cached(1.0)) is float
 
 
+def test_one_number_that_can_be_no_symbol_keeps_no_other_from_being_one(endpoint: str) -> None:
+    names = {0: 2.0, 1: 3.0}
+    with client.submit(lambda x, a, n: x * a * names[n], example=(X, 0.5, 0), endpoint=endpoint) as job:
+        for i in range(12):
+            assert torch.equal(job.step(X, 1 / (i + 1), i % 2).result(), X * (1 / (i + 1)) * names[i % 2])
+        assert programs(job) <= 4
+
+
+def test_many_lengths_in_a_list(endpoint: str) -> None:
+    lists = [[i + k for i in range(40)] for k in range(6)]
+
+    def step(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return x.sum() * torch.tensor(lengths)[:, None] * max(lengths)
+
+    with client.submit(step, example=(X, lists[0]), endpoint=endpoint) as job:
+        for lengths in [*lists, *lists]:
+            assert torch.equal(job.step(X, lengths).result(), step(X, lengths))
+
+
 def test_dropout_and_smoothing_changed_by_the_script(endpoint: str) -> None:
     def make() -> Work:
         dropout = nn.Dropout(0.1)
