@@ -785,7 +785,9 @@ class StepFunction:
         expected: Collection[str] = (),
     ) -> RawTrace:
         lifted = case.fingerprint.lifted
-        movable = lambda v: self.microbatches == 1 and v not in lifted and self._failures[v] < _TRIES  # noqa: E731
+        # What the first trace changed for good may be such a number, which would be counted once too often.
+        settled = self.microbatches == 1 and not self._first_changes
+        movable = lambda v: settled and v not in lifted and self._failures[v] < _TRIES  # noqa: E731
         return self._tracer.trace(
             self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
             Lift(case.lifted, symbols, movable, expected),
