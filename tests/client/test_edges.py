@@ -227,24 +227,6 @@ def test_an_optimizer_inside_an_optimizer_is_named_and_left_alone(endpoint: str)
     assert not base.state
 
 
-def test_a_scheduler_stepped_inside_the_step(endpoint: str) -> None:
-    model = nn.Linear(8, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        scheduler.step()
-        return loss
-
-    with pytest.raises(errors.NotRepeatable, match="last_epoch"):
-        client.submit(step, example=(X, Y), model=model, optimizer=opt, endpoint=endpoint)
-    assert scheduler.last_epoch == 0
-
-
 @pytest.mark.parametrize(
     "write",
     [

@@ -21,6 +21,7 @@ from microbench.daemon import running_daemon
 from tests.client.parity import THREADS
 
 ROUNDS = 300
+MOST_ROUNDS = 1500  # the guard begins to hold low work after about 200 where nothing disturbs it
 X = torch.randn(64, 16)
 
 
@@ -309,7 +310,7 @@ def jobs(guarded: str) -> Iterator[list[client.Job]]:
 
 @pytest.mark.parametrize("turn", ["each waited for", "all submitted first", "one more than may be in flight", "synced"])
 def test_low_steps_run_when_the_loop_that_steps_the_high_job_waits_for_them(turn: str, jobs: list[client.Job]) -> None:
-    for _ in range(ROUNDS):
+    for _ in range(MOST_ROUNDS):
         if turn == "each waited for":
             for job in jobs:
                 job.step(X).result()
@@ -326,7 +327,7 @@ def test_low_steps_run_when_the_loop_that_steps_the_high_job_waits_for_them(turn
                 job.step(X)
         if any(released(job) for job in jobs[1:]):
             return
-    pytest.fail(f"in {ROUNDS} rounds no low step was held and released")
+    pytest.fail(f"in {MOST_ROUNDS} rounds no low step was held and released")
 
 
 def test_a_high_job_of_another_thread_is_protected_from_low_steps_that_are_waited_for(jobs: list[client.Job]) -> None:
