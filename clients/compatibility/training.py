@@ -1182,10 +1182,7 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@idiom(
-    "DistributedDataParallel with a world of one process",
-    fails="it keeps tensors of its own",
-)
+@idiom("DistributedDataParallel with a world of one process")
 def distributed(train: Train) -> Any:
     with _process_group():
         model = nn.parallel.DistributedDataParallel(network())

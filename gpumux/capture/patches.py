@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gpumux.capture.gpu.autocast import refuse_lost_scaling
 from gpumux.capture.source import by_numbers, user_line
@@ -194,6 +195,47 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
     return torch.zeros((), dtype=kind).fill_(data)
 
 
+# ---- DistributedDataParallel
+#
+# With one process in its group it computes what the module inside computes: the gradients and buffers that it would
+# average over the processes are those of this one. A trace calls the module alone, because the reducer copies gradients
+# into buckets of its own, from C++.
+
+_LEAVE_OUT = "leave that out: it makes no difference to one process"
+
+
+def _of_one_process(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    """Replaces DistributedDataParallel.forward. Raises CaptureError for one that computes something else than its
+    module does, or whose reducer would run operators in the backward pass all the same."""
+    processes = self.process_group.size()
+    if processes > 1:
+        raise _refused_parallel(
+            f"over {processes} processes, which average their gradients; a job's steps run in the daemon, apart from"
+            " other processes",
+            "start the script as one process (torchrun --nproc-per-node=1), with the whole batch in its step"
+            " (submit's microbatches= runs it in parts), or train without gpumux",
+        )
+    if self._comm_hooks:
+        raise _refused_parallel("with a communication hook, which may change gradients", _LEAVE_OUT)
+    if self.mixed_precision is not None:
+        raise _refused_parallel(
+            "with mixed_precision=, which keeps a second copy of the parameters", "use torch.autocast in the step"
+        )
+    for option, given in (
+        ("delay_all_reduce_named_params", self._delay_all_reduce_params),
+        ("find_unused_parameters", self.find_unused_parameters),
+        ("static_graph", self.static_graph),
+    ):
+        if given:
+            raise _refused_parallel(f"with {option}=, which keeps tensors of its own about gradients", _LEAVE_OUT)
+    self.reducer._reset_state()  # after a forward pass without a backward pass it waits for gradients
+    return self.module(*inputs, **kwargs)
+
+
+def _refused_parallel(what: str, remedy: str) -> CaptureError:
+    return CaptureError(f"{user_line()} calls a DistributedDataParallel {what}", remedy)
+
+
 def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
     """Replaces print. A trace runs the step's Python for itself, and later steps run none: what a step prints would
     appear at capture and never again."""
@@ -247,6 +289,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = la
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         *((_SCALER_TYPE, name, here(getattr(_SCALER_TYPE, name), _scaler_guard(name, gpu))) for name in _SCALER),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
+        (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if not gpu:

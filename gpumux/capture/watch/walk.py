@@ -23,6 +23,7 @@ import numpy
 import torch
 import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
+from torch.nn.parallel import DistributedDataParallel
 
 import gpumux
 from gpumux.capture.fetching import before_forward
@@ -137,6 +138,8 @@ _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
 _OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _NONE: frozenset[str] = frozenset()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What decides what a DistributedDataParallel computes. It notes from call to call how its reducer stands, too.
+_OF_PARALLEL = ("_comm_hooks", "mixed_precision")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 MOST = 20_000  # objects a step may reach, and elements of one container
 _PLAIN_MODULES = (torch.nn.Module, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, object)
@@ -424,7 +427,9 @@ class Walk:
         for kind in _HOOKS:
             self._hooks(f"{label}.{kind}", space[kind])
         cls = type(module)
-        if of_class(cls) is Origin.LIBRARY:
+        if isinstance(module, DistributedDataParallel):
+            self._entries(label, space, [key for key in _OF_PARALLEL if key in space])
+        elif of_class(cls) is Origin.LIBRARY:
             self._scalars(label, space, _STRUCTURE | {"training"})
             self._named_callables(label, space)
         else:
