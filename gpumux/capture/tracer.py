@@ -381,6 +381,7 @@ class TraceAgain(Exception):
 
 
 _NOTHING_LIFTED = Lift()
+_LEAF = pytree.tree_structure(False)
 
 
 class Tracer:
@@ -485,6 +486,10 @@ class Tracer:
                 replaced = left.replaced_buffers()
                 moves_all = moved(fingerprint.changes(before), scope)
                 replays = left.replays(scope)
+                switches = fingerprint.switched(before)
+                replays += [LeftNumbers(switch.put, (switch.new,), _LEAF) for switch in switches]
+                for switch in switches:
+                    switch.put(not switch.new)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replays, raw.moved = replays, moves_all
@@ -503,6 +508,8 @@ class Tracer:
         moves = lift.moves(changes)
         stuck = [c for c in changes if not c.flag and c.name not in lift.expected]
         if stuck and may_change and not moves:
+            for switch in switches:
+                switch.put(switch.new)
             return None
         for change in changes:
             change.restore()

@@ -434,3 +434,47 @@ def test_a_scheduler_that_looks_its_counter_up_is_refused(endpoint: str) -> None
         client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint)
     assert "step schedulers, outside" in caught.value.remedy
     assert (scheduler.last_epoch, scheduler.get_last_lr()) == (0, [0.1])
+
+
+def test_a_switch_that_the_step_turns_is_turned_at_every_call(endpoint: str) -> None:
+    """True and False are no numbers to compute with: each has a capture of its own, and the step leaves the other."""
+
+    def make() -> Work:
+        state, model = SimpleNamespace(first=True, turn=False), nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = out.square().mean() if state.turn else out.abs().mean()
+            state.turn = not state.turn
+            if state.first:
+                loss = 3 * loss
+                state.first = False
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            seen: list[Any] = []
+            for i in range(7):
+                if i == 5:
+                    state.turn = state.first = True  # the script may turn them too
+                seen += [run(X), state.first, state.turn]
+            return seen
+
+        return Work([model], [optimizer], [(step, (X,))], loop)
+
+    check(make, endpoint)
+
+
+def test_switches_are_as_before_where_a_capture_is_refused(endpoint: str) -> None:
+    state = SimpleNamespace(on=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.on = not state.on
+        return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(errors.DataDependent):
+        client.submit(step, example=(X,), endpoint=endpoint)
+    assert state.on is False

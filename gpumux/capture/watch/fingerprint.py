@@ -53,6 +53,14 @@ class Change:
     variable: Variable | None = None  # if it was a Python number
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A variable that a step leaves True where it was False, or the other way round."""
+
+    put: Callable[[bool], None]
+    new: bool
+
+
 class _Lifted:
     """The variables of one watch that are numbers of each step: only their types are compared."""
 
@@ -257,6 +265,17 @@ class Fingerprint:
             watch.names(i) for i in (lifted.names if lifted else ())
         ]
         return {name: _variable(watch, name) for name in names}
+
+    def switched(self, before: list[Reading]) -> list[Switch]:
+        """The variables that held True or False in an earlier reading and hold the other one now. A step may change
+        them: there are few combinations of them, so its captures end."""
+        return [
+            Switch(partial(w.put, i), b)
+            for w, old, new in zip(self.watches, before, self.read(), strict=True)
+            if w.put is not None and not w.flag and len(old) == len(new)
+            for i, (a, b) in list(enumerate(zip(old, new, strict=True)))[w.at]
+            if type(a) is type(b) is bool and a is not b
+        ]
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
         """The values that differ from an earlier reading, such as those that a step changes while it is traced; by
