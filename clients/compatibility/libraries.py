@@ -164,7 +164,6 @@ def _accelerator(**options: Any) -> Iterator[Any]:
 @idiom(
     "Accelerate: prepare and accelerator.backward",
     needs=("accelerate",),
-    fails="its wrapped optimizer is not understood",
 )
 def accelerate(train: Train) -> Any:
     with _accelerator() as accelerator:
@@ -188,7 +187,6 @@ def accelerate(train: Train) -> Any:
 @idiom(
     "Accelerate: with accelerator.accumulate(model), in the step",
     needs=("accelerate",),
-    fails="its wrapped optimizer is not understood",
 )
 def accelerate_accumulates(train: Train) -> Any:
     with _accelerator(gradient_accumulation_steps=2) as accelerator:

@@ -230,6 +230,24 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
     return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
 
 
+# ---- optimizers that hand everything on to another one (Accelerate's)
+
+
+def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer whose groups and state a wrapper shows as its own; None for an optimizer with its own."""
+    inner = vars(optimizer).get("optimizer")
+    if not isinstance(inner, torch.optim.Optimizer) or "state" in vars(optimizer):
+        return None
+    return inner if optimizer.state is inner.state and optimizer.param_groups is inner.param_groups else None
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one inside of its wrappers."""
+    while (inner := wrapped_optimizer(optimizer)) is not None:
+        optimizer = inner
+    return optimizer
+
+
 # ---- the job's buffers
 
 

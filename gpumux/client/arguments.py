@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.state import StateTable
+from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
 from gpumux.types import JobSpec, Priority
@@ -64,12 +64,13 @@ def number(what: str, value: Any, fits: Callable[[float], bool], remedy: str) ->
 
 
 def several(value: Any, kind: type[Any], what: str) -> list[Any]:
-    """None, one `kind`, or a list or tuple of them, as a list. Raises ConfigError for other items."""
+    """None, one `kind`, or a list or tuple of them, as a list: of optimizers that wrap others, those inside. Raises
+    ConfigError for other items."""
     items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
             raise ConfigError(f"{what}= holds a {type(item).__name__}", f"pass a {kind.__name__} or a sequence of them")
-    return items
+    return [whole_optimizer(item) if isinstance(item, torch.optim.Optimizer) else item for item in items]
 
 
 def check_rng(rng: Any, seed: Any) -> None:

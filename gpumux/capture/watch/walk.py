@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gpumux
 from gpumux.capture.fetching import before_forward
 from gpumux.capture.source import Executed, code_names, codes_in
-from gpumux.capture.state import SCALARS, Watch
+from gpumux.capture.state import SCALARS, Watch, wrapped_optimizer
 from gpumux.capture.watch import watches
 from gpumux.errors import CaptureError
 
@@ -272,7 +272,7 @@ class Walk:
                 self._visit(label, getattr(value, part, None))
         elif isinstance(value, torch.nn.Module):
             self._module(label, value)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif isinstance(value, torch.optim.Optimizer) and wrapped_optimizer(value) is None:
             self._optimizer(label, value)
         elif isinstance(value, types.ModuleType):
             if of_module(value) is not Origin.LIBRARY:
