@@ -73,7 +73,7 @@ def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-@idiom("numpy arrays, made tensors in the step by torch.from_numpy", fails="a numpy array is refused in a batch")
+@idiom("numpy arrays, made tensors in the step by torch.from_numpy")
 def numpy_arrays(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = [(x.numpy(), y.numpy()) for x, y in _pairs()]
@@ -92,7 +92,6 @@ def numpy_arrays(train: Train) -> Any:
 
 @idiom(
     "numpy arrays, made tensors in the step by torch.as_tensor and torch.tensor",
-    fails="a numpy array is refused in a batch",
 )
 def numpy_as_tensor(train: Train) -> Any:
     model, optimizer = _classifier()
@@ -117,7 +116,7 @@ class Sample:
     label: Tensor
 
 
-@idiom("a dataclass", fails="a dataclass is refused as a batch")
+@idiom("a dataclass")
 def data_class(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = [Sample(x, y) for x, y in _pairs()]
@@ -156,7 +155,7 @@ def named_tuple(train: Train) -> Any:
     return [run(batch) for batch in batches], model
 
 
-@idiom("a SimpleNamespace", fails="a namespace is refused as a batch")
+@idiom("a SimpleNamespace")
 def namespace(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = [SimpleNamespace(x=x, y=y) for x, y in _pairs()]
@@ -206,7 +205,6 @@ class Encoding(UserDict[str, Any]):
 
 @idiom(
     "a tokenizer's BatchEncoding: model(**batch), batch.labels, batch.to(device)",
-    fails="a mapping that is no dict is refused as a batch",
 )
 def batch_encoding(train: Train) -> Any:
     model, optimizer = _text()

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.arrays import tensor_over
+from gpumux.capture.batch.containers import flatten
 from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
@@ -187,6 +190,7 @@ _TRIES = 2  # traces with a number as a symbol that may fail
 _FEW = 12  # of so many numbers the one that can be no symbol is searched
 _PLAIN = frozenset({torch.Tensor})
 _NUMBERS = frozenset({int, float, str})
+_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
 MAX_VARIANTS = 32  # of a function, if no limit is given
 MANY_VARIANTS = 5  # so many are worth a warning
 
@@ -229,28 +233,36 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
                 layable(t, i)
             key.append((t.dtype, t.shape, t.stride(), t.requires_grad))
         return (*key, *_repeated(args)), list(args), ()
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs), hiding=True)
     tensors: list[torch.Tensor] = []
+    given: list[Any] = []  # the leaves that these are
     parts: list[Any] = [str(spec)]
     numbers: list[tuple[int, Any]] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            given.append(leaf)
             tensors.append(layable(leaf, len(tensors)))
             t = tensors[-1]
             parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
         elif type(leaf) in _NUMBERS:
             parts.append(type(leaf))
             numbers.append((i, leaf))
+        elif type(leaf) in _ARRAYS:
+            given.append(leaf)
+            tensors.append(layable(tensor_over(leaf), len(tensors)))
+            t = tensors[-1]
+            parts.append(("array", t.dtype, t.shape, t.stride()))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             parts.append((type(leaf), repr(leaf)))
         else:
             raise CaptureError(
-                f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
+                f"the batch holds a {type(leaf).__name__}",
+                "pass tensors, arrays, numbers, strings and containers of them",
             )
-    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
+    return (*parts, *_repeated(given)), tensors, tuple(numbers)
 
 
-def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def _repeated(tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
     does with query and key. Empty if all are different."""
     if len(set(map(id, tensors))) == len(tensors):
@@ -519,7 +531,7 @@ class StepFunction:
         try:
             key, tensors, numbers = batch_key(args, kwargs)
         except (NotImplementedError, RuntimeError):  # from torch, for tensors that have no strides
-            refuse_odd_tensors(pytree.tree_leaves((args, kwargs)))
+            refuse_odd_tensors(flatten((args, kwargs))[0])
             raise
         case = self._case(key, tensors, numbers)
         env = case.environment(numbers, state)

@@ -7,17 +7,20 @@ import inspect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture import source
+from gpumux.capture.batch.arrays import BatchArray, arrays_as_tensors, tensor_over
+from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
@@ -258,42 +261,6 @@ def _name(tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]) -> st
     return source.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
 
 
-# ---- dataclasses that a step returns
-#
-# Not by torch's register_dataclass, which would change what the user's class is to the rest of the process.
-
-
-class _Opened:
-    """A dataclass's instance with its attributes as a pytree. Unflattened it is another instance, without a call of the
-    class."""
-
-    def __init__(self, kind: type, values: dict[str, Any]) -> None:
-        self.kind = kind
-        self.values = values
-
-
-def _made(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
-    kind, names = context
-    made: Any = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also of a frozen one
-    return made
-
-
-pytree.register_pytree_node(
-    _Opened, lambda opened: (list(opened.values.values()), (opened.kind, tuple(opened.values))), _made
-)
-
-
-def _opened(leaf: Any) -> Any:
-    """The leaf of a result, as a pytree where it is a dataclass's instance."""
-    if isinstance(leaf, type) or not is_dataclass(leaf):
-        return leaf
-    values = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
-    values |= getattr(leaf, "__dict__", {})
-    return _Opened(type(leaf), {name: pytree.tree_map(_opened, value) for name, value in values.items()})
-
-
 # ---- the result of a trace
 
 
@@ -450,7 +417,7 @@ class Tracer:
         )  # fmt: skip
         self._record = rec.record
         refuse_around(self.table.gpu)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs), hiding=True)
         before = fingerprint.read()
         left = SideEffects(fingerprint, rec.is_number)
         position = 0
@@ -461,9 +428,13 @@ class Tracer:
                 fake = rec.input(leaf, position).requires_grad_(leaf.requires_grad)
                 fakes.append(same.setdefault(id(leaf), fake))
                 position += 1
+            elif isinstance(leaf, numpy.ndarray):
+                array = rec.input(tensor_over(leaf), position)
+                fakes.append(BatchArray(same.setdefault(id(leaf), array)))
+                position += 1
             else:
                 fakes.append(lift.leaf(i, leaf, scope))
-        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        fake_args, fake_kwargs = unflatten(fakes, spec)
         with self._stage(rec, entry, host_values) as groups:
             torch.clear_autocast_cache()  # it may hold real casts, and would keep fake ones
             drawn = fingerprint.random_states()
@@ -474,6 +445,7 @@ class Tracer:
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
                     refuse_new_memory(rec, self.table, fn),
+                    arrays_as_tensors(),
                     rec,
                     observer,
                 ):
@@ -604,7 +576,7 @@ class Tracer:
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         refuse_written_batch(rec.record)
         self._refuse_new_keys()
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(_opened, out))
+        leaves, spec = flatten(out)
         results: list[Any] = []
         with torch.no_grad():
             for leaf in leaves:

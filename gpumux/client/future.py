@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import torch
-import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
@@ -332,7 +332,10 @@ def future_for(
 
 def with_results(values: Any) -> Any:
     """A pytree with the results of the futures in it. Waits for them."""
-    return pytree.tree_map(lambda leaf: leaf.result() if isinstance(leaf, StepFuture) else leaf, values)
+    leaves, spec = flatten(values)
+    if not any(isinstance(leaf, StepFuture) for leaf in leaves):
+        return values
+    return unflatten([leaf.result() if isinstance(leaf, StepFuture) else leaf for leaf in leaves], spec)
 
 
 def wait_answered(future: StepFuture) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.containers import flatten
 from gpumux.capture.microbatch.split import check_microbatches
 from gpumux.capture.state import StateTable
 from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole
@@ -114,5 +114,5 @@ def submit(
 
 def _first_device(example: Any) -> torch.device | None:
     """The device of the batch, to which the results of a step without state go."""
-    found = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    found = [leaf for leaf in flatten(example)[0] if isinstance(leaf, torch.Tensor)]
     return found[0].device if found else None

@@ -6,9 +6,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy
 import torch
-import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.arrays import tensor_over
+from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.microbatch.classify import (
     REMEDY,
     OperatorPair,
@@ -254,18 +256,25 @@ def split_positions(tensors: list[torch.Tensor], count: int) -> set[int]:
     return {i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == size}
 
 
+_SPLIT = (torch.Tensor, numpy.ndarray)
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
+    return leaf if isinstance(leaf, torch.Tensor) else tensor_over(leaf)
+
+
 def first_part(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
     """The step's arguments with the first of `count` parts of the batch."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    split = split_positions([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], count)
+    leaves, spec = flatten((args, kwargs), hiding=True)
+    split = split_positions([_tensor(leaf) for leaf in leaves if isinstance(leaf, _SPLIT)], count)
     position = 0
-    parts: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one tensor in the part as well
+    parts: dict[int, Any] = {}  # a tensor that is given twice is one tensor in the part as well
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, _SPLIT):
             if position in split:
                 leaves[i] = parts.setdefault(id(leaf), leaf[: leaf.shape[0] // count])
             position += 1
-    first_args, first_kwargs = pytree.tree_unflatten(leaves, spec)
+    first_args, first_kwargs = unflatten(leaves, spec)
     return first_args, first_kwargs
 
 
