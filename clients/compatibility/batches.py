@@ -242,7 +242,7 @@ def list_of_tensors(train: Train) -> Any:
     return [run(xs, y) for xs, y in batches], model
 
 
-@idiom("the batch scaled in place: x.div_(255)", fails="writing into the batch is refused")
+@idiom("the batch scaled in place: x.div_(255)")
 def scaled_in_place(train: Train) -> Any:
     model, optimizer = _images()
     data = TensorDataset(torch.randint(0, 256, (36, 3, 8, 8)).float(), torch.randint(0, 4, (36,)))
@@ -260,7 +260,7 @@ def scaled_in_place(train: Train) -> Any:
     return [run(x, y) for x, y in loader], model
 
 
-@idiom("the batch scaled in place, and logged after the step", fails="writing into the batch is refused")
+@idiom("the batch scaled in place, and logged after the step")
 def scaled_and_logged(train: Train) -> Any:
     model, optimizer = _images()
     data = TensorDataset(torch.randint(0, 256, (36, 3, 8, 8)).float(), torch.randint(0, 4, (36,)))
@@ -282,9 +282,7 @@ def scaled_and_logged(train: Train) -> Any:
     return log, model
 
 
-@idiom(
-    "a gradient penalty: x.requires_grad_() and autograd.grad(create_graph=True)", fails="the batch can't require grad"
-)
+@idiom("a gradient penalty: x.requires_grad_() and autograd.grad(create_graph=True)")
 def gradient_penalty(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _pairs()
@@ -304,7 +302,7 @@ def gradient_penalty(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model
 
 
-@idiom("adversarial training (FGSM): x.requires_grad = True, x.grad.sign()", fails="the batch can't require grad")
+@idiom("adversarial training (FGSM): x.requires_grad = True, x.grad.sign()")
 def adversarial(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _pairs()

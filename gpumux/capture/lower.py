@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.effects import WrittenInput
 from gpumux.capture.generator import STATE_BYTES, words_drawn
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers
@@ -315,7 +316,8 @@ class Lowered:
     written: tuple[Expr, ...] = ()  # numbers written into the Program as constants
     # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
     words: int | None = 0
-    further: tuple[ValueCheck, ...] = ()  # what the last entries of `results` are, which the step does not return
+    # What the last entries of `results` are, which the step does not return.
+    further: tuple[ValueCheck | WrittenInput, ...] = ()
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
     replays: tuple[LeftNumbers, ...] = ()
     replayed: int = 0  # how many numbers they take

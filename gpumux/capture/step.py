@@ -19,6 +19,13 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.batch.arrays import tensor_over
 from gpumux.capture.batch.containers import flatten
+from gpumux.capture.batch.effects import (
+    LeftOnBatch,
+    WrittenInput,
+    refuse_gradient,
+    refuse_old_gradient,
+    refuse_shared,
+)
 from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
@@ -71,6 +78,7 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
         or _results(a) != _results(b)
         or a.gradients != b.gradients
         or a.replaced != b.replaced
+        or a.on_batch != b.on_batch
     ):
         return "what the step returns or leaves behind differs"
     return None
@@ -231,26 +239,31 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
         for i, t in enumerate(args):
             if not t.is_contiguous():
                 layable(t, i)
-            key.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+            requires_grad = t.requires_grad
+            if requires_grad:
+                refuse_gradient(t, i)
+            key.append((t.dtype, t.shape, t.stride(), requires_grad))
         return (*key, *_repeated(args)), list(args), ()
     leaves, spec = flatten((args, kwargs), hiding=True)
     tensors: list[torch.Tensor] = []
-    given: list[Any] = []  # the leaves that these are
+    arrays: dict[int, torch.Tensor] = {}
     parts: list[Any] = [str(spec)]
     numbers: list[tuple[int, Any]] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            given.append(leaf)
             tensors.append(layable(leaf, len(tensors)))
             t = tensors[-1]
+            if t.requires_grad:
+                refuse_gradient(t, len(tensors) - 1)
             parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
         elif type(leaf) in _NUMBERS:
             parts.append(type(leaf))
             numbers.append((i, leaf))
         elif type(leaf) in _ARRAYS:
-            given.append(leaf)
-            tensors.append(layable(tensor_over(leaf), len(tensors)))
-            t = tensors[-1]
+            t = arrays.get(id(leaf))
+            if t is None:
+                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
+            tensors.append(t)
             parts.append(("array", t.dtype, t.shape, t.stride()))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             parts.append((type(leaf), repr(leaf)))
@@ -259,10 +272,10 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
                 f"the batch holds a {type(leaf).__name__}",
                 "pass tensors, arrays, numbers, strings and containers of them",
             )
-    return (*parts, *_repeated(given)), tensors, tuple(numbers)
+    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
 
 
-def _repeated(tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
     does with query and key. Empty if all are different."""
     if len(set(map(id, tensors))) == len(tensors):
@@ -280,11 +293,13 @@ class StepProgram:
     remade: frozenset[int] = frozenset()  # parameters whose gradients it replaces by new tensors
     left: Sequence[Callable[[], None]] = ()  # each marks a place where the step leaves a tensor
     replaces: Replaces = NOTHING
+    on_batch: Sequence[LeftOnBatch] = ()
     writes: bool = field(init=False)  # whether it changes state
     batch_check: BatchCheck = field(init=False)
     leaf: tuple[str, Any] | None = field(init=False)  # the result (as in Lowered.results) if it is no container
     _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
-    further: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
+    checks: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
+    written: tuple[tuple[int, int], ...] = field(init=False)  # (tensor, position in the batch) of the others
 
     def __post_init__(self) -> None:
         self.batch_check = BatchCheck(self.lowered.program)
@@ -294,11 +309,22 @@ class StepProgram:
         self.leaf = self.lowered.results[0] if self.lowered.result_spec.is_leaf() else None
         results, further = self.lowered.results, self.lowered.further
         self._returned = results[: len(results) - len(further)]
-        self.further = tuple((i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True))
+        others = [(i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True)]
+        self.checks = tuple((i, what) for i, what in others if isinstance(what, ValueCheck))
+        self.written = tuple((i, what.position) for i, what in others if isinstance(what, WrittenInput))
+
+    def refuse_batch(self, tensors: Sequence[torch.Tensor], table: StateTable) -> None:
+        """Raises CaptureError or BadBatch for a batch that the Program can't run on."""
+        if self.batch_check.checks:
+            self.batch_check.run(tensors)
+        for left in self.on_batch:
+            refuse_old_gradient(tensors[left.position], left.position)
+        if self.written:
+            refuse_shared([position for _, position in self.written], tensors, table)
 
     def wrong(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """What the first check that failed in the step says, None if there is none."""
-        return next((what.wrong for i, what in self.further if not tensors[i]), None)
+        return next((what.wrong for i, what in self.checks if not tensors[i]), None)
 
     def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
         """The pytree that the step function returned. `host`: the evaluator's values for the results."""
@@ -443,6 +469,8 @@ class Choice:
             flag.again()
         for mark in self.program.left:
             mark()
+        for left in self.program.on_batch:
+            left.apply(self.tensors)
         for optimizer in table.optimizers:
             optimizer._opt_called = True  # learning-rate schedulers check whether step() ever ran
 
@@ -549,8 +577,7 @@ class StepFunction:
                 if values is not None:
                     if at and phase.of_numbers:
                         case.phases.insert(0, case.phases.pop(at))
-                    if found.batch_check.checks:
-                        found.batch_check.run(tensors)
+                    found.refuse_batch(tensors, self._table)
                     return Choice(found, values, tensors)
         case.numbers = numbers  # those that are no symbols are the same, or will be constants of the trace
         found = self._capture(case, args, kwargs, state)
@@ -559,7 +586,7 @@ class StepFunction:
         env = case.environment(numbers, state)
         values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
-        found.batch_check.run(tensors)
+        found.refuse_batch(tensors, self._table)
         return Choice(found, values, tensors)
 
     def _case(self, key: Any, tensors: list[torch.Tensor], numbers: Numbers) -> Case:
@@ -618,11 +645,6 @@ class StepFunction:
                 raise CaptureError(
                     f"tensor {i} of the batch is part of the model",
                     "let the step reach it by name: a copy would not be trained",
-                )
-            if tensor.requires_grad:
-                raise CaptureError(
-                    f"tensor {i} of the batch requires grad, and its gradient would stay in the daemon",
-                    "pass x.detach(), and call requires_grad_() inside the step if you need its gradient there",
                 )
 
     @without_collection()
@@ -765,10 +787,16 @@ class StepFunction:
             )
         if part is None:
             return first
-        if first.further:
+        checks = [what.wrong for what in first.further if isinstance(what, ValueCheck)]
+        if checks:
             raise NotSplittable(
-                f"{self.name} checks values of the whole batch ({first.further[0].wrong})",
+                f"{self.name} checks values of the whole batch ({checks[0]})",
                 "turn the checks off: validate_args=False, or submit it without microbatches",
+            )
+        if first.further or first.on_batch:
+            raise NotSplittable(
+                f"{self.name} changes its batch (in place, or by requires_grad_())",
+                "begin the step with x = x.clone(), or submit it without microbatches",
             )
         return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
 
@@ -855,7 +883,7 @@ class StepFunction:
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
         found = StepProgram(
             replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade,
-            left=raw.left,
+            left=raw.left, on_batch=raw.on_batch,
         )  # fmt: skip
         found.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
         phase.programs[state.keep] = found

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumux.capture import source
 from gpumux.capture.batch.arrays import BatchArray, arrays_as_tensors, tensor_over
 from gpumux.capture.batch.containers import flatten, unflatten
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, left_on_batch, written_inputs
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
@@ -106,16 +107,6 @@ def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
     return raised_in_step(error, message, remedy)
 
 
-def refuse_batch_gradients(batch: list[Any], fakes: list[Any]) -> None:
-    tensors = [(g, f) for g, f in zip(batch, fakes, strict=True) if isinstance(g, torch.Tensor)]
-    for i, (tensor, fake) in enumerate(tensors):
-        if fake.grad is not None or fake.requires_grad != tensor.requires_grad:
-            raise CaptureError(
-                f"the step makes tensor {i} of the batch require grad, and its gradient would stay in the daemon",
-                "begin with x = x.detach().requires_grad_() inside the step",
-            )
-
-
 def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
     """Raises NotRepeatable if the step drew random numbers from Python's generators. The daemon does not draw them
     again, so a rarely taken branch could become part of the Program even though two traces agree."""
@@ -135,19 +126,6 @@ def refuse_outputs(observer: Observer) -> None:
             f"{line} {what} inside the step",
             "do it outside, with what the step returns: gpumux runs a step's Python only when it captures it",
         )
-
-
-def refuse_written_batch(record: TraceRecord) -> None:
-    """Raises CaptureError if the step writes to its batch. The daemon has a copy, so the write would not change the
-    user's tensor as in the plain loop."""
-    for op in record.ops:
-        for storage in op.writes:
-            found = record.storages[storage]
-            if found.kind == "input":
-                raise CaptureError(
-                    f"{op.where} writes into tensor {found.key} of the batch ({op.target.removeprefix('aten.')})",
-                    "clone it first, or use the operator that returns a new tensor",
-                )
 
 
 # ---- torch's log messages about errors of fake operators, which it also raises
@@ -317,7 +295,9 @@ class RawTrace:
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
-    further: list[ValueCheck] = field(default_factory=list)  # what the last results are, which the step does not return
+    # What the last results are, which the step does not return.
+    further: list[ValueCheck | WrittenInput] = field(default_factory=list)
+    on_batch: list[LeftOnBatch] = field(default_factory=list)
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
 
@@ -451,7 +431,7 @@ class Tracer:
                 ):
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
-                refuse_batch_gradients(leaves, fakes)
+                on_batch = left_on_batch(leaves, fakes, rec)
                 refuse_draws(fn, drawn, fingerprint.random_states())
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
@@ -466,7 +446,7 @@ class Tracer:
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replays, raw.moved = replays, moves_all
                 raw.replaced = self._replaced(rec, replaced)
-                raw.executed = observer.found
+                raw.executed, raw.on_batch = observer.found, on_batch
                 self._restorers += left.restorers()
             except BaseException as error:
                 left.restore()
@@ -574,7 +554,7 @@ class Tracer:
     # ---- after the step ----------------------------------------------------------------------------
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
-        refuse_written_batch(rec.record)
+        written = written_inputs(rec.record)
         self._refuse_new_keys()
         leaves, spec = flatten(out)
         results: list[Any] = []
@@ -582,7 +562,9 @@ class Tracer:
             for leaf in leaves:
                 results.append(self._result(rec, leaf))
             results += [TensorResult(view) for view, _ in rec.checks]
-            further = [ValueCheck(wrong) for _, wrong in rec.checks]
+            results += [TensorResult(rec.record.inputs[position]) for position in written]
+            further: list[ValueCheck | WrittenInput] = [ValueCheck(wrong) for _, wrong in rec.checks]
+            further += [WrittenInput(position) for position in written]
             counters = Counters(self.table)
             optimizers = tuple(
                 freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p, counters), i)

@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from gpumux.capture.batch.containers import flatten, unflatten
+from gpumux.capture.batch.effects import write_back
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
@@ -360,7 +361,7 @@ def generator_after(future: StepFuture) -> torch.Tensor | None:
 
 
 class _Step:
-    __slots__ = ("captured", "future", "host", "program", "slot")
+    __slots__ = ("captured", "future", "host", "program", "slot", "written")
 
     def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
         self.captured = choice.program
@@ -368,6 +369,7 @@ class _Step:
         self.program = program
         self.slot = slot
         self.host = choice.values[sum(choice.program.lowered.counts) :]
+        self.written = [(choice.tensors[position], index) for index, position in choice.program.written]
 
 
 class _Rerun:
@@ -432,9 +434,11 @@ class Pending:
             if type(step) is _Step:
                 tensors = program.take(step.slot, frames)
                 times = StepTimes(message.queue_s, message.device_s, message.total_s)
+                if step.written:
+                    write_back(step.written, tensors)
                 drew = program.program.generator is not None
                 generator = tensors[-1] if drew else None
-                if step.captured.further and (wrong := step.captured.wrong(tensors)) is not None:
+                if step.captured.checks and (wrong := step.captured.wrong(tensors)) is not None:
                     self._refute(step.future, message.step, wrong, generator)
                 else:
                     step.future._finish(step.captured.value(tensors, step.host), times, generator)

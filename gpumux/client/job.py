@@ -375,9 +375,13 @@ class Job:
             program, slot, filled = self._batch_slots.pick(number, choice.tensors)
         if program.program.generator is None:
             with Shield():  # a step that was sent and not counted would leave the local state between two steps
-                return self._send_step(function, choice, program, slot, filled, None)
-        with client_generator.lock:
-            return self._send_drawing_step(function, choice, program, slot, filled)
+                future = self._send_step(function, choice, program, slot, filled, None)
+        else:
+            with client_generator.lock:
+                future = self._send_drawing_step(function, choice, program, slot, filled)
+        if choice.program.written:
+            _answered(future)  # the script may read what the step wrote into its batch
+        return future
 
     def _send_drawing_step(
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool
@@ -435,13 +439,7 @@ class Job:
 
     def _take_generator(self, future: StepFuture) -> None:
         """Wait for the step, and take the state in which it left the generator."""
-        try:
-            wait_answered(future)
-        except GpumuxError:
-            if not is_answered(future):
-                raise  # of a signal handler
-            return  # the future has the error; raised here, the step would be submitted again
-        state = generator_after(future)
+        state = generator_after(future) if _answered(future) else None
         if state is not None:
             client_generator.set_state(state)
 
@@ -561,6 +559,18 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
+
+
+def _answered(future: StepFuture) -> bool:
+    """Wait for a step. Whether it was answered without an error, which the future has: raised here, the step would be
+    submitted again."""
+    try:
+        wait_answered(future)
+    except GpumuxError:
+        if not is_answered(future):
+            raise  # of a signal handler
+        return False
+    return True
 
 
 def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:

@@ -85,10 +85,15 @@ class Member:
         if isinstance(choice, KeepMore):
             self.state.keep = choice.keep
             return None
-        if choice.program.further:
+        if choice.program.checks:
             raise NotFusible(
-                f"the step checks values ({choice.program.further[0][1].wrong}), which an array of models does not",
+                f"the step checks values ({choice.program.checks[0][1].wrong}), which an array of models does not",
                 "turn the checks off: validate_args=False",
+            )
+        if choice.program.written or choice.program.on_batch:
+            raise NotFusible(
+                "the step changes its batch (in place, or by requires_grad_()), which the models of an array share",
+                "begin the step with x = x.clone()",
             )
         return choice
 

@@ -73,7 +73,7 @@ def test_an_object_in_a_batch(name: str, endpoint: str) -> None:
 
 def test_the_result_of_a_step_in_an_object(endpoint: str) -> None:
     with client.submit(lambda b: b.x * b.scale, example=(Frozen(X),), endpoint=endpoint) as job:
-        first = job.step(Frozen(X, 3.0))
+        first: Any = job.step(Frozen(X, 3.0))
         assert torch.equal(job.step(Frozen(first, 2.0)).result(), X * 3 * 2)
 
 
@@ -95,7 +95,7 @@ def test_two_classes_of_one_name_are_different_batches(endpoint: str) -> None:
 
 
 def test_what_is_no_value_in_a_mapping_is_refused_where_the_step_reads_it(endpoint: str) -> None:
-    def step(batch: Tokens) -> torch.Tensor:
+    def step(batch: Tokens) -> Any:
         return batch["x"] * len(batch.records)
 
     with pytest.raises(errors.CaptureError, match=r"reads Tokens\.records of the batch") as caught:
@@ -173,7 +173,7 @@ def test_an_array_that_can_be_no_tensor_is_refused(array: Any, endpoint: str) ->
 def test_microbatches_of_arrays(endpoint: str) -> None:
     layer = torch.nn.Linear(6, 3)
 
-    def step(batch: SimpleNamespace) -> torch.Tensor:
+    def step(batch: SimpleNamespace) -> Any:
         loss = layer(torch.from_numpy(batch.x)).pow(2).mean()
         loss.backward()
         return loss.detach()
