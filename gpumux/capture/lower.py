@@ -29,10 +29,11 @@ from gpumux.capture.structure import (
     Structure,
     frozen_leaves,
     keeps_gradient,
+    map_frozen,
     path_name,
 )
 from gpumux.capture.symbols import ConstantScalars, Evaluator, Expr, ScalarGuard
-from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult, ValueCheck
+from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, SkippedStep, TensorResult, ValueCheck
 from gpumux.capture.watch.fingerprint import Change
 from gpumux.capture.watch.watches import numerics_now, uses_tf32
 from gpumux.errors import CaptureError
@@ -317,7 +318,7 @@ class Lowered:
     # 32-bit words that a step takes of the client's generator (generator.py), if its Program has `generator`.
     words: int | None = 0
     # What the last entries of `results` are, which the step does not return.
-    further: tuple[ValueCheck | WrittenInput, ...] = ()
+    further: tuple[ValueCheck | WrittenInput | SkippedStep, ...] = ()
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
     replays: tuple[LeftNumbers, ...] = ()
     replayed: int = 0  # how many numbers they take
@@ -331,7 +332,7 @@ class _Exit:
         self._vars: dict[int, int] = {}
         self._places = ExitPlaces(raw, table, keep)
         optimizers = tuple(
-            tuple((key, thaw_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
+            tuple((key, map_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
         )
         places = [(index, self._places.of(("grad", index))) for index in sorted(raw.gradients)]
         kept = tuple(one for one in places if one[0] in self._places.kept)
@@ -350,16 +351,6 @@ class _Exit:
             return DeviceLeaf(self._places.of(leaf.path))
         assert isinstance(leaf, ConstLeaf)
         return leaf
-
-
-def thaw_frozen(tree: Any, make: Any) -> Any:
-    """Map the leaves of a frozen tree, keeping it frozen."""
-    if isinstance(tree, tuple):
-        kind, items = tree
-        if kind == "d":
-            return (kind, tuple((k, thaw_frozen(v, make)) for k, v in items))
-        return (kind, tuple(thaw_frozen(v, make) for v in items))
-    return make(tree)
 
 
 def lower(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gpumux.capture.gpu.autocast import refuse_lost_scaling
+from gpumux.capture.loss_scaling import Scaling
 from gpumux.capture.source import by_numbers, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol
@@ -80,25 +80,6 @@ class RngTape:
                 "the step leaves the random state rewound, so every step would draw the same numbers",
                 "restore the state you saved (torch.random.fork_rng does) before the step returns",
             )
-
-
-def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
-    """A replacement for a method of GradScaler. A GradScaler keeps its scale, and its findings about gradients, outside
-    of the model, and decides in Python whether the optimizer steps."""
-    plain = getattr(torch.amp.GradScaler, name)
-
-    def method(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            if gpu:
-                refuse_lost_scaling(f"GradScaler.{name}()")
-            return plain(self, *args, **kwargs)
-        raise CaptureError(
-            f"{user_line()} calls GradScaler.{name}(), which decides in Python by what the gradients hold",
-            "torch.autocast with bfloat16 needs no scaling: GradScaler(enabled=False); for float16 keep the scale in a"
-            " buffer of the model (docs/fusion.md, Loss scaling)",
-        )
-
-    return method
 
 
 def _format(self: Any, spec: str) -> str:
@@ -258,8 +239,6 @@ def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
 log = logging.getLogger("gpumux.client")
 _told: set[str] = set()  # lines with a print that was warned of
 _AS_TENSOR = torch.as_tensor
-_SCALER_TYPE = torch.amp.GradScaler
-_SCALER = ("scale", "unscale_", "step", "update")
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
@@ -269,7 +248,9 @@ def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 @contextmanager
-def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = lambda tensor: None) -> Iterator[None]:
+def patched(
+    scope: Scope, tape: RngTape, scaling: Scaling, gpu: bool = False, constant: Known = lambda tensor: None
+) -> Iterator[None]:
     """Replace the functions for the length of a trace. They act on traced values only, so that another thread can call
     `math.sqrt` meanwhile. `gpu`: optimizers use their implementation for many tensors at once by default, as they do
     on a GPU. `constant`: the value of a tensor that is made from constants alone, else None."""
@@ -287,7 +268,7 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = la
         (torch.SymFloat, "__hash__", _hash),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
-        *((_SCALER_TYPE, name, here(getattr(_SCALER_TYPE, name), _scaler_guard(name, gpu))) for name in _SCALER),
+        *scaling.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
@@ -309,5 +290,5 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False, constant: Known = la
         optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name `optimizer`
         known = getattr(optimizers, name)
         swaps.append((optimizers, name, here(known, _and_cpu(known))))
-    with swapped(swaps):
+    with scaling.cleaned(), swapped(swaps):
         yield

@@ -625,6 +625,7 @@ class Recorder(TorchDispatchMode):
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._constant = constant
         self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
+        self.skips: list[tuple[torch.optim.Optimizer, int]] = []  # whose step is left out where the view is true
         self._lookup = lookup
         self._observer = observer
         self._layers = layers or Layers(())

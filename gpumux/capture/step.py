@@ -33,11 +33,12 @@ from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
-from gpumux.capture.structure import Structure
+from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
     HostResult,
     RawTrace,
+    SkippedStep,
     TensorResult,
     TraceAgain,
     Tracer,
@@ -187,6 +188,12 @@ def _defaults(target: str) -> Mapping[str, str]:
     return {a.name: repr(a.default_value) for a in schema.arguments if a.has_default_value()}
 
 
+def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
+    """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
+    old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
+    return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
+
+
 # ---- batches
 
 
@@ -300,6 +307,8 @@ class StepProgram:
     _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
     checks: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
     written: tuple[tuple[int, int], ...] = field(init=False)  # (tensor, position in the batch) of the others
+    skips: tuple[tuple[int, int], ...] = field(init=False)  # (tensor, optimizer whose step is left out) of the others
+    undecided: bool = False  # whether what it leaves behind on the host depends on what it skips
 
     def __post_init__(self) -> None:
         self.batch_check = BatchCheck(self.lowered.program)
@@ -312,6 +321,7 @@ class StepProgram:
         others = [(i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True)]
         self.checks = tuple((i, what) for i, what in others if isinstance(what, ValueCheck))
         self.written = tuple((i, what.position) for i, what in others if isinstance(what, WrittenInput))
+        self.skips = tuple((i, what.optimizer) for i, what in others if isinstance(what, SkippedStep))
 
     def refuse_batch(self, tensors: Sequence[torch.Tensor], table: StateTable) -> None:
         """Raises CaptureError or BadBatch for a batch that the Program can't run on."""
@@ -325,6 +335,10 @@ class StepProgram:
     def wrong(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """What the first check that failed in the step says, None if there is none."""
         return next((what.wrong for i, what in self.checks if not tensors[i]), None)
+
+    def skipped(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """The optimizers whose steps were left out in the step."""
+        return frozenset(optimizer for i, optimizer in self.skips if tensors[i])
 
     def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
         """The pytree that the step function returned. `host`: the evaluator's values for the results."""
@@ -434,6 +448,29 @@ class State:
     structure: Structure
     host: list[Number]
     keep: frozenset[int] = frozenset()  # parameters whose gradients the job keeps between steps
+
+
+def without_steps(before: State, after: State, optimizers: Collection[int]) -> State:
+    """The host side of the state after a step in which these optimizers' own steps were left out."""
+    host: list[Number] = []
+    numbers: dict[tuple[bool, int], int] = {}
+
+    def trees(optimizer: int) -> Any:
+        old = optimizer in optimizers
+        state = before if old else after
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, HostLeaf):
+                return value
+            var = numbers.setdefault((old, value.var), len(host))
+            if var == len(host):
+                host.append(state.host[value.var])
+            return HostLeaf(var, value.dtype)
+
+        return tuple((key, map_frozen(tree, leaf)) for key, tree in state.structure.optimizers[optimizer])
+
+    structure = replace(after.structure, optimizers=tuple(map(trees, range(len(after.structure.optimizers)))))
+    return State(structure, host, after.keep)
 
 
 @dataclass(slots=True)
@@ -787,6 +824,10 @@ class StepFunction:
             )
         if part is None:
             return first
+        if any(isinstance(what, SkippedStep) for what in first.further):
+            raise NotSplittable(
+                f"{self.name} steps an optimizer under a GradScaler", "submit it without microbatches, or use bfloat16"
+            )
         checks = [what.wrong for what in first.further if isinstance(what, ValueCheck)]
         if checks:
             raise NotSplittable(
@@ -886,5 +927,9 @@ class StepFunction:
             left=raw.left, on_batch=raw.on_batch,
         )  # fmt: skip
         found.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
+        found.undecided = any(
+            isinstance(what, SkippedStep) and _moves(raw.entry, found.lowered.exit, what.optimizer)
+            for what in raw.further
+        )
         phase.programs[state.keep] = found
         return found

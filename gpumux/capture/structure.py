@@ -109,6 +109,16 @@ def thaw(frozen: Any, make: Callable[[Any], Any]) -> Any:
     return make(frozen)
 
 
+def map_frozen(tree: Any, make: Callable[[Any], Any]) -> Any:
+    """A frozen tree with `make(leaf)` at the leaves, frozen."""
+    if isinstance(tree, tuple):
+        kind, items = tree
+        if kind == "d":
+            return (kind, tuple((k, map_frozen(v, make)) for k, v in items))
+        return (kind, tuple(map_frozen(v, make) for v in items))
+    return make(tree)
+
+
 def freeze_state(state: Any, table: StateTable, leaf: Callable[[Any, tuple[Any, ...]], Any], which: int) -> Any:
     """One optimizer's `.state`: keys that are parameters become ("p", index), others ("k", key)."""
     items = []

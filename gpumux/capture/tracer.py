@@ -25,6 +25,7 @@ from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, left_on_batc
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
+from gpumux.capture.loss_scaling import Scaling
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers, SideEffects
@@ -279,6 +280,13 @@ class ValueCheck:
     wrong: str
 
 
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A further result of a step: whether the step of this optimizer was left out (loss_scaling.py)."""
+
+    optimizer: int
+
+
 @dataclass(slots=True)
 class RawTrace:
     """A trace before lowering: the record of its operators, and how the step ends."""
@@ -296,7 +304,7 @@ class RawTrace:
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
     # What the last results are, which the step does not return.
-    further: list[ValueCheck | WrittenInput] = field(default_factory=list)
+    further: list[ValueCheck | WrittenInput | SkippedStep] = field(default_factory=list)
     on_batch: list[LeftOnBatch] = field(default_factory=list)
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
@@ -395,6 +403,10 @@ class Tracer:
             scope, tape, lookup=self.table.lookup, unknown=unknown, allowed=self._allowed, observer=observer,
             device=self._device, layers=layers, gpu=self.table.gpu, constant=constant_value,
         )  # fmt: skip
+        scaling = Scaling(
+            self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
+            rec.is_host,
+        )  # fmt: skip
         self._record = rec.record
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
@@ -420,7 +432,7 @@ class Tracer:
             drawn = fingerprint.random_states()
             try:
                 with (
-                    patched(scope, tape, self.table.gpu, rec.constant),
+                    patched(scope, tape, scaling, self.table.gpu, rec.constant),
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
@@ -563,8 +575,15 @@ class Tracer:
                 results.append(self._result(rec, leaf))
             results += [TensorResult(view) for view, _ in rec.checks]
             results += [TensorResult(rec.record.inputs[position]) for position in written]
-            further: list[ValueCheck | WrittenInput] = [ValueCheck(wrong) for _, wrong in rec.checks]
+            further: list[ValueCheck | WrittenInput | SkippedStep] = [ValueCheck(wrong) for _, wrong in rec.checks]
             further += [WrittenInput(position) for position in written]
+            results += [TensorResult(view) for _, view in rec.skips]
+            further += [SkippedStep(self._number(optimizer)) for optimizer, _ in rec.skips]
+            if len({id(optimizer) for optimizer, _ in rec.skips}) < len(rec.skips):
+                raise CaptureError(
+                    "the step steps one optimizer twice under a GradScaler",
+                    "give each of the two updates a step of its own: job.add(...)",
+                )
             counters = Counters(self.table)
             optimizers = tuple(
                 freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p, counters), i)
@@ -582,6 +601,15 @@ class Tracer:
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
             further=further,
         )  # fmt: skip
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        found = next((i for i, one in enumerate(self.table.optimizers) if one is optimizer), None)
+        if found is None:
+            raise CaptureError(
+                f"the step steps an optimizer ({type(optimizer).__name__}) under a GradScaler that was not given",
+                "pass it in optimizer=, alone or in a list with the others",
+            )
+        return found
 
     def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:
         out = []

@@ -53,6 +53,7 @@ class StepFuture:
         self._told = False  # whether the error was raised
         self._times: StepTimes | None = None
         self._generator: torch.Tensor | None = None  # its state after the step, if the step draws from it
+        self._skipped: frozenset[int] = frozenset()  # optimizers whose steps were left out
 
     def _finish(self, value: Any, times: StepTimes, generator: torch.Tensor | None = None) -> None:
         self._value, self._times, self._generator, self._done = value, times, generator, True
@@ -354,6 +355,11 @@ def generator_after(future: StepFuture) -> torch.Tensor | None:
     return future._generator
 
 
+def skipped_in(future: StepFuture) -> frozenset[int]:
+    """The optimizers whose steps a GradScaler left out in an answered step."""
+    return future._skipped
+
+
 # ---- a job's unanswered steps, and the handling of the daemon's messages about them
 #
 # Messages are handled in the thread that receives them. A message may be handled twice (if an interrupt comes right
@@ -438,6 +444,8 @@ class Pending:
                     write_back(step.written, tensors)
                 drew = program.program.generator is not None
                 generator = tensors[-1] if drew else None
+                if step.captured.skips:
+                    step.future._skipped = step.captured.skipped(tensors)
                 if step.captured.checks and (wrong := step.captured.wrong(tensors)) is not None:
                     self._refute(step.future, message.step, wrong, generator)
                 else:

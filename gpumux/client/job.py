@@ -434,7 +434,7 @@ class Job:
         self._remote.waits.thread.stepped(step)
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
-        self._local.advance(choice)
+        self._local.advance(choice, future)
         return future
 
     def _take_generator(self, future: StepFuture) -> None:

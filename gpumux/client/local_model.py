@@ -17,9 +17,9 @@ from gpumux.capture.local_state import dictionaries, install, load_local
 from gpumux.capture.source import user_line
 from gpumux.capture.staleness import StalenessHooks, of_job
 from gpumux.capture.state import ALL, Part, Place, StateTable
-from gpumux.capture.step import Choice, State, StepProgram
+from gpumux.capture.step import Choice, State, StepProgram, without_steps
 from gpumux.capture.structure import Structure, from_local
-from gpumux.client.future import Pending
+from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
 from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
@@ -33,7 +33,7 @@ OFTEN: Final = 3  # consecutive steps, each followed by a read, after which a wa
 class LocalModel:
     """Keeps the local tensors up to date with the state in the daemon.
 
-    `state` is the host side of the job's state after the newest submitted step. `staleness` knows which local tensors
+    `staleness` knows which local tensors
     are older than the daemon's, and calls `fetch` when one of them is read. `unsynced` counts the steps whose results
     are not in the local objects.
 
@@ -52,7 +52,8 @@ class LocalModel:
         self._recovery = recovery
         self._structures: dict[Structure, Structure] = {}
         structure, host = from_local(table)
-        self.state = State(self.intern(structure), host, frozenset(i for i, _ in structure.kept))
+        self._state = State(self.intern(structure), host, frozenset(i for i, _ in structure.kept))
+        self._undecided: tuple[State, StepFuture] | None = None  # the newest step, and the state before it
         self.unsynced = 0
         self._unread = 0  # steps since the last read
         self._consecutive_reads = 0  # consecutive steps that were each followed by a read
@@ -65,17 +66,37 @@ class LocalModel:
         """The one object for all equal structures, so that they can be compared by identity."""
         return self._structures.setdefault(structure, structure)
 
+    @property
+    def state(self) -> State:
+        """The host side of the job's state after the newest submitted step. Waits for that step if a GradScaler may
+        have left an optimizer's step out in it."""
+        if self._undecided is not None:
+            before, future = self._undecided
+            wait_answered(future)
+            self._undecided = None
+            skipped = skipped_in(future)
+            if skipped:
+                found = without_steps(before, self._state, skipped)
+                self._state = State(self.intern(found.structure), found.host, found.keep)
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._undecided = state, None
+
     def structure(self) -> Structure:
         """The structure of the newest state (`staleness.Source`)."""
         return self.state.structure
 
-    def advance(self, choice: Choice) -> None:
+    def advance(self, choice: Choice, future: StepFuture) -> None:
         """Apply the host side of a step that was submitted: counters, and the hyperparameters and flags it changed."""
-        before, self.state = self.state, choice.after(self.state.keep)
+        before, self._state = self._state, choice.after(self._state.keep)
+        if choice.program.undecided:
+            self._undecided = before, future
         choice.apply(self._table)
         self._unread += 1
-        changed = self.state.structure is not before.structure or self.state.host != before.host
-        self.staleness.replaced(choice.program.replaces, before.structure, self.state.structure)
+        changed = self._state.structure is not before.structure or self._state.host != before.host
+        self.staleness.replaced(choice.program.replaces, before.structure, self._state.structure)
         if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
             self._fall_behind(choice.program, before.structure)
 

@@ -85,6 +85,11 @@ class Member:
         if isinstance(choice, KeepMore):
             self.state.keep = choice.keep
             return None
+        if choice.program.skips:
+            raise NotFusible(
+                "the step steps an optimizer under a GradScaler, which an array of models does not",
+                "use bfloat16, or keep each model's scale in a buffer (docs/fusion.md, Loss scaling)",
+            )
         if choice.program.checks:
             raise NotFusible(
                 f"the step checks values ({choice.program.checks[0][1].wrong}), which an array of models does not",
