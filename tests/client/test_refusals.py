@@ -535,27 +535,20 @@ def test_what_to_use_instead_is_said(what: str, endpoint: str) -> None:
     assert remedy in caught.value.remedy
 
 
-def test_a_grad_scaler_is_refused_by_name(endpoint: str) -> None:
+def test_a_grad_scaler_that_is_off_changes_nothing(endpoint: str) -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
 
-    def trained_with(scaler: torch.amp.GradScaler) -> Callable[..., torch.Tensor]:
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()  # scaled
-            scaler.step(optimizer)
-            scaler.update()
-            return loss
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
 
-        return step
-
-    step = trained_with(torch.amp.GradScaler("cpu"))
-    error = refusal(step, endpoint, errors.CaptureError, model=model, optimizer=optimizer)
-    assert "calls GradScaler.scale()" in error.message
-    assert line_of(step, "# scaled") in error.message
-    assert "GradScaler(enabled=False)" in error.remedy
-    submit(trained_with(torch.amp.GradScaler("cpu", enabled=False)), endpoint, model=model, optimizer=optimizer)
+    submit(step, endpoint, model=model, optimizer=optimizer)
     assert torch.amp.GradScaler("cpu").scale(torch.ones(())) == 2.0**16  # elsewhere it is what it was
 
 
