@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gpumux.capture.gpu.autocast import refuse_lost_scaling
 from gpumux.capture.source import user_line
@@ -40,7 +39,7 @@ class Scaling:
 
     def swaps(self) -> list[tuple[Any, str, Any]]:
         """For `swapped`."""
-        new = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
+        new = {"scale": self._plainly, "unscale_": self._unscale, "step": self._step, "update": self._update}
         return [
             *((_SCALER, name, here(getattr(_SCALER, name), self._where_enabled(name, method)))
               for name, method in new.items()),
@@ -72,10 +71,7 @@ class Scaling:
 
         return chosen
 
-    def _scale(self, plain: Any, scaler: Any, outputs: Any) -> Any:
-        if scaler._scale is None:  # as its first use would make it, but no tensor of the trace
-            with _disable_current_modes():
-                scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    def _plainly(self, plain: Any, scaler: Any, outputs: Any) -> Any:
         return plain(scaler, outputs)
 
     def _unscale(self, plain: Any, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

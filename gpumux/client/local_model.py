@@ -91,14 +91,14 @@ class LocalModel:
     def advance(self, choice: Choice, future: StepFuture) -> None:
         """Apply the host side of a step that was submitted: counters, and the hyperparameters and flags it changed."""
         before, self._state = self._state, choice.after(self._state.keep)
-        if choice.program.undecided:
-            self._undecided = before, future
         choice.apply(self._table)
         self._unread += 1
         changed = self._state.structure is not before.structure or self._state.host != before.host
         self.staleness.replaced(choice.program.replaces, before.structure, self._state.structure)
         if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
             self._fall_behind(choice.program, before.structure)
+        if choice.program.undecided:
+            self._undecided = before, future
 
     # ---- verbs
 

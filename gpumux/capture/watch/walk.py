@@ -374,6 +374,9 @@ class Walk:
         if space is not None:
             self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
         if type(value).__module__.split(".")[0] == "torch":
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and value._scale is None:
+                # As its first use makes it, so that a trace finds it made.
+                value._lazy_init_scale_growth_tracker(torch.device(value._device))
             if space is not None:
                 self._scalars(label, space, lists=True)
         else:
@@ -388,9 +391,11 @@ class Walk:
     def _scalars(
         self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset(), lists: bool = False
     ) -> None:
-        """Watch all plain values of a library's object, and its lists of them. `lists`: its methods make new lists of
-        numbers in place of those (a scheduler's `_last_lr`)."""
-        keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, (tuple, *SCALARS)))]
+        """Watch all plain values of a library's object, and its lists of them. `lists`: it is no module, so that its
+        tensors are attributes, and its methods make new lists of numbers in place of those (a scheduler's
+        `_last_lr`)."""
+        kinds = (tuple, *SCALARS, torch.Tensor) if lists else (tuple, *SCALARS)
+        keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, kinds))]
         if keys:
             self.watches.append(watches.entries(label, space, keys))
         for key, item in list(space.items()):
