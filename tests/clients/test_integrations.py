@@ -26,6 +26,7 @@ NEEDS = {
     "loop": ["tensorboard"],
     "huggingface": ["tensorboard", "transformers", "accelerate"],
     "lightning": ["tensorboard", "lightning"],
+    "accelerate": ["tensorboard", "accelerate"],
 }
 
 # torch's warnings of its own use by these packages, and theirs of each other, are not ours to mend.
