@@ -102,7 +102,7 @@ def trainer_accumulates(train: Train) -> Any:
     return _trainer(train, gradient_accumulation_steps=2)
 
 
-@idiom("transformers.Trainer with bf16=True", needs=("transformers", "accelerate"), fails="no mixed precision yet")
+@idiom("transformers.Trainer with bf16=True", needs=("transformers", "accelerate"))
 def trainer_bf16(train: Train) -> Any:
     return _trainer(train, bf16=True)
 

@@ -31,8 +31,7 @@ def on_gpumux(trainer: Any, **options: Any) -> Any:
     gpumux.client.submit (priority, name, endpoint, weight, ...). Subclasses keep their methods, including
     `compute_loss`. One that overrides `training_step` is refused, as that is what gpumux replaces.
 
-    Raises ConfigError for what can't be captured as a step: several devices, mixed precision, DeepSpeed, FSDP, compiled
-    models.
+    Raises ConfigError for what can't be captured as a step: several devices, float16, DeepSpeed, FSDP, compiled models.
     """
     cls = type(trainer)
     if issubclass(cls, OnGpumux):
@@ -53,7 +52,7 @@ def _check(trainer: Any) -> None:
     args = trainer.args
     wrong = {
         "several devices": args.world_size > 1 or args.n_gpu > 1,
-        "mixed precision": args.fp16 or args.bf16,
+        "fp16": args.fp16,
         "DeepSpeed": bool(args.deepspeed),
         "FSDP": bool(args.fsdp),
         "torch_compile": bool(args.torch_compile),
