@@ -145,7 +145,7 @@ def lightning(train: Train) -> Any:
     return _lightning(train, gradient_clip_val=1.0)
 
 
-@idiom("Lightning with accumulate_grad_batches=2", needs=("lightning",), fails="no accumulated batches yet")
+@idiom("Lightning with accumulate_grad_batches=2", needs=("lightning",))
 def lightning_accumulates(train: Train) -> Any:
     return _lightning(train, accumulate_grad_batches=2)
 

@@ -24,9 +24,11 @@ from gpumux.client.job import Job
 from gpumux.errors import CaptureError, ConfigError
 
 try:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError:  # the same, under its older name
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
     from pytorch_lightning.plugins.precision import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy
 
@@ -34,10 +36,9 @@ except ModuleNotFoundError:  # the same, under its older name
 class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """`options` are those of gpumux.client.submit: priority, name, endpoint, weight, ...
 
-    Raises ConfigError, when fitting begins, for modules that optimize by hand or don't have exactly one optimizer, for
-    accumulated batches and mixed precision; and CaptureError, with the line, for a training_step that can't be
-    captured. Batches may have a few shapes (`max_variants`). `training_step` can't use `batch_idx`, which differs at
-    every step.
+    Raises ConfigError, when fitting begins, for modules that optimize by hand or don't have exactly one optimizer, and
+    for mixed precision; and CaptureError, with the line, for a training_step that can't be captured. Batches may have a
+    few shapes (`max_variants`). `training_step` can't use `batch_idx`, which differs at every step.
     """
 
     strategy_name = "gpumux"
@@ -46,6 +47,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__(device="cpu")
         self._options = options
         self._job: Job | None = None
+        self._whole: Callable[..., Any] | None = None  # the step of a batch after which the optimizer steps
         self._log = Log()
 
     # ---- training
@@ -57,28 +59,41 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         given = [a for a in args if not isinstance(a, int)]  # batch, batch_idx, dataloader_idx
         module.train()
         if self._job is None:
-            self._job = self._submit(module, given, len(args) - len(given))
-        out, logged = self._job.step(*given).result()
+            self._submit(module, given, len(args) - len(given))
+        assert self._job is not None
+        loop, parts = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
+        if loop._should_accumulate():
+            run, last = self._job.step, False
+        else:
+            run, last = self._whole or self._job.step, True
+        out, logged = run(given, parts, loop.epoch_loop.batch_idx % parts == 0, last).result()
         for name, value, settings in logged:
             self._log.pass_on(name, value, **settings)
         return out
 
-    def _submit(self, module: Any, given: list[Any], indices: int) -> Job:
+    def _submit(self, module: Any, given: list[Any], indices: int) -> None:
         trainer = module.trainer
         optimizer = self._only_optimizer()
         for wrong, so in (
             ("optimizes by hand (automatic_optimization = False)", not module.automatic_optimization),
-            ("accumulates batches (accumulate_grad_batches)", trainer.accumulate_grad_batches != 1),
             ("uses mixed precision", type(self.precision_plugin) is not Precision),
         ):
             if so:
                 raise ConfigError(
                     f"this trainer {wrong}, which gpumux does not capture", "turn it off, or use another strategy"
                 )
+        parts = trainer.accumulate_grad_batches
+        several = parts > 1 or any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)
         self._log.take_over(module)
         clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         step = _step(module, optimizer, self._log, clip, indices)
-        return submit(step, example=tuple(given), model=module, optimizer=optimizer, **self._options)
+        example = (given, parts, True, not several)
+        self._job = submit(step, example=example, model=module, optimizer=optimizer, **self._options)
+        if several:
+            # Lightning would clear the gradients after the step that has made them.
+            object.__setattr__(module, "optimizer_zero_grad", _in_the_step)
+            # The one that leaves gradients was submitted first, so that they are kept for this one.
+            self._whole = self._job.add(step, example=(given, parts, False, True))
 
     def _only_optimizer(self) -> torch.optim.Optimizer:
         if len(self.optimizers) != 1:
@@ -110,10 +125,11 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().teardown()
 
     def _end(self) -> None:
-        job, self._job = self._job, None
+        job, self._job, self._whole = self._job, None, None
+        self._log.give_back()
         if job is None:
             return
-        self._log.give_back()
+        self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
         job.close()  # copies the trained state back, except what a callback has set since
 
 
@@ -122,12 +138,18 @@ def _step(
 ) -> Callable[..., Any]:
     most, algorithm = clip
 
-    def step(*batch: Any) -> tuple[Any, list[Any]]:
+    def step(batch: list[Any], parts: int, first: bool, last: bool) -> tuple[Any, list[Any]]:
+        """parts: how many batches are accumulated. first, last: whether this one is the first or the last of them."""
         with log.caught() as logged:
             out = module.training_step(*batch, *[NO_INDEX] * indices)
         loss = out["loss"] if isinstance(out, dict) else out
-        optimizer.zero_grad()
+        if first:
+            optimizer.zero_grad()
+        if parts > 1:
+            loss = loss / parts
         loss.backward()
+        if not last:
+            return out, logged
         if most and str(algorithm).endswith("value"):
             torch.nn.utils.clip_grad_value_(module.parameters(), most)
         elif most:
@@ -136,6 +158,10 @@ def _step(
         return out, logged
 
     return step
+
+
+def _in_the_step(*_: Any, **__: Any) -> None:
+    """Replaces `module.optimizer_zero_grad`."""
 
 
 class Log:
