@@ -317,7 +317,7 @@ class SAM(Optimizer):
         return torch.norm(torch.stack(norms), p=2)
 
 
-@idiom("SAM: two forward and backward passes, first_step and second_step", fails="the step sets p.data")
+@idiom("SAM: two forward and backward passes, first_step and second_step")
 def sam(train: Train) -> Any:
     model = network()
     batches = batches_of()

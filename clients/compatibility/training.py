@@ -933,12 +933,7 @@ class MoCo(nn.Module):
         return logits, torch.zeros(logits.shape[0], dtype=torch.long)
 
 
-@idiom(
-    "MoCo: a momentum encoder by param_k.data = ..., a queue with a pointer",
-    fails="the step sets p.data",
-)
-def moco(train: Train) -> Any:
-    model = MoCo()
+def _moco(train: Train, model: MoCo) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(5)]
 
@@ -952,6 +947,33 @@ def moco(train: Train) -> Any:
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     return [run(one, two).item() for one, two in batches], model
+
+
+class NumberedMoCo(MoCo):
+    """With the queue's pointer in a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ptr = 0
+
+    @torch.no_grad()
+    def _enqueue(self, keys: Tensor) -> None:
+        self.queue[:, self.ptr : self.ptr + keys.shape[0]] = keys.T
+        self.ptr = (self.ptr + keys.shape[0]) % self.size
+
+
+def moco_with_a_number(train: Train) -> Any:
+    return _moco(train, NumberedMoCo())
+
+
+@idiom(
+    "MoCo: a momentum encoder by param_k.data = ..., a queue with a pointer",
+    refused=DataDependent,
+    instead="int(self.queue_ptr) reads a tensor: keep the pointer in a Python number, self.ptr = (self.ptr + n) % size",
+    changed=moco_with_a_number,
+)
+def moco(train: Train) -> Any:
+    return _moco(train, MoCo())
 
 
 @idiom("BYOL: a target network by exponential averages in the step, stop-gradient by detach()")

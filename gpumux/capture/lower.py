@@ -114,7 +114,7 @@ class ExitPlaces:
         self._leaves = {leaf.path: leaf for leaf in self._found(raw)}
         self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # a leaf that is copied, and the leaves it is copied for
         for leaf in self._leaves.values():
-            leaf.place = place_of(self._record, leaf.view)
+            leaf.place = place_of(self._record, leaf.view) or self._on_moved(leaf, raw)
         self._refuse_shared_buffers(raw)
         self._refuse_shared_gradients()
         fresh = [leaf for leaf in self._leaves.values() if leaf.place is None]
@@ -143,6 +143,17 @@ class ExitPlaces:
                         yield _Leaf(leaf.path, path_name(leaf.path, self._table), leaf.view)
         for index, view in sorted(raw.gradients.items()):
             yield _Leaf(("grad", index), f"grad.{self._table.param_names[index]}", view)
+
+    def _on_moved(self, leaf: _Leaf, raw: RawTrace) -> Place | None:
+        """The place of optimizer state that shares the memory to which the step set a parameter's .data: in that of
+        the parameter."""
+        v = self._record.views[leaf.view]
+        for place, view in () if leaf.gradient else raw.moved_data:
+            at = self._record.views[view]
+            (start, end), (first, last) = _span_of(at), self._bytes(leaf)
+            if at.storage == v.storage and at.dtype == v.dtype and start <= first and last <= end and _dense(at):
+                return Place(place.buffer, place.dtype, v.size, v.stride, place.offset + v.offset - at.offset)
+        return None
 
     def _choose_places(self) -> None:
         taken = _Taken()
@@ -253,15 +264,16 @@ class ExitPlaces:
     def _refuse_shared_buffers(self, raw: RawTrace) -> None:
         """Raises CaptureError for a module's buffer that shares memory. A buffer keeps its place: the tensor that
         replaces it is copied there, and then shares no memory."""
-        if not raw.replaced:
+        if not raw.replaced and not raw.moved_data:
             return
         table, views = self._table, self._record.views
         names = {p: name for name, tensor in table.tensors if (p := table.place(tensor)) is not None}
-        left = [(leaf.name, leaf.view) for leaf in self._leaves.values()]
-        staying = names.keys() - {place for place, _ in raw.replaced}
-        for at, (place, view) in enumerate(raw.replaced):
+        left = [(leaf.name, leaf.view) for leaf in self._leaves.values() if self._on_moved(leaf, raw) is None]
+        new = [*raw.replaced, *raw.moved_data]
+        staying = names.keys() - {place for place, _ in new}
+        for at, (place, view) in enumerate(new):
             name, v, lies = names.get(place, "a buffer"), views[view], place_of(self._record, view)
-            others = left + [(names.get(p, "a buffer"), w) for p, w in raw.replaced[:at]]
+            others = left + [(names.get(p, "a buffer"), w) for p, w in new[:at]]
             shared = [
                 one for one, w in others if views[w].storage == v.storage and _meet(_span_of(views[w]), _span_of(v))
             ]
@@ -271,8 +283,9 @@ class ExitPlaces:
             if lies is not None:
                 shared += [names[p] for p in staying if p.buffer == lies.buffer and _meet(_span(p), _span(lies))]
             if shared:
+                does = "replaces the buffer" if at < len(raw.replaced) else "sets .data of"
                 raise CaptureError(
-                    f"the step replaces the buffer {name} by a tensor that shares memory with {shared[0]}",
+                    f"the step {does} {name} to a tensor that shares memory with {shared[0]}",
                     f"give {name} a copy of its own: .clone()",
                 )
 
@@ -337,7 +350,7 @@ class _Exit:
         places = [(index, self._places.of(("grad", index))) for index in sorted(raw.gradients)]
         kept = tuple(one for one in places if one[0] in self._places.kept)
         dropped = tuple(one for one in places if one[0] not in self._places.kept)
-        self.copies = [*self._places.copies(), *raw.replaced]
+        self.copies = [*self._places.copies(), *raw.replaced, *raw.moved_data]
         self.anew = self._places.anew
         self.structure = Structure(optimizers, kept, dropped)
 

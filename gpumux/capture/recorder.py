@@ -607,6 +607,18 @@ Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
 
 
+def _meet(one: torch.Tensor, place: tuple[int, int, int], other: torch.Tensor, its: tuple[int, int, int]) -> bool:
+    """Whether two tensors in one buffer of the job share bytes."""
+    a, b = _span(one, place[2]), _span(other, its[2])
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
+    first = start + int(tensor.storage_offset()) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for any
     other tensor; `allowed`: whether a Program may contain an operator; `gpu`: whether the step runs on a GPU;
@@ -639,6 +651,7 @@ class Recorder(TorchDispatchMode):
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}  # by the real tensor's id, place and layout
         self._rebound: dict[int, torch.Tensor] = {}  # real storage -> fake tensor that replaces it
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a real tensor, and its new memory
 
     # ---- tensors to storages and views ----------------------------------------------------------
 
@@ -709,6 +722,8 @@ class Recorder(TorchDispatchMode):
             if tensor.fake_mode is not self.fake_mode:
                 raise self._unknown(tensor)
             return tensor
+        if self._moved and (moved := self._moved_to(tensor)) is not None:
+            return moved
         key = tensor.untyped_storage()._cdata
         rebound = self._rebound.get(key)
         if rebound is not None:
@@ -720,6 +735,48 @@ class Recorder(TorchDispatchMode):
         if place is None:
             raise self._unknown(tensor)
         return self._state_view(tensor, place)
+
+    # ---- tensors of the job whose `.data` the step sets --------------------------------------------
+
+    @property
+    def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each real tensor whose `.data` was set, and the fake tensor that it lies on now."""
+        return list(self._moved.values())
+
+    def home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a tensor of the job, in the job's memory."""
+        place = self._lookup(tensor)
+        if place is None:
+            raise self._unknown(tensor)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return self._state_view(tensor, place)
+
+    def move(self, tensor: torch.Tensor, to: torch.Tensor | None) -> None:
+        """Let a tensor of the job lie where the fake tensor `to` does, for the rest of the trace; None: at its home."""
+        self._moved.pop(id(tensor), None)
+        if to is not None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                alias = self._operators.view(
+                    to.untyped_storage(), to.size(), to.stride(), to.dtype, int(to.storage_offset())
+                )
+            self._moved[id(tensor)] = tensor, alias
+
+    def is_moved(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._moved
+
+    def _moved_to(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self._moved.get(id(tensor))
+        if found is not None:
+            return found[1]
+        place = self._lookup(tensor)
+        for other, _ in self._moved.values() if place is not None else ():
+            its = self._lookup(other)
+            if its is not None and place is not None and its[0] == place[0] and _meet(tensor, place, other, its):
+                raise CaptureError(
+                    f"{user_line()} uses a tensor over the memory of one whose .data the step has set to other memory",
+                    "use a copy of it that was made before: p.detach().clone()",
+                )
+        return None
 
     # ---- dispatch --------------------------------------------------------------------------------
 
@@ -771,7 +828,7 @@ class Recorder(TorchDispatchMode):
             if all(value is not None for value in values):
                 return self._read(func, values)
         if func is aten._local_scalar_dense.default:
-            raise value_read()
+            raise value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
         if func is aten._is_all_true.default and (check := distribution_check()) is not None:
             self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))
             return self._lift(torch.tensor(True))

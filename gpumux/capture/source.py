@@ -371,15 +371,17 @@ def instead_of(target: str, general: str) -> str:
     return _INSTEAD.get(target.split(".")[1], general)
 
 
-def value_read() -> DataDependent:
+def value_read(*, whole_number: bool = False) -> DataDependent:
     """The error for code that reads a tensor's value in Python. Its remedy differs for an optimizer of torch's own,
-    which a user can't change."""
+    which a user can't change, and for a `whole_number`, which may be a counter."""
     optimizer = optimizer_inside()
     name = type(optimizer).__name__
     where = "" if optimizer is None else f" (inside {name}.step)"
     remedy = (
         "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside"
     )
+    if whole_number:
+        remedy += "; keep a counter or a queue's pointer as a Python number: self.ptr = (self.ptr + n) % size"
     if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         remedy = (
             f"{name} decides so at every step, and gpumux runs a step's Python only when it captures it: use another of"

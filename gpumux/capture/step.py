@@ -79,6 +79,7 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
         or _results(a) != _results(b)
         or a.gradients != b.gradients
         or a.replaced != b.replaced
+        or a.moved_data != b.moved_data
         or a.on_batch != b.on_batch
     ):
         return "what the step returns or leaves behind differs"
@@ -171,7 +172,8 @@ def _described(raw: RawTrace) -> Any:
     groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
     storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
     return (
-        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, groups, raw.moved
+        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
+        raw.moved,
     )  # fmt: skip
 
 
@@ -704,6 +706,7 @@ class StepFunction:
         found = self._program(phase, state)
         if not isinstance(found, KeepMore):
             self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
+            self._refuse_views(case.fingerprint, {place.buffer for place, _ in phase.raw.moved_data})
             self._refuse_state_dictionaries(case.fingerprint)
             phases.insert(0, phase) if phase.of_numbers else phases.append(phase)
             variants = [one for one in phases if one.of_numbers]
@@ -728,6 +731,26 @@ class StepFunction:
                 " later steps would go on to read there what was replaced",
                 "let the step read it where it stands (module.buffer, parameter.grad), write into it in place (copy_),"
                 " or keep a copy in a buffer of a module: .clone()",
+            )
+
+    def _refuse_views(self, fingerprint: Fingerprint, moved: set[int]) -> None:
+        """Raises CaptureError if a Python variable holds a view of a tensor whose .data the step sets: in the plain
+        loop the view keeps the old values, but the job has one place for both."""
+        if not moved:
+            return
+        own = {id(tensor) for _, tensor in self._table.tensors}
+        with without_fetching():
+            found = [
+                (name, place[0])
+                for name, tensor in fingerprint.tensors()
+                if id(tensor) not in own and (place := self._table.lookup(tensor)) is not None and place[0] in moved
+            ]
+        if found:
+            name, buffer = found[0]
+            raise CaptureError(
+                f"{name} shares the memory of {self._table.buffers[buffer].name}, whose .data the step sets to other"
+                " memory: later steps would read the new values there",
+                "keep a copy in a buffer of a module: .clone()",
             )
 
     def _refuse_state_dictionaries(self, fingerprint: Fingerprint) -> None:
@@ -833,6 +856,11 @@ class StepFunction:
             raise NotSplittable(
                 f"{self.name} checks values of the whole batch ({checks[0]})",
                 "turn the checks off: validate_args=False, or submit it without microbatches",
+            )
+        if first.moved_data:
+            raise NotSplittable(
+                f"{self.name} sets .data of a tensor of the model",
+                "write into it in place under torch.no_grad(): p.copy_(new)",
             )
         if first.further or first.on_batch:
             raise NotSplittable(

@@ -158,36 +158,54 @@ def suppress_fake_tensor_logs() -> Iterator[None]:
         _LOGGER.removeFilter(dropped)
 
 
-# ---- refusal of `p.data = ...` in a traced step, before it happens
+# ---- `p.data = ...` in a traced step
 #
-# The tensor would get the memory of a fake tensor, which has none, and the local tensor would lose its values. A
-# Program can't move a parameter to other memory either.
+# A fake tensor has no memory that the local tensor could get. So the recorder notes where a tensor of the job lies from
+# there on, the local one stays as it is, and the end of the step copies the values to the tensor's place in the job.
 
 
 _DATA: Any = torch._C.TensorBase.data
 _OF_STORAGE = ("resize_", "fill_", "copy_", "__setitem__")
 _REMEDY = (
-    "write into the one it has, under torch.no_grad(): p.copy_(new), p.sub_(lr * p.grad); in place of"
-    " vector_to_parameters(), copy_ each part of the vector"
+    "write into the one it has, under torch.no_grad(): p.copy_(new), p.sub_(lr * p.grad); or give it a copy of its"
+    " own: p.data = other.clone()"
 )
 
 
 @contextmanager
 def refuse_new_memory(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Iterator[None]:
-    """Inside, for the length of a trace, giving a tensor of the script other memory, or swapping it with another,
-    raises CaptureError and changes nothing."""
+    """Inside, for the length of a trace, a parameter or buffer whose `.data` is set to a value that the step made lies
+    there in the trace. Giving a tensor of the script any other memory, or swapping it with another, raises
+    CaptureError. The local tensors stay as they are."""
     tracing = threading.get_ident()
+    mine = {id(tensor) for _, tensor in table.tensors}
 
     def of_the_script(tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and not rec.is_host(tensor)
 
     def set_data(self: torch.Tensor, value: Any) -> None:
         if threading.get_ident() == tracing and isinstance(value, torch.Tensor) and of_the_script(self):
-            ours = isinstance(value, FakeTensor) or table.lookup(value) is not None
-            if ours and table.lookup(self) is not None and _window(rec.to_fake(self)) == _window(rec.to_fake(value)):
-                return  # its own memory, from `.data` or a move to its own device
+            if table.lookup(self) is not None and moves(self, value):
+                return
             raise CaptureError(f"{source.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
         _DATA.__set__(self, value)
+
+    def moves(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        if isinstance(value, FakeTensor) or rec.is_moved(value):
+            to = rec.to_fake(value)
+        elif table.lookup(value) is not None:
+            to = rec.home(value)
+        else:
+            return False
+        if _window(to) == _window(rec.home(tensor)):  # its own memory, from `.data` or a move to its own device
+            rec.move(tensor, None)
+            return True
+        alike = (to.shape, to.stride(), to.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        made = rec.record.storages[rec.record.views[rec.view_of(to)].storage].kind in ("temp", "const")
+        if id(tensor) in mine and alike and made:
+            rec.move(tensor, to)
+            return True
+        return False
 
     plain_swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
 
@@ -301,6 +319,7 @@ class RawTrace:
     flags: list[Change]  # training and requires_grad flags that the step changes
     entry: Structure
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
+    moved_data: list[tuple[Place, int]] = field(default_factory=list)  # tensors whose .data was set, and to which view
     executed: Executed = field(default_factory=dict)  # the Python code that ran
     left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
     # What the last results are, which the step does not return.
@@ -458,6 +477,7 @@ class Tracer:
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replays, raw.moved = replays, moves_all
                 raw.replaced = self._replaced(rec, replaced)
+                raw.moved_data = self._moved_data(rec)
                 raw.executed, raw.on_batch = observer.found, on_batch
                 self._restorers += left.restorers()
             except BaseException as error:
@@ -628,6 +648,20 @@ class Tracer:
                     "replace it in all of them, or give each a copy of its own: .clone()",
                 )
         return list(dict(out).items())
+
+    def _moved_data(self, rec: Recorder) -> list[tuple[Place, int]]:
+        found = []
+        for tensor, to in rec.moved:
+            place = self.table.place(tensor)
+            assert place is not None, "only tensors of the job are moved"
+            names = [name for name, other in self.table.tensors if self.table.place(other) == place]
+            if len(names) > 1:
+                raise CaptureError(
+                    f"the step sets .data of one of {' and '.join(names)}, which share memory",
+                    "write into it in place under torch.no_grad(): p.copy_(new)",
+                )
+            found.append((place, rec.view_of(to)))
+        return found
 
     def _refuse_new_keys(self) -> None:
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):

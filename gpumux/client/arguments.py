@@ -73,6 +73,17 @@ def several(value: Any, kind: type[Any], what: str) -> list[Any]:
     return [whole_optimizer(item) if isinstance(item, torch.optim.Optimizer) else item for item in items]
 
 
+def with_inner(optimizers: list[Any]) -> list[Any]:
+    """These optimizers, and after them those that they hold and step themselves (SAM's base_optimizer), which have
+    state of their own."""
+    found = list(optimizers)
+    for outer in found:  # grows
+        for inner in vars(outer).values():
+            if isinstance(inner, torch.optim.Optimizer) and all(inner.state is not one.state for one in found):
+                found.append(inner)
+    return found
+
+
 def check_rng(rng: Any, seed: Any) -> None:
     """Raises ConfigError unless submit() takes this `rng` together with this `seed`."""
     if rng not in (None, "client", "own"):

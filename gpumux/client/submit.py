@@ -11,7 +11,7 @@ import torch
 from gpumux.capture.batch.containers import flatten
 from gpumux.capture.microbatch.split import check_microbatches
 from gpumux.capture.state import StateTable
-from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole
+from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole, with_inner
 from gpumux.client.job import Job
 from gpumux.client.recovery import find_kept, open_job, open_message
 from gpumux.client.session import Session, connect_with_retry, devices_of
@@ -34,9 +34,10 @@ def submit(
     step: the loop body, called as `step(*example)`. It may use any tensor of `model` and `optimizer`,
         by any reference; other tensors must be arguments. It returns any pytree of tensors.
     example: the arguments as a tuple (or a dict of named ones, or one tensor), with real shapes.
-    model, optimizer: one or a sequence. Without an optimizer the job is an inference job. A model may lie on the CPU or
-        on one GPU, whatever the daemon's device is. Results, and the state that sync() fetches, go to the model's
-        device. Names of GPUs inside the step mean the job's device.
+    model, optimizer: one or a sequence; an optimizer that another one holds is submitted with it. Without an optimizer
+        the job is an inference job. A model may lie on the CPU or on one GPU, whatever the daemon's device is. Results,
+        and the state that sync() fetches, go to the model's device. Names of GPUs inside the step mean the job's
+        device.
     priority: "high" keeps the speed it has when alone, "low" uses the remaining time of the device.
     endpoint: the daemon's; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
@@ -75,7 +76,7 @@ def submit(
         raise ConfigError(
             "model= is a TorchScript module, whose Python can't be captured", "submit the module it was made from"
         )
-    optimizers = several(optimizer, torch.optim.Optimizer, "optimizer")
+    optimizers = with_inner(several(optimizer, torch.optim.Optimizer, "optimizer"))
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     name = resume if name is None else name
     spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)

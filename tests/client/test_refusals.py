@@ -610,15 +610,31 @@ def then_an_error(m: Any, o: Any) -> None:
     m[0].weight.sum().item()
 
 
+def one_value_for_two(m: Any, o: Any) -> None:
+    value = m[0].bias * 0.5
+    to_other_memory(m[0].bias, value)
+    to_other_memory(m[1].bias, value)
+
+
+def a_gradient_as_value(m: Any, o: Any) -> None:
+    to_other_memory(m[0].weight, m[0].weight.grad)
+
+
+def an_old_view_used(m: Any, o: Any) -> None:
+    to_other_memory(m[0].weight, m[0].weight * 0.9)
+    m[0].weight.data.sub_(m.views[0])
+
+
+def a_value_kept(m: Any, o: Any) -> None:
+    value = torch.cat([m[0].bias, m[0].bias])
+    to_other_memory(m[0].bias, value[:6])
+    o.state[m[0].bias]["both"] = value
+
+
 OUTSIDE = torch.ones(3)
 MOVES: dict[str, tuple[Body, str]] = {
-    "a parameter": (lambda m, o: to_other_memory(m[0].weight, m[0].weight.data * 0.9), r"0\.weight"),
-    "by its gradient": (
-        lambda m, o: to_other_memory(m[0].weight, m[0].weight - 0.1 * m[0].weight.grad), r"0\.weight",
-    ),
     "two swapped": (swapped, r"0\.bias"),
     "one with a window onto another": (lambda m, o: to_other_memory(m[0].bias, m[0].weight.data[0]), r"0\.bias"),
-    "a buffer": (lambda m, o: to_other_memory(m[1].running_mean, m[1].running_mean * 0.5), r"1\.running_mean"),
     "the optimizer's": (
         lambda m, o: to_other_memory(
             o.state[m[0].weight]["momentum_buffer"], o.state[m[0].weight]["momentum_buffer"] * 0.5
@@ -626,16 +642,25 @@ MOVES: dict[str, tuple[Body, str]] = {
         "momentum_buffer",
     ),
     "a stranger": (lambda m, o: to_other_memory(OUTSIDE, m[0].bias[:3].detach().clone()), r"shape \(3,\)"),
-    "vector_to_parameters": (
-        lambda m, o: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()) * 0.9, m.parameters()),
-        r"0\.weight",
-    ),
     "swap_tensors": (
         lambda m, o: torch.utils.swap_tensors(m[0].weight, nn.Parameter(m[0].weight.detach() * 0.9)), r"0\.weight",
     ),
     "a stranger's memory": (lambda m, o: to_other_memory(m[0].bias, torch.cat([OUTSIDE, OUTSIDE])), r"shape \(3,\)"),
     "a stranger itself": (lambda m, o: to_other_memory(m[2].bias, OUTSIDE), r"2\.bias"),
-    "an error after it": (then_an_error, r"0\.weight"),
+    "another shape": (lambda m, o: to_other_memory(m[0].bias, m[0].bias[:3] * 2), r"0\.bias"),
+    "another layout": (lambda m, o: to_other_memory(m[0].weight, (m[0].weight * 2).t()), r"0\.weight"),
+    "one value for two": (one_value_for_two, r"1\.bias.* shares memory with 0\.bias"),
+    "a gradient": (a_gradient_as_value, r"shares memory with grad\.0\.weight"),
+    "the optimizer's memory": (
+        lambda m, o: to_other_memory(m[0].weight, o.state[m[0].weight]["momentum_buffer"]), r"0\.weight",
+    ),
+    "a view from before": (an_old_view_used, "over the memory of one whose .data"),
+    "a view from before, read first": (
+        lambda m, o: to_other_memory(m[2].weight, m[2].weight - m.views[1]), r"views.* shares the memory of 2\.weight",
+    ),
+    "a value that the optimizer keeps": (a_value_kept, r"0\.bias .*shares memory with .*both"),
+    "the batch": (lambda m, o: to_other_memory(m[0].weight, m.batch), r"0\.weight"),
+    "an error after it": (then_an_error, "reads a tensor.s value"),
     "a storage filled": (lambda m, o: m[0].weight.untyped_storage().fill_(0), r"0\.weight"),
     "a storage resized": (lambda m, o: m[0].weight.untyped_storage().resize_(0), r"0\.weight"),
     "bytes of a storage": (lambda m, o: m[0].weight.untyped_storage().__setitem__(0, 1), r"0\.weight"),
@@ -652,6 +677,7 @@ def test_a_step_that_gives_a_tensor_other_memory_is_refused_by_name_and_nothing_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     F.cross_entropy(model(X), Y).backward()
     optimizer.step()
+    model.views = [model[0].weight.detach(), model[2].weight.detach()]  # type: ignore[assignment]
     classes = {name: type(t) for name, t in model.state_dict(keep_vars=True).items()}
 
     def tensors() -> list[torch.Tensor]:
@@ -668,6 +694,7 @@ def test_a_step_that_gives_a_tensor_other_memory_is_refused_by_name_and_nothing_
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
+            model.batch = x  # type: ignore[assignment]
             body(model, optimizer)
             optimizer.step()
             return loss
@@ -726,7 +753,7 @@ def test_a_later_case_that_sets_data_is_refused_and_the_job_goes_on(endpoint: st
         loss.backward()
         optimizer.step()
         if moves:
-            model.weight.data = model.weight.data * 0.5
+            model.weight.data = (model.weight.data * 0.5).t()
         return loss
 
     want = copy.deepcopy(model)
