@@ -1095,10 +1095,7 @@ def auxiliary_loss(train: Train) -> Any:
     return _auxiliary(train, None)
 
 
-@idiom(
-    "an auxiliary loss that forward leaves on the module, 0.0 at first",
-    fails="an attribute that was a number and becomes a tensor is refused",
-)
+@idiom("an auxiliary loss that forward leaves on the module, 0.0 at first")
 def auxiliary_loss_from_zero(train: Train) -> Any:
     return _auxiliary(train, 0.0)
 

@@ -258,10 +258,7 @@ class Lookahead:
                     p.data.copy_(q.data)
 
 
-@idiom(
-    "a wrapper around an optimizer with a counter and tensors of its own (Lookahead)",
-    fails="its slow weights are tensors of neither model nor optimizer",
-)
+@idiom("a wrapper around an optimizer with a counter and tensors of its own (Lookahead)")
 def lookahead(train: Train) -> Any:
     model = network()
     batches = batches_of(6)

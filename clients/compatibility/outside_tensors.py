@@ -45,10 +45,7 @@ def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-@idiom(
-    "class weights in a closure: F.cross_entropy(..., weight=weights)",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("class weights in a closure: F.cross_entropy(..., weight=weights)")
 def class_weights(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches()
@@ -65,10 +62,7 @@ def class_weights(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model
 
 
-@idiom(
-    "a criterion with weights: nn.CrossEntropyLoss(weight=...), nn.BCEWithLogitsLoss(pos_weight=...)",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("a criterion with weights: nn.CrossEntropyLoss(weight=...), nn.BCEWithLogitsLoss(pos_weight=...)")
 def criterion_with_weights(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches()
@@ -87,7 +81,7 @@ def criterion_with_weights(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model
 
 
-@idiom("a frozen teacher that is not in model=", fails="a tensor outside model= and the batch is refused")
+@idiom("a frozen teacher that is not in model=")
 def frozen_teacher(train: Train) -> Any:
     model, optimizer = _classifier()
     teacher = _mlp().eval()
@@ -107,10 +101,7 @@ def frozen_teacher(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model, teacher
 
 
-@idiom(
-    "a perceptual loss: a frozen network with requires_grad_(False) in the criterion",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("a perceptual loss: a frozen network with requires_grad_(False) in the criterion")
 def perceptual_loss(train: Train) -> Any:
     model = nn.Conv2d(3, 3, 3, padding=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -130,7 +121,7 @@ def perceptual_loss(train: Train) -> Any:
     return [run(image) for image in images], model
 
 
-@idiom("a causal mask in a global", fails="a tensor outside model= and the batch is refused")
+@idiom("a causal mask in a global")
 def global_mask(train: Train) -> Any:
     model = nn.ModuleList([nn.Linear(8, 24), nn.Linear(8, 8)])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -162,10 +153,7 @@ class _Scaled(nn.Module):
         return logits
 
 
-@idiom(
-    "a plain tensor attribute on a module (self.scale = torch.tensor(...), not a buffer)",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("a plain tensor attribute on a module (self.scale = torch.tensor(...), not a buffer)")
 def plain_attribute(train: Train) -> Any:
     model = _Scaled()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -174,10 +162,7 @@ def plain_attribute(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model, model.scale
 
 
-@idiom(
-    "a plain tensor attribute on a module, changed between epochs",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("a plain tensor attribute on a module, changed between epochs")
 def plain_attribute_changed(train: Train) -> Any:
     model = _Scaled()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -190,10 +175,7 @@ def plain_attribute_changed(train: Train) -> Any:
     return losses, model, model.scale
 
 
-@idiom(
-    "class weights in a closure, written in place between epochs",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("class weights in a closure, written in place between epochs")
 def weights_written(train: Train) -> Any:
     model, optimizer = _classifier()
     batches = _batches()
@@ -215,10 +197,7 @@ def weights_written(train: Train) -> Any:
     return losses, weights, model
 
 
-@idiom(
-    "an EMA copy by copy.deepcopy, updated in the step",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("an EMA copy by copy.deepcopy, updated in the step")
 def ema_by_deepcopy(train: Train) -> Any:
     model, optimizer = _classifier()
     ema = copy.deepcopy(model)
@@ -242,10 +221,7 @@ def ema_by_deepcopy(train: Train) -> Any:
     return losses, accuracy, model, ema
 
 
-@idiom(
-    "an EMA as a dict of tensors: shadow[name] = decay * shadow[name] + (1 - decay) * p.data",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("an EMA as a dict of tensors: shadow[name] = decay * shadow[name] + (1 - decay) * p.data")
 def ema_in_a_dict(train: Train) -> Any:
     model, optimizer = _classifier()
     shadow = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
@@ -318,10 +294,7 @@ class _LazyPositions(nn.Module):
         return out
 
 
-@idiom(
-    "a positional encoding cached lazily: if self.pe is None",
-    fails="a tensor cached in the first step is refused in the second",
-)
+@idiom("a positional encoding cached lazily: if self.pe is None")
 def lazy_positions(train: Train) -> Any:
     model = _LazyPositions()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -356,10 +329,7 @@ class _LazyMask(nn.Module):
         return out
 
 
-@idiom(
-    "causal masks cached lazily, one for each length",
-    fails="a tensor cached in the first step is refused in the second",
-)
+@idiom("causal masks cached lazily, one for each length")
 def lazy_masks(train: Train) -> Any:
     model = _LazyMask()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -419,10 +389,7 @@ def queue_with_pointer(train: Train) -> Any:
     return [run(query, key) for query, key in batches], model
 
 
-@idiom(
-    "a memory bank buffer, written by index in the step (instance discrimination)",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("a memory bank buffer, written by index in the step (instance discrimination)")
 def memory_bank(train: Train) -> Any:
     model, optimizer = _classifier()
     bank = F.normalize(torch.randn(20, 4), dim=1)
@@ -442,10 +409,7 @@ def memory_bank(train: Train) -> Any:
     return [run(x, index) for x, index in batches], model, bank
 
 
-@idiom(
-    "a running mean of the loss in a tensor outside: running.mul_(0.9).add_(0.1 * loss.detach())",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("a running mean of the loss in a tensor outside: running.mul_(0.9).add_(0.1 * loss.detach())")
 def running_mean(train: Train) -> Any:
     model, optimizer = _classifier()
     running = torch.zeros(())
@@ -467,10 +431,7 @@ def running_mean(train: Train) -> Any:
     return lines, running, model
 
 
-@idiom(
-    "the running loss as a tensor bound anew in the step: nonlocal total; total = total + loss.detach()",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("the running loss as a tensor bound anew in the step: nonlocal total; total = total + loss.detach()")
 def running_sum_rebound(train: Train) -> Any:
     model, optimizer = _classifier()
     total = torch.zeros(())
@@ -490,10 +451,7 @@ def running_sum_rebound(train: Train) -> Any:
     return total / len(batches), model
 
 
-@idiom(
-    "a confusion matrix outside, counted in the step by index_add_",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("a confusion matrix outside, counted in the step by index_add_")
 def confusion_matrix(train: Train) -> Any:
     model, optimizer = _classifier()
     confusion = torch.zeros(4, 4, dtype=torch.long)
@@ -604,10 +562,7 @@ def soft_update(train: Train) -> Any:
     return [run(*batch) for batch in batches], model, target
 
 
-@idiom(
-    "a target network not in model=, replaced every few steps: target.load_state_dict(model.state_dict())",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("a target network not in model=, replaced every few steps: target.load_state_dict(model.state_dict())")
 def hard_update(train: Train) -> Any:
     model, optimizer = _classifier()
     target = copy.deepcopy(model)
@@ -633,9 +588,7 @@ def hard_update(train: Train) -> Any:
     return losses, model, target
 
 
-@idiom(
-    "mean and std of the images as globals: (x - MEAN) / STD", fails="a tensor outside model= and the batch is refused"
-)
+@idiom("mean and std of the images as globals: (x - MEAN) / STD")
 def normalisation_constants(train: Train) -> Any:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -652,10 +605,7 @@ def normalisation_constants(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model
 
 
-@idiom(
-    "the whole data set as a tensor in a closure, the step given indices: data[index]",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("the whole data set as a tensor in a closure, the step given indices: data[index]")
 def data_in_a_closure(train: Train) -> Any:
     model, optimizer = _classifier()
     data, labels = torch.randn(40, 8), torch.randint(0, 4, (40,))
@@ -674,10 +624,7 @@ def data_in_a_closure(train: Train) -> Any:
     return losses, model
 
 
-@idiom(
-    "elastic weight consolidation: old parameters and Fisher information in dicts",
-    fails="a tensor outside model= and the batch is refused",
-)
+@idiom("elastic weight consolidation: old parameters and Fisher information in dicts")
 def weight_consolidation(train: Train) -> Any:
     model, optimizer = _classifier()
     old = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -804,10 +804,7 @@ def random_erasing(train: Train) -> Any:
     return [run(x, y).item() for x, y in batches], model
 
 
-@idiom(
-    "knowledge distillation: a frozen teacher called under no_grad in the step",
-    fails="the teacher is not in model=",
-)
+@idiom("knowledge distillation: a frozen teacher called under no_grad in the step")
 def distillation(train: Train) -> Any:
     model, optimizer, batches = classifier()
     teacher = network().eval()
@@ -1072,10 +1069,7 @@ def ppo(train: Train) -> Any:
     return history, agent
 
 
-@idiom(
-    "DQN: a target network, replaced by target.load_state_dict(policy.state_dict())",
-    fails="the target network is not in model=",
-)
+@idiom("DQN: a target network, replaced by target.load_state_dict(policy.state_dict())")
 def dqn(train: Train) -> Any:
     policy, target = network(), network()
     target.load_state_dict(policy.state_dict())

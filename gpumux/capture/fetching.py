@@ -58,7 +58,10 @@ def without_modes() -> Iterator[None]:
 
 
 class ReadHandler(Protocol):
-    """The holder of newer state than that of the local tensors."""
+    """The holder of newer state than that of the local tensors. `has_newer`: False for one that has none, and only
+    wants to know when they are read; another's mark may take the place of its own."""
+
+    has_newer: bool
 
     def fetch(self, parts: frozenset[Part]) -> None: ...
     def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
@@ -92,6 +95,12 @@ def stale_mark(tensor: torch.Tensor) -> StaleMark | None:
     """The mark of a tensor, None if it is not stale."""
     found: StaleMark | None = tensor.__dict__.get(_MARK) if type(tensor) in _plain else None
     return found
+
+
+def is_stale(tensor: torch.Tensor) -> bool:
+    """Whether a job has newer values of the tensor."""
+    mark = stale_mark(tensor)
+    return mark is not None and (isinstance(mark.handler, weakref.ref) or mark.handler.has_newer)
 
 
 def mark_stale(tensor: torch.Tensor, handler: ReadHandler, part: Part | None, index: int = -1) -> None:

@@ -620,14 +620,15 @@ def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for any
-    other tensor; `allowed`: whether a Program may contain an operator; `gpu`: whether the step runs on a GPU;
-    `constant`: see values/constants.py."""
+    """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
+    of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
+    operator; `gpu`: whether the step runs on a GPU; `constant`: see values/constants.py."""
 
     def __init__(
         self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
-        allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
-        gpu: bool = False, constant: Constant = lambda record, view: None,
+        refused: Callable[[torch.Tensor], None], allowed: Callable[[str], bool], observer: Observer,
+        device: str = "cpu", layers: Layers | None = None, gpu: bool = False,
+        constant: Constant = lambda record, view: None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -643,6 +644,8 @@ class Recorder(TorchDispatchMode):
         self._layers = layers or Layers(())
         self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
+        self._refused = refused
+        self._stand_ins: dict[Any, torch.Tensor] = {}
         self.device = torch.device(device)
         self._gpu = gpu
         self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
@@ -722,6 +725,8 @@ class Recorder(TorchDispatchMode):
             if tensor.fake_mode is not self.fake_mode:
                 raise self._unknown(tensor)
             return tensor
+        if tensor.layout is not torch.strided:
+            raise self._unknown(tensor)
         if self._moved and (moved := self._moved_to(tensor)) is not None:
             return moved
         key = tensor.untyped_storage()._cdata
@@ -733,8 +738,22 @@ class Recorder(TorchDispatchMode):
             return self.materialise(expr, tensor.dtype)
         place = self._lookup(tensor)
         if place is None:
-            raise self._unknown(tensor)
+            return self._stand_in(tensor)
         return self._state_view(tensor, place)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for one that the trace can't have. The trace goes on, to find others, and is refused at its
+        end."""
+        self._refused(tensor)
+        key = tensor.untyped_storage()._cdata, tensor.size(), tensor.stride(), tensor.storage_offset()
+        found = self._stand_ins.get(key)
+        if found is None:
+            with self.fake_mode:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+            self.builder.keep(tensor)
+            self.builder.add_storage(fake.untyped_storage(), "temp", None, str(tensor.dtype).removeprefix("torch."))
+            found = self._stand_ins[key] = fake
+        return found
 
     # ---- tensors of the job whose `.data` the step sets --------------------------------------------
 

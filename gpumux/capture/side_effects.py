@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumux.capture.state import unreturned
+from gpumux.capture.state import UNRETURNED, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError
@@ -30,13 +30,24 @@ _Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
 
 class _Place(NamedTuple):
     """A place in which a step left tensors. `space`: the dictionary (of attributes, of globals), the variable's cell,
-    or the object or class that owns the slot or attribute."""
+    or the object or class that owns the slot or attribute. `setter`: makes a function that puts a value there."""
 
     name: str
     space: Any
     key: Any
     value: Any
     old: Any
+    setter: _Setter
+
+    def with_value(self, value: Any) -> Callable[[], None]:
+        """A function that puts this value there."""
+        return self.setter(self.space, self.key, value)
+
+
+class _Rebound(NamedTuple):
+    name: str
+    old: torch.Tensor
+    new: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,50 @@ class SideEffects:
                     )
         return found
 
+    def rebound(self, whole: Callable[[torch.Tensor, list[tuple[str, Any, Any]]], bool]) -> list[_Rebound]:
+        """The tensors that variables held before the trace and in whose places the step puts new ones of the same kind.
+        `whole`: whether these places, (name, owner, key), are all that hold a tensor. Restores the old ones. Raises
+        CaptureError."""
+        found: dict[int, list[_Place]] = {}
+        for place in self._places():
+            if isinstance(place.old, torch.Tensor) and isinstance(place.value, FakeTensor):
+                found.setdefault(id(place.old), []).append(place)
+        pairs = []
+        for places in found.values():
+            name, new, old = places[0].name, places[0].value, places[0].old
+            alike = (new.shape, new.dtype) == (old.shape, old.dtype) and all(p.value is new for p in places)
+            if not alike or not whole(old, [(p.name, p.space, 0 if p.key is None else p.key) for p in places]):
+                continue
+            for place in places:
+                place.with_value(old)()
+            if new.requires_grad != old.requires_grad:
+                raise CaptureError(
+                    f"the step puts a tensor that keeps its graph in the place of {name}",
+                    "detach() it: the graph of each step would be kept for all later ones",
+                )
+            pairs.append(_Rebound(name, old, new))
+        return pairs
+
+    def settle(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[Callable[[], None]]:
+        """Fill the places that were empty, or held a tensor of another shape, and in which the step leaves a tensor
+        whose value is known. Returns functions that restore them; if there are any, all other places are restored."""
+        fills: list[tuple[_Place, torch.Tensor]] = []
+        for place in self._places():
+            old, new = place.old, place.value
+            if not isinstance(new, FakeTensor) or new.requires_grad:
+                continue
+            if isinstance(old, UNRETURNED) or (isinstance(old, torch.Tensor) and old.shape == new.shape):
+                continue
+            if (isinstance(old, torch.Tensor) or old is None or old is _MISSING) and (found := value(new)) is not None:
+                fills.append((place, found))
+        if not fills:
+            return []
+        for put in self.restorers():
+            put()
+        for place, found in fills:
+            place.with_value(found)()
+        return [place.with_value(place.old) for place, _ in fills]
+
     def refuse_other_optimizers(self) -> None:
         """Raises CaptureError if the step used an optimizer that was not submitted."""
         for label, optimizer in self._fingerprint.other_optimizers:
@@ -127,17 +182,13 @@ class SideEffects:
 
     def restorers(self) -> list[Callable[[], None]]:
         """A function for every place that holds a tensor of the trace now, which restores its old value."""
-        found = [_put_back(place.space, place.key, place.old) for place in self._entries()]
-        found += [_refill(place.space, place.key, place.old) for place in self._variables()]
-        found += [_assign(place.space, place.key, place.old) for place in self._attributes()]
+        found = [place.with_value(place.old) for place in self._places()]
         return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
         tensors. Raises CaptureError for a list whose other items the step moves."""
-        found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._entries()]
-        found += [_refill(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._variables()]
-        found += [_assign(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._attributes()]
+        found = [p.with_value(unreturned(p.name, p.value, home, self._number)) for p in self._places()]
         for label, items, old in self._lists:
             if not self._changed(items, old):
                 continue
@@ -158,13 +209,7 @@ class SideEffects:
         """The places in which the trace left numbers. Puts back what was there. Raises CaptureError where a number of
         each step gave way to something else."""
         found = []
-        places: list[tuple[_Setter, _Place]] = [
-            *((_put_back, p) for p in self._entries()),
-            *((_refill, p) for p in self._variables()),
-            *((_assign, p) for p in self._attributes()),
-            *((_put_back, p) for p in self._items()),
-        ]
-        for setter, place in places:
+        for place in [*self._places(), *self._items()]:
             depth = 1 if (id(place.space), place.key) in self._listed else 0
             if not (_of_numbers(place.value, depth) and _of_numbers(place.old, depth)):
                 if _has_symbol(place.old):
@@ -173,8 +218,8 @@ class SideEffects:
                         "give it a variable of its own",
                     )
                 continue
-            found.append(_replay(_setter(setter, place), place.value, scope))
-            setter(place.space, place.key, place.old)()
+            found.append(_replay(_setter(place), place.value, scope))
+            place.with_value(place.old)()
         for label, items, old in self._lists:
             if any(map(is_symbol, old)) and self._changed(items, old):
                 raise CaptureError(f"the step puts something into {label}, which holds numbers", "use another list")
@@ -185,7 +230,7 @@ class SideEffects:
             if len(items) == len(old):
                 for i, (value, was) in enumerate(zip(list(items), old, strict=True)):
                     if value is not was and (is_symbol(was) or (_of_numbers(value) and self._holds(value))):
-                        yield _Place(f"{label}[{i}]", items, i, value, was)
+                        yield _Place(f"{label}[{i}]", items, i, value, was, _put_back)
 
     def _changed(self, items: Any, old: list[Any]) -> bool:
         """Whether the trace left a tensor or a number in a list."""
@@ -199,25 +244,28 @@ class SideEffects:
         """Whether a place holds a tensor or a number of the trace, or held such a number before."""
         return value is not old and (self._holds(value) or _has_symbol(old))
 
+    def _places(self) -> list[_Place]:
+        return [*self._entries(), *self._variables(), *self._attributes()]
+
     def _entries(self) -> Iterator[_Place]:
         for name, space, skip, before in self._spaces:
             for key, value in list(space.items()):
                 old = before.get(key, _MISSING)
                 if key not in skip and self._left(value, old):
-                    yield _Place(name(key), space, key, value, old)
+                    yield _Place(name(key), space, key, value, old, _put_back)
 
     def _attributes(self) -> Iterator[_Place]:
         for label, owner, before in self._fields:
             for name, old in before.items():
                 value = _field(owner, name)
                 if self._left(value, old):
-                    yield _Place(f"{label}.{name}", owner, name, value, old)
+                    yield _Place(f"{label}.{name}", owner, name, value, old, _assign)
 
     def _variables(self) -> Iterator[_Place]:
         for name, cell, old in self._cells:
             value = _content(cell)
             if self._left(value, old):
-                yield _Place(name, cell, None, value, old)
+                yield _Place(name, cell, None, value, old, _refill)
 
     def restore(self) -> None:
         """Restore everything after a failed trace."""
@@ -252,8 +300,8 @@ def _field(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING)
 
 
-def _setter(setter: _Setter, place: _Place) -> Callable[[Any], None]:
-    return lambda value: setter(place.space, place.key, value)()
+def _setter(place: _Place) -> Callable[[Any], None]:
+    return lambda value: place.with_value(value)()
 
 
 def _assign(owner: Any, name: str, old: Any) -> Callable[[], None]:

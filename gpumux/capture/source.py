@@ -196,10 +196,13 @@ def name_of(tensor: Any, fn: Any) -> str:
     name, its shape and type."""
     import torch
 
-    storage = tensor.untyped_storage()._cdata
+    def memory(one: torch.Tensor) -> int | None:
+        return one.untyped_storage()._cdata if one.layout is torch.strided else None
 
     def same(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+        if not isinstance(value, torch.Tensor) or value is tensor:
+            return value is tensor
+        return memory(value) is not None and memory(value) == memory(tensor)
 
     for name, value in reachable(fn):
         if same(value):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -26,6 +26,7 @@ from gpumux.capture.fetching import (
     StaleMark,
     fetch_arguments,
     is_lost,
+    is_stale,
     mark_lost,
     mark_replaced,
     mark_stale,
@@ -40,51 +41,8 @@ from gpumux.capture.lower import Replaces
 from gpumux.capture.recorder import Recorder
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import Structure
+from gpumux.capture.watch.checksums import Checksums, sums
 from gpumux.errors import LocalWrite, StaleGradient, StaleState
-
-# ---- checksums of storages, which show writes that leave no other trace
-#
-# A write through `p.data`, a numpy array or a DLPack capsule changes no version counter of the parameter. Between a
-# fetch and the next step the local bytes must stay what the daemon holds, so their sums are noted after the fetch and
-# compared at the step.
-
-
-_ROW = 1024  # words of eight bytes
-
-
-class Checksums:
-    """Noted checksums of storages."""
-
-    def __init__(self) -> None:
-        self._noted: dict[int, tuple[torch.UntypedStorage, tuple[torch.Tensor, ...]]] = {}
-
-    def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Note the present sums of these storages."""
-        for storage in storages:
-            self._noted[storage._cdata] = (storage, sums(storage))
-
-    def forget(self) -> None:
-        self._noted.clear()
-
-    def changed(self) -> bool:
-        """Whether the bytes of a noted storage have changed."""
-        return any(
-            len(before) != len(now := sums(storage)) or not all(map(torch.equal, before, now))
-            for storage, before in self._noted.values()
-        )
-
-
-def sums(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """The sums of a storage's 8-byte words by row and by column, and the remaining bytes that fill no row. A changed
-    word changes both sums. So do two words that are swapped, because they can share a row or a column, but not both."""
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    whole = flat.numel() // (8 * _ROW) * (8 * _ROW)
-    rest = flat[whole:].clone()
-    if not whole or flat.data_ptr() % 8:
-        return (rest,) if not whole else (flat.clone(),)
-    rows = flat[:whole].view(torch.int64).view(-1, _ROW)
-    return rows.sum(1), rows.sum(0), rest
-
 
 # ---- the gradients as the script sees them between two steps
 #
@@ -146,7 +104,7 @@ class Gradients:
             return None
         place, kept = found
         tensor = self._table.local(place)
-        if (self.stale or not kept) and stale_mark(tensor) is None:
+        if (self.stale or not kept) and not is_stale(tensor):
             self._handler.mark_stale(tensor, Part.GRADIENTS if kept else None, index)
         return tensor
 
@@ -312,9 +270,7 @@ class Gradients:
         """Buffers of the job whose local bytes the script wrote without a fetch before (zeros). A fetch must not
         overwrite them."""
         values = [
-            v
-            for v in self._set_by_script.values()
-            if v is not None and v.layout is torch.strided and stale_mark(v) is None
+            v for v in self._set_by_script.values() if v is not None and v.layout is torch.strided and not is_stale(v)
         ]
         places = [self._table.place(v) for v in values]
         return {place.buffer for place in places if place is not None}
@@ -405,6 +361,8 @@ class Source(Protocol):
 class StalenessHooks:
     """Marks local tensors as stale, fetches them when they are read, and finds local writes. `table`: the job's
     tensors."""
+
+    has_newer = True
 
     def __init__(self, words: Wording, table: StateTable, source: Source) -> None:
         fetching.install()
@@ -563,7 +521,10 @@ class StalenessHooks:
         where = {t.untyped_storage()._cdata: part.get(id(t), Part.GRADIENTS) for t in reversed(tensors)}
         own = [(tensor, tensor.untyped_storage()._cdata) for tensor in tensors]
         for tensor, storage in [*own, *self._aliases.of(tensors)]:
-            if stale_mark(tensor) is None:
+            mark = stale_mark(tensor)
+            if mark is not None and not isinstance(mark.handler, weakref.ref) and not mark.handler.has_newer:
+                mark.handler.fetch(ALL)  # another job, which only reads it, must look at it again
+            if not is_stale(tensor):
                 self.mark_stale(tensor, where[storage], index.get(id(tensor), -1))
 
     def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
@@ -571,9 +532,16 @@ class StalenessHooks:
         mark_stale(tensor, self, part, index)
         self._mine[id(tensor)] = tensor
 
+    def _set(self, mark: StaleMark) -> bool:
+        """Whether this is a mark of this object, and not one of another job."""
+        handler = mark.handler() if isinstance(mark.handler, weakref.ref) else mark.handler
+        return handler is self
+
     def _held(self) -> list[tuple[torch.Tensor, StaleMark]]:
         """The stale tensors with their marks. Forgets those that are plain."""
-        found = [(t, held) for t in list(self._mine.values()) if (held := stale_mark(t)) is not None]
+        found = [
+            (t, held) for t in list(self._mine.values()) if (held := stale_mark(t)) is not None and self._set(held)
+        ]
         self._mine = {id(t): t for t, _ in found}
         return found
 
@@ -675,6 +643,38 @@ class StalenessHooks:
         inner = self._inner
         return list(map(_VERSION, inner)), list(map(torch.Tensor.data_ptr, inner))
 
+    def joined(self) -> None:
+        """Tensors have become part of the model, which is plain."""
+        parts = frozenset({Part.MODEL})
+        with without_fetching():
+            self._take_present(parts)
+            self._note(parts)
+
+    def rewritten(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of these tensors of the model that the script wrote in place since they were fetched. They don't count
+        as writes from now on. Must be called with torch functions disabled."""
+        if Part.MODEL in self.stale:
+            return []
+        found = []
+        wanted = set(map(id, tensors))
+        versions, addresses = self._model
+        for i, tensor in enumerate(self._tensors):
+            if id(tensor) not in wanted or tensor.data_ptr() != addresses[i]:
+                continue
+            storage = tensor.untyped_storage()
+            if self._sums[Part.MODEL].differs(storage):
+                found.append(tensor)
+                self._sums[Part.MODEL].note([storage])
+                versions[i] = tensor._version
+        return found
+
+    def took(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The script put a tensor in the place of one of the model's, which is plain, and the job takes it over."""
+        at = next(i for i, tensor in enumerate(self._tensors) if tensor is old)
+        self._tensors[at] = new
+        self._model[0][at], self._model[1][at] = new._version, new.data_ptr()
+        self._sums[Part.MODEL].replace(old.untyped_storage(), new.untyped_storage())
+
     def check_writes(self, *, bytes_too: bool = False) -> None:
         """Raises LocalWrite if local state was written or replaced since the last verb. A write that was undone since
         (averaged weights for an evaluation) does not count. `bytes_too`: compare checksums even if no counter
@@ -697,7 +697,7 @@ class StalenessHooks:
 
     def fetch_from_others(self) -> bool:
         """Fetch what other jobs, over the same model, have newer. Returns whether there was something."""
-        others = [t for _, t in self._table.tensors if (m := stale_mark(t)) is not None and m.handler is not self]
+        others = [t for _, t in self._table.tensors if is_stale(t) and not self._set(stale_mark(t))]  # type: ignore[arg-type]
         if others:
             with torch._C._EnableTorchFunction():  # callers have switched it off
                 fetch_arguments(others)
@@ -791,8 +791,8 @@ class StalenessHooks:
             self._let_go(ALL)
             self._mine = {}
         self.stale = frozenset()
-        for sums in self._sums.values():
-            sums.forget()
+        for noted in self._sums.values():
+            noted.forget()
 
 
 def _leaves(entry: Any) -> Iterator[Any]:

@@ -7,6 +7,7 @@ removed: a Program binds to them by number.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -217,7 +218,7 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if isinstance(a, UNRETURNED) or isinstance(b, UNRETURNED):
-            return all(isinstance(x, torch.Tensor) or x is None or x is ABSENT for x in (a, b))
+            return all(isinstance(x, (torch.Tensor, int, float)) or x is None or x is ABSENT for x in (a, b))
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             return False
         return bool(identity(a) == identity(b))
@@ -308,6 +309,11 @@ class StateTable:
         self.params: list[torch.Tensor] = []  # all tensors that may have a gradient, each once
         self.param_names: list[str] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []  # parameters and buffers, each once
+        # Tensors of no model, which steps met by a Python variable: those that steps only read, and those that they
+        # write, which are in `tensors` as well (outside.py).
+        self.only_read: list[tuple[str, torch.Tensor]] = []
+        self.written: list[tuple[str, torch.Tensor]] = []
+        self.holders_outside: dict[tuple[int, Any], tuple[Any, Any, torch.Tensor]] = {}  # (owner, key, tensor)
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -350,6 +356,13 @@ class StateTable:
         if id(tensor) in seen:
             return
         seen.add(id(tensor))
+        self._check(name, tensor)
+        self.tensors.append((name, tensor))
+        if param:
+            self._add_param(name, tensor)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises CaptureError for a tensor that can't be state of the job."""
         if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
             raise CaptureError(
                 f"{name} has no shape yet (a lazy module)", "run the model once on a batch before you submit"
@@ -362,7 +375,7 @@ class StateTable:
             )
         if self.home is not None and tensor.device != self.home:
             raise CaptureError(
-                f"{name} lies on {tensor.device}, and {self.tensors[0][0]} on {self.home}",
+                f"{name} lies on {tensor.device}, and {[*self.tensors, *self.only_read][0][0]} on {self.home}",
                 f"move all of it to one device before you make the optimizer: model.to({str(self.home)!r})",
             )
         self.home = tensor.device
@@ -379,11 +392,67 @@ class StateTable:
                 f"{name} is conjugated or negated by a flag, not in its memory",
                 "store tensor.resolve_conj().resolve_neg() in its place",
             )
-        self.tensors.append((name, tensor))
-        if param:
-            self._index[id(tensor)] = len(self.params)
-            self.params.append(tensor)
-            self.param_names.append(name)
+
+    def _add_param(self, name: str, tensor: torch.Tensor) -> None:
+        self._index[id(tensor)] = len(self.params)
+        self.params.append(tensor)
+        self.param_names.append(name)
+
+    # ---- tensors of no model
+
+    def add_outside(self, name: str, tensor: torch.Tensor) -> None:
+        """Enter a tensor of no model, which steps read. Raises CaptureError."""
+        self._check(name, tensor)
+        taken = {known for known, _ in [*self.tensors, *self.only_read]}
+        name = next(one for i in itertools.count() if (one := name if i == 0 else f"{name} ({i})") not in taken)
+        self._merge([tensor], [name])
+        self.only_read.append((name, tensor))
+        self._known[id(tensor)] = tensor.untyped_storage()._cdata
+
+    def make_state(self, buffers: Collection[int]) -> list[tuple[str, torch.Tensor]]:
+        """Make the tensors that lie on these buffers, and that steps only read so far, part of the job's state. Returns
+        them."""
+        chosen: list[tuple[str, torch.Tensor]] = []
+        rest: list[tuple[str, torch.Tensor]] = []
+        for one in self.only_read:
+            found = self.lookup(one[1])
+            (chosen if found is not None and found[0] in buffers else rest).append(one)
+        self.only_read = rest
+        self.tensors += chosen
+        self.written += chosen
+        return chosen
+
+    def make_parameters(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make tensors of no model parameters, because they get gradients."""
+        buffers = {found[0] for t in tensors if (found := self.lookup(t)) is not None}
+        self.make_state(buffers)
+        for name, tensor in self.written:
+            if any(tensor is one for one in tensors) and id(tensor) not in self._index:
+                self._add_param(name, tensor)
+
+    def rebind(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Let `new`, which a variable holds in the place of `old`, take over its buffer. False if it does not fit."""
+        alike = (type(old), old.shape, old.dtype, old.stride(), old.storage_offset(), old.requires_grad)
+        if alike != (type(new), new.shape, new.dtype, new.stride(), new.storage_offset(), new.requires_grad):
+            return False
+        place = self.place(old)
+        if place is None or old.requires_grad or new.device != old.device or self.lookup(new) is not None:
+            return False
+        if not self._move(old.untyped_storage()._cdata, new.untyped_storage()):
+            return False
+        self._former[old] = place
+        for found in (self.tensors, self.only_read, self.written):
+            found[:] = [(name, new if tensor is old else tensor) for name, tensor in found]
+        self._known[id(new)] = new.untyped_storage()._cdata
+        return True
+
+    def moved(self, tensor: torch.Tensor) -> bool:
+        """Follow a tensor of no model whose `.data` was set. False if its new memory does not fit."""
+        before, now = self._known[id(tensor)], tensor.untyped_storage()
+        if before != now._cdata and not (before in self._where and self._move(before, now)):
+            return False
+        self._known[id(tensor)] = now._cdata
+        return True
 
     def _merge(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Give each group of overlapping storages one buffer."""
@@ -563,7 +632,11 @@ class StateTable:
     @contextmanager
     def on_tracing_device(self) -> Iterator[None]:
         """Inside, for the length of a trace, the local tensors lie on the tracing device."""
-        with nullcontext() if self.twins is None else self.twins.in_place_of([t for _, t in self.tensors]):
+        with (
+            nullcontext()
+            if self.twins is None
+            else self.twins.in_place_of([t for _, t in [*self.tensors, *self.only_read]])
+        ):
             yield
 
     def refresh(self) -> None:
@@ -633,6 +706,11 @@ class StateTable:
                 self._slots[i] = (owner, name, news[id(tensor)])
                 holder: dict[str, Any] = owner
                 holder[name] = news[id(tensor)]
+        for key, (space, name, tensor) in list(self.holders_outside.items()):
+            if id(tensor) in news:
+                space[name] = news[id(tensor)]
+                self.holders_outside[key] = (space, name, news[id(tensor)])
+        self.written = [(name, news.get(id(tensor), tensor)) for name, tensor in self.written]
         self.tensors = [(name, news.get(id(tensor), tensor)) for name, tensor in self.tensors]
         return [(old, new) for old, new, _, _ in found]
 

@@ -29,6 +29,7 @@ from gpumux.capture.batch.effects import (
 from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
+from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
@@ -205,6 +206,7 @@ T = TypeVar("T")
 MAX_PHASES = 8
 _TRIES = 2  # traces with a number as a symbol that may fail
 _FEW = 12  # of so many numbers the one that can be no symbol is searched
+MAX_TRACES = 32  # traces of one call until nothing new is found
 _PLAIN = frozenset({torch.Tensor})
 _NUMBERS = frozenset({int, float, str})
 _ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
@@ -559,18 +561,27 @@ class StepFunction:
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
         missing. Raises CaptureError or a subclass. Does not change the job."""
-        try:
-            return self._choose(args, kwargs, state)
-        except TraceAgain as again:
-            self._first_changes = again.changes
+        undo: list[Callable[[], None]] = []
+        for _ in range(MAX_TRACES):
+            try:
+                return self._choose(args, kwargs, state)
+            except TraceAgain as again:
+                self._first_changes = [*(self._first_changes or ()), *again.changes]
+                undo += [change.restore for change in again.changes]
+            except TraceOver as over:
+                undo += over.undo
+                over.apply()
+            except CaptureError:
+                if undo:
+                    self._first_changes = None
+                for restore in reversed(undo):
+                    restore()
+                raise
             self._cases.clear()
-        try:
-            return self._choose(args, kwargs, state)
-        except CaptureError:
-            for change in self._first_changes:
-                change.restore()
-            self._first_changes = None
-            raise
+        raise NotRepeatable(
+            f"{self.name} makes tensors that it keeps anew each time it is traced",
+            "make them before you submit, or in each step without keeping them",
+        )
 
     @without_collection()
     def confirmed(self, capture: Callable[[], T]) -> T:
@@ -679,8 +690,10 @@ class StepFunction:
             )  # fmt: skip
 
     def _refuse_state_as_batch(self, tensors: list[torch.Tensor]) -> None:
+        read = self._tracer.outside.buffers() if self._tracer.outside is not None else frozenset()
         for i, tensor in enumerate(tensors):
-            if self._table.lookup(tensor) is not None:
+            found = self._table.lookup(tensor)
+            if found is not None and found[0] not in read:
                 raise CaptureError(
                     f"tensor {i} of the batch is part of the model",
                     "let the step reach it by name: a copy would not be trained",
@@ -702,9 +715,12 @@ class StepFunction:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
+        if self._tracer.outside is not None:
+            self._tracer.outside.note(case.fingerprint)
         case.fingerprint.remember()  # with what the trace found, and with the hooks that are set now
         found = self._program(phase, state)
         if not isinstance(found, KeepMore):
+            self._refuse_state_as_batch(batch_key(args, kwargs)[1])  # now that it is known what the step writes
             self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
             self._refuse_views(case.fingerprint, {place.buffer for place, _ in phase.raw.moved_data})
             self._refuse_state_dictionaries(case.fingerprint)
@@ -723,7 +739,9 @@ class StepFunction:
         if not anew:
             return
         with without_fetching():
-            found = ((name, self._table.lookup(tensor)) for name, tensor in fingerprint.tensors())
+            followed = {id(tensor) for _, tensor in self._table.written}  # they are replaced where variables hold them
+            tensors = ((name, tensor) for name, tensor in fingerprint.tensors() if id(tensor) not in followed)
+            found = ((name, self._table.lookup(tensor)) for name, tensor in tensors)
             old = next(((name, place[0]) for name, place in found if place is not None and place[0] in anew), None)
         if old is not None:
             raise CaptureError(
@@ -771,6 +789,8 @@ class StepFunction:
             )
 
     def _trace(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
+        if self._tracer.outside is not None:
+            self._tracer.outside.prepare(case.fingerprint)
         with self._staleness.suspended():
             may_change = self._first_changes is None
             self._first_changes = self._first_changes or []
@@ -934,6 +954,11 @@ class StepFunction:
             return self._lower(phase, state)
 
     def _lower(self, phase: Phase, state: State) -> StepProgram | KeepMore:
+        if self._tracer.outside is not None:
+            record = phase.raw.record
+            storages = frozenset[int]().union(*(op.writes for op in record.ops))
+            written = {buffer for buffer, storage in record.state_storage.items() if storage in storages}
+            self._tracer.outside.written_by(written | {place.buffer for place, _ in phase.raw.replaced})
         lowered = lower(
             phase.raw, self._table, state.keep, clients_generator=self._clients_generator, constants=self._constants
         )

@@ -26,6 +26,8 @@ from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.loss_scaling import Scaling
+from gpumux.capture.outside.met import Met, TraceOver
+from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers, SideEffects
@@ -367,6 +369,7 @@ class Tracer:
         begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.table = table
+        self.outside: Outside | None = None  # None: tensors of no model are refused
         self._begun = begun
         self._record = TraceRecord()  # of the present trace, or the last one
         self._by_device = by_device and table.runs_on == "cuda"
@@ -416,11 +419,14 @@ class Tracer:
                 " model= too",
             )
 
+        before = fingerprint.read()
+        met = Met(self.table, self.outside, fn=fn, fingerprint=fingerprint, before=before)
+
         observer = Observer()
         layers = Layers(self.table.models)
         rec = Recorder(
-            scope, tape, lookup=self.table.lookup, unknown=unknown, allowed=self._allowed, observer=observer,
-            device=self._device, layers=layers, gpu=self.table.gpu, constant=constant_value,
+            scope, tape, lookup=met.lookup, unknown=unknown, refused=met.refuse, allowed=self._allowed,
+            observer=observer, device=self._device, layers=layers, gpu=self.table.gpu, constant=constant_value,
         )  # fmt: skip
         scaling = Scaling(
             self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
@@ -429,7 +435,6 @@ class Tracer:
         self._record = rec.record
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
-        before = fingerprint.read()
         left = SideEffects(fingerprint, rec.is_number)
         position = 0
         fakes: list[Any] = []
@@ -466,6 +471,8 @@ class Tracer:
                 refuse_draws(fn, drawn, fingerprint.random_states())
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
+                self._refuse_met(met, fingerprint, observer.found)
+                rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
                 moves_all = moved(fingerprint.changes(before), scope)
                 replays = left.replays(scope)
@@ -476,13 +483,25 @@ class Tracer:
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replays, raw.moved = replays, moves_all
-                raw.replaced = self._replaced(rec, replaced)
+                raw.replaced = self._replaced(rec, replaced) + [
+                    (self._place(old), rec.view_of(rec.to_fake(new))) for _, old, new in rebound
+                ]
                 raw.moved_data = self._moved_data(rec)
                 raw.executed, raw.on_batch = observer.found, on_batch
+                filled = self._settle(left, rec)
+                if filled:
+                    raise TraceOver(_nothing, [*filled, *(change.restore for change in changes)])
                 self._restorers += left.restorers()
+            except TraceOver as over:
+                if not over.undo:
+                    left.restore()
+                    _undo(fingerprint, before)
+                raise
             except BaseException as error:
                 left.restore()
                 _undo(fingerprint, before)
+                if isinstance(error, Exception):
+                    self._refuse_met(met, fingerprint, observer.found, error)
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
@@ -509,6 +528,34 @@ class Tracer:
         raw.flags = changes
         raw.left = left.left(self.table.home)
         return raw
+
+    def _refuse_met(
+        self, met: Met, fingerprint: Fingerprint, executed: Executed, error: Exception | None = None
+    ) -> None:
+        """Raises the error for the tensors that a trace met and that the job can't have, or TraceOver. `error`: that
+        the trace ended with."""
+        if met.trained():
+            raise met.over() from error
+        if met.adopted and self.table.twins is not None:
+            raise TraceOver(_nothing)  # they had no twins on the tracing device
+        refused = met.error()
+        if refused is not None and fingerprint.extend(executed):
+            raise TraceOver(_nothing)  # more names are known now
+        if refused is not None:
+            raise refused from error
+
+    def _whole(self, met: Met, old: torch.Tensor, places: list[tuple[str, Any, Any]]) -> bool:
+        return self.outside is not None and self.outside.whole(old, places, met.names(old))
+
+    def _place(self, tensor: torch.Tensor) -> Place:
+        place = self.table.place(tensor)
+        assert place is not None, "it was adopted"
+        return place
+
+    def _settle(self, left: SideEffects, rec: Recorder) -> list[Callable[[], None]]:
+        if self.outside is None or self.table.gpu:
+            return []
+        return left.settle(lambda fake: constant_value(rec.record, rec.view_of(fake)))
 
     def tidy(self) -> None:
         """Remove the fake tensors that traces left in the user's attributes and variables."""
@@ -704,6 +751,10 @@ class Tracer:
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)
         raise unusable(path, value, self.table)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:

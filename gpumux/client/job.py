@@ -48,7 +48,7 @@ from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
-from gpumux.errors import DaemonGone, GpumuxError, JobClosed, SnapshotFailed
+from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as m
@@ -171,8 +171,10 @@ class Job:
         self._lock = recovery.lock
         self._check_open = recovery.check_open
         self._local = LocalModel(
-            self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery
-        )
+            self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery,
+            load=partial(_load_outside, kept.others(table) if kept is not None else {}),
+        )  # fmt: skip
+        self._tracer.outside = self._local.outside
         self._batch_slots: BatchSlots | None = None  # until `collate` is called, no batch can lie in a slot
         self._warm_state = self._local.state
         self._staleness = self._local.staleness
@@ -349,6 +351,7 @@ class Job:
     def _submit_step(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         if self._pending.wrong:
             self._pending.raise_wrong()
+        self._local.follow_outside()
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
         choice = function.choose(batch, named, self._state)
@@ -524,6 +527,7 @@ class Job:
                 finally:
                     self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
                     self._staleness.remove()
+                    self._local.outside.remove()
                     self._session.unregister(self.id)
                     self._remote.waits.thread.forget()
                     self._remote.release()
@@ -544,6 +548,7 @@ class Job:
             return
         recovery.closed = True
         self._staleness.remove()
+        self._local.outside.remove()
         warnings.warn(
             f"job {self.name!r} was dropped while it was open: call job.close(), or use it in a with statement",
             ResourceWarning,
@@ -571,6 +576,21 @@ def _answered(future: StepFuture) -> bool:
             raise  # of a signal handler
         return False
     return True
+
+
+def _load_outside(kept: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    """Give a tensor of no model, which steps write, the value that it had in the snapshot. One that is not there was
+    not written by a step until then."""
+    value = kept.pop(name, None)
+    if value is None:
+        return
+    if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        raise ConfigError(
+            f"the kept job's {name} was {value.dtype} {tuple(value.shape)}, and is {tensor.dtype}"
+            f" {tuple(tensor.shape)} now",
+            "submit the same step over tensors of the same shapes as then",
+        )
+    tensor.copy_(value)
 
 
 def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:

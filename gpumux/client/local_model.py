@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -14,6 +14,7 @@ import torch
 
 from gpumux.capture.fetching import FetchingState, fetch_arguments, without_fetching, without_modes
 from gpumux.capture.local_state import dictionaries, install, load_local
+from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.source import user_line
 from gpumux.capture.staleness import StalenessHooks, of_job
 from gpumux.capture.state import ALL, Part, Place, StateTable
@@ -42,8 +43,9 @@ class LocalModel:
     """
 
     def __init__(
-        self, owner: object, *, name: str, table: StateTable, remote: Remote, pending: Pending, recovery: Recovery
-    ) -> None:
+        self, owner: object, *, name: str, table: StateTable, remote: Remote, pending: Pending, recovery: Recovery,
+        load: Callable[[str, torch.Tensor], None] = lambda name, tensor: None,
+    ) -> None:  # fmt: skip
         self._owner = owner
         self._name = name
         self._table = table
@@ -61,6 +63,7 @@ class LocalModel:
         self._cleared: dict[tuple[int, frozenset[int]], Structure] = {}  # a structure without some gradients
         self._unkept: dict[int, Place] = {}  # gradients that the script set and that the job need not keep
         self.staleness = StalenessHooks(of_job(name), table, self)
+        self.outside = Outside(table, self.staleness, load)
 
     def intern(self, structure: Structure) -> Structure:
         """The one object for all equal structures, so that they can be compared by identity."""
@@ -97,8 +100,18 @@ class LocalModel:
         self.staleness.replaced(choice.program.replaces, before.structure, self._state.structure)
         if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
             self._fall_behind(choice.program, before.structure)
+        self.outside.stepped(bool(choice.program.replaces.model))
         if choice.program.undecided:
             self._undecided = before, future
+
+    def follow_outside(self) -> None:
+        """Find what the script changed of tensors of no model, and send it. Raises CaptureError."""
+        self.outside.follow()
+        if self.outside.changed:
+            wanted = [b for b in self._remote.resident() if b in self.outside.changed]
+            with without_modes():
+                self._recovery.persist(lambda: self._remote.push(wanted))
+            self.outside.changed.clear()
 
     # ---- verbs
 
@@ -206,7 +219,10 @@ class LocalModel:
     def _install(self, parts: frozenset[Part]) -> None:
         self._keep_local(parts)
         wanted = None if parts == ALL else self.state.structure.buffers(self._table, parts)
+        if wanted is None and self._table.only_read:
+            wanted = set(self._remote.resident()) - self.outside.buffers()
         mine = self.staleness.gradients.written() if Part.GRADIENTS in parts else set()
+        mine |= self.outside.buffers()
         if Part.GRADIENTS not in self.staleness.stale | parts:  # backward() may have added to the local gradients
             mine |= self.state.structure.buffers(self._table, {Part.GRADIENTS})
         install(self._table, self.state, partial(self._remote.pull, wanted=wanted), parts, mine)

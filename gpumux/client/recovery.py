@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from gpumux.capture.staleness import Checksums
 from gpumux.capture.state import StateTable
+from gpumux.capture.watch.checksums import Checksums
 from gpumux.client.future import Pending
 from gpumux.client.remote import Remote, RemoteProgram, bytes_of, lay, size_of
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog

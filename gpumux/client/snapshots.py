@@ -183,7 +183,20 @@ class SnapshotMetadata:
                 len(missing), ", ".join(missing[:4]),
             )  # fmt: skip
 
+    def others(self, table: StateTable) -> dict[str, torch.Tensor]:
+        """The values of the tensors that steps wrote and that `table` does not describe, by name: they are of no
+        model."""
+        names = {*self.body["tensors"], *self.body["inline"]} - {name for name, _ in table.tensors}
+        return {name: value.clone() for name in sorted(names) if (value := self._value(name)) is not None}
+
     def _of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self._value(name)
+        if found is not None and (found.shape != tensor.shape or found.dtype != tensor.dtype):
+            raise _other(f"its {name} was {found.dtype} {tuple(found.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+        return found
+
+    def _value(self, name: str) -> torch.Tensor | None:
+        """None for a tensor that was too large to keep. Raises ConfigError if the job had none of that name."""
         body = self.body
         if name in body["tensors"]:
             found = self._view(body["tensors"][name])
@@ -196,8 +209,6 @@ class SnapshotMetadata:
             found = flat.reshape(shape)
         else:
             raise _other(f"it had no {name}")
-        if found.shape != tensor.shape or found.dtype != tensor.dtype:
-            raise _other(f"its {name} was {found.dtype} {tuple(found.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
         return found
 
     def _view(self, place: Sequence[Any]) -> torch.Tensor:

@@ -562,19 +562,6 @@ def test_a_context_variable_is_followed(endpoint: str) -> None:
 # ---- Refused -----------------------------------------------------------------------------------------
 
 
-def test_class_weights_that_appear_are_named(endpoint: str) -> None:
-    model, weights = net(), None
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), y, weight=weights)
-
-    with client.submit(step, example=DATA[0], model=model, endpoint=endpoint) as job:
-        job.step(*DATA[0])
-        weights = torch.ones(4)
-        with pytest.raises(errors.UnknownTensor, match="`weights`"):
-            job.step(*DATA[0])
-
-
 def test_a_new_tensor_of_the_same_kind_that_is_no_state_selects_nothing(endpoint: str) -> None:
     model, last = net(), torch.zeros(4)
 

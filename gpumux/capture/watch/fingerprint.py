@@ -125,11 +125,12 @@ class Fingerprint:
         self._executed = executed if executed is not None else {}
         self._identity = identity
         self._wanted: Mapping[Variable, str] = {}
+        self._more: list[Watch] = []
         self._walk()
 
     def _walk(self) -> None:
         walk = Walk(*self._given, executed=self._executed)
-        self.watches = walk.watches
+        self.watches = [*walk.watches, *self._more]
         self.modules = walk.modules
         self.other_optimizers = walk.other_optimizers
         self.spaces = walk.spaces
@@ -190,6 +191,12 @@ class Fingerprint:
         finally:
             for watch, i, _, value in found[:done]:
                 watch.put(i, value)  # type: ignore[misc]
+
+    def watch_also(self, watches: list[Watch]) -> None:
+        """From now on have these watches beside those that were found, and none given before."""
+        self.watches = [*self.watches[: len(self.watches) - len(self._more)], *watches]
+        self._more = watches
+        self.lift(self._wanted)
 
     def extend(self, executed: Executed) -> bool:
         """Add what this code reads to what is watched. False if all of it was known."""
@@ -254,6 +261,15 @@ class Fingerprint:
             if known and value.layout is torch.strided:
                 yield name, value
 
+    def named_tensors(self, readings: Sequence[Reading] | None = None) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """(name, tensor, whether it lies in a tuple) of all strided tensors that the step's code can read, those of
+        modules included, now or in an earlier reading."""
+        for watch, reading in zip(self.watches, self.read() if readings is None else readings, strict=True):
+            for i, value in enumerate(reading):
+                if isinstance(value, (torch.Tensor, tuple)):
+                    for path, tensor in _tensors_in(value):
+                        yield watch.names(i) + path, tensor, bool(path)
+
     def random_states(self) -> list[tuple[str, Any]]:
         """(name, state) of Python's and numpy's generators, from which no Program can draw."""
         return random_states(self._generators)
@@ -290,3 +306,11 @@ class Fingerprint:
                     for name, a, b in w.differences(old, new, self._identity)
                 ]
         return found
+
+
+def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors_in(item, f"{path}[{i}]")
+    elif isinstance(value, torch.Tensor) and not isinstance(value, UNRETURNED) and value.layout is torch.strided:
+        yield path, value

@@ -374,9 +374,9 @@ class Walk:
         if space is not None:
             self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
         if type(value).__module__.split(".")[0] == "torch":
-            if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and value._scale is None:
+            if isinstance(value, torch.amp.GradScaler) and space and value.is_enabled() and space["_scale"] is None:
                 # As its first use makes it, so that a trace finds it made.
-                value._lazy_init_scale_growth_tracker(torch.device(value._device))
+                value._lazy_init_scale_growth_tracker(torch.device(space["_device"]))
             if space is not None:
                 self._scalars(label, space, lists=True)
         else:

@@ -354,6 +354,15 @@ def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
     return Watch("requires_grad", partial(map, get, params), lambda i: "requires_grad", restore, flag=True)
 
 
+def gradients_there(tensors: Sequence[torch.Tensor]) -> Watch:
+    """Which of these tensors, which are no parameters of the job, have a gradient."""
+    get = attrgetter("grad")
+    return Watch(
+        "gradients", lambda: [get(t) is not None for t in tensors], lambda i: "the gradient of a tensor of no model",
+        lambda old: None,
+    )  # fmt: skip
+
+
 def parameter_hooks(params: Sequence[torch.Tensor]) -> Watch:
     """The hooks of the parameters."""
     before, after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")

@@ -459,18 +459,30 @@ def test_m7_weight_clipping_before_the_first_step_is_noticed_too(endpoint: str) 
     "replace",
     [
         lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(8, 6))),
-        lambda m: m.__setitem__(0, nn.Linear(6, 8)),
-        lambda m: m.add_module("more", nn.Linear(3, 3)),
         lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
     ],
-    ids=["a parameter", "a module", "one more module", "an equal parameter"],
+    ids=["a parameter", "an equal parameter"],
 )
-def test_m9_what_is_replaced_is_refused(replace: Any, endpoint: str) -> None:
+def test_m9_a_parameter_that_is_replaced_is_refused(replace: Any, endpoint: str) -> None:
     with made(endpoint) as s:
         s.train(1)
         replace(s.model)
         with pytest.raises((errors.LocalWrite, errors.CaptureError)):
             s.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [lambda m: m.__setitem__(0, nn.Linear(6, 8)), lambda m: m.add_module("more", nn.Linear(3, 3))],
+    ids=["in the place of another", "at the end"],
+)
+def test_m9_a_module_that_is_put_into_the_model_is_not_trained_by_the_old_optimizer(put: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(1)
+        put(s.model)
+        return [out, s.train(1), [p.grad is None for p in s.model.parameters()]]
+
+    same(script, endpoint)
 
 
 def test_m10_modes_and_frozen_parameters(endpoint: str) -> None:

@@ -8,6 +8,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -281,7 +282,7 @@ def test_m19_a_second_job_after_the_first_goes_on(endpoint: str) -> None:
     assert torch.equal(ours, model.lin.weight)
 
 
-def test_m19_a_step_that_goes_on_from_it_is_refused(endpoint: str) -> None:
+def test_m19_a_step_goes_on_from_it(endpoint: str) -> None:
     model, last = nn.Linear(6, 3), torch.zeros(())
 
     def step(x: Tensor) -> Tensor:
@@ -289,10 +290,39 @@ def test_m19_a_step_that_goes_on_from_it_is_refused(endpoint: str) -> None:
         last = last * 0.9 + model(x).sum().detach()
         return last * 2
 
-    with pytest.raises(errors.UnknownTensor, match="last"):
-        client.submit(step, example=(X,), model=model, endpoint=endpoint)
+    with torch.no_grad():
+        wanted = [step(X), step(X), last]
+    last = torch.zeros(())
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        found = [job.step(X).result(), job.step(X).result(), last]
+    assert all(map(torch.equal, found, wanted))
     assert type(last) is Tensor
-    assert last == 0
+    assert torch.equal(last, wanted[2])
+
+
+def test_m19_a_number_may_give_way_to_it_where_the_step_does_not_read_it_first(endpoint: str) -> None:
+    held = SimpleNamespace(last=0.0)
+
+    def leaves(x: Tensor) -> Tensor:
+        held.last = x.sum()
+        return x + held.last
+
+    def adds(x: Tensor) -> Tensor:
+        held.last = held.last + x.sum()
+        return x * 2
+
+    with client.submit(leaves, example=(X,), endpoint=endpoint, max_variants=1) as job:
+        assert held.last == 0.0
+        for last in (None, 0.0, 0.0):
+            if last is not None:
+                held.last = last
+            assert torch.equal(job.step(X).result(), X + X.sum())
+            with pytest.raises(errors.StaleState, match="last"):
+                print(held.last + 1)
+    held.last = 0.0
+    with pytest.raises(errors.GpumuxError):
+        client.submit(adds, example=(X,), endpoint=endpoint)
+    assert held.last == 0.0
 
 
 def test_m19_a_list_in_which_the_step_moves_what_is_there_is_refused(endpoint: str) -> None:

@@ -1,0 +1,125 @@
+"""The tensors of no model that one trace meets: adopted into the job, or refused all together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpumux.capture import source
+from gpumux.capture.outside.tensors import Outside
+from gpumux.capture.state import UNRETURNED, Reading, StateTable
+from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.errors import CaptureError, UnknownTensor
+
+
+class Met:
+    """The tensors outside the job's state that one trace meets. `outside`: None where all are refused. `before`: what
+    the step's variables held when the trace began."""
+
+    def __init__(
+        self, table: StateTable, outside: Outside | None, *, fn: Any, fingerprint: Fingerprint, before: list[Reading]
+    ) -> None:  # fmt: skip
+        self._table = table
+        self._outside = outside
+        self._fn = fn
+        self._fingerprint = fingerprint
+        self._before = before
+        self._named: list[tuple[str, torch.Tensor]] | None = None
+        self._refused: dict[int, tuple[torch.Tensor, CaptureError | None, str]] = {}
+        self.adopted = False
+        self._grads = [t for _, t in table.only_read if t.requires_grad] if outside is not None else []
+
+    def names(self, tensor: torch.Tensor) -> list[str]:
+        """The names by which the step's variables hold this object."""
+        return [name for name, held in self._all_named() if held is tensor]
+
+    def _all_named(self) -> list[tuple[str, torch.Tensor]]:
+        if self._named is None:
+            self._named = [(name, t) for name, t, _ in self._fingerprint.named_tensors(self._before)]
+        return self._named
+
+    def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """StateTable.lookup, after the tensor was adopted."""
+        found = self._table.lookup(tensor)
+        if found is None and self._outside is not None and tensor.layout is torch.strided:
+            self._adopt(tensor, self._outside)
+            found = self._table.lookup(tensor)
+        return found
+
+    def _adopt(self, tensor: torch.Tensor, outside: Outside) -> None:
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._refused:
+            return
+        owner = next((t for t in self._grads if t.grad is tensor), None)
+        if owner is not None:
+            self._refused[storage] = tensor, _has_gradient(self._name(owner)), source.user_line()
+            return
+        held = [(name, t) for name, t in self._all_named() if t.untyped_storage()._cdata == storage]
+        if not held:
+            return
+        named = next((t for _, t in held if t is tensor), held[0][1])
+        try:
+            outside.adopt(named, [name for name, t in held if t is named])
+        except CaptureError as error:
+            self._refused[storage] = (tensor, error, source.user_line())
+            return
+        self.adopted = True
+        if named.requires_grad:
+            self._grads.append(named)
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return next((name for name, t in self._table.only_read if t is tensor), source.name_of(tensor, self._fn))
+
+    def refuse(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that is no state of the job."""
+        self._refused.setdefault(tensor.untyped_storage()._cdata, (tensor, None, source.user_line()))
+
+    def trained(self) -> list[torch.Tensor]:
+        """Tensors that steps only read so far and that got a gradient in this trace."""
+        return [t for t in self._grads if isinstance(t.grad, UNRETURNED) and self._table.param_index(t) is None]
+
+    def over(self) -> TraceOver:
+        """The exception that has the step traced anew, with these tensors as parameters. Clears their gradients."""
+        found = self.trained()
+        for tensor in found:
+            tensor.grad = None
+        outside = self._outside
+        assert outside is not None
+        return TraceOver(lambda: outside.trained(found))
+
+    def error(self) -> CaptureError | None:
+        """The error for all refused tensors, None if there are none."""
+        if not self._refused:
+            return None
+        found = list(self._refused.values())
+        if len(found) == 1 and found[0][1] is not None:
+            return found[0][1]
+        said = [
+            f"{line} uses {source.name_of(t, self._fn)}" if error is None else error.message for t, error, line in found
+        ]
+        return UnknownTensor(
+            "; ".join(said[:8])
+            + (f"; and {len(said) - 8} more" if len(said) > 8 else "")
+            + (", which is" if len(said) == 1 else ": these are")
+            + " neither in the batch nor in the model, nor held by a variable that the step's code names",
+            "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
+        )
+
+
+def _has_gradient(name: str) -> CaptureError:
+    return CaptureError(
+        f"the step adds to the gradient that {name} has already, and {name} is in no model of the job",
+        "give its module in model=, or clear the gradient before the step: .grad = None",
+    )
+
+
+class TraceOver(Exception):
+    """The step must be traced anew, after `apply()`. `undo`: restores what the trace left, if the step can't be
+    captured. Never raised to users."""
+
+    def __init__(self, apply: Callable[[], None], undo: Sequence[Callable[[], None]] = ()) -> None:
+        super().__init__("traced once more")
+        self.apply = apply
+        self.undo = undo

@@ -1,0 +1,485 @@
+"""Tensors that a step meets by a Python variable and that belong to no model of the job: class weights, a frozen
+teacher, a mask, averaged weights.
+
+A tensor that steps only read stays the script's: the script may write it or put another in its place, and the next step
+is run with that. So the job must notice writes. Between steps these tensors have a class that tells when Python touches
+them (fetching.py); only then their bytes are compared at the next step. A tensor that a step writes becomes state of
+the job, like a model's buffer.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from operator import attrgetter, getitem, is_
+from typing import Any, Protocol
+
+import torch
+
+from gpumux.capture.fetching import (
+    Aliases,
+    fetch_arguments,
+    is_lost,
+    is_stale,
+    mark_stale,
+    stale_mark,
+    unmark,
+    watch_modules,
+    without_fetching,
+    without_modes,
+)
+from gpumux.capture.state import UNRETURNED, Part, StateTable
+from gpumux.capture.watch.checksums import Checksums
+from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.capture.watch.watches import gradients_there, gradients_wanted
+from gpumux.errors import CaptureError
+
+_VERSION, _BASE = attrgetter("_version"), attrgetter("_base")
+_TENSOR: Any = torch.Tensor
+_use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
+_ALONE = _use_count(torch.empty(0))  # of a tensor that one Python object holds
+_ENTRY = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
+_lock = threading.RLock()
+
+
+class _Variable:
+    """A closure variable as a dictionary with one entry."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.cell.cell_contents
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+class _Attributes:
+    """The attributes of an object or class as a dictionary."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self.owner)[key] if isinstance(self.owner, type) else getattr(self.owner, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        setattr(self.owner, key, value)
+
+
+def _identity(owner: Any, key: Any) -> tuple[int, Any]:
+    inner = owner.cell if isinstance(owner, _Variable) else owner.owner if isinstance(owner, _Attributes) else owner
+    return id(inner), key
+
+
+def _places(fingerprint: Fingerprint, names: Iterable[str]) -> Iterator[tuple[Any, Any]]:
+    """(owner, key) of the variables with these names that may be bound anew."""
+    known = frozenset(names)
+    for name, space, skip in fingerprint.spaces:
+        yield from ((space, key) for key in list(space) if key not in skip and name(key) in known)
+    for module in fingerprint.modules:
+        for kind in (module._parameters, module._buffers):
+            yield from ((kind, key) for key in list(kind))
+    for label, owner, fields in fingerprint.fields:
+        yield from ((_Attributes(owner), name) for name in fields if f"{label}.{name}" in known)
+    for label, items in fingerprint.lists:
+        yield from ((items, i) for i in range(len(items)) if f"{label}[{i}]" in known)
+    yield from ((_Variable(cell), 0) for name, cell in fingerprint.cells if name in known)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    return list({(s := t.untyped_storage())._cdata: s for t in tensors}.values())
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in memory that another library may write: a numpy array made from it, or that it was made
+    from. A file that was mapped for reading weights (safetensors) is not, because it is the tensors' alone."""
+    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():
+        return False
+    return not _in_private_file(tensor.data_ptr())
+
+
+def _in_private_file(address: int) -> bool:
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            span, mode, _, _, inode = line.split(maxsplit=5)[:5]
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < end:
+                return mode[3] == "p" and inode != "0"
+    return False
+
+
+def _unwatchable(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages of these tensors, which are all that Python holds over them, that may be written without a touch of
+    one: by other libraries, or by what holds them without a Python object (a DLPack capsule, autograd's graphs)."""
+    views = Counter(id(base) for t in tensors if (base := _BASE(t)) is not None)
+    bases = [base for t in tensors if (base := _BASE(t)) is not None]
+    everything = {id(t): t for t in [*tensors, *bases]}.values()
+    known = Counter(t.untyped_storage()._cdata for t in everything)
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        holders = _use_count(tensor) - _ALONE - views[id(tensor)]
+        beyond = torch._C._storage_Use_Count(storage._cdata) - 1 - known[storage._cdata]
+        if holders > 0 or beyond > 0 or _is_foreign(tensor):
+            found[storage._cdata] = storage
+    return list(found.values())
+
+
+class _Hooks(Protocol):
+    """The StalenessHooks of the job's models."""
+
+    stale: frozenset[Part]
+
+    def fetch(self, parts: frozenset[Part]) -> None: ...
+    def joined(self) -> None: ...
+    def rewritten(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]: ...
+    def took(self, old: torch.Tensor, new: torch.Tensor) -> None: ...
+
+
+class _Watcher:
+    """The handler of the marks (fetching.ReadHandler). One for all jobs, because a tensor that several jobs read has
+    one mark."""
+
+    has_newer = False
+
+    def fetch(self, parts: frozenset[Part]) -> None:
+        let_all_go()
+
+    def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
+        mark_stale(tensor, self, part, index)
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        raise AssertionError("these tensors have gradients of their own")
+
+    def gradient_set(self, index: int, value: torch.Tensor | None) -> None:
+        raise AssertionError("these tensors have gradients of their own")
+
+    def gradient_zeroed(self, index: int, value: torch.Tensor) -> None:
+        raise AssertionError("these tensors have gradients of their own")
+
+    def has(self, module: torch.nn.Module) -> bool:
+        return any(outside.has(module) for outside in list(_all))
+
+
+_watcher = _Watcher()
+_all: weakref.WeakSet[Outside] = weakref.WeakSet()
+
+
+def let_all_go() -> None:
+    """Make the tensors of all jobs plain, because Python touches one of them."""
+    with _lock, without_modes():
+        for outside in list(_all):
+            outside.let_go()
+        watch_modules(_watcher, False)
+
+
+class Outside:
+    """The tensors of no model of one job. `hooks`: of the job's local model. `load`: called with the name and the
+    tensor when one becomes state."""
+
+    def __init__(self, table: StateTable, hooks: _Hooks, load: Callable[[str, torch.Tensor], None]) -> None:
+        self._table = table
+        self._hooks = hooks
+        self._load = load
+        self.changed: set[int] = set()  # buffers whose local bytes are newer than the daemon's
+        self._shared: set[int] = set()  # buffers whose tensors are held where they can't be followed
+        self._aliases = Aliases()
+        self._marked: list[torch.Tensor] = []
+        self._watching = False
+        self._read: list[torch.Tensor] = []
+        self._seen: tuple[list[int], list[int]] = ([], [])  # versions and addresses
+        self._sums = Checksums()  # of what may have been written unseen: all while they are plain
+        self._owners: tuple[list[Any], list[Any], list[torch.Tensor]] = ([], [], [])
+        self._has: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        _all.add(self)
+
+    # ---- entering tensors, while a step is traced
+
+    def adopt(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
+        """Enter a tensor that a step reads under these names. Raises CaptureError."""
+        name = _ENTRY.sub(r".\1", names[0])
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise CaptureError(
+                f"{name} was computed outside the step from tensors that require grad",
+                "detach() it, or compute it inside the step",
+            )
+        self._table.add_outside(name, tensor)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._table.only_read or self._table.written)
+
+    def note(self, fingerprint: Fingerprint) -> None:
+        """Note where the variables of a captured step hold these tensors, and have it watch which of them require grad
+        or have a gradient."""
+        table = self._table
+        if not self.any:
+            return
+        self._take_present()
+        with without_fetching():
+            mine = {id(t): t for _, t in [*table.only_read, *table.written]}
+            held: dict[str, torch.Tensor] = {}
+            inside: set[str] = set()  # names of what lies in tuples
+            for name, tensor, fixed in fingerprint.named_tensors():
+                if fixed:
+                    inside.add(name)
+                found = table.lookup(tensor)
+                if id(tensor) in mine:
+                    held[name] = tensor
+                elif found is not None:
+                    self._shared.add(found[0])  # by a view
+            met = [t for t in {id(t): t for t in held.values()}.values() if table.param_index(t) is None]
+            fingerprint.watch_also([gradients_wanted(met), gradients_there(met)])
+            followed: set[int] = set()
+            for owner, key in _places(fingerprint, held):
+                value = owner[key]
+                if id(value) in mine:
+                    table.holders_outside[_identity(owner, key)] = (owner, key, value)
+                    followed.add(id(value))
+            for name, tensor in held.items():
+                if id(tensor) not in followed or name in inside:
+                    found = table.lookup(tensor)
+                    if found is not None:
+                        self._shared.add(found[0])
+            self._take_holders()
+
+    def written_by(self, buffers: Iterable[int]) -> None:
+        """A step writes these buffers: what lies there is state of the job from now on. Raises CaptureError."""
+        wanted = set(buffers)
+        for name, tensor in self._table.only_read:
+            found = self._table.lookup(tensor)
+            if found is not None and found[0] in wanted and (tensor.is_inference() or _is_foreign(tensor)):
+                raise CaptureError(
+                    f"the step writes {name}, which lies in memory of another library (numpy), where what it writes"
+                    " would not be seen, or which was made in inference mode",
+                    "let the step write a tensor of its own: x.clone()",
+                )
+        if any((f := self._table.lookup(t)) is not None and f[0] in wanted for _, t in self._table.only_read):
+            self._become_state(lambda: self._table.make_state(wanted))
+
+    def trained(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These get gradients from a step: they are parameters of the job from now on."""
+        self._become_state(lambda: self._table.make_parameters(tensors))
+
+    def _become_state(self, make: Callable[[], Any]) -> None:
+        before = {id(t) for _, t in self._table.tensors}
+        let_all_go()
+        if Part.MODEL in self._hooks.stale:
+            with torch._C._EnableTorchFunction():
+                self._hooks.fetch(frozenset({Part.MODEL}))
+        make()
+        with torch.no_grad():
+            for name, tensor in self._table.tensors:
+                if id(tensor) not in before:
+                    self._load(name, tensor)
+        self._hooks.joined()
+        self._take_present()
+
+    def whole(self, old: torch.Tensor, places: Sequence[tuple[str, Any, Any]], names: Iterable[str]) -> bool:
+        """Whether these places, (name, owner, key), are all in which variables of the job's steps hold a tensor of this
+        object. `names`: by which the present step holds it."""
+        if not any(old is t for _, t in [*self._table.only_read, *self._table.written]):
+            return False
+        place = self._table.place(old)
+        given = {_identity(owner, key) for _, owner, key in places}
+        if place is None or place.buffer in self._shared or not {name for name, _, _ in places}.issuperset(names):
+            return False
+        return all(at in given for at, (_, _, held) in self._table.holders_outside.items() if held is old)
+
+    # ---- between steps
+
+    def _take_present(self) -> None:
+        self._read = [t for _, t in self._table.only_read]
+        with without_fetching():
+            self._seen = self._now()
+            if self._watching:
+                self._sums.renew()
+            else:
+                self._sums.forget()
+                self._sums.note(_storages(self._read))
+        self._has.clear()
+
+    def _take_holders(self) -> None:
+        found = list(self._table.holders_outside.values())
+        self._owners = [o for o, _, _ in found], [k for _, k, _ in found], [t for _, _, t in found]
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        try:
+            versions = list(map(_VERSION, self._read))
+        except RuntimeError:  # tensors made in inference mode count no versions
+            versions = [0 if t.is_inference() else t._version for t in self._read]
+        return versions, list(map(torch.Tensor.data_ptr, self._read))
+
+    def prepare(self, fingerprint: Fingerprint) -> None:
+        """Make the tensors plain and up to date, for a trace. Raises CaptureError, or StaleState."""
+        self.follow()
+        let_all_go()
+        with without_fetching():
+            named = [t for _, t, _ in fingerprint.named_tensors() if is_stale(t) and not is_lost(t)]
+            others = [t for t in named if self._table.lookup(t) is None]
+        if others:  # another job trains them
+            with torch._C._EnableTorchFunction():
+                fetch_arguments(others)
+
+    def follow(self) -> None:
+        """Find what the script changed since the last step, and enter it into `changed`. Raises CaptureError."""
+        if not self.any:
+            return
+        with without_fetching():
+            owners, keys, objects = self._owners
+            try:
+                same = all(map(is_, map(getitem, owners, keys), objects))
+            except (KeyError, IndexError, AttributeError, ValueError):
+                same = False
+            self._follow_state()
+            if self._read:
+                now = self._now()
+                if now != self._seen or self._sums.changed():
+                    self._written(now)
+            if not same:
+                self._bound_anew()
+
+    def _bound_anew(self) -> None:
+        """A variable holds another object than at the last step."""
+        table = self._table
+        now: dict[int, list[Any]] = {}
+        for at, (owner, key, tensor) in list(table.holders_outside.items()):
+            try:
+                value = owner[key]
+            except (KeyError, IndexError, AttributeError, ValueError):
+                value = None
+            now.setdefault(id(tensor), []).append(value)
+            if value is not tensor:
+                known = isinstance(value, torch.Tensor) and any(value is t for t in [*self._read, *self._states()])
+                if known:
+                    table.holders_outside[at] = (owner, key, value)
+        for _, old in [*table.only_read, *table.written]:
+            values = now.get(id(old), [])
+            new = values[0] if values else old
+            if new is old or any(value is not new for value in values) or not isinstance(new, torch.Tensor):
+                continue
+            place = table.place(old)
+            if place is None or place.buffer in self._shared or isinstance(new, UNRETURNED):
+                continue
+            if new.layout is not torch.strided or any(old is p for p in table.params):
+                continue
+            self._rebind(old, new, place.buffer)
+        kept = {id(t) for _, t in [*table.only_read, *table.written]}
+        for at, (owner, key, _) in list(table.holders_outside.items()):
+            try:
+                value = owner[key]
+            except (KeyError, IndexError, AttributeError, ValueError):
+                value = None
+            if id(value) in kept:
+                table.holders_outside[at] = (owner, key, value)
+            else:  # the fingerprints notice it
+                del table.holders_outside[at]
+        self._take_holders()
+
+    def _rebind(self, old: torch.Tensor, new: torch.Tensor, buffer: int) -> None:
+        state = any(old is t for t in self._states())
+        let_all_go()
+        if state and Part.MODEL in self._hooks.stale:
+            with torch._C._EnableTorchFunction():
+                self._hooks.fetch(frozenset({Part.MODEL}))  # the script keeps the old tensor
+        if isinstance(new, torch.Tensor) and stale_mark(new) is not None:
+            with torch._C._EnableTorchFunction():
+                fetch_arguments([new])
+        if not self._table.rebind(old, new):
+            return
+        self.changed.add(buffer)
+        if state:
+            self._hooks.took(old, new)
+        self._take_present()
+
+    def _states(self) -> list[torch.Tensor]:
+        return [t for _, t in self._table.written]
+
+    def _follow_state(self) -> None:
+        states = [t for t in self._states() if self._table.param_index(t) is None]
+        for tensor in self._hooks.rewritten(states) if states else ():
+            found = self._table.lookup(tensor)
+            assert found is not None
+            self.changed.add(found[0])
+
+    def _written(self, now: tuple[list[int], list[int]]) -> None:
+        table = self._table
+        others = [t for t in self._read if is_stale(t)]
+        if others:
+            with torch._C._EnableTorchFunction():  # the newest values are another job's
+                fetch_arguments(others)
+        for i, (name, tensor) in enumerate(table.only_read[: len(self._read)]):
+            if now[1][i] != self._seen[1][i] and not table.moved(tensor):
+                raise CaptureError(
+                    f"{name} lies in memory of another size than when the step was captured",
+                    "close the job and submit the step again",
+                )
+            counted = now[0][i] != self._seen[0][i] or now[1][i] != self._seen[1][i]
+            if counted or self._sums.differs(tensor.untyped_storage()):
+                found = table.lookup(tensor)
+                assert found is not None
+                self.changed.add(found[0])
+        self._take_present()
+
+    def stepped(self, replaced: bool) -> None:
+        """A step was sent. `replaced`: whether it puts new tensors in the place of some."""
+        if replaced:
+            self._take_holders()
+        if self._read:
+            self.hold()
+
+    def buffers(self) -> set[int]:
+        """The buffers that steps only read. Local memory has their values."""
+        places = [self._table.lookup(tensor) for _, tensor in self._table.only_read]
+        return {found[0] for found in places if found is not None}
+
+    # ---- marks, which tell when Python touches a tensor
+
+    def hold(self) -> None:
+        """Mark the tensors that steps only read."""
+        if self._watching or not self._read:
+            return
+        with _lock, without_fetching(), torch.inference_mode(False):
+            found = [*self._read, *(t for t, _ in self._aliases.of(self._read))]
+            self._marked = [t for t in found if stale_mark(t) is None and not is_lost(t)]
+            for tensor in self._marked:
+                _watcher.mark_stale(tensor, Part.MODEL)
+            self._watching = True
+            self._sums.forget()
+            self._sums.note(_unwatchable(found))
+            watch_modules(_watcher, True)
+
+    def let_go(self) -> None:
+        """Make the tensors plain, and note their bytes."""
+        if not self._watching:
+            return
+        self._watching = False
+        for tensor in self._marked:
+            mark = stale_mark(tensor)
+            if mark is not None and mark.handler is _watcher:
+                unmark(tensor)
+        self._marked = []
+        self._sums.note_more(_storages(self._read))
+
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether the module, called, may read one of the tensors."""
+        known = self._has.get(module)
+        if known is None:
+            mine = set(map(id, self._read))
+            known = any(id(t) in mine for t in [*module.parameters(), *module.buffers()])
+            self._has[module] = known
+        return known
+
+    def remove(self) -> None:
+        """The job is over."""
+        with _lock, without_modes():
+            self.let_go()  # no longer in `_all` if the job is dropped
+        _all.discard(self)
+        let_all_go()
