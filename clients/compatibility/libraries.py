@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,11 @@ def transformers_output(train: Train) -> Any:
 
 
 def _trainer(train: Train, **options: Any) -> Any:
+    with _own_accelerate():
+        return _train_bert(train, **options)
+
+
+def _train_bert(train: Train, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from gpumux.integrations.huggingface import on_gpumux
@@ -151,14 +158,24 @@ def lightning_accumulates(train: Train) -> Any:
 
 
 @contextmanager
-def _accelerator(**options: Any) -> Iterator[Any]:
-    from accelerate import Accelerator
+def _own_accelerate() -> Iterator[None]:
+    """Inside, accelerate's settings (mixed precision), which it keeps in the process and its environment, are those of
+    one script."""
     from accelerate.state import AcceleratorState
 
-    try:
+    with patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def _accelerator(**options: Any) -> Iterator[Any]:
+    from accelerate import Accelerator
+
+    with _own_accelerate():
         yield Accelerator(cpu=True, **options)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @idiom(

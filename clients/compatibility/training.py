@@ -230,10 +230,7 @@ def scaler_disabled(train: Train) -> Any:
     return _scaled(train, torch.amp.GradScaler("cpu", enabled=False))
 
 
-@idiom(
-    "GradScaler, enabled",
-    fails="it decides in Python by what the gradients hold",
-)
+@idiom("GradScaler, enabled")
 def scaler_enabled(train: Train) -> Any:
     return _scaled(train, torch.amp.GradScaler("cpu", init_scale=1024.0))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gpumux.capture.loss_scaling import Scaling
+from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.source import by_numbers, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol

@@ -24,8 +24,8 @@ from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, left_on_batch, written_inputs
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
+from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.gpu.operators import as_on_a_gpu
-from gpumux.capture.loss_scaling import Scaling
 from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.patches import RngTape, patched
@@ -302,7 +302,7 @@ class ValueCheck:
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A further result of a step: whether the step of this optimizer was left out (loss_scaling.py)."""
+    """A further result of a step: whether the step of this optimizer was left out (gpu/loss_scaling.py)."""
 
     optimizer: int
 

@@ -1,1 +1,2 @@
-"""The values of recorded tensors, where they can be computed at capture: `constants.py`."""
+"""The values of recorded tensors, where they are known at capture: made of constants (`constants.py`), or of step counts
+and hyperparameters (`host.py`)."""
