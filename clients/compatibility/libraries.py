@@ -308,10 +308,7 @@ def swa(train: Train) -> Any:
         return losses, swa_model(batches[0][0]), swa_model, model
 
 
-@idiom(
-    "an exponential average inside the step: ema_model.update_parameters(model)",
-    fails="the average is not in model=",
-)
+@idiom("an exponential average inside the step: ema_model.update_parameters(model)")
 def ema_inside(train: Train) -> Any:
     model, optimizer, batches = classifier()
     ema_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

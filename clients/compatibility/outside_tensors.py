@@ -240,10 +240,7 @@ def ema_in_a_dict(train: Train) -> Any:
     return [run(x, y) for x, y in batches], model, shadow
 
 
-@idiom(
-    "an EMA with torch.optim.swa_utils.AveragedModel, update_parameters in the step",
-    fails="a tensor outside model= is refused, and the step writes it",
-)
+@idiom("an EMA with torch.optim.swa_utils.AveragedModel, update_parameters in the step")
 def averaged_model(train: Train) -> Any:
     model, optimizer = _classifier()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

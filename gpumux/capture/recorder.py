@@ -500,6 +500,7 @@ class Recorder(TorchDispatchMode):
         self._unknown = unknown
         self._refused = refused
         self._stand_ins: dict[Any, torch.Tensor] = {}
+        self.value_read: int | None = None  # the view whose value Python reads, which ends the trace
         self.device = torch.device(device)
         self._gpu = gpu
         self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
@@ -534,8 +535,8 @@ class Recorder(TorchDispatchMode):
 
     def materialise(self, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
         """A 0-dim device tensor with the value of a host scalar."""
-        if expr.constant:
-            return self._const(torch.tensor(expr.value, dtype=dtype))
+        if expr.constant or isinstance(expr.value, bool):
+            return self._const(torch.tensor(self.scope.guard(expr), dtype=dtype))
         with self.fake_mode:
             fake = torch.empty((), dtype=dtype, device=self.device)
         name = str(dtype).removeprefix("torch.")
@@ -703,6 +704,7 @@ class Recorder(TorchDispatchMode):
             if all(value is not None for value in values):
                 return self._read(func, values)
         if func is aten._local_scalar_dense.default:
+            self.value_read = self.view_of(self.to_fake(args[0]))
             raise value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
         if func is aten._is_all_true.default and (check := distribution_check()) is not None:
             self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))

@@ -313,6 +313,7 @@ class StateTable:
         # write, which are in `tensors` as well (outside.py).
         self.only_read: list[tuple[str, torch.Tensor]] = []
         self.written: list[tuple[str, torch.Tensor]] = []
+        self.counters: list[tuple[str, torch.Tensor]] = []  # of those, the ones that are numbers of each step
         self.holders_outside: dict[tuple[int, Any], tuple[Any, Any, torch.Tensor]] = {}  # (owner, key, tensor)
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index

@@ -569,6 +569,8 @@ class StepFunction:
                 self._first_changes = [*(self._first_changes or ()), *again.changes]
                 undo += [change.restore for change in again.changes]
             except TraceOver as over:
+                if over.counts and self.microbatches > 1 and over.__cause__ is not None:
+                    raise over.__cause__ from None
                 undo += over.undo
                 over.apply()
             except CaptureError:
@@ -612,7 +614,7 @@ class StepFunction:
             refuse_odd_tensors(flatten((args, kwargs))[0])
             raise
         case = self._case(key, tensors, numbers)
-        env = case.environment(numbers, state)
+        env = self._environment(case, numbers, state)
         for at, phase in enumerate(case.phases):
             if phase.entry is state.structure:
                 found = phase.programs.get(state.keep) or self._program(phase, state)
@@ -633,11 +635,18 @@ class StepFunction:
         found = self._capture(case, args, kwargs, state)
         if isinstance(found, KeepMore):
             return found
-        env = case.environment(numbers, state)
+        env = self._environment(case, numbers, state)
         values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
         found.refuse_batch(tensors, self._table)
         return Choice(found, values, tensors)
+
+    def _environment(self, case: Case, numbers: Numbers, state: State) -> dict[str, Number]:
+        """The values of all numbers at a call, by name."""
+        env = case.environment(numbers, state)
+        if self._table.counters and self._tracer.outside is not None:
+            env.update(self._tracer.outside.numbers())
+        return env
 
     def _case(self, key: Any, tensors: list[torch.Tensor], numbers: Numbers) -> Case:
         for i, case in enumerate(self._cases):

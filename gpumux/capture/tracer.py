@@ -27,7 +27,7 @@ from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.outside.met import Met, TraceOver
-from gpumux.capture.outside.tensors import Outside
+from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers, SideEffects
@@ -39,7 +39,7 @@ from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name,
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
-from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
+from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
 from gpumux.program.ir import ITEM_BYTES
 
 # ---- refusals of batches, and of what a trace did
@@ -433,6 +433,7 @@ class Tracer:
             rec.is_host,
         )  # fmt: skip
         self._record = rec.record
+        counters = self._open_counters(rec)
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
         left = SideEffects(fingerprint, rec.is_number)
@@ -482,7 +483,7 @@ class Tracer:
                     switch.put(not switch.new)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
-                raw.replays, raw.moved = replays, moves_all
+                raw.replays, raw.moved = replays + self._counted(rec, counters), moves_all
                 raw.replaced = self._replaced(rec, replaced) + [
                     (self._place(old), rec.view_of(rec.to_fake(new))) for _, old, new in rebound
                 ]
@@ -502,6 +503,10 @@ class Tracer:
                 _undo(fingerprint, before)
                 if isinstance(error, Exception):
                     self._refuse_met(met, fingerprint, observer.found, error)
+                if isinstance(error, DataDependent) and rec.value_read is not None:
+                    counted = met.counted(rec.record, rec.value_read)
+                    if counted is not None:
+                        raise counted from error
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
@@ -551,6 +556,28 @@ class Tracer:
         place = self.table.place(tensor)
         assert place is not None, "it was adopted"
         return place
+
+    def _open_counters(self, rec: Recorder) -> list[Expr]:
+        """Symbols for the tensors that are numbers of each step."""
+        found = []
+        for i, (_, tensor) in enumerate(self.table.counters):
+            found.append(rec.scope.var(f"{COUNTER}{i}", int(tensor)))
+            rec.host[tensor.untyped_storage()._cdata] = found[-1]
+        return found
+
+    def _counted(self, rec: Recorder, before: list[Expr]) -> list[LeftNumbers]:
+        """What the trace left in these tensors."""
+        found = []
+        for old, (name, tensor) in zip(before, self.table.counters, strict=True):
+            if not rec.is_host(tensor):
+                raise CaptureError(
+                    f"the step writes into {name}, by whose value its Python decides, what only the daemon computes",
+                    "count by whole numbers: counter += 1",
+                )
+            new = rec.host[tensor.untyped_storage()._cdata]
+            if new is not old:
+                found.append(LeftNumbers(partial(_fill, tensor), (new,), pytree.tree_structure(0)))
+        return found
 
     def _settle(self, left: SideEffects, rec: Recorder) -> list[Callable[[], None]]:
         if self.outside is None or self.table.gpu:
@@ -755,6 +782,11 @@ class Tracer:
 
 def _nothing() -> None:
     return None
+
+
+def _fill(tensor: torch.Tensor, value: Number) -> None:
+    with torch.no_grad():
+        tensor.fill_(value)
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:

@@ -60,6 +60,7 @@ def write(
             inline[name] = [_dtype(tensor.dtype), list(tensor.shape), _bytes(tensor)]
         else:
             inline[name] = None
+    inline |= {name: [_dtype(t.dtype), list(t.shape), _bytes(t)] for name, t in table.counters}
     body = {
         "version": VERSION,
         "sizes": [table.buffers[b].nbytes for b in resident],

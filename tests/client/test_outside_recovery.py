@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gpumux.client.recovery import Recovery
 from gpumux.errors import ConfigError
@@ -39,7 +40,7 @@ class Script:
 
     weights: Tensor
     teacher: nn.Module
-    average: nn.Module
+    average: AveragedModel
     mean: Tensor
 
 
@@ -57,7 +58,8 @@ def averaging(seed: int) -> Averaging:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    held = Script(torch.rand(4), copy.deepcopy(model), copy.deepcopy(model), torch.zeros(4))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # its Python decides by a count
+    held = Script(torch.rand(4), copy.deepcopy(model), average, torch.zeros(4))
 
     def step(x: Tensor, y: Tensor) -> Any:
         logits = model(x)
@@ -70,9 +72,8 @@ def averaging(seed: int) -> Averaging:
         loss.backward()
         optimizer.step()
         held.mean = 0.9 * held.mean + 0.1 * logits.detach().mean(0)
+        held.average.update_parameters(model)
         with torch.no_grad():
-            for old, new in zip(held.average.parameters(), model.parameters(), strict=True):
-                old.lerp_(new, 0.1)
             return loss + held.mean.sum() + held.average(x).sum()
 
     def turn(i: int) -> list[tuple[str, tuple[Any, ...]]]:
@@ -122,6 +123,7 @@ def test_an_executor_that_is_killed_costs_no_value(daemon: Phoenix, monkeypatch:
         alone = averaging(SEED)
         assert differences(run.results, plain(alone, run.turns)) == 0
         assert differences(run.trial.state(), alone.state()) == 0
+        assert alone.script.average.n_averaged == run.turns
     assert again
     assert max(again) > 20
 

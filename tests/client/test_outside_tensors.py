@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -388,6 +389,74 @@ def test_a_step_that_writes_an_arrays_memory_is_refused(endpoint: str) -> None:
     assert not array.any()
 
 
+# ---- counters, by which a step's Python decides
+
+
+def counting(count: Tensor) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        count.add_(1)
+        if count == 1:
+            return x * 10
+        return x * 2 if count % 2 == 0 else x * count
+
+    return step
+
+
+def test_pythons_decisions_by_a_counter_are_those_of_the_plain_loop(endpoint: str) -> None:
+    plain, count = torch.tensor(0), torch.tensor(0)
+    wanted = counting(plain)
+    with client.submit(counting(count), example=(X,), endpoint=endpoint) as job:
+        assert count == 0
+        for i in range(9):
+            assert torch.equal(job.step(X).result(), wanted(X)), i
+            assert torch.equal(count, plain)
+            if i == 4:
+                for one in (count, plain):
+                    one.zero_()
+        assert len(job._remote.programs) == 3  # not one for each count
+        other = job.add(lambda x: x + count, example=(X,))
+        assert torch.equal(other(X).result(), X + plain)
+        assert torch.equal(job.step(X).result(), wanted(X))
+        assert torch.equal(other(X).result(), X + plain)
+    assert type(count) is Tensor
+
+
+def test_a_counter_that_an_earlier_step_reads_in_the_daemon_stays_there(endpoint: str) -> None:
+    count = torch.tensor(3)
+    with client.submit(lambda x: x + count, example=(X,), endpoint=endpoint) as job:
+        job.step(X)
+        with pytest.raises(errors.DataDependent):
+            job.add(counting(count), example=(X,))
+        assert count == 3
+        count.add_(1)
+        assert torch.equal(job.step(X).result(), X + 4)
+
+
+def test_a_counter_that_counts_what_the_daemon_computes_is_refused(endpoint: str) -> None:
+    count = torch.tensor(0)
+
+    def step(x: Tensor) -> Tensor:
+        count.add_((x > 0).sum())
+        return x * 2 if count > 3 else x
+
+    with pytest.raises(errors.CaptureError):
+        client.submit(step, example=(X,), endpoint=endpoint)
+
+    def later(x: Tensor) -> Tensor:
+        out = x * 2 if count > 3 else x
+        count.add_((x > 0).sum())
+        return out
+
+    with pytest.raises(errors.CaptureError, match="count"):
+        client.submit(later, example=(X,), endpoint=endpoint)
+    assert count == 0
+
+
+def test_a_counter_in_a_split_step_is_refused(endpoint: str) -> None:
+    with pytest.raises(errors.DataDependent):
+        client.submit(counting(torch.tensor(0)), example=(X,), endpoint=endpoint, microbatches=2)
+
+
 # ---- whose they are
 
 
@@ -635,3 +704,21 @@ def test_a_teacher_that_nothing_touches_is_not_read_at_each_step(
         assert len(read) == 2 * len(memory)  # to see that nothing was written
         job.step(X)
         assert len(read) == 2 * len(memory)
+
+
+def test_weights_that_lie_in_a_mapped_file_are_the_tensors_alone(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(torch.arange(6.0), tmp_path / "weights")
+    weights = Holder(torch.load(tmp_path / "weights", mmap=True))
+    read: list[Any] = []
+    with client.submit(product(weights), example=(X,), endpoint=endpoint) as job:
+        steps(job, weights)
+        job.step(X)
+        with monkeypatch.context() as patch:
+            patch.setattr(checksums, "sums", lambda storage: read.append(storage))
+            for _ in range(3):
+                job.step(X)
+        assert read == []
+        weights.value.data[0] = 5.0
+        steps(job, weights)

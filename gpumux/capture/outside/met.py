@@ -9,6 +9,7 @@ import torch
 
 from gpumux.capture import source
 from gpumux.capture.outside.tensors import Outside
+from gpumux.capture.recorder import TraceRecord
 from gpumux.capture.state import UNRETURNED, Reading, StateTable
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError, UnknownTensor
@@ -28,8 +29,13 @@ class Met:
         self._before = before
         self._named: list[tuple[str, torch.Tensor]] | None = None
         self._refused: dict[int, tuple[torch.Tensor, CaptureError | None, str]] = {}
-        self.adopted = False
+        self._adopted: list[torch.Tensor] = []
         self._grads = [t for _, t in table.only_read if t.requires_grad] if outside is not None else []
+
+    @property
+    def adopted(self) -> bool:
+        """Whether tensors were adopted in this trace."""
+        return bool(self._adopted)
 
     def names(self, tensor: torch.Tensor) -> list[str]:
         """The names by which the step's variables hold this object."""
@@ -65,7 +71,7 @@ class Met:
         except CaptureError as error:
             self._refused[storage] = (tensor, error, source.user_line())
             return
-        self.adopted = True
+        self._adopted.append(named)
         if named.requires_grad:
             self._grads.append(named)
 
@@ -88,6 +94,17 @@ class Met:
         outside = self._outside
         assert outside is not None
         return TraceOver(lambda: outside.trained(found))
+
+    def counted(self, record: TraceRecord, view: int) -> TraceOver | None:
+        """The exception that has the step traced anew with integers of no model as numbers of each step, if a value
+        that Python reads depends on such and on constants alone. They must be new to the job, because Programs may
+        read the others."""
+        buffers = _sources(record, view)
+        news = [t for _, t in self._table.only_read if any(t is one for one in self._adopted)]
+        found = [t for t in news if (place := self._table.lookup(t)) is not None and place[0] in (buffers or ())]
+        alone = all(_counts(t) for t in found) and len(found) == len(buffers or ())
+        outside = self._outside
+        return TraceOver(lambda: outside.count(found), counts=True) if found and alone and outside is not None else None
 
     def error(self) -> CaptureError | None:
         """The error for all refused tensors, None if there are none."""
@@ -115,11 +132,34 @@ def _has_gradient(name: str) -> CaptureError:
     )
 
 
+def _sources(record: TraceRecord, view: int) -> set[int] | None:
+    """The job's buffers that the present content of a view depends on, None if it depends on more than such and
+    constants."""
+    needed = {record.views[view].storage}
+    for op in reversed(record.ops):
+        if op.writes & needed:
+            if op.random is not None:
+                return None
+            needed |= op.reads | op.writes
+    storages = [record.storages[index] for index in needed]
+    if any(one.kind not in ("temp", "const", "state") for one in storages):
+        return None
+    return {one.key for one in storages if one.kind == "state"}
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    whole = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return whole and tensor.dtype == torch.int64 and tensor.device.type == "cpu"
+
+
 class TraceOver(Exception):
     """The step must be traced anew, after `apply()`. `undo`: restores what the trace left, if the step can't be
-    captured. Never raised to users."""
+    captured. `counts`: tensors become numbers of each step. Never raised to users."""
 
-    def __init__(self, apply: Callable[[], None], undo: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self, apply: Callable[[], None], undo: Sequence[Callable[[], None]] = (), *, counts: bool = False
+    ) -> None:
         super().__init__("traced once more")
         self.apply = apply
         self.undo = undo
+        self.counts = counts

@@ -45,6 +45,7 @@ _use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
 _ALONE = _use_count(torch.empty(0))  # of a tensor that one Python object holds
 _ENTRY = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
 _lock = threading.RLock()
+COUNTER = "variable.counter"  # begins the names of tensors that are numbers of each step
 
 
 class _Variable:
@@ -268,6 +269,21 @@ class Outside:
         """These get gradients from a step: they are parameters of the job from now on."""
         self._become_state(lambda: self._table.make_parameters(tensors))
 
+    def count(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are numbers of each step from now on, which steps read and write here, because Python decides by
+        them."""
+        table = self._table
+        for name, tensor in [one for one in table.only_read if any(one[1] is t for t in tensors)]:
+            table.only_read = [one for one in table.only_read if one[1] is not tensor]
+            table.counters.append((name, tensor))
+            with torch.no_grad():
+                self._load(name, tensor)
+        self._take_present()
+
+    def numbers(self) -> dict[str, int]:
+        """The present values of these numbers."""
+        return {f"{COUNTER}{i}": int(tensor) for i, (_, tensor) in enumerate(self._table.counters)}
+
     def _become_state(self, make: Callable[[], Any]) -> None:
         before = {id(t) for _, t in self._table.tensors}
         let_all_go()
@@ -323,7 +339,8 @@ class Outside:
         let_all_go()
         with without_fetching():
             named = [t for _, t, _ in fingerprint.named_tensors() if is_stale(t) and not is_lost(t)]
-            others = [t for t in named if self._table.lookup(t) is None]
+            others = [t for t in named if (mark := stale_mark(t)) is not None and mark.handler is not self._hooks]
+            others = [t for t in others if self._table.lookup(t) is None]
         if others:  # another job trains them
             with torch._C._EnableTorchFunction():
                 fetch_arguments(others)

@@ -15,7 +15,9 @@ from gpumux.capture.symbols import Expr, Scope, is_symbol
 
 aten = torch.ops.aten
 
-_ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div", "remainder", "floor_divide"))
+_OF_INTEGERS = {"remainder": "mod", "floor_divide": "floordiv"}
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default}
 _TYPES = (torch.float32, torch.float64, torch.int64)
@@ -32,7 +34,8 @@ class HostTensors:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """(done, result). `done` is False for an operator that the host does not compute and that the device runs."""
         if func is aten._local_scalar_dense.default:
-            return True, self.scope.symbol(self._value(args[0]))
+            found = self._value(args[0])
+            return True, self.scope.guard(found) if isinstance(found.value, bool) else self.scope.symbol(found)
         if func in _SAME:
             return True, args[0]
         if func in _COPIES:
@@ -46,6 +49,8 @@ class HostTensors:
             return self._assign(name, args)
         if name in ("neg", "neg_") and len(args) == 1:
             return self._negate(name, args[0])
+        if name in _COMPARISONS:
+            return self._compare(name, *args)
         inplace = name.endswith("_")
         if name.rstrip("_") not in _ARITHMETIC or not isinstance(args[0], torch.Tensor):
             return False, None
@@ -93,6 +98,9 @@ class HostTensors:
         a, b = self._value(left), self._operand(right, left.dtype)
         if b is None:
             return None
+        if name in _OF_INTEGERS:
+            whole = left.dtype == torch.int64 and b.constant and b.value > 0
+            return self.scope.apply(_OF_INTEGERS[name], a, b) if whole else None
         if left.dtype == torch.float32:
             return self.scope.apply(f"f32.{name}", a, b)
         if left.dtype == torch.float64:
@@ -100,6 +108,15 @@ class HostTensors:
         if left.dtype == torch.int64 and name != "div":
             return self.scope.apply(name, a, b)
         return None
+
+    def _compare(self, name: str, left: Any, right: Any) -> tuple[bool, Any]:
+        """Of integers, as an average counts its updates."""
+        if not isinstance(left, torch.Tensor) or left.dtype != torch.int64:
+            return False, None
+        other = self._operand(right, left.dtype)
+        if other is None:
+            return False, None
+        return True, self._new(self.scope.apply(name, self._value(left), other), torch.bool)
 
     def _negate(self, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
         # No square roots and similar functions: torch's vectorised float32 ones are not correctly rounded.
