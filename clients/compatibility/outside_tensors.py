@@ -356,11 +356,7 @@ class _Queue(nn.Module):
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
 
-@idiom(
-    "a queue of negatives in a buffer, its pointer read by int(self.pointer) (MoCo as published)",
-    fails="int(pointer) reads a tensor's value",
-)
-def queue_with_pointer(train: Train) -> Any:
+def _queue(train: Train, enqueue: Callable[[_Queue, Tensor], None]) -> Any:
     model = _Queue()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(BATCHES)]
@@ -376,14 +372,34 @@ def queue_with_pointer(train: Train) -> Any:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        with torch.no_grad():
-            pointer = int(model.pointer)
-            model.queue[:, pointer : pointer + 4] = k.T
-            model.pointer[0] = (pointer + 4) % 12
+        enqueue(model, k)
         return loss
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     return [run(query, key) for query, key in batches], model
+
+
+@torch.no_grad()
+def _enqueue_by_a_tensor(model: _Queue, keys: Tensor) -> None:
+    model.queue.index_copy_(1, (model.pointer + torch.arange(4)) % 12, keys.T)
+    model.pointer.add_(4).remainder_(12)
+
+
+@torch.no_grad()
+def _enqueue(model: _Queue, keys: Tensor) -> None:
+    pointer = int(model.pointer)
+    model.queue[:, pointer : pointer + 4] = keys.T
+    model.pointer[0] = (pointer + 4) % 12
+
+
+@idiom(
+    "a queue of negatives in a buffer, its pointer read by int(self.pointer) (MoCo as published)",
+    refused=DataDependent,
+    instead="keep the position as a tensor: queue.index_copy_(1, (pointer + torch.arange(n)) % size, keys.T)",
+    changed=lambda train: _queue(train, _enqueue_by_a_tensor),
+)
+def queue_with_pointer(train: Train) -> Any:
+    return _queue(train, _enqueue)
 
 
 @idiom("a memory bank buffer, written by index in the step (instance discrimination)")

@@ -384,7 +384,10 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
         "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside"
     )
     if whole_number:
-        remedy += "; keep a counter or a queue's pointer as a Python number: self.ptr = (self.ptr + n) % size"
+        remedy += (
+            "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a tensor:"
+            " queue.index_copy_(1, (ptr + torch.arange(n)) % size, new)"
+        )
     if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         remedy = (
             f"{name} decides so at every step, and gpumux runs a step's Python only when it captures it: use another of"

@@ -23,6 +23,7 @@ import torch
 
 from gpumux.capture.fetching import (
     Aliases,
+    ReadHandler,
     fetch_arguments,
     is_lost,
     is_stale,
@@ -133,12 +134,11 @@ def _unwatchable(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-class _Hooks(Protocol):
+class _Hooks(ReadHandler, Protocol):
     """The StalenessHooks of the job's models."""
 
     stale: frozenset[Part]
 
-    def fetch(self, parts: frozenset[Part]) -> None: ...
     def joined(self) -> None: ...
     def rewritten(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]: ...
     def took(self, old: torch.Tensor, new: torch.Tensor) -> None: ...
