@@ -34,6 +34,7 @@ from gpumux.capture.source import (
     user_line,
     value_read,
 )
+from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
 from gpumux.capture.values.host import HostTensors
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
@@ -462,18 +463,6 @@ Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
 
 
-def _meet(one: torch.Tensor, place: tuple[int, int, int], other: torch.Tensor, its: tuple[int, int, int]) -> bool:
-    """Whether two tensors in one buffer of the job share bytes."""
-    a, b = _span(one, place[2]), _span(other, its[2])
-    return max(a[0], b[0]) < min(a[1], b[1])
-
-
-def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
-    first = start + int(tensor.storage_offset()) * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
-
-
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
     of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
@@ -647,7 +636,12 @@ class Recorder(TorchDispatchMode):
         place = self._lookup(tensor)
         for other, _ in self._moved.values() if place is not None else ():
             its = self._lookup(other)
-            if its is not None and place is not None and its[0] == place[0] and _meet(tensor, place, other, its):
+            if (
+                its is not None
+                and place is not None
+                and its[0] == place[0]
+                and share_bytes(tensor, place[2], other, its[2])
+            ):
                 raise CaptureError(
                     f"{user_line()} uses a tensor over the memory of one whose .data the step has set to other memory",
                     "use a copy of it that was made before: p.detach().clone()",
@@ -715,6 +709,8 @@ class Recorder(TorchDispatchMode):
                 "keep the decision on the device (torch.where, masks), or return the tensor from the step and check it"
                 " outside",
             )
+        if func is aten._embedding_bag_backward.default and not self._gpu:
+            return self._bag_backward(args, kwargs)
         symbols = self.scope.symbols_of(func.overloadpacket.__name__)
         if symbols:
             kwargs = {**kwargs, **symbols}
@@ -740,6 +736,26 @@ class Recorder(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             found = func(*values)
         return self._lift(found) if isinstance(found, torch.Tensor) else found
+
+    def _bag_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operators that the backward of EmbeddingBag runs on the CPU, of which torch records one call."""
+        given = {
+            param.name: value for param, value in bind(schema_of(aten._embedding_bag_backward.default), args, kwargs)
+        }
+        if given.pop("sparse"):
+            raise UnsupportedOperator(
+                f"{user_line()} makes a sparse gradient (EmbeddingBag)",
+                "make it with sparse=False: SGD or Adam takes it",
+            )
+        offsets, count = given.pop("offsets"), given["indices"].shape[0]
+        if count and not given["offset2bag"].shape[0]:  # the forward pass of sums needs none
+            starts = self._device_op(aten.new_zeros.default, (offsets, [count + 1]), {})
+            ones = self._device_op(aten.ones_like.default, (offsets,), {})
+            self._device_op(aten.index_add_.default, (starts, 0, offsets, ones), {})
+            bags = self._device_op(aten.cumsum.default, (starts, 0), {"dtype": offsets.dtype})
+            bags = self._device_op(aten.sub.Scalar, (bags, 1), {})
+            given["offset2bag"] = self._device_op(aten.slice.Tensor, (bags, 0, 0, count), {})
+        return self._device_op(aten._embedding_bag_dense_backward.default, tuple(given.values()), {})
 
     def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Record an `out=` call as the operator and a copy, which every device can run."""

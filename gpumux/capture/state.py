@@ -295,6 +295,18 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def share_bytes(one: torch.Tensor, start: int, other: torch.Tensor, other_start: int) -> bool:
+    """Whether two tensors share memory, whose storages begin at these bytes of one buffer."""
+    a, b = _span(one, start), _span(other, other_start)
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
+    first = start + int(tensor.storage_offset()) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
+
+
 class StateTable:
     """The buffers of a job, and the local tensors that lie on them."""
 

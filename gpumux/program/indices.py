@@ -92,6 +92,11 @@ def _embedding_backward(a: _Arguments, views: _Views) -> Iterator[_Use]:
     yield _Use(a["indices"].view, 0, a["num_weights"] - 1)
 
 
+def _bag(a: _Arguments, views: _Views) -> Iterator[_Use]:
+    yield _Use(a["indices"].view, 0, _size(views, a["weight"], 0) - 1)
+    yield _Use(a["offsets"].view, 0, prod(views[a["indices"].view].size))
+
+
 def _nll(a: _Arguments, views: _Views) -> Iterator[_Use]:
     size = views[a["self"].view].size
     classes = size[1] if len(size) > 1 else size[0]
@@ -126,8 +131,8 @@ def _pooled(dims: int, a: _Arguments, views: _Views) -> Iterator[_Use]:
 
 
 _USES: dict[str, Callable[[_Arguments, _Views], Iterator[_Use]]] = {
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
+    "embedding": _embedding, "_embedding_bag": _bag, "_embedding_bag_forward_only": _bag,
+    "embedding_dense_backward": _embedding_backward, "_embedding_bag_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll, "nll_loss_backward": _nll,
     "nll_loss2d_forward": _nll, "nll_loss2d_backward": _nll,
     "gather": _along, "scatter": _along, "scatter_": _along, "scatter_add": _along, "scatter_add_": _along,
