@@ -185,6 +185,10 @@ class SideEffects:
         found = [place.with_value(place.old) for place in self._places()]
         return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
 
+    def names(self) -> Iterator[str]:
+        """The names of the attributes and variables that hold a tensor of the trace now."""
+        return (place.name for place in self._places())
+
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
         tensors. Raises CaptureError for a list whose other items the step moves."""

@@ -385,8 +385,8 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
     )
     if whole_number:
         remedy += (
-            "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a tensor:"
-            " queue.index_copy_(1, (ptr + torch.arange(n)) % size, new)"
+            "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
+            " tensor: queue.index_copy_(1, (ptr + torch.arange(n)) % size, new)"
         )
     if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         remedy = (

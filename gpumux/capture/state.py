@@ -100,6 +100,11 @@ class Unreturned(torch.Tensor):
 UNRETURNED = (FakeTensor, Unreturned)  # left in Python places by traces and by steps
 
 
+def left_at(value: Any) -> str | None:
+    """The name of the place in which a step left this placeholder; None for any other value."""
+    return value._place if type(value) is Unreturned else None
+
+
 def _unreturned(given: Any) -> StaleState:
     place = next((one._place for one in _found(given)), "this tensor")
     return StaleState(

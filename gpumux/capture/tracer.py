@@ -532,6 +532,7 @@ class Tracer:
             )
         raw.flags = changes
         raw.left = left.left(self.table.home)
+        fingerprint.leaves.update(left.names())
         return raw
 
     def _refuse_met(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout
+from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout, left_at
 from gpumux.capture.symbols import Number
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
@@ -126,6 +126,9 @@ class Fingerprint:
         self._identity = identity
         self._wanted: Mapping[Variable, str] = {}
         self._more: list[Watch] = []
+        # Names of the places in which the step itself leaves tensors. It writes them before it reads them, so that it
+        # is the same step whatever was there before.
+        self.leaves: set[str] = set()
         self._walk()
 
     def _walk(self) -> None:
@@ -246,7 +249,13 @@ class Fingerprint:
 
     def _alike(self, watch: Watch, old: Reading, new: Reading) -> bool:
         lifted = self._lifted.get(id(watch))
-        return watch.same(old, new, self._identity) if lifted is None else lifted.same(old, new, self._identity)
+        same = watch.same(old, new, self._identity) if lifted is None else lifted.same(old, new, self._identity)
+        return same and not any(map(self._left_by_another, old, new))
+
+    def _left_by_another(self, old: Any, new: Any) -> bool:
+        """Whether another step left a tensor in the place of a value."""
+        place = left_at(new)
+        return place is not None and left_at(old) is None and place not in self.leaves
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """(name, value) of the Python variables that the step's code reads, except modules' buffers."""
