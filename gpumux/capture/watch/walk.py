@@ -296,15 +296,14 @@ class Walk:
                 self._items(label, enumerate(value.flat))
         elif isinstance(value, dict):
             self._dictionary(label, value)
-        elif isinstance(value, (list, set, collections.deque)):
-            self._bounded(label, len(value))
-            self.watches.append(watches.sequence(label, value))
-            if not isinstance(value, set):
-                self.lists.append((label, value))
-            self._items(label, enumerate(value))
-        elif isinstance(value, (tuple, frozenset)):
-            self._bounded(label, len(value))
-            self._items(label, enumerate(value))
+        elif isinstance(value, (list, set, collections.deque, tuple, frozenset)):
+            kind = watches.kind_of(value)
+            self._bounded(label, kind.__len__(value))
+            if kind in (list, set, collections.deque):
+                self.watches.append(watches.sequence(label, value))
+                if kind is not set and watches.shows_all(value, kind):
+                    self.lists.append((label, value))
+            self._items(label, enumerate(kind.__iter__(value)))
         if type(value) not in _CONTAINERS and not isinstance(value, (numpy.ndarray, random.Random)):
             self._object(label, value)  # a subclass may have attributes as well
 
@@ -317,8 +316,10 @@ class Walk:
             self._visit(f"{label}[{key!r}]", item)
 
     def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
-        self._bounded(label, len(value))
-        self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
+        self._bounded(label, dict.__len__(value))
+        kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        if watches.shows_all(value, kind):
+            self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
         self.watches.append(watches.items(label, value))
         self._items(label, list(dict.items(value)))
 

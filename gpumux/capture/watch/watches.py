@@ -272,17 +272,34 @@ def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
     return Watch(label, partial(map, space.get, names, repeat(ABSENT)), lambda i: f"{label}.{names[i]}", restore)
 
 
+_ELEMENTS: tuple[Any, ...] = (list, set, collections.deque, tuple, frozenset)
+
+
+def kind_of(items: Any) -> Any:
+    """The type of Python's own whose methods show what a container holds. A user's class may iterate over something
+    else, and do anything while it does."""
+    return next(kind for kind in _ELEMENTS if isinstance(items, kind))
+
+
+def shows_all(items: Any, kind: Any) -> bool:
+    """Whether a container's class shows what it holds as `kind` does."""
+    methods = ("__iter__", "__len__", "keys", "items", "values")
+    return all(getattr(type(items), name, None) is getattr(kind, name, None) for name in methods)
+
+
 def sequence(label: str, items: Any) -> Watch:
     """A list, deque or set, element by element."""
-    ordered = not isinstance(items, set)
+    kind = kind_of(items)
+    ordered = kind is not set
     plain = type(items).__module__ in ("builtins", "collections")  # other types may override iteration
 
     def read() -> Reading:
-        return tuple(items) if ordered else tuple(sorted(items, key=repr))
+        now = kind.__iter__(items)
+        return tuple(now) if ordered else tuple(sorted(now, key=repr))
 
     def restore(old: Reading) -> None:
-        items.clear()
-        items.extend(old) if ordered else items.update(old)
+        kind.clear(items)
+        kind.extend(items, old) if ordered else kind.update(items, old)
 
     def put(i: int, value: Any) -> None:
         items[i] = value
