@@ -295,6 +295,25 @@ def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
 
 
+def _other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """How the description of a batch differs from that of another one."""
+    if len(old) != len(new):
+        return "another structure of the batch"
+    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(before, type) and isinstance(now, type):
+        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
+    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
+    if all(tensors):
+        if before[0] != now[0]:
+            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
+        if before[1] != now[1]:
+            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
+        return "a batch tensor with other strides, or that requires grad where it did not"
+    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
+        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
+    return "another structure of the batch"
+
+
 @dataclass(slots=True)
 class StepProgram:
     """A Program and its number in the daemon, None until it is uploaded."""
@@ -434,9 +453,11 @@ class Case:
     def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return "another batch shape or type"
-        if self._moved(numbers):
-            return "another number or text in the batch"
+            return _other_batch(self.key, key)
+        moved = self._moved(numbers)
+        if moved:
+            old, now = dict(self.numbers)[moved[0]], dict(numbers)[moved[0]]
+            return f"{now!r:.60} in the batch, where {old!r:.60} was"
         try:
             with without_fetching():
                 return ", ".join(c.name for c in self.fingerprint.changes()[:3])
@@ -555,6 +576,7 @@ class StepFunction:
         self._cases: list[Case] = []  # most recently used first
         self._moving: dict[Source, None] = {}  # numbers seen to change, which are symbols in new cases
         self._failures: Counter[Source] = Counter()  # of traces in which they were symbols
+        self._late: set[Variable] = set()  # numbers that no trace had watched before it ran
         self._warned = False
         self._first_changes: list[Change] | None = None  # None before the first trace
 
@@ -602,8 +624,8 @@ class StepFunction:
         try:
             if not alone or (len(alone) == 1 and first_difference(alone[0][0], alone[0][1]()) is None):
                 return found
-        except (CaptureError, TraceAgain):
-            pass  # raised again by what follows
+        except (CaptureError, TraceAgain, Moves):
+            pass  # raised again, or taken up, by what follows
         self._cases.clear()
         return capture()
 
@@ -847,7 +869,7 @@ class StepFunction:
             return None
         finally:
             self._tracer.tidy()
-        known = not fingerprint.extend(with_symbols.executed)
+        known = not self._extend(fingerprint, with_symbols.executed)
         plain = self._trace_once(case, args, kwargs, state, expected=with_symbols.moved)
         if same_for_these_numbers(with_symbols, plain):
             return with_symbols
@@ -859,7 +881,7 @@ class StepFunction:
     def _trace_plainly(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
         fingerprint = case.fingerprint
         first = self._trace_once(case, args, kwargs, state, may_change)
-        known = not fingerprint.extend(first.executed)
+        known = not self._extend(fingerprint, first.executed)
         again = partial(self._trace_again, case, args, kwargs, state)
         if not self._twice or self._needs_no_second(first, case, again):
             return first
@@ -898,6 +920,15 @@ class StepFunction:
             )
         return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
 
+    def _extend(self, fingerprint: Fingerprint, executed: Executed) -> bool:
+        """`fingerprint.extend`. The trace may have changed what was not watched, which nothing has put back: the next
+        trace shows it."""
+        before = fingerprint.variables()
+        fresh = fingerprint.extend(executed)
+        if fresh:
+            self._late |= fingerprint.variables() - before
+        return fresh
+
     def _needs_no_second(self, trace: RawTrace, case: Case, again: Callable[[], RawTrace]) -> bool:
         """Whether another phase confirms a trace, or `confirmed` will. A step that leaves tensors behind is traced
         again before they are removed, because its next call may read them."""
@@ -925,11 +956,14 @@ class StepFunction:
         lifted = case.fingerprint.lifted
         # What the first trace changed for good may be such a number, which would be counted once too often.
         settled = self.microbatches == 1 and not self._first_changes
-        movable = lambda v: settled and v not in lifted and self._failures[v] < _TRIES  # noqa: E731
-        return self._tracer.trace(
+        out = lifted | self._late
+        movable = lambda v: settled and v not in out and self._failures[v] < _TRIES  # noqa: E731
+        found = self._tracer.trace(
             self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
             Lift(case.lifted, symbols, movable, expected),
         )  # fmt: skip
+        self._late.clear()  # what this trace did not change, the one before it did not either
+        return found
 
     def _trace_again(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
         with self._staleness.suspended():

@@ -355,7 +355,7 @@ def test_variants_are_kept_by_use_and_the_fifth_is_worth_a_warning(
             assert torch.equal(job.step(shapes[0]).result(), shapes[0] * 2)
             assert len(caplog.records) == (i >= 4), "one warning, at the fifth"
         assert len(function._cases) == 6
-        assert "another batch shape" in caplog.records[0].getMessage()
+        assert "a batch tensor of shape" in caplog.records[0].getMessage()
         assert torch.equal(job.step(shapes[1]).result(), shapes[1] * 2), "what made room is captured again"
         assert programs(job) == len(shapes), "and its Program is still there"
 

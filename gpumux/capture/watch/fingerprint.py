@@ -164,6 +164,10 @@ class Fingerprint:
         """The variables that are numbers of each step."""
         return {_variable(one.watch, one.watch.names(i)) for one in self._lifted.values() for i in one.names}
 
+    def variables(self) -> set[Variable]:
+        """All variables that hold a Python number now."""
+        return {_variable(w, name) for w in self.watches for _, name in w.numbers(w.read())}
+
     def numbers(self) -> dict[str, Number]:
         """The present values of these variables."""
         found: dict[str, Number] = {}
