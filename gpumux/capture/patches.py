@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gpumux.capture.gpu.loss_scaling import Scaling
-from gpumux.capture.source import by_numbers, user_line
+from gpumux.capture.source import by_numbers, reader, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol
 from gpumux.errors import CaptureError, DataDependent
@@ -119,7 +119,7 @@ def _value_guard(name: str, constant: Known) -> Callable[..., Any]:
             with torch.utils._python_dispatch._disable_current_modes():
                 return plain(value, *args, **kwargs)
         raise DataDependent(
-            f"{user_line()} reads a tensor's values in Python (.{name}())",
+            f"{reader()} reads a tensor's values in Python (.{name}())",
             "keep the computation in tensors, or return the tensor from the step and read it outside",
         )
 

@@ -33,6 +33,7 @@ from gpumux.capture.source import (
     origin,
     user_line,
     value_read,
+    values_checked,
 )
 from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
@@ -262,7 +263,7 @@ class TraceBuilder:
             self._guard_all(args, kwargs)
             return
         symbols = bind(schema, args, kwargs)
-        if any(p.is_tensor and (isinstance(v, (int, float)) or is_symbol(v)) for p, v in symbols):
+        if any(p.is_tensor and (isinstance(v, (int, float, complex)) or is_symbol(v)) for p, v in symbols):
             func, schema = self._scalar_form(func, args, kwargs)
             symbols = bind(schema, args, kwargs)
         if not self._allowed(schema.target):
@@ -704,11 +705,7 @@ class Recorder(TorchDispatchMode):
             self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))
             return self._lift(torch.tensor(True))
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
-            raise DataDependent(
-                f"{user_line()} checks the values of a tensor in Python",
-                "keep the decision on the device (torch.where, masks), or return the tensor from the step and check it"
-                " outside",
-            )
+            raise values_checked()
         if func is aten._embedding_bag_backward.default and not self._gpu:
             return self._bag_backward(args, kwargs)
         symbols = self.scope.symbols_of(func.overloadpacket.__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 import types
@@ -379,10 +380,8 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
     which a user can't change, and for a `whole_number`, which may be a counter."""
     optimizer = optimizer_inside()
     name = type(optimizer).__name__
-    where = "" if optimizer is None else f" (inside {name}.step)"
-    remedy = (
-        "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside"
-    )
+    where = reader() if optimizer is None else f"{user_line()} (inside {name}.step)"
+    remedy = _ON_DEVICE.format("read")
     if whole_number:
         remedy += (
             "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
@@ -394,5 +393,44 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             " torch.optim (Adam, AdamW, SGD, ...), or train this model without gpumux"
         )
     return DataDependent(
-        f"{user_line()}{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)", remedy
+        f"{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)", remedy
     )
+
+
+def values_checked() -> DataDependent:
+    """The error for code that asks whether all or any values of a tensor are true."""
+    if torch.is_anomaly_check_nan_enabled() and _in_backward():
+        return DataDependent(
+            f"{user_line()} runs a backward pass in anomaly mode, which looks for NaN in every gradient, in Python",
+            "use detect_anomaly(check_nan=False), or none; to find where a NaN comes from, run the step without gpumux",
+        )
+    return DataDependent(f"{reader()} checks the values of a tensor in Python", _ON_DEVICE.format("check"))
+
+
+_ON_DEVICE = (
+    "keep the decision on the device (torch.where, masks), or return the tensor from the step and {} it outside"
+)
+
+
+def _in_backward() -> bool:
+    """Whether autograd itself runs what is being dispatched, and no function of the user's in the backward pass."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE and _between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _ENGINE
+
+
+def reader() -> str:
+    """The user's line, with the function of torch's that is called there, if that does what is being dispatched."""
+    frame: types.FrameType | None = sys._getframe(1)
+    called = ""
+    while frame is not None and _between(frame.f_code.co_filename):
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
+        if module.startswith("torch.") and not _PLUMBING.search(f"{module}.{name}"):
+            called = f": {module}.{name}"
+        frame = frame.f_back
+    return f"{user_line()}{called}"
+
+
+# Modules and functions between a public function of torch's and its operators, and decorators.
+_PLUMBING = re.compile(r"\._|\.(overrides|fx)\b|<locals>")

@@ -93,6 +93,11 @@ def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
     """What the script gets for an exception that the step let out while it was captured. The plain loop raises the same
     exception there, if it is not one of fake tensors', so the script may catch it by its kind."""
     where = source.traceback_line(error)
+    if "data is not allocated" in str(error):
+        return DataDependent(
+            f"{where} calls a function of torch that reads the values of a tensor",
+            "keep the computation in tensors of a fixed shape, or do it outside the step and pass in what it gives",
+        )
     message = f"the step raised {type(error).__name__} while it was captured, at {where}"
     told = f"{type(error).__module__} {error}".lower()
     if isinstance(error, NotImplementedError) or any(word in told for word in _OF_CAPTURE):

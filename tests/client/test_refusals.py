@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -10,6 +11,7 @@ import logging
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -776,3 +778,114 @@ def test_a_later_case_that_sets_data_is_refused_and_the_job_goes_on(endpoint: st
         job.step(X, Y)
     assert model.weight.data_ptr() == at
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, error_if_nonfinite=True), "clip_grad_norm_"),
+        (lambda m: torch.utils.data.random_split(m.weight, [m.weight.sum(), 1]), "random_split"),
+    ],
+    ids=["a utility", "another"],
+)
+def test_the_function_of_torch_that_reads_a_value_is_named(
+    call: Callable[[nn.Linear], Any], name: str, endpoint: str
+) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        F.cross_entropy(model(x), y).backward()
+        call(model)
+        return x
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model)
+    assert "test_refusals.py" in error.message
+    assert name in error.message
+
+
+def test_a_function_of_torch_that_reads_memory_itself_is_data_dependent(endpoint: str) -> None:
+    error = refusal(lambda x, y: torch.tensor_split(x, y), endpoint, errors.DataDependent)
+    assert "reads the values of a tensor" in error.message
+    assert "custom" not in error.message, "torch's text is about compilers"
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["in the step", "around submit"])
+def test_anomaly_mode_is_named(around: bool, endpoint: str) -> None:
+    model, check = nn.Linear(6, 3), True
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with contextlib.nullcontext() if around else torch.autograd.detect_anomaly(check_nan=check):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about anomaly mode
+        with torch.autograd.set_detect_anomaly(True) if around else contextlib.nullcontext():
+            error = refusal(step, endpoint, errors.DataDependent, model=model)
+        assert "anomaly mode" in error.message
+        assert line_of(step, "loss.backward()") in error.message
+        assert "check_nan=False" in error.remedy
+        if not around:
+            check = False
+            submit(step, endpoint, model=model)  # the remedy
+
+
+class Counted(list[float]):
+    """A list that is iterated over by another order, and counts how often."""
+
+    times = 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        return reversed(self)
+
+
+class Shut(dict[str, float]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("not to be iterated over")
+
+    keys = items = values = __iter__
+
+
+def test_a_users_own_iteration_is_left_to_the_step(endpoint: str) -> None:
+    model, counted, shut = nn.Linear(6, 3), Counted([2.0, 3.0]), Shut(a=5.0)
+    times = counted.times
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x) * counted[0] * shut["a"]
+
+    with client.submit(step, example=(X, Y), model=model, endpoint=endpoint) as job:
+        for factor in (2.0, 4.0):
+            counted[0] = factor
+            assert torch.equal(job.step(X, Y).result(), step(X, Y))
+        shut["a"] = 7.0
+        assert torch.equal(job.step(X, Y).result(), step(X, Y))
+    assert counted.times == times
+
+
+def test_an_iterator_of_the_users_that_counts(endpoint: str) -> None:
+    """That `__next__` counts is known only once it has run: the first trace has counted already."""
+
+    class Naturals:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.n += 1
+            return self.n
+
+    naturals = Naturals()
+    error = refusal(lambda x, y: x * next(naturals), endpoint, errors.NotRepeatable)
+    assert "naturals.n (" in error.message
+
+
+def test_complex_numbers_are_arguments_of_operators(endpoint: str) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real((x * 1j + (2 - 1j)) / (1 + 1j))
+
+    with client.submit(step, example=(X, Y), endpoint=endpoint) as job:
+        assert torch.equal(job.step(X, Y).result(), step(X, Y))
