@@ -649,7 +649,6 @@ MOVES: dict[str, tuple[Body, str]] = {
     "swap_tensors": (
         lambda m, o: torch.utils.swap_tensors(m[0].weight, nn.Parameter(m[0].weight.detach() * 0.9)), r"0\.weight",
     ),
-    "a stranger's memory": (lambda m, o: to_other_memory(m[0].bias, torch.cat([OUTSIDE, OUTSIDE])), r"0\.bias"),
     "a stranger itself": (lambda m, o: to_other_memory(m[2].bias, OUTSIDE), r"2\.bias"),
     "another shape": (lambda m, o: to_other_memory(m[0].bias, m[0].bias[:3] * 2), r"0\.bias"),
     "another layout": (lambda m, o: to_other_memory(m[0].weight, (m[0].weight * 2).t()), r"0\.weight"),

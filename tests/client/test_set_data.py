@@ -17,6 +17,9 @@ from tests.client.parity import Work, batches, check
 Body = Callable[[Any, Any, Any], Any]
 
 
+OUTSIDE = torch.tensor([1.0, 2.0, 3.0])
+
+
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.data = value
 
@@ -91,6 +94,7 @@ BODIES: dict[str, Body] = {
     "by its gradient": lambda m, o, x: set_data(m[0].weight, m[0].weight - 0.1 * m[0].weight.grad),
     "a buffer": lambda m, o, x: set_data(m[1].running_mean, m[1].running_mean * 0.5),
     "a constant": lambda m, o, x: set_data(m[0].bias, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
+    "of a tensor outside": lambda m, o, x: set_data(m[0].bias, torch.cat([OUTSIDE, OUTSIDE]) * 0.5),
     "zeros": lambda m, o, x: set_data(m[0].bias, torch.zeros_like(m[0].bias)),
     "of another parameter": lambda m, o, x: set_data(m[0].bias, m[1].bias.data * 1),
     "with random numbers": lambda m, o, x: set_data(m[0].bias, m[0].bias.data + torch.randn(6)),
