@@ -185,3 +185,44 @@ def test_what_capturable_optimizers_ask_of_a_device_holds_while_tracing(apart: N
         job.sync()
     assert losses == sorted(losses, reverse=True)
     assert all(float(s["step"]) == 4 for s in optimizer.state.values())
+
+
+def test_tensors_of_no_model_are_read_written_and_followed(apart: None, endpoint: str) -> None:
+    """Each is met by one trace, and has a twin in the next. One made at its first use is made anew in each step."""
+
+    def make() -> Work:
+        model, teacher = net(), net().eval()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        average = [p.detach().clone() for p in model.parameters()]
+        held = {"weights": torch.rand(10), "mean": torch.zeros(10)}
+        data = batches((4, 1, 8, 8))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            with torch.no_grad():
+                wanted = teacher(x).softmax(-1)
+            loss = F.cross_entropy(out, y, weight=held["weights"]) + (out.softmax(-1) - wanted).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            held["mean"] = 0.9 * held["mean"] + out.detach().mean(0)
+            with torch.no_grad():
+                for old, new in zip(average, model.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+            return loss
+
+        def loop(step: Any) -> list[Any]:
+            found = []
+            for i in range(6):
+                found.append(step(*data[i % len(data)]))
+                if i == 1:
+                    held["weights"].mul_(2.0)
+                if i == 2:
+                    teacher.load_state_dict(model.state_dict())
+                if i == 3:
+                    held["weights"] = torch.full((10,), 0.5)
+            return [*found, held["mean"].clone(), *(one.clone() for one in average)]
+
+        return Work([model], [optimizer], [(step, data[0])], loop)
+
+    parity.check(make, endpoint)

@@ -99,22 +99,26 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list({(s := t.untyped_storage())._cdata: s for t in tensors}.values())
 
 
-def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in memory that another library may write: a numpy array made from it, or that it was made
-    from. A file that was mapped for reading weights (safetensors) is not, because it is the tensors' alone."""
-    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():
-        return False
-    return not _in_private_file(tensor.data_ptr())
+def _foreign(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of these tensors that lie in memory that another library may write: a numpy array made from one, or
+    that it was made from. A file that was mapped for reading weights (safetensors) is not, because it is the tensors'
+    alone."""
+    found = [t for t in tensors if t.device.type == "cpu" and not t.untyped_storage().resizable()]
+    files = _private_files() if found else []
+    alone = [t for t in found if any(start <= t.data_ptr() < end for start, end in files)]
+    return {t.untyped_storage()._cdata for t in found} - {t.untyped_storage()._cdata for t in alone}
 
 
-def _in_private_file(address: int) -> bool:
+def _private_files() -> list[tuple[int, int]]:
+    """The addresses at which this process has files in private memory."""
+    found = []
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             span, mode, _, _, inode = line.split(maxsplit=5)[:5]
-            start, end = (int(bound, 16) for bound in span.split("-"))
-            if start <= address < end:
-                return mode[3] == "p" and inode != "0"
-    return False
+            if mode[3] == "p" and inode != "0":
+                start, end = (int(bound, 16) for bound in span.split("-"))
+                found.append((start, end))
+    return found
 
 
 def _unwatchable(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -124,12 +128,13 @@ def _unwatchable(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     bases = [base for t in tensors if (base := _BASE(t)) is not None]
     everything = {id(t): t for t in [*tensors, *bases]}.values()
     known = Counter(t.untyped_storage()._cdata for t in everything)
+    foreign = _foreign(tensors)
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         holders = _use_count(tensor) - _ALONE - views[id(tensor)]
         beyond = torch._C._storage_Use_Count(storage._cdata) - 1 - known[storage._cdata]
-        if holders > 0 or beyond > 0 or _is_foreign(tensor):
+        if holders > 0 or beyond > 0 or storage._cdata in foreign:
             found[storage._cdata] = storage
     return list(found.values())
 
@@ -256,7 +261,7 @@ class Outside:
         wanted = set(buffers)
         for name, tensor in self._table.only_read:
             found = self._table.lookup(tensor)
-            if found is not None and found[0] in wanted and (tensor.is_inference() or _is_foreign(tensor)):
+            if found is not None and found[0] in wanted and (tensor.is_inference() or _foreign([tensor])):
                 raise CaptureError(
                     f"the step writes {name}, which lies in memory of another library (numpy), where what it writes"
                     " would not be seen, or which was made in inference mode",
