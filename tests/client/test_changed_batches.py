@@ -188,6 +188,21 @@ def test_overlapping_tensors_are_refused_at_a_later_call_too(endpoint: str) -> N
         assert torch.equal(x, X + 1)
 
 
+def test_writing_into_memory_that_the_job_holds_is_refused(endpoint: str) -> None:
+    data = torch.arange(24.0).view(6, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.div_(2)
+        return (x - data.mean(0)).sum()
+
+    with client.submit(step, example=(torch.ones(2, 4),), endpoint=endpoint) as job:
+        x = torch.ones(2, 4)
+        assert torch.equal(job.step(x).result(), (x - data.mean(0)).sum())
+        with pytest.raises(errors.CaptureError, match="a tensor that the job holds"):
+            job.step(data[:2])
+        assert torch.equal(data, torch.arange(24.0).view(6, 4))
+
+
 def test_microbatches_refuse_a_changed_batch(endpoint: str) -> None:
     layer = nn.Linear(6, 3)
 

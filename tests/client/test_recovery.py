@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gpumux import client
+from gpumux.client import job as job_module
 from gpumux.client.recovery import Recovery
 from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
@@ -326,6 +327,34 @@ def test_draws_from_the_clients_generator_come_back_as_they_were(victim: Phoenix
     assert differences(run.results, results) == 0
     assert differences(run.trial.state(), alone.state()) == 0
     assert differences(seen, drawn) == 0
+
+
+def test_a_step_that_writes_into_its_batch_is_answered_after_the_daemons_death(
+    victim: Phoenix, monkeypatch: pytest.MonkeyPatch
+):
+    """What it wrote is in the script's tensor once, also where the daemon dies while the script waits for it."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.mul_(0.5)
+        return x.add_(weight).sum()
+
+    answered, deaths = job_module._answered, iter([False, True, False, True])
+
+    def wait(future: Any) -> bool:
+        if next(deaths, False):
+            victim.kill()
+        return answered(future)
+
+    module = torch.nn.Module()
+    module.register_buffer("weight", torch.full((4,), 8.0))
+    weight, x = module.weight, torch.zeros(4)
+    monkeypatch.setattr(job_module, "_answered", wait)
+    with client.submit(step, example=(x,), model=module, endpoint=victim.endpoint) as job:
+        expected = 0.0
+        for i in range(5):
+            expected += 8.0 / 2 ** (i + 1)
+            assert job.step(x).result() == 4 * expected
+            assert torch.equal(x, torch.full((4,), expected))
 
 
 def _until_saved(run: Run, seen: list[torch.Tensor]) -> None:

@@ -124,8 +124,9 @@ def refuse_shared(written: Sequence[int], tensors: Sequence[torch.Tensor], table
                 )
         if table.lookup(tensors[position]) is not None:
             raise CaptureError(
-                f"the step writes into tensor {position} of the batch, which shares memory with the model",
-                "let the step reach the model's tensor by name",
+                f"the step writes into tensor {position} of the batch, which shares memory with a tensor that the job"
+                " holds (of the model, or one that a step reads by a variable)",
+                "clone it before the step, or let the step reach that tensor by its name",
             )
 
 
