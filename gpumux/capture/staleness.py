@@ -348,6 +348,12 @@ def of_job(name: str) -> Wording:
     )
 
 
+_REPLACED = (
+    "a module holds another tensor than it had: put that one back and write into it (copy_), or close the job and"
+    " submit the step again"
+)
+
+
 class Source(Protocol):
     """The holder of the newer state."""
 
@@ -745,7 +751,7 @@ class StalenessHooks:
     def _refuse_write(self) -> None:
         raise LocalWrite(
             f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
-            self.words.load,
+            _REPLACED if self._table.replaced() else self.words.load,
         )
 
     def _optimizer_written(self) -> bool:

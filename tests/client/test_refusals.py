@@ -888,3 +888,33 @@ def test_complex_numbers_are_arguments_of_operators(endpoint: str) -> None:
 
     with client.submit(step, example=(X, Y), endpoint=endpoint) as job:
         assert torch.equal(job.step(X, Y).result(), step(X, Y))
+
+
+@pytest.mark.parametrize("remedy", ["put back", "submit again"])
+@pytest.mark.parametrize("name", ["running_mean", "weight"])
+def test_the_remedies_for_a_tensor_that_was_replaced_by_another_work(name: str, remedy: str, endpoint: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def opened() -> client.Job:
+        return client.submit(step, example=(X, Y), model=model, endpoint=endpoint)
+
+    with opened() as job:
+        job.step(X, Y).result()
+        job.sync()
+        old = getattr(model[1], name)
+        new = torch.full_like(old, 0.5)
+        setattr(model[1], name, nn.Parameter(new) if name == "weight" else new)
+        with pytest.raises(errors.LocalWrite) as caught:
+            job.step(X, Y)
+        assert "another tensor than it had" in caught.value.remedy
+        if remedy == "put back":
+            setattr(model[1], name, old)
+            job.step(X, Y).result()
+            return
+    with opened() as job:
+        assert job.step(X, Y).result().isfinite()
+        job.sync()
+        assert getattr(model[1], name) is not old
