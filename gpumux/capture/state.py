@@ -156,6 +156,13 @@ Identity = Callable[[torch.Tensor], Any]
 ABSENT = object()  # the reading of a name that does not exist
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory of its own, as strides say, unlike a step's future and other subclasses that only
+    stand for values."""
+    plain: bool = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and tensor.layout is torch.strided and not isinstance(tensor, UNRETURNED)
+
+
 def layout(tensor: torch.Tensor) -> Any:
     """The properties of a tensor outside the job's state that a step can depend on; it can't compute with the
     values."""

@@ -550,8 +550,8 @@ class Tracer:
         if met.adopted and self.table.twins is not None:
             raise TraceOver(_nothing)  # they had no twins on the tracing device
         refused = met.error()
-        if refused is not None and fingerprint.extend(executed):
-            raise TraceOver(_nothing)  # more names are known now
+        if refused is not None and fingerprint.lacks(executed):
+            raise TraceOver(lambda: fingerprint.extend(executed))  # variables of code that was not known may hold them
         if refused is not None:
             raise refused from error
 

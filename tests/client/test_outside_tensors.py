@@ -304,6 +304,18 @@ def test_tensors_in_tuples_and_dictionaries_are_followed_where_they_go(endpoint:
             assert torch.equal(job.step(X).result(), step(X)), i
 
 
+def test_a_result_that_was_not_taken_is_refused_in_a_variable(endpoint: str) -> None:
+    held = Holder(torch.ones(4, 6))
+    with client.submit(lambda x: x * held.value + 1, example=(X,), endpoint=endpoint) as job:
+        for _ in range(3):
+            wanted = X * held.value + 1
+            held.value = job.step(X).result()
+            assert torch.equal(held.value, wanted)
+        held.value = job.step(X)
+        with pytest.raises(errors.GpumuxError):
+            job.step(X)
+
+
 # ---- written by the step
 
 

@@ -10,7 +10,7 @@ import torch
 from gpumux.capture import source
 from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.recorder import TraceRecord
-from gpumux.capture.state import UNRETURNED, Reading, StateTable
+from gpumux.capture.state import UNRETURNED, Reading, StateTable, has_memory
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError, UnknownTensor
 
@@ -49,7 +49,7 @@ class Met:
     def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
         """StateTable.lookup, after the tensor was adopted."""
         found = self._table.lookup(tensor)
-        if found is None and self._outside is not None and tensor.layout is torch.strided:
+        if found is None and self._outside is not None and has_memory(tensor):
             self._adopt(tensor, self._outside)
             found = self._table.lookup(tensor)
         return found
@@ -157,7 +157,7 @@ class TraceOver(Exception):
     captured. `counts`: tensors become numbers of each step. Never raised to users."""
 
     def __init__(
-        self, apply: Callable[[], None], undo: Sequence[Callable[[], None]] = (), *, counts: bool = False
+        self, apply: Callable[[], object], undo: Sequence[Callable[[], None]] = (), *, counts: bool = False
     ) -> None:
         super().__init__("traced once more")
         self.apply = apply

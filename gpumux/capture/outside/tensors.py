@@ -34,7 +34,7 @@ from gpumux.capture.fetching import (
     without_fetching,
     without_modes,
 )
-from gpumux.capture.state import UNRETURNED, Part, StateTable
+from gpumux.capture.state import Part, StateTable, has_memory
 from gpumux.capture.watch.checksums import Checksums
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.watches import gradients_there, gradients_wanted
@@ -388,9 +388,9 @@ class Outside:
             if new is old or any(value is not new for value in values) or not isinstance(new, torch.Tensor):
                 continue
             place = table.place(old)
-            if place is None or place.buffer in self._shared or isinstance(new, UNRETURNED):
+            if place is None or place.buffer in self._shared or not has_memory(new):
                 continue
-            if new.layout is not torch.strided or any(old is p for p in table.params):
+            if any(old is p for p in table.params):
                 continue
             self._rebind(old, new, place.buffer)
         kept = {id(t) for _, t in [*table.only_read, *table.written]}
@@ -411,7 +411,7 @@ class Outside:
         if state and Part.MODEL in self._hooks.stale:
             with torch._C._EnableTorchFunction():
                 self._hooks.fetch(frozenset({Part.MODEL}))  # the script keeps the old tensor
-        if isinstance(new, torch.Tensor) and stale_mark(new) is not None:
+        if stale_mark(new) is not None:
             with torch._C._EnableTorchFunction():
                 fetch_arguments([new])
         if not self._table.rebind(old, new):

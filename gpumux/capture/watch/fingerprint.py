@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, layout, left_at
+from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, has_memory, layout, left_at
 from gpumux.capture.symbols import Number
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
@@ -205,9 +205,16 @@ class Fingerprint:
         self._more = watches
         self.lift(self._wanted)
 
+    def lacks(self, executed: Executed) -> bool:
+        """Whether `extend` would add something."""
+        return bool(self._fresh(executed))
+
+    def _fresh(self, executed: Executed) -> Executed:
+        return {i: found for i, found in executed.items() if i not in self._walked and Walk.matters(*found)}
+
     def extend(self, executed: Executed) -> bool:
         """Add what this code reads to what is watched. False if all of it was known."""
-        fresh = {i: found for i, found in executed.items() if i not in self._walked and Walk.matters(*found)}
+        fresh = self._fresh(executed)
         if not fresh:
             return False
         self._executed.update(fresh)
@@ -325,5 +332,5 @@ def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]
     if isinstance(value, tuple):
         for i, item in enumerate(value):
             yield from _tensors_in(item, f"{path}[{i}]")
-    elif isinstance(value, torch.Tensor) and not isinstance(value, UNRETURNED) and value.layout is torch.strided:
+    elif isinstance(value, torch.Tensor) and has_memory(value):
         yield path, value
