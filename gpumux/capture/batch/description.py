@@ -1,5 +1,4 @@
-"""What is compared of a batch, to find the case that was captured for it: its structure, and the layout of its tensors."""
-
+"""What is compared of a batch, to find the case captured for it: its structure, and the layout of its tensors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
