@@ -1,4 +1,5 @@
 """What is compared of a batch, to find the case captured for it: its structure, and the layout of its tensors."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
