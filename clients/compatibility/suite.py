@@ -67,9 +67,8 @@ Script = Callable[[Train], Any]  # returns all that is compared: numbers, tensor
 @dataclass(frozen=True)
 class Idiom:
     """`refused`: the error that the script as written ends with; `instead`: what to write. `changed`: the script with
-    that change, which works. `fails`: why a script that should work as written does not yet, but raises an error.
-    `differs`: how its results differ from the plain run's, without an error. With none of these, it works as
-    written."""
+    that change, which works. `differs`: how its results differ from the plain run's, where a warning says so. With none
+    of these, it works as written."""
 
     theme: str
     title: str
@@ -78,7 +77,6 @@ class Idiom:
     instead: str = ""
     changed: Script | None = None
     needs: tuple[str, ...] = ()  # packages
-    fails: str = ""
     differs: str = ""
 
     @property
@@ -88,7 +86,7 @@ class Idiom:
     @property
     def works(self) -> bool:
         """Whether the script works as written."""
-        return self.refused is None and not self.fails and not self.differs
+        return self.refused is None and not self.differs
 
 
 REGISTRY: list[Idiom] = []
@@ -96,7 +94,7 @@ REGISTRY: list[Idiom] = []
 
 def idiom(
     title: str, *, refused: type[errors.GpumuxError] | None = None, instead: str = "", changed: Script | None = None,
-    needs: tuple[str, ...] = (), fails: str = "", differs: str = "",
+    needs: tuple[str, ...] = (), differs: str = "",
 ) -> Callable[[Script], Script]:  # fmt: skip
     """Enter a script into the registry. Its theme is the name of its module."""
     if (refused is None) != (not instead):
@@ -104,7 +102,7 @@ def idiom(
 
     def enter(script: Script) -> Script:
         theme = script.__module__.rpartition(".")[2]
-        REGISTRY.append(Idiom(theme, title, script, refused, instead, changed, needs, fails, differs))
+        REGISTRY.append(Idiom(theme, title, script, refused, instead, changed, needs, differs))
         return script
 
     return enter
