@@ -155,3 +155,67 @@ def test_a_tensor_that_had_another_shape_when_the_job_was_kept_is_refused(daemon
     fresh.script.mean = torch.zeros(1, 4)
     with pytest.raises(ConfigError, match=r"held\.mean was torch\.float32 \(4,\)"):
         submit(fresh, daemon.endpoint, resume=fresh.name)
+
+
+class Scaled(Trial):
+    scaler: torch.amp.GradScaler
+
+    def state(self) -> list[Tensor]:
+        return [*super().state(), *(torch.tensor(float(v)) for v in self.scaler.state_dict().values())]
+
+
+def scaled(seed: int) -> Scaled:
+    """A GradScaler whose gradients overflow in every third turn, over an optimizer that counts its steps in Python."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+
+    def step(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x) * factor, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    def turn(i: int) -> list[tuple[str, tuple[Any, ...]]]:
+        draws = torch.Generator().manual_seed(i)
+        x, y = torch.randn(6, 8, generator=draws), torch.randint(0, 4, (6,), generator=draws)
+        return [("step", (x, y, torch.tensor(1e38 if i % 3 == 0 else 1.0)))]
+
+    made = Scaled("scaled", seed, [model], [optimizer], {"step": step}, turn)
+    made.scaler = scaler
+    return made
+
+
+def test_steps_that_a_scaler_left_out_stay_left_out_after_an_executor_is_killed(daemon: Phoenix) -> None:
+    run = submit(scaled(SEED), daemon.endpoint)
+    with run.job:
+        for saved in (False, True, False):
+            turns(run, 5)
+            if saved:
+                assert run.job._recovery.save()
+                turns(run, 2)
+            daemon.kill_executors()
+        turns(run, 3)
+        run.finish()
+        alone = scaled(SEED)
+        assert differences(run.results, plain(alone, run.turns)) == 0
+        assert differences(run.trial.state(), alone.state()) == 0
+
+
+def test_a_scaled_job_that_was_kept_goes_on(daemon: Phoenix) -> None:
+    run = submit(scaled(SEED), daemon.endpoint)
+    turns(run, 7)  # the last one is left out
+    run.results += [future.result() for future in run.futures]
+    run.job.close(keep=True)
+    fresh = scaled(SEED + 1)
+    again = submit(fresh, daemon.endpoint, resume=fresh.name)
+    again.turns = 7
+    turns(again, 5)
+    again.finish()
+    again.job.close()
+    alone = scaled(SEED)
+    assert differences(run.results + again.results, plain(alone, 12)) == 0
+    assert differences(fresh.state(), alone.state()) == 0
