@@ -344,6 +344,6 @@ def refuse_lost_scaling(method: str) -> None:
         raise CaptureError(
             f"{user_line()} calls {method} of a scaler that is off, as torch has it where it sees no GPU, and the step"
             " casts to float16: its gradients would not be scaled",
-            "torch.autocast with bfloat16 needs no scaling; for float16 keep the scale in a buffer of the model"
-            " (docs/fusion.md, Loss scaling); or leave the scaler out of the step",
+            'make it torch.amp.GradScaler("cpu"), which scales wherever the step runs; or use torch.autocast with'
+            " bfloat16, which needs no scaling",
         )

@@ -402,5 +402,31 @@ def test_a_scaler_that_torch_turned_off_is_not_taken_for_one(endpoint: str) -> N
 
     with pytest.raises(CaptureError, match="would not be scaled") as raised:
         client.submit(lambda x: step(x, torch.float16), example=(X,), model=model, endpoint=endpoint)
-    assert "Loss scaling" in raised.value.remedy
+    assert 'GradScaler("cpu")' in raised.value.remedy
     client.submit(lambda x: step(x, torch.bfloat16), example=(X,), model=model, endpoint=endpoint).close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_leaves_out_the_steps_that_overflow(fused: bool, endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
+        scaler = model.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)  # type: ignore[assignment]
+        factors = [1e38 if i % 3 == 0 else 1.0 for i in range(9)]
+        data = [(x, y, torch.tensor(factor)) for (x, y), factor in zip(batches((4, 16), count=9), factors, strict=True)]
+
+        def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x) * factor, y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss, scaler._scale.clone()  # type: ignore[union-attr]
+
+        return Work([model], [optimizer], [(step, data[1])], simple_loop(data, len(data)))
+
+    want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_state[:2], want_state[:2])
+    assert [float(scale) for _, scale in got[:4]] == [2.0**13, 2.0**13, 2.0**14, 2.0**13]
