@@ -31,6 +31,8 @@ without a profile its times are modelled for --gpu-model. docs/planning.md expla
 
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2 --plot timeline.png
+  gpumux plan burst vgg16 --gpus 8 --global-batch 32 --save plan.json
+                                          then see what sharing gives: gpumux simulate --plan plan.json --low vgg16-b4
   gpumux plan burst net.json --gpus 64 --global-batch 256 --network 200g --algorithm deeppool --json
   gpumux plan burst inception_v3 --gpus 8 --global-batch 32 --figures pictures/
   gpumux plan burst my.models:net --input 3,224,224 --gpus 2 --global-batch 16 --profile b8.json --profile b16.json
@@ -249,6 +251,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         help="for --curve and --figures: the batch from which a larger one saves few iterations (default 1024)",
     )
+    flag("--save", metavar="FILE.json", help="write the plan to a file, for `gpumux simulate --plan`")
     flag("--plot", metavar="FILE.png", help="draw the plan's timeline (pip install matplotlib)")
     flag("--figures", metavar="DIR", help="draw what sizes, networks, layers and limits make of it")
     flag(

@@ -18,6 +18,7 @@ from gpumux.plan.graph import members, reduce
 from gpumux.plan.layers import ModelProfile
 from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
+from gpumux.program.saved_plan import save
 
 CRITICAL_BATCH = 1024.0
 NETWORK = "nvswitch"
@@ -28,6 +29,8 @@ Curve = Sequence[tuple[float, BurstPlan | None]]  # amplification limits, and th
 def run(args: argparse.Namespace) -> int:
     """Find a plan and print it with its value."""
     _check_pictures(args)
+    if args.save and not Path(args.save).parent.is_dir():
+        raise ConfigError(f"{Path(args.save).parent} is no directory", "name a file in one that exists")
     link = _network(args)
     profile = model_profile(args)
     counts = args.counts or powers_of_two(args.gpus)
@@ -68,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         shown = [_curve(query, curve), _sizes(sizes)] if args.curve else []
         emit("\n\n".join([describe(plan), compare([plan, *beside]), *shown, "\n".join(notes)]))
     _draw(args, query, plan, curve)
+    if args.save:
+        save(query.saved(plan), Path(args.save))
     return 0
 
 

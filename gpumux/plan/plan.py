@@ -12,15 +12,17 @@ into the cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, isfinite, isinf
+from typing import NamedTuple
 
 import numpy as np
 
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
 from gpumux.plan.graph import Block, Chain, LayerGraph, members
+from gpumux.program.saved_plan import PlanRow
 
 
 @dataclass(frozen=True)
@@ -29,30 +31,6 @@ class Placement:
 
     gpus: tuple[int, ...]
     away: frozenset[tuple[int, int]] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """A layer on GPUs `first` to `first + gpus - 1`, for `seconds` from `start` on: `comm` to move its input there,
-    then comp, then sync. A transfer into a joining layer has a row of its own, on the sending GPUs, with `transfer`
-    True and `layer` the sending layer."""
-
-    layer: int
-    start: float
-    comm: float
-    comp: float
-    sync: float
-    first: int
-    gpus: int
-    transfer: bool = False
-
-    @property
-    def seconds(self) -> float:
-        return self.comm + self.comp + self.sync
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
 
 
 @dataclass(frozen=True)
@@ -124,7 +102,8 @@ class BurstPlan:
             "away": sorted(f"block {block} branch {branch}" for block, branch in self.placement.away),
             "timeline": [
                 {"layer": names[row.layer], "transfer": row.transfer, "start_s": row.start, "comm_s": row.comm,
-                 "comp_s": row.comp, "sync_s": row.sync, "first_gpu": row.first, "gpus": row.gpus}
+                 "comp_s": row.comp, "sync_s": row.sync, "first_gpu": row.first, "gpus": row.gpus,
+                 "after": list(row.after)}
                 for row in self.rows
             ],
         }  # fmt: skip
@@ -145,7 +124,7 @@ def evaluate(
     if len(placement.gpus) != len(graph.layers) or not set(placement.gpus) <= set(costs.counts):
         raise ConfigError(f"GPU counts {sorted(set(placement.gpus))}", f"one of {tuple(costs.counts)} for each layer")
     run = _Run(costs, placement)
-    seconds = run.chain(graph.chain, None, False, 0.0, 0)
+    seconds = run.chain(graph.chain, None, False, _Ready(0.0, ()), 0).at
     width = _width(graph.chain, placement, costs.counts)
     if width > gpus:
         raise ConfigError(f"a plan that uses {width} GPUs at once", f"the cluster has {gpus}")
@@ -161,7 +140,7 @@ def evaluate(
         seconds,
         times,
         tuple(_amplification(t, g, one) for t, g, one in zip(times, placement.gpus, singles, strict=True)),
-        tuple(sorted(run.rows, key=lambda row: (row.start, row.first, row.end))),
+        _in_order(run.rows),
         width,
         sum(singles),
     )
@@ -200,42 +179,55 @@ def _sets(block: Block, placement: Placement, counts: Sequence[int]) -> tuple[in
     return home, away
 
 
+class _Ready(NamedTuple):
+    """A moment of the walk: the time, and the rows of which the last one ends then."""
+
+    at: float
+    after: tuple[int, ...]
+
+
 class _Run:
-    """Walks a graph once and records what runs when and where."""
+    """Walks a graph once and records what runs when and where, and after what."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs, self.placement = costs, placement
         self.rows: list[PlanRow] = []
         self.times: dict[int, float] = {}
 
-    def chain(self, chain: Chain, fork: int | None, away: bool, start: float, first: int) -> float:
-        """Run a chain from `start` on with samples of layer `fork`, on GPUs from `first` on; returns its end."""
+    def chain(self, chain: Chain, fork: int | None, away: bool, ready: _Ready, first: int) -> _Ready:
+        """Run a chain with samples of layer `fork`, on GPUs from `first` on; returns its end."""
         last, incoming = fork, None
         for place, each in enumerate(chain):
             if isinstance(each, Block):
                 assert last is not None
                 following = chain[place + 1]
                 assert isinstance(following, int)
-                start, incoming = self.block(each, last, following, start, first)
+                ready, incoming = self.block(each, last, following, ready, first)
                 continue
             g = self.placement.gpus[each]
             comm = 0.0
             if incoming is None and last is not None:
                 move = self.costs.moved if away and last == fork else self.costs.comm
                 comm = move(last, self.placement.gpus[last], g)
-            row = PlanRow(each, start, comm, self.costs.comp(each, g), self.costs.sync(each, g), first, g)
-            self.rows.append(row)
+            comp, sync = self.costs.comp(each, g), self.costs.sync(each, g)
+            row = PlanRow(each, ready.at, comm, comp, sync, first, g, after=ready.after)
             self.times[each] = row.seconds + (incoming or 0.0)
-            start, last, incoming = row.end, each, None
-        return start
+            ready, last, incoming = self.add(row), each, None
+        return ready
 
-    def block(self, block: Block, fork: int, join: int, start: float, first: int) -> tuple[float, float]:
-        """(the time when all of the block is at the joining layer, seconds of transfers into that layer)."""
+    def add(self, row: PlanRow) -> _Ready:
+        """Record a row; returns its end."""
+        self.rows.append(row)
+        return _Ready(row.end, (len(self.rows) - 1,))
+
+    def block(self, block: Block, fork: int, join: int, ready: _Ready, first: int) -> tuple[_Ready, float]:
+        """(when all of the block is at the joining layer, seconds of transfers into that layer)."""
         home, away = _sets(block, self.placement, self.costs.counts)
-        home_end, end, incoming, place = start, start, 0.0, first + home
+        at_home, incoming, place = ready, 0.0, first + home
+        ends = []
         for i, branch in enumerate(block.branches):
             moved = i in away
-            at, begins = (place, start) if moved else (first, home_end)
+            at, begins = (place, ready) if moved else (first, at_home)
             done = self.chain(branch, fork, moved, begins, at)
             last = branch[-1] if branch else fork
             assert isinstance(last, int)
@@ -243,15 +235,28 @@ class _Run:
             g = self.placement.gpus[last]
             comm = move(last, g, self.placement.gpus[join])
             on = g if branch else min(g, home)  # an away branch may by now run where a skip's samples are
-            if comm and on:
-                self.rows.append(PlanRow(last, done, comm, 0.0, 0.0, at, on, transfer=True))
+            if comm:
+                done = self.add(PlanRow(last, done.at, comm, 0.0, 0.0, at, on, transfer=True, after=done.after))
             incoming += comm
-            end = max(end, done + comm)
+            ends.append(done)
             if moved:
                 place += away[i]
             else:
-                home_end = done + comm
-        return end, incoming
+                at_home = done
+        after = {each: None for end in ends for each in end.after}  # a set in order
+        return _Ready(max(ready.at, *(end.at for end in ends)), tuple(after)), incoming
+
+
+def _in_order(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
+    """Rows by start and GPU. Those that take no time come before those that start with them and may wait for them."""
+
+    def key(place: int) -> tuple[float, int, int, float]:
+        row = rows[place]
+        return (row.start, 1, row.first, row.end) if row.end > row.start else (row.start, 0, 0, row.end)
+
+    order = sorted(range(len(rows)), key=key)
+    places = {old: new for new, old in enumerate(order)}
+    return tuple([replace(rows[old], after=tuple(sorted(places[each] for each in rows[old].after))) for old in order])
 
 
 # ---- The edges between layers under the amplification limit: T(i) depends on the counts of layer i and of the layers

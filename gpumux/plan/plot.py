@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from gpumux.plan.baselines import STRATEGIES, SampleEfficiency, Scaled, scaled
 from gpumux.plan.graph import LayerGraph
-from gpumux.plan.plan import BurstPlan, PlanRow
+from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
+from gpumux.program.saved_plan import PlanRow
 from gpumux.simulate.result import HIGH_COLOR, LINE_COLOR, LOW_COLOR, figure, save
 
 if TYPE_CHECKING:

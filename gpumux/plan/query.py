@@ -12,6 +12,7 @@ from gpumux.plan import deeppool, optimal
 from gpumux.plan.costs import Costs, Network, ProfiledCosts, divisors
 from gpumux.plan.graph import LayerGraph
 from gpumux.plan.plan import BurstPlan, Placement, evaluate
+from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, SavedPlan
 
 ALGORITHMS: dict[str, Callable[[LayerGraph, Costs, float, int], Placement | None]] = {
     "optimal": optimal.find,
@@ -82,3 +83,27 @@ class PlanQuery:
             self.graph, self.costs, placement, gpus=self.gpus, batch=self.batch, limit=self.limit,
             algorithm=self.algorithm
         )  # fmt: skip
+
+    def saved(self, plan: BurstPlan) -> SavedPlan:
+        """One of this query's plans, and its model data parallel on each count, as `gpumux plan burst --save` writes
+        them."""
+        layers = []
+        for layer, g in zip(self.graph.layers, plan.placement.gpus, strict=True):
+            timing = layer.at(self.batch // g)
+            forward = timing.forward / timing.seconds if timing.seconds else 0.0
+            layers.append(PlannedLayer(layer.name, layer.kind, layer.output_bytes, layer.parameter_bytes, forward))
+        link = self.network
+        return SavedPlan(
+            model=self.graph.name,
+            device=self.graph.device,
+            algorithm=plan.algorithm,
+            gpus=self.gpus,
+            batch=self.batch,
+            limit=plan.limit,
+            network=PlanNetwork(link.name, link.bandwidth, link.latency),
+            seconds=plan.seconds,
+            single_seconds=plan.single_seconds,
+            layers=tuple(layers),
+            rows=plan.rows,
+            data_parallel=tuple([self.data_parallel(count).rows for count in self.counts]),
+        )

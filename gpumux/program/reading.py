@@ -34,18 +34,21 @@ def write_text(path: Path, text: str) -> None:
         ) from None
 
 
-def header(text: str, kind: str, version: int, units: Mapping[str, str], remedy: str) -> dict[str, Any]:
-    """The JSON map in `text`, if its format, version and units are these. Raises ConfigError."""
+def header(
+    text: str, kind: str, version: int, units: Mapping[str, str], remedy: str, what: str = "profile"
+) -> dict[str, Any]:
+    """The JSON map in `text`, if its format, version and units are these. what: what the file should hold. Raises
+    ConfigError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}", remedy) from None
     if not isinstance(body, dict) or body.get("format") != kind:
-        raise ConfigError("this is no profile", f'a profile says "format": "{kind}"; {remedy}')
+        raise ConfigError(f"this is no {what}", f'a {what} says "format": "{kind}"; {remedy}')
     if body.get("version") != version:
         raise ConfigError(
-            f"a profile of version {body.get('version')!r}, and this gpumux reads {version}",
-            "use the gpumux that recorded it, or record it again",
+            f"a {what} of version {body.get('version')!r}, and this gpumux reads {version}",
+            f"use the gpumux that made it, or make it again: {remedy}",
         )
     if body.get("units") != units:
         raise ConfigError(f"units {body.get('units')!r}", f"this gpumux reads {units}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import product
 from math import inf
 from random import Random
@@ -10,10 +11,12 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
+from gpumux.errors import ConfigError
 from gpumux.plan.costs import Costs, GivenCosts
 from gpumux.plan.graph import Block, Chain, LayerGraph, blocks
 from gpumux.plan.layers import LayerProfile, Timing
-from gpumux.plan.plan import Placement
+from gpumux.plan.plan import BurstPlan, Placement, evaluate
+from gpumux.program.saved_plan import MOST_GPUS
 
 
 def layer(name: str, *inputs: str, seconds: float = 1.0, **rest: object) -> LayerProfile:
@@ -180,3 +183,17 @@ def brute_force(amounts: Amounts, limit: float, gpus: int) -> float:
         walk = Walk(amounts, every, [each for each, chosen in zip(movable, subset, strict=True) if chosen])
         best = min(best, float(walk.total[amounts.keep(walk, limit, gpus)].min(initial=inf)))
     return best
+
+
+def random_plan(random: Random, graph: LayerGraph, costs: GivenCosts) -> BurstPlan:
+    """Any number of GPUs for each layer, and any branches that have layers away, on as large a cluster as it takes."""
+    movable = [(block.number, i) for block in blocks(graph.chain) for i, branch in enumerate(block.branches) if branch]
+    for _ in range(100):
+        away = frozenset(each for each in movable if random.random() < 0.4)
+        placement = Placement(tuple(random.choice(costs.counts) for _ in graph.layers), away)
+        try:
+            found = evaluate(graph, costs, placement, gpus=MOST_GPUS, batch=costs.counts[-1])
+        except ConfigError:  # a branch with branches away needs more GPUs than a set may have
+            continue
+        return replace(found, gpus=found.width)
+    raise AssertionError("no placement fits")
