@@ -1,10 +1,5 @@
-"""The daemon's scheduler over the simulated GPU, on a virtual clock.
-
-    client --client_s--> inbox --> scheduler (handle_s an event) --> launches --> Gpu --> what the host learns --> inbox
-
-Everything the daemon does on its one thread is serial here too: an event waits while another is handled, and
-what the scheduler decides takes effect when its handling is over. The GPU adds the host's launch calls and the
-time until the host knows that a launch has ended (GpuSpec.completion_s). The same seed gives the same run.
+"""The daemon's scheduler over one simulated GPU, on a virtual clock (`daemon.py`): jobs' clients, and a run's beginning
+and end. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -13,53 +8,34 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from gpumux.device.sim.cost import GpuSpec, Kernel
-from gpumux.device.sim.device import TARGET_S, Pieces, recut
-from gpumux.device.sim.gpu import Finished, Gpu
+from gpumux.device.sim.device import Pieces, recut
+from gpumux.device.sim.gpu import Finished
 from gpumux.errors import ConfigError
-from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.scheduler import Scheduler
-from gpumux.simulate.result import JobResult, LaunchRow, Result, Solo, percentile
-from gpumux.simulate.workload import Workload, cut_workload
-from gpumux.types import (
-    DeviceInfo,
-    Footprint,
-    JobId,
-    LaunchId,
-    Peer,
-    PieceDone,
-    Priority,
-    ProgramId,
-    ProgramReady,
-    SessionId,
-    StepId,
+from gpumux.scheduler.events import LaunchPiece
+from gpumux.simulate.daemon import (
+    CLIENT_S,
+    FOOTPRINT,
+    HANDLE_S,
+    Clock,
+    DaemonSettings,
+    EventHandler,
+    SimulatedDaemon,
 )
+from gpumux.simulate.result import JobResult, Result, Solo, percentile
+from gpumux.simulate.workload import Workload, cut_workload
+from gpumux.types import JobId, JobSpec, Priority, ProgramId, ProgramReady, StepId
 
 # ---- A simulated job's client: it submits steps and records their times.
 
 
 PROGRAM = ProgramId(0)
-
-
-class World(Protocol):
-    """The simulation that a client belongs to."""
-
-    now: float
-    client_s: float
-
-    def feed(self, event: ev.Event) -> None:
-        """Pass an event to the daemon now."""
-
-    def push(self, when: float, act: Callable[[Any], None], argument: Any) -> None:
-        """Call `act(argument)` at a virtual time."""
 
 
 class Client:
@@ -88,6 +64,18 @@ class Client:
         self.cut(pieces)
 
     @property
+    def name(self) -> str:
+        return self.workload.name
+
+    @property
+    def job_spec(self) -> JobSpec:
+        return self.workload.job_spec
+
+    @property
+    def starts_at(self) -> float:
+        return self.workload.starts_at
+
+    @property
     def newest(self) -> int:
         """The cut of newly submitted steps."""
         return len(self.cuts) - 1
@@ -99,9 +87,44 @@ class Client:
         scale = self.cuts[0].step_s / pieces.step_s
         self._work[number] = tuple([scale * seconds for seconds in pieces.seconds])
 
-    def cut_anew(self, cut: int, piece: int, spec: GpuSpec) -> bool:
-        """Called after a piece; whether the program is now cut differently. That happens if a cut was requested and a
-        step of the newest cut has ended, so that no step of an older cut is under way."""
+    def offers(self) -> Sequence[ev.ProgramOffered]:
+        names = tuple([kernel.name for kernel in self.workload.kernels])
+        return (ev.ProgramOffered(self.id, PROGRAM, FOOTPRINT, self.workload.content_hash, names),)
+
+    def ready(self, program: ProgramId) -> ProgramReady:
+        pieces = self.cuts[self.newest]
+        return ProgramReady(self.id, program, self.newest, pieces.seconds, pieces.bounds)
+
+    def announced(self, daemon: SimulatedDaemon, program: ProgramId) -> None:
+        """Start submitting."""
+        workload = self.workload
+        if workload.rate is not None:
+            daemon.push(daemon.now + self._random.expovariate(workload.rate), self._arrive, daemon)
+        else:
+            for _ in range(1 if workload.think_s else workload.max_inflight):
+                self._submit(daemon)
+
+    def launch(self, daemon: SimulatedDaemon, launched: LaunchPiece) -> None:
+        kernels = self.kernels[launched.cut][launched.piece]
+        daemon.gpu.launch(launched.launch, launched.job, launched.stream, kernels, daemon.now, launched.share)
+
+    def ended(self, daemon: SimulatedDaemon, launched: LaunchPiece, done: Finished) -> bool:
+        cut, piece, ended = launched.cut, launched.piece, done.ended
+        pieces = self.cuts[cut]
+        self.work_s += self._work[cut][piece]
+        self.device_s += ended - done.started
+        if piece == len(pieces.seconds) - 1:
+            before = self.step_ends[-1] if self.step_ends else 0.0
+            self.step_seconds.append(ended - max(self._submitted.popleft(), before))
+            self.step_ends.append(ended)
+        return self.asked is not None and self._cut_anew(cut, piece, daemon.spec)
+
+    def cut_requested(self, program: ProgramId, target_s: float | None) -> None:
+        self.asked = (target_s,)
+
+    def _cut_anew(self, cut: int, piece: int, spec: GpuSpec) -> bool:
+        """Whether the program is now cut differently. That happens if a cut was requested and a step of the newest cut
+        has ended, so that no step of an older cut is under way."""
         if self.asked is None or cut != self.newest or piece < len(self.cuts[cut].seconds) - 1:
             return False
         (target_s,), self.asked = self.asked, None
@@ -112,81 +135,48 @@ class Client:
         self.cut(pieces)
         return True
 
-    def begin(self, world: World) -> None:
-        """Start submitting: the job's program is loaded."""
-        workload = self.workload
-        if workload.rate is not None:
-            world.push(world.now + self._random.expovariate(workload.rate), self._arrive, world)
-        else:
-            for _ in range(1 if workload.think_s else workload.max_inflight):
-                self._submit(world)
-
-    def answered(self, world: World) -> None:
-        """Called when a step's answer is sent to the client."""
+    def answered(self, daemon: SimulatedDaemon, step: int) -> None:
         if self.workload.rate is None:
-            world.push(world.now + world.client_s + self.workload.think_s, self._submit_next, world)
+            daemon.push(daemon.now + daemon.client_s + self.workload.think_s, self._submit_next, daemon)
         elif self._backlog:
             self._backlog -= 1
-            world.push(world.now + world.client_s, self._submit_next, world)
+            daemon.push(daemon.now + daemon.client_s, self._submit_next, daemon)
         else:
             self._inflight -= 1
-
-    def piece_ended(self, cut: int, piece: int, started: float, ended: float) -> None:
-        pieces = self.cuts[cut]
-        self.work_s += self._work[cut][piece]
-        self.device_s += ended - started
-        if piece == len(pieces.seconds) - 1:
-            before = self.step_ends[-1] if self.step_ends else 0.0
-            self.step_seconds.append(ended - max(self._submitted.popleft(), before))
-            self.step_ends.append(ended)
 
     def begin_window(self) -> None:
         self.work_before_s, self.device_before_s = self.work_s, self.device_s
 
-    def _arrive(self, world: World) -> None:
+    def _arrive(self, daemon: SimulatedDaemon) -> None:
         assert self.workload.rate is not None
-        world.push(world.now + self._random.expovariate(self.workload.rate), self._arrive, world)
+        daemon.push(daemon.now + self._random.expovariate(self.workload.rate), self._arrive, daemon)
         if self._inflight < self.workload.max_inflight:
-            self._submit(world)
+            self._submit(daemon)
         else:
             self._backlog += 1
 
-    def _submit_next(self, world: World) -> None:
+    def _submit_next(self, daemon: SimulatedDaemon) -> None:
         """Submit a step in place of an answered one."""
         self._inflight -= 1
-        self._submit(world)
+        self._submit(daemon)
 
-    def _submit(self, world: World) -> None:
+    def _submit(self, daemon: SimulatedDaemon) -> None:
         step = StepId(self._next_step)
         self._next_step += 1
         self._inflight += 1
-        self._submitted.append(world.now)
-        world.feed(ev.StepSubmitted(self.id, step, PROGRAM))
+        self._submitted.append(daemon.now)
+        daemon.feed(ev.StepSubmitted(self.id, step, PROGRAM))
 
 
 # ---- The simulation.
 
 
-HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the scheduler alone
-CLIENT_S = 60e-6  # an answer's way to the client and the next step's way back; guess beside microbench/rtt
 SOLO_STEPS, SOLO_WARMUP = 48, 4
 SOLO_POISSON_STEPS = 512
-TIMELINE_ROWS = 20_000
 PROGRESS_EVERY = 256  # turns of the loop
 
-_SESSION = SessionId("simulated")
 Progress = Callable[["Simulation"], None]
 Enough = Callable[["Simulation"], bool]
-
-
-class EventHandler(Protocol):
-    """What decides: the daemon's scheduler, or something to compare it with."""
-
-    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]: ...
-
-    def snapshot(self) -> dict[str, Any]: ...
-
-    def explain(self, job: JobId) -> list[str]: ...
 
 
 class Simulation:
@@ -211,39 +201,30 @@ class Simulation:
         names = [workload.name for workload in workloads]
         if not workloads or len(set(names)) != len(names):
             raise ConfigError(f"jobs named {names}", "give at least one job, each a name of its own")
-        self.spec, self.policy, self.now = spec, policy, 0.0
-        self.scheduler = scheduler or Scheduler(SchedulerConfig(policy=policy, **dict(scheduler_config or {})))
-        self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
+        self.spec, self.policy = spec, policy
+        settings = DaemonSettings(
+            policy, graphs, priorities, scheduler_config or {}, timeline, handle_s, client_s, scheduler
+        )
+        self._clock = Clock()
+        self._daemon = daemon = SimulatedDaemon(spec, self._clock, settings)
+        self.scheduler, self.gpu, self.timeline = daemon.scheduler, daemon.gpu, daemon.timeline
+        self.feed = daemon.feed  # passes an event to the daemon now
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
-        self.timeline: deque[LaunchRow] = deque(maxlen=TIMELINE_ROWS)
         self._graphs = graphs
-        self._keep_rows = timeline
-        self._handle_s, self.client_s = handle_s, client_s
-        self._by_id = {client.id: client for client in self.clients}
-        self._due: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._serial = count()
-        self._inbox: deque[tuple[ev.Event, float]] = deque()  # each with its time
-        self._busy = False
-        self._wake = inf
-        self._in_flight: dict[int, tuple[Client, cmd.LaunchPiece]] = {}
         self._window_from: float | None = 0.0
         self._warmup = 0
-        self._execute: dict[type, Callable[[Any], None]] = {
-            cmd.LaunchPiece: self._launch,
-            cmd.FinishStep: self._finish_step,
-            cmd.WakeAt: self._wake_at,
-            cmd.AcceptJob: self._accepted,
-            cmd.AcceptProgram: self._load,
-            cmd.AnnounceProgram: self._announced,
-            cmd.CutProgram: self._cut,
-        }
-        self._open()
+        daemon.open(self.clients)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._clock.now
 
     # ---- interventions
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Call `act` at a virtual time, for instance to change what a job does from then on."""
-        self.push(when, lambda _: act(), None)
+        self._clock.push(when, lambda _: act(), None)
 
     def change(self, name: str, kernels: Sequence[Kernel]) -> None:
         """Silently replace a job's kernels by as many others. Its program, cut and predictions stay."""
@@ -260,7 +241,7 @@ class Simulation:
         if bounds[:1] != (0,) or bounds[-1] != len(kernels) or list(bounds) != sorted(set(bounds)):
             raise ConfigError(f"bounds {bounds} of {len(kernels)} kernels", "rise from 0 to their number")
         client.cut(recut(kernels, bounds, self.spec))
-        self._ready(client)
+        self._daemon.recut(client, PROGRAM)
 
     def run(
         self,
@@ -290,24 +271,23 @@ class Simulation:
     # ---- the loop
 
     def _run(self, until: float, steps: int | None, progress: Progress | None, enough: Enough | None) -> None:
-        due, gpu, warmup = self._due, self.gpu, self._warmup
+        clock, gpu, warmup = self._clock, self.gpu, self._warmup
         counted = [c.step_seconds for c in self.clients if c.high] or [c.step_seconds for c in self.clients]
         wanted = inf if steps is None else steps + warmup
         for turn in count(1):
-            limit = min(due[0][0], until) if due else until
+            limit = min(clock.next_at, until)
             if limit == inf and gpu.next_event() == inf:
                 raise RuntimeError(
                     "nothing will ever happen again: the scheduler left the device idle with steps submitted"
                 )
             if finished := gpu.advance_to_finish(limit):
-                self.now = gpu.now
+                clock.now = gpu.now
                 for each in finished:
-                    self._finished(each)
-            elif due and due[0][0] <= until:
-                self.now, _, act, argument = heappop(due)
-                act(argument)
+                    self._daemon.finished(each)
+            elif clock.next_at <= until:
+                clock.act()
             else:
-                self.now = until
+                clock.now = until
                 return
             if self._window_from is None and min(map(len, counted)) >= warmup:
                 self._begin_window()
@@ -320,99 +300,6 @@ class Simulation:
         self._window_from = self.now
         for client in self.clients:
             client.begin_window()
-
-    def push(self, when: float, act: Callable[[Any], None], argument: Any) -> None:
-        """Call `act(argument)` at a virtual time."""
-        heappush(self._due, (when, next(self._serial), act, argument))
-
-    # ---- the daemon
-
-    def feed(self, event: ev.Event) -> None:
-        """Pass an event to the daemon now: from a client, the device or elsewhere (a pause, a resume)."""
-        self._inbox.append((event, self.now))
-        if not self._busy:
-            self._handle()
-
-    def _handle(self) -> None:
-        event, came = self._inbox.popleft()
-        if type(event) is ev.StepSubmitted and came < self.now:
-            event = event._replace(waited=self.now - came)
-        self._busy = True
-        self.push(self.now + self._handle_s, self._handled, self.scheduler.handle(event, self.now))
-
-    def _handled(self, commands: list[cmd.Command]) -> None:
-        for command in commands:
-            if (act := self._execute.get(type(command))) is None:
-                raise RuntimeError(f"the scheduler refused what was simulated: {command}")
-            act(command)
-        self._busy = bool(self._inbox)
-        if self._busy:
-            self._handle()
-
-    def _wake_at(self, c: cmd.WakeAt) -> None:
-        if c.when < self._wake:
-            self._wake = c.when
-            self.push(max(c.when, self.now), self._tick, c.when)
-
-    def _tick(self, when: float) -> None:
-        if when == self._wake:
-            self._wake = inf
-            self.feed(ev.Tick())
-
-    def _launch(self, c: cmd.LaunchPiece) -> None:
-        client = self._by_id[c.job]
-        self._in_flight[c.launch] = (client, c)
-        self.gpu.launch(c.launch, c.job, c.stream, client.kernels[c.cut][c.piece], self.now, c.share)
-
-    def _finished(self, done: Finished) -> None:
-        """Process the end of a launch when the host learns of it."""
-        client, launched = self._in_flight.pop(done.launch)
-        client.piece_ended(launched.cut, launched.piece, done.started, done.ended)
-        if self._keep_rows:
-            name = client.workload.name
-            self.timeline.append(
-                LaunchRow(name, launched.step, launched.piece, launched.share, done.started, done.ended)
-            )
-        self.feed(PieceDone(LaunchId(done.launch), done.started, done.ended))
-        if client.asked is not None and client.cut_anew(launched.cut, launched.piece, self.spec):
-            self._ready(client)
-
-    def _cut(self, c: cmd.CutProgram) -> None:
-        self._by_id[c.job].asked = (c.target_s,)
-
-    # ---- jobs
-
-    def _open(self) -> None:
-        spec = self.spec
-        targets = {priority.name.lower(): seconds for priority, seconds in TARGET_S.items()}
-        info = DeviceInfo("sim", spec.title, spec.memory_bytes, None, 0, "", targets, shares=spec.shares)
-        self.feed(ev.DeviceOpened(info))
-        self.feed(ev.SessionOpened(_SESSION, Peer(1000, 1000, 1)))
-        for client in self.clients:
-            request = ev.JobRequested(_SESSION, client.id, client.workload.job_spec)
-            if client.workload.starts_at:
-                self.push(client.workload.starts_at, self.feed, request)
-            else:
-                self.feed(request)
-
-    def _accepted(self, c: cmd.AcceptJob) -> None:
-        footprint = Footprint(1 << 20, 1 << 20, 1 << 10)
-        workload = self._by_id[c.job].workload
-        names = tuple([kernel.name for kernel in workload.kernels])
-        self.feed(ev.ProgramOffered(c.job, PROGRAM, footprint, workload.content_hash, names))
-
-    def _load(self, c: cmd.AcceptProgram) -> None:
-        self._ready(self._by_id[c.job])
-
-    def _ready(self, client: Client) -> None:
-        pieces = client.cuts[client.newest]
-        self.feed(ProgramReady(client.id, PROGRAM, client.newest, pieces.seconds, pieces.bounds))
-
-    def _announced(self, c: cmd.AnnounceProgram) -> None:
-        self._by_id[c.job].begin(self)
-
-    def _finish_step(self, c: cmd.FinishStep) -> None:
-        self._by_id[c.job].answered(self)
 
     # ---- the result
 

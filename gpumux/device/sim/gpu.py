@@ -163,12 +163,22 @@ Accept = Callable[["HostCall", float], bool]
 
 class HostCall:
     """One call of the host: a graph, or a single kernel. `last`: the last call of its launch. `began`: holds the
-    launch's start once that is known; all calls of a launch share it."""
+    launch's start once that is known; all calls of a launch share it. `holds`: its last kernel's blocks stay on the
+    device, when they are done, until they are released."""
 
-    __slots__ = ("arrived", "began", "cost", "job", "last", "launch", "priority", "work")
+    __slots__ = ("arrived", "began", "cost", "holds", "job", "last", "launch", "priority", "work")
 
     def __init__(
-        self, launch: int, job: str, priority: int, work: LaunchWork, *, cost: float, last: bool, began: list[float]
+        self,
+        launch: int,
+        job: str,
+        priority: int,
+        work: LaunchWork,
+        *,
+        cost: float,
+        last: bool,
+        began: list[float],
+        holds: bool = False,
     ) -> None:
         self.launch = launch
         self.job = job
@@ -177,6 +187,7 @@ class HostCall:
         self.cost = cost  # host seconds
         self.last = last
         self.began = began
+        self.holds = holds
         self.arrived = inf  # when its stream can see it
 
 
@@ -385,9 +396,19 @@ class Stream:
             return False
         return True
 
+    def hold(self, units: int) -> None:
+        """Its last kernel is done: as many of its blocks as fit into `units` stay, for no time of their own."""
+        self.shape = shape = self.work.shapes[-1]
+        self.pending, self.size = 0, shape.size
+        self.resident = min(shape.blocks, shape.at_once, units // shape.size)
+        self.cohorts = [[inf, self.resident]]
+        self.rate, self.v0 = 1.0, 0.0
+
     def abandon(self, running: bool) -> None:
         """Start nothing of it any more. Resident blocks run to their end. It is settled."""
-        if running:
+        if running and self.cohorts and self.cohorts[0][0] == inf:
+            self.cohorts[0][0] = self.v0  # held: it is done, and its traffic counted
+        elif running:
             self.moved += (self.shape.blocks - self.pending) * self.shape.block_bytes
         self.entries.clear()
         self.pending = 0
@@ -461,10 +482,22 @@ class Multiprocessors:
         self._last = now
 
     def adopt(self, stream: Stream, now: float) -> None:
-        """Take over a kernel that ran alone until `now`, with the blocks it has resident. Nothing else runs."""
+        """Take over a kernel with the blocks it has resident at `now`, to which all others are settled."""
         self._insert(stream)
         self._room -= stream.resident * stream.size
         self._last, self._occupied = now, True
+
+    def hold(self, stream: Stream, now: float) -> None:
+        """Keep a kernel on the device that is done: its blocks take the room again that they have just left."""
+        stream.hold(self._room)
+        self.adopt(stream, now)
+
+    def release(self, stream: Stream) -> None:
+        """End what `hold` keeps. It is settled."""
+        self._room += stream.resident * stream.size
+        stream.resident = 0
+        stream.cohorts.clear()
+        self.remove(stream)
 
     def remove(self, stream: Stream) -> None:
         """Take a stream away that has no blocks resident and none pending."""
@@ -599,12 +632,18 @@ class Busy:
     launching_s: float  # of the host's launching thread
 
 
+Held = Callable[[int, float], None]
+
+
 class Gpu:
     """A GPU on a virtual clock. `graphs`: a launch is one call of the host; otherwise each of its kernels is one.
-    `priorities`: the device prefers streams of higher priority; otherwise all are equal. Times that callers pass must
-    not decrease."""
+    `priorities`: the device prefers streams of higher priority; otherwise all are equal. `held`: called, with its
+    number and the time, when a launch that holds the device is done and waits for `release`. Times that callers pass
+    must not decrease."""
 
-    def __init__(self, spec: GpuSpec, *, graphs: bool = True, priorities: bool = True) -> None:
+    def __init__(
+        self, spec: GpuSpec, *, graphs: bool = True, priorities: bool = True, held: Held | None = None
+    ) -> None:
         self.spec = spec
         self.now = 0.0
         self._graphs, self._priorities = graphs, priorities
@@ -618,15 +657,25 @@ class Gpu:
         self._next = inf  # the next event inside
         self._ended: deque[tuple[float, str, Finished]] = deque()  # (when the host knows, job, what)
         self._past: dict[str, tuple[float, float]] = {}  # unit-seconds and bytes of streams that were dropped
+        self._held = held
 
     # ---- for callers
 
     def launch(
-        self, launch: int, job: str, stream: int, kernels: Sequence[Kernel], now: float, share: float = 1.0
+        self,
+        launch: int,
+        job: str,
+        stream: int,
+        kernels: Sequence[Kernel],
+        now: float,
+        share: float = 1.0,
+        *,
+        holds: bool = False,
     ) -> None:
         """Have the host launch `kernels` for `job`, behind its earlier launches. `stream`: the priority, larger runs
-        first. A tuple that is launched again is prepared once. Raises ConfigError for impossible figures, no kernels,
-        or a share outside (0, 1]."""
+        first. A tuple that is launched again is prepared once. `holds`: its last kernel is one with those of other
+        GPUs; it stays on the device until `release`. Raises ConfigError for impossible figures, no kernels, or a share
+        outside (0, 1]."""
         if not kernels:
             raise ConfigError("a launch without kernels", "launch at least one")
         spec = self.spec
@@ -638,15 +687,26 @@ class Gpu:
         if self._graphs:
             work = self._workshop.work(kernels, share)
             cost = spec.graph_s + work.count * spec.graph_node_s
-            self._path.submit(HostCall(launch, job, priority, work, cost=cost, last=True, began=began), self.now)
+            self._path.submit(
+                HostCall(launch, job, priority, work, cost=cost, last=True, began=began, holds=holds), self.now
+            )
         else:
             *others, final = self._workshop.single_calls(kernels, share)
             for work in others:
                 call = HostCall(launch, job, priority, work, cost=spec.call_s, last=False, began=began)
                 self._path.submit(call, self.now)
-            call = HostCall(launch, job, priority, final, cost=spec.call_s, last=True, began=began)
+            call = HostCall(launch, job, priority, final, cost=spec.call_s, last=True, began=began, holds=holds)
             self._path.submit(call, self.now)
         self._find_next_event()
+
+    def release(self, job: str, now: float) -> None:
+        """End the launch of `job` that holds the device and is done."""
+        self._run_to(now)
+        self._settle_all()
+        stream = self._streams[job]
+        self._sms.release(stream)
+        self._launch_ended(stream, self.now)
+        self._step(self.now)
 
     def next_event(self) -> float:
         """A time before which the host learns of no end; inf if nothing will happen."""
@@ -779,6 +839,13 @@ class Gpu:
             self._waiting.append(stream)
 
     def _launch_over(self, stream: Stream, now: float) -> None:
+        if stream.entries[0].holds and self._held is not None:
+            self._sms.hold(stream, now)
+            self._held(stream.entries[0].launch, now)
+        else:
+            self._launch_ended(stream, now)
+
+    def _launch_ended(self, stream: Stream, now: float) -> None:
         entry = stream.entries.popleft()
         if entry.last:
             ended = Finished(entry.launch, entry.began[0], now)
