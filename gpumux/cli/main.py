@@ -168,10 +168,17 @@ step), rate=N (steps a second at random moments), weight=N, start=TIME; times en
 The figures leave out the first --warmup steps of every high job, in which the scheduler learns. Ctrl-C ends a run early
 and prints what is known.
 
+With --plan, a plan that `gpumux plan burst --save` wrote is the high job, on as many simulated GPUs as it was made for,
+each with a daemon of its own, and every GPU gets the low jobs. Steps are the plan's iterations. Beside it stand the
+model data parallel on all GPUs, and the cluster parted into GPUs for it and for low jobs. LOW and TOTAL are in GPUs'
+worth: work over what one GPU alone does of the same job. docs/planning.md says what is simulated.
+
 examples:
   gpumux simulate --high vgg16-b4-ddp --low vgg16-b16              would the background job hurt?
   gpumux simulate --high bert.json:think=2ms --low sweep.json --low sweep.json --policy all
-  gpumux simulate --high vgg16-b4-burst:think=1.6ms --low vgg16-b4 --max-slowdown 1.05 --plot timeline.png
+  gpumux simulate --high transformer-b2:think=1ms --low vgg16-b4 --max-slowdown 1.05 --plot timeline.png
+  gpumux plan burst vgg16 --gpus 8 --global-batch 32 --save plan.json
+  gpumux simulate --plan plan.json --low small-kernels-b4 --policy all --plot gpus.png --trace gpus.json
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
 """
 _COMPLETION = """\
@@ -277,6 +284,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--high", metavar="JOB", action="append", default=[], help="an important job; may be given again")
     add("--low", metavar="JOB", action="append", default=[], help="a background job; may be given again")
+    add("--plan", metavar="FILE.json", help="the high job is this plan, on all its GPUs (gpumux plan burst --save)")
     add(
         "--gpu-model",
         metavar="|".join(config.GPU_MODELS),
@@ -293,13 +301,19 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"which job runs next (default {default})",
     )
-    add("--steps", metavar="N", type=arguments.whole, help="steps of each high job, after the warm-up (default 500)")
+    add(
+        "--steps",
+        metavar="N",
+        type=arguments.whole,
+        help="steps of each high job, after the warm-up (default 500; --plan: 60)",
+    )
     add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")
-    add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
+    add("--warmup", metavar="N", type=_count, help="steps of each high job left out (default 200; plan: 60)")
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")
     add("--max-slowdown", metavar="X", type=_slowdown, default=1.10, help="what high jobs are promised (default 1.10)")
     add("--explain", action="store_true", help="also print why each job is slow or held, as the scheduler says it")
     add("--plot", metavar="FILE.png", help="draw slowdowns and a timeline (pip install matplotlib)")
+    add("--trace", metavar="FILE.json", help="--plan: write all GPUs' launches for https://ui.perfetto.dev")
     add("--profiles", action="store_true", help="list the profiles that come with gpumux")
     add("--show-device", action="store_true", help="list the simulated device's constants with their sources")
 

@@ -1,4 +1,4 @@
-"""`gpumux simulate`: what sharing a GPU would give, from profiles, without a GPU."""
+"""`gpumux simulate`: what sharing a GPU would give, or a cluster with a plan, from profiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from pathlib import Path
 
 from gpumux import config
 from gpumux.cli.text import emit, emit_json, printable, table
+from gpumux.cli.trace import check_writable, cluster_trace, write
 from gpumux.device.sim.cost import GpuSpec, guesses_blocks, preset
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
+from gpumux.program.saved_plan import SavedPlan, load
 from gpumux.simulate import workload
-from gpumux.simulate.result import Result
+from gpumux.simulate.cluster import ClusterSimulation
+from gpumux.simulate.comparison import Case, Comparison, LowJob, picture
+from gpumux.simulate.daemon import DaemonSettings
+from gpumux.simulate.result import Result, check, timelines
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
 from gpumux.types import Priority
 
 EX_INTERRUPTED = 130
-DEFAULT_STEPS = 500
+DEFAULT_STEPS, DEFAULT_WARMUP = 500, 200
+DEFAULT_ITERATIONS = 60  # of a plan, and as many to warm up: each is a step for every part of it
 PROGRESS_S = 2.0
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -44,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if args.profiles:
         _show_profiles(as_json=args.json)
         return 0
+    if args.plan:
+        return _run_plan(args, spec)
+    if args.trace:
+        raise ConfigError("--trace without --plan", "it writes the launches of a plan's GPUs; name one with --plan")
     asked = [_parse(text, Priority.HIGH) for text in args.high] + [_parse(text, Priority.LOW) for text in args.low]
     if not asked:
         names = ", ".join(workload.names())
@@ -53,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
     if args.plot:
-        from gpumux.simulate.result import check, timelines
-
         check(Path(args.plot))
     results: list[Result] = []
     for policy in policies:
@@ -131,6 +139,7 @@ def _workloads(asked: Sequence[JobRequest], spec: GpuSpec, max_slowdown: float) 
 
 def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argparse.Namespace) -> Result:
     steps = DEFAULT_STEPS if args.steps is None and args.seconds is None else args.steps
+    warmup = DEFAULT_WARMUP if args.warmup is None else args.warmup
     simulation = Simulation(jobs, spec, policy, seed=args.seed, timeline=bool(args.plot))
     shown_at = time.monotonic()
 
@@ -140,10 +149,10 @@ def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argpar
             shown_at = time.monotonic()
             counted = [c for c in now.clients if c.high] or now.clients
             done = min(len(client.step_seconds) for client in counted)
-            of = "" if steps is None else f" of {steps + args.warmup}"
+            of = "" if steps is None else f" of {steps + warmup}"
             sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done}{of} steps\n")
 
-    return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=args.warmup, progress=progress)
+    return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=warmup, progress=progress)
 
 
 # ---- the results
@@ -239,3 +248,100 @@ def _show_profiles(*, as_json: bool) -> None:
         return
     rows = [(p.name, f"{p.seconds * 1e3:.2f} ms", str(len(p.ops)), p.note) for p in found]
     emit(table(("PROFILE", "STEP", "OPERATORS", "WHAT"), rows))
+
+
+# ---- a plan on a cluster
+
+
+def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
+    """Compare a plan with low jobs beside it with other ways to use its GPUs."""
+    if args.high:
+        raise ConfigError("--high with --plan, which is the high job", "leave one of them out")
+    plan = load(Path(args.plan))
+    if not args.low and (args.plot or args.trace):
+        raise ConfigError("a picture of a plan alone", "name low jobs with --low, or use `gpumux plan burst --plot`")
+    if args.plot:
+        check(Path(args.plot))
+    if args.trace:
+        check_writable(Path(args.trace))
+    asked = [_parse(text, Priority.LOW) for text in args.low]
+    low = _workloads(asked, spec, args.max_slowdown)
+    compared = Comparison(
+        plan=plan,
+        low=[LowJob(job, each.profile.batch) for job, each in zip(low, asked, strict=True)],
+        spec=spec,
+        policies=config.POLICIES if args.policy == "all" else (args.policy,),
+        iterations=args.steps or DEFAULT_ITERATIONS,
+        warmup=DEFAULT_ITERATIONS if args.warmup is None else args.warmup,
+        seconds=args.seconds,
+        max_slowdown=args.max_slowdown,
+        seed=args.seed,
+        settings=DaemonSettings(timeline=bool(args.plot or args.trace)),
+    )
+    shown_at = time.monotonic()
+
+    def progress(policy: str, now: ClusterSimulation) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= PROGRESS_S:
+            shown_at = time.monotonic()
+            done, of = len(now.gang.iterations), compared.iterations + compared.warmup
+            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done} of {of} iterations\n")
+
+    cases = list(compared.cases(progress))
+    interrupted = any(case.result is not None and case.result.interrupted for case in cases)
+    notes = _plan_notes(plan, spec, asked)
+    if args.json:
+        explained = {case.name: case.result.explanations for case in cases if args.explain and case.result is not None}
+        emit_json(
+            {"model": plan.model, "gpus": plan.gpus, "global_batch": plan.batch, "planned_s": plan.seconds,
+             "single_gpu_s": plan.single_seconds, "max_slowdown": args.max_slowdown,
+             "results": [case.figures() for case in cases], "explanations": explained, "notes": notes}
+        )  # fmt: skip
+    else:
+        texts = [describe_cases(plan, cases)]
+        for case in cases if args.explain else ():
+            for job, sentences in case.result.explanations.items() if case.result is not None else ():
+                texts.append("\n".join([f"{case.name}, {printable(job)}", *(f"  {printable(s)}" for s in sentences)]))
+        emit("\n\n".join([*texts, "\n".join(notes)]))
+    ran = [case for case in cases if case.result is not None]
+    if args.plot and ran:
+        picture(ran, Path(args.plot))
+    if args.trace and ran:
+        write(Path(args.trace), cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}"))
+    return EX_INTERRUPTED if interrupted else 0
+
+
+def describe_cases(plan: SavedPlan, cases: Sequence[Case]) -> str:
+    """The cases side by side, as a table."""
+    rows = []
+    for case in cases:
+        some = case.low[: case.gpus] if case.policy else ()
+        low = f"{_figure(min(some))} to {_figure(max(some))}" if some else "-"
+        rows.append(
+            (
+                case.name,
+                str(case.gpus),
+                f"{case.iteration_s * 1e3:.3f} ms",
+                _figure(case.slowdown),
+                low,
+                _figure(case.low_throughput),
+                _figure(case.throughput),
+                "-" if case.samples_per_s is None else f"{case.samples_per_s:.0f}",
+            )
+        )
+    header = ("CASE", "GPUS", "ITERATION", "SLOWDOWN", "LOW BESIDE IT", "LOW", "TOTAL", "SAMPLES/S")
+    head = (
+        f"{printable(plan.model)} on {plan.gpus} GPUs, global batch {plan.batch}, planned at"
+        f" {plan.seconds * 1e3:.3f} ms an iteration ({plan.algorithm})"
+    )
+    return f"{head}\n{table(header, rows)}"
+
+
+def _plan_notes(plan: SavedPlan, spec: GpuSpec, asked: Sequence[JobRequest]) -> list[str]:
+    notes = [
+        "slowdown: an iteration over the plan's alone, simulated with its host's time; low beside it: least and most of"
+        " a GPU that the plan uses; low, total: in GPUs' worth"
+    ]
+    if plan.device != spec.name:
+        notes.append(printable(f"{plan.model}: times are of {plan.device}, taken as they are on a {spec.name}"))
+    return notes + _notes(asked, spec)[1:]

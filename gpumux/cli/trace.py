@@ -21,6 +21,7 @@ from gpumux import __version__
 from gpumux.cli.control import Control, Recorded
 from gpumux.cli.text import emit, emit_json, printable
 from gpumux.errors import GpumuxError
+from gpumux.simulate.comparison import Case
 from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
 
 DEVICE, JOBS = 1, 2  # process ids, which viewers show as groups of tracks
@@ -57,12 +58,12 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
 
 
 class _Tracks:
-    """Places spans on tracks, and names these."""
+    """Places spans on tracks, and names these. groups: how many there are."""
 
-    def __init__(self, end_us: float) -> None:
+    def __init__(self, end_us: float, groups: int = JOBS) -> None:
         self.events: list[Event] = []
         self._end = round(end_us, 3)
-        self._made = JOBS  # a track with its group's number would be called the main thread
+        self._made = groups  # a track with its group's number would be called the main thread
 
     def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> None:
         """Add one track, or as many as overlapping spans need; none if there is nothing to show."""
@@ -169,6 +170,34 @@ def _mark(happened: Happened, seconds: float) -> Event:
     when = round(min(happened.when, seconds) * 1e6, 3)
     args = {"message": happened.message} if happened.message else {}
     return {"name": happened.what, "cat": "mark", "ts": when, "args": args}
+
+
+# ---- Launches on the GPUs of a simulated cluster: a group for each GPU of each case, a track for each job.
+
+
+def cluster_trace(cases: Sequence[Case], title: str) -> dict[str, Any]:
+    """The whole file's content: each case's latest launches, from their beginning on."""
+    found = [(case, case.result.timeline) for case in cases if case.result is not None]
+    longest = max((row.ended for _, gpus in found for rows in gpus for row in rows), default=0.0)
+    tracks = _Tracks(longest * 1e6, sum(len(gpus) for _, gpus in found))
+    names: list[Event] = []
+    for case, gpus in found:
+        for gpu, rows in enumerate(gpus):
+            group = len(names) // 2 + 1
+            names += [
+                _name(group, 0, "process_name", f"{case.name}: GPU {gpu}"),
+                _order(group, 0, "process_sort_index", group),
+            ]
+            plan = [
+                _span(f"{row.title} {row.kind}", row.kind, row.started, row.ended) for row in rows if row.kind != "low"
+            ]
+            tracks.add(group, "plan (high)", plan)
+            for job in sorted({row.title for row in rows if row.kind == "low"}):
+                some = [row for row in rows if row.kind == "low" and row.title == job]
+                spans = [_span(job, "low", row.started, row.ended, share=row.share) for row in some]
+                tracks.add(group, f"{job} (low)", spans)
+    about = {"gpumux": __version__, "simulated": title}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*names, *tracks.events]}
 
 
 # ---- `gpumux trace`: record what runs, as a file that Perfetto opens.

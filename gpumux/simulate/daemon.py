@@ -172,6 +172,10 @@ class SimulatedDaemon:
     def now(self) -> float:
         return self.clock.now
 
+    @property
+    def jobs(self) -> Sequence[SimulatedJob]:
+        return tuple(self._jobs.values())
+
     def open(self, jobs: Sequence[SimulatedJob]) -> None:
         """Open the device and have all jobs requested, each at its time."""
         spec = self.spec
