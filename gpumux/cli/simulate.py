@@ -12,14 +12,13 @@ from pathlib import Path
 
 from gpumux import config
 from gpumux.cli.text import emit, emit_json, printable, table
-from gpumux.cli.trace import check_writable, cluster_trace, write
 from gpumux.device.sim.cost import GpuSpec, guesses_blocks, preset
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 from gpumux.program.saved_plan import SavedPlan, load
 from gpumux.simulate import workload
 from gpumux.simulate.cluster import ClusterSimulation
-from gpumux.simulate.comparison import Case, Comparison, LowJob, picture
+from gpumux.simulate.comparison import ClusterCase, Comparison, LowJob, picture
 from gpumux.simulate.daemon import DaemonSettings
 from gpumux.simulate.result import Result, check, timelines
 from gpumux.simulate.run import Simulation
@@ -263,7 +262,9 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if args.plot:
         check(Path(args.plot))
     if args.trace:
-        check_writable(Path(args.trace))
+        from gpumux.cli import trace  # which talks to daemons, and so loads zmq
+
+        trace.check_writable(Path(args.trace))
     asked = [_parse(text, Priority.LOW) for text in args.low]
     low = _workloads(asked, spec, args.max_slowdown)
     compared = Comparison(
@@ -307,11 +308,11 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if args.plot and ran:
         picture(ran, Path(args.plot))
     if args.trace and ran:
-        write(Path(args.trace), cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}"))
+        trace.write(Path(args.trace), trace.cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}"))
     return EX_INTERRUPTED if interrupted else 0
 
 
-def describe_cases(plan: SavedPlan, cases: Sequence[Case]) -> str:
+def describe_cases(plan: SavedPlan, cases: Sequence[ClusterCase]) -> str:
     """The cases side by side, as a table."""
     rows = []
     for case in cases:

@@ -21,7 +21,7 @@ from gpumux import __version__
 from gpumux.cli.control import Control, Recorded
 from gpumux.cli.text import emit, emit_json, printable
 from gpumux.errors import GpumuxError
-from gpumux.simulate.comparison import Case
+from gpumux.simulate.comparison import ClusterCase
 from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
 
 DEVICE, JOBS = 1, 2  # process ids, which viewers show as groups of tracks
@@ -175,7 +175,7 @@ def _mark(happened: Happened, seconds: float) -> Event:
 # ---- Launches on the GPUs of a simulated cluster: a group for each GPU of each case, a track for each job.
 
 
-def cluster_trace(cases: Sequence[Case], title: str) -> dict[str, Any]:
+def cluster_trace(cases: Sequence[ClusterCase], title: str) -> dict[str, Any]:
     """The whole file's content: each case's latest launches, from their beginning on."""
     found = [(case, case.result.timeline) for case in cases if case.result is not None]
     longest = max((row.ended for _, gpus in found for rows in gpus for row in rows), default=0.0)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernel_of
@@ -39,6 +39,8 @@ RANK = "plan"  # the high job's name on every GPU
 PROGRESS_EVERY = 1024  # turns of the loop
 PRODUCTS = ("Conv", "Linear", "Bottleneck", "Attention", "Transformer", "LSTM")  # kinds of layers bound by products
 FLOAT = 4  # bytes of an element of a layer's output
+LONGEST_S = 100e-6  # guess: few kernels of training have longer blocks
+MOST_KERNELS = 32  # that a pass of one layer is taken as
 
 
 def without_host_costs(spec: GpuSpec) -> GpuSpec:
@@ -127,19 +129,26 @@ def _joined(
 
 
 def _computation(row: PlanRow, layer: PlannedLayer, batch: int, spec: GpuSpec) -> tuple[Kernel, ...]:
-    """Forward and backward as a kernel each. How they fill the GPU is guessed from the size of the layer's output."""
+    """The layer's kernels, forward and then backward. How they fill the GPU is guessed: from the size of the layer's
+    output, or of its weights where a dense layer has more of those. What would have blocks of more than LONGEST_S, as a
+    layer that stands for several does, is several kernels."""
     if not row.comp:
         return ()
     elements = max(1, layer.output_bytes * batch // max(row.gpus, 1) // FLOAT)
+    if "Linear" in layer.kind:
+        elements = max(elements, layer.parameter_bytes // FLOAT)
     target = "aten.mm" if any(kind in layer.kind for kind in PRODUCTS) else "aten.copy"
     moved = 2 * FLOAT * elements + layer.parameter_bytes
     forward = row.comp * layer.forward
-    parts = [forward, row.comp - forward] if min(forward, row.comp - forward) >= MIN_BLOCK_S else [row.comp]
-    names = ("forward", "backward") if len(parts) > 1 else ("forward and backward",)
-    made = [
-        kernel_of(OpProfile(target, ((elements,),), seconds, (1 + i) * moved), spec)._replace(name=name)
-        for i, (seconds, name) in enumerate(zip(parts, names, strict=True))
-    ]
+    passes = [("forward", forward, moved), ("backward", row.comp - forward, 2 * moved)]
+    if min(forward, row.comp - forward) < MIN_BLOCK_S:
+        passes = [("forward and backward", row.comp, 3 * moved)]
+    made: list[Kernel] = []
+    for name, seconds, nbytes in passes:
+        op = OpProfile(target, ((elements,),), seconds, nbytes)
+        several = min(MOST_KERNELS, ceil(kernel_of(op, spec).block_s / LONGEST_S))
+        part = kernel_of(replace(op, seconds=seconds / several, nbytes=nbytes // several), spec)
+        made += [part._replace(name=name)] * several
     return tuple(made)
 
 

@@ -40,7 +40,7 @@ class LowJob:
 
 
 @dataclass(frozen=True)
-class Case:
+class ClusterCase:
     """One way to use the cluster. gpus: those of the foreground job. slowdown: its iteration over that of the plan
     alone. speedup: over one GPU. low: throughput of low work on each GPU. samples_per_s: of all jobs, None if a low
     profile does not say how many samples a step has. policy: None without low work beside the foreground."""
@@ -101,7 +101,7 @@ class Comparison:
     seed: int = 0
     settings: DaemonSettings = field(default_factory=DaemonSettings)
 
-    def cases(self, progress: Progress | None = None) -> Iterator[Case]:
+    def cases(self, progress: Progress | None = None) -> Iterator[ClusterCase]:
         """Each case as it is known; an interrupted run is the last. Raises ConfigError."""
         plan = self.plan
         alone = self._foreground(plan.rows, plan.gpus)
@@ -121,7 +121,7 @@ class Comparison:
         for rows in sorted(plan.data_parallel, key=_width) if self.low else ():
             yield self._parted(rows, alone)
 
-    def _parted(self, rows: Sequence[PlanRow], alone: float) -> Case:
+    def _parted(self, rows: Sequence[PlanRow], alone: float) -> ClusterCase:
         """The foreground data parallel on some GPUs, low jobs alone on the others, in turn where there are several."""
         count, gpus = _width(rows), self.plan.gpus
         seconds = self._foreground(rows, count)
@@ -140,10 +140,10 @@ class Comparison:
         alone: float,
         low: tuple[float, ...] = (),
         samples: Sequence[float] = (),
-    ) -> Case:
+    ) -> ClusterCase:
         """samples: a second, of each low job; nan where they are not known."""
         per_s = self.plan.batch / seconds + sum(samples)
-        return Case(
+        return ClusterCase(
             name,
             gpus,
             seconds,
@@ -198,7 +198,7 @@ COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3", "low": LOW_C
 ITERATIONS_SHOWN = 2
 
 
-def picture(cases: Sequence[Case], path: Path) -> None:
+def picture(cases: Sequence[ClusterCase], path: Path) -> None:
     """The last iterations of each run with low work: a lane for each GPU, high work above low work."""
     shown = [case for case in cases if case.result is not None and any(case.result.timeline)]
     if not shown:
@@ -213,7 +213,7 @@ def picture(cases: Sequence[Case], path: Path) -> None:
     save(drawn, path)
 
 
-def _lanes(axes: Axes, case: Case, result: ClusterResult) -> None:
+def _lanes(axes: Axes, case: ClusterCase, result: ClusterResult) -> None:
     last = max(row.ended for rows in result.timeline for row in rows)
     seconds = ITERATIONS_SHOWN * (case.iteration_s if case.iteration_s < inf else last)
     first = max(0.0, last - seconds)

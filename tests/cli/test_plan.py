@@ -12,6 +12,7 @@ import pytest
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
 from gpumux.plan import layers, plot
 from gpumux.plan.query import PlanQuery
+from gpumux.program import saved_plan
 
 PNG = b"\x89PNG"
 CNN = ["clients.models.cnn:cnn", "--input", "1,8,8"]
@@ -50,6 +51,26 @@ def test_a_profile_of_another_device_is_refused(profile: str, capsys: pytest.Cap
     for flag in (["--whole", "Conv2d"], ["--input", "1,8,8"]):
         assert main(["plan", "burst", profile, *SMALL, *flag]) == EX_CONFIG
         assert f"{flag[0]} with a file" in capsys.readouterr().err
+
+
+def test_a_plan_is_saved_and_simulated_as_it_was_made(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", "burst", profile, *SMALL, "--save", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    saved = saved_plan.load(path)
+    assert saved.seconds == told["iteration_s"]
+    assert [list(row.after) for row in saved.rows] == [row["after"] for row in told["timeline"]]
+    widths = [max(row.first + row.gpus for row in rows) for rows in saved.data_parallel]
+    assert widths == told["counts"]
+    assert (saved.network.name, saved.limit, saved.batch) == ("nvswitch", 2.0, 8)
+    assert main(["simulate", "--plan", str(path), "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["planned_s"] == told["iteration_s"]
+    assert simulated["results"][1]["iteration_s"] > told["iteration_s"]  # by the host's time
+    assert main(["plan", "burst", profile, *SMALL, "--save", str(tmp_path / "nowhere" / "x.json")]) == EX_CONFIG
+    assert "is no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["optimal", "deeppool"])

@@ -13,6 +13,8 @@ from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
 from gpumux.device.sim.cost import PRESETS
 from gpumux.program.profile import OpProfile, StepProfile, save
+from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan
+from gpumux.program.saved_plan import save as save_plan
 from gpumux.simulate.run import Simulation
 
 FEW = ["--steps", "12", "--warmup", "3"]
@@ -228,3 +230,76 @@ def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> Non
 
 def test_the_gpu_models_the_command_line_knows_are_the_real_ones() -> None:
     assert set(config.GPU_MODELS) == set(PRESETS)
+
+
+# ---- a plan
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> str:
+    """Two layers on two GPUs, the second on one of them."""
+    layers = (PlannedLayer("a\x1b", "Linear", 1 << 20, 1 << 20, 0.5), PlannedLayer("b", "Linear", 8, 0, 0.25))
+    both = PlanRow(0, 0.0, 0.0, 1e-3, 0.5e-3, 0, 2)
+    rows = (both, PlanRow(1, 1.5e-3, 0.5e-3, 1.5e-3, 0.0, 0, 1, after=(0,)))
+    wide = (both, PlanRow(1, 1.5e-3, 0.0, 2e-3, 0.0, 0, 2, after=(0,)))
+    made = SavedPlan(
+        "net", "a100", "optimal", 2, 4, 2.0, PlanNetwork("n", 1e9, 1e-5), 3.5e-3, 4e-3, layers, rows, (wide,)
+    )
+    save_plan(made, tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+def test_a_plan_is_compared_drawn_and_traced(
+    planned: str, measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, traced = tmp_path / "gpus.png", tmp_path / "gpus.json"
+    jobs = ["--plan", planned, "--low", f"{measured}:weight=2", "--low", measured, "--policy", "all"]
+    assert main(["simulate", *jobs, *FEW, "--plot", str(picture), "--trace", str(traced)]) == 0
+    out = capsys.readouterr().out
+    assert "net on 2 GPUs, global batch 4, planned at 3.500 ms an iteration (optimal)" in out
+    cases = [line.split("  ")[0] for line in out.splitlines()[2:9]]
+    assert cases == ["data parallel", "plan", *(f"plan, {policy}" for policy in config.POLICIES), "2 of 2 GPUs"]
+    assert picture.read_bytes().startswith(PNG)
+    trace = json.loads(traced.read_text())
+    groups = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert groups == [f"plan, {policy}: GPU {gpu}" for policy in config.POLICIES for gpu in (0, 1)]
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"comp", "sync", "comm", "low"}
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {named[event["pid"], event["tid"]] for event in spans} == {"plan (high)", "mine (low)", "mine-2 (low)"}
+
+
+def test_a_compared_plan_as_json(planned: str, measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--plan", planned, "--low", measured, "--policy", "paced", "--explain", "--json", *FEW]
+    assert main(["simulate", *asked]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["planned_s"] == 3.5e-3
+    cases = {case["case"]: case for case in told["results"]}
+    assert cases["plan"]["slowdown"] == 1.0
+    assert cases["plan, paced"]["iterations"] == 12
+    assert len(cases["plan, paced"]["low"]) == 2
+    assert cases["plan, paced"]["samples_per_s"] > cases["plan"]["samples_per_s"]
+    assert set(told["explanations"]["plan, paced"]) == {f"GPU {g}, {job}" for g in (0, 1) for job in ("plan", "mine")}
+
+
+def test_a_plan_alone_is_simulated_without_low_work(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--plan", planned]) == 0
+    out = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in out.splitlines()[2:4]] == ["data parallel", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["--plan", "PLAN", "--high", "vgg16-b4"], "--high with --plan"),
+        (["--plan", "PLAN", "--plot", "x.png"], "a picture of a plan alone"),
+        (["--plan", "nowhere.json"], "can't read nowhere.json"),
+        (["--high", "vgg16-b4", "--trace", "x.json"], "--trace without --plan"),
+        (["--plan", "PLAN", "--low", "vgg16-b4", "--trace", "nowhere/x.json"], "can't write nowhere/x.json"),
+    ],
+)
+def test_plans_that_can_not_be_simulated_are_refused(
+    asked: list[str], says: str, planned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *(planned if each == "PLAN" else each for each in asked)]) != 0
+    assert says in capsys.readouterr().err

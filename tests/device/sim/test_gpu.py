@@ -307,3 +307,44 @@ def test_longer_low_blocks_hurt_a_short_high_kernel_more() -> None:
         gpu.launch(2, "high", 1, (compute(108, 10.0),), 5.5 * block_us * US)
         waited.append(seconds(run(gpu)[2]) / (10 * US))
     assert waited[0] < 2.0 < 5.0 < waited[1] < 12.0 < 40.0 < waited[2]
+
+
+# ---- kernels that are one with those of other GPUs
+
+
+def test_a_kernel_that_holds_keeps_its_blocks_until_it_is_released() -> None:
+    """It takes four of ten multiprocessors for 10 us, and keeps them until 50 us."""
+    done: list[tuple[int, float]] = []
+    gpu = Gpu(PLAIN, held=lambda launch, now: done.append((launch, now)))
+    gpu.launch(1, "a", 2, [compute(4, 10.0)], 0.0, holds=True)
+    gpu.launch(2, "b", 1, [compute(60, 10.0)], 0.0)  # ten waves on six multiprocessors
+    assert gpu.advance(50 * US) == []
+    assert done == [(1, pytest.approx(10 * US))]
+    gpu.release("a", 50 * US)
+    ends = {each.launch: each.ended for each in gpu.advance(inf)}
+    # Five waves of six, then three of ten.
+    assert ends == {1: pytest.approx(50 * US), 2: pytest.approx(80 * US)}
+    assert gpu.busy().sm_seconds["a"] == pytest.approx(4 * 50 * US)
+    assert gpu.busy().device_s == pytest.approx(80 * US)
+
+
+def test_alone_on_the_device_it_holds_too() -> None:
+    done: list[tuple[int, float]] = []
+    gpu = Gpu(PLAIN, held=lambda launch, now: done.append((launch, now)))
+    gpu.launch(1, "a", 2, [compute(10, 5.0), compute(4, 10.0)], 0.0, holds=True)
+    gpu.launch(2, "a", 2, [compute(10, 5.0)], 0.0)
+    assert gpu.advance(30 * US) == []
+    assert done == [(1, pytest.approx(15 * US))]
+    gpu.release("a", 40 * US)
+    ends = [each.ended for each in gpu.advance(inf)]
+    assert ends == pytest.approx([40 * US, 45 * US])  # what comes after it in its stream waits
+    assert gpu.busy().sm_seconds["a"] == pytest.approx((50 + 4 * 35 + 50) * US)
+
+
+def test_a_dropped_job_holds_nothing() -> None:
+    gpu = Gpu(PLAIN, held=lambda launch, now: None)
+    gpu.launch(1, "a", 2, [compute(10, 10.0)], 0.0, holds=True)
+    gpu.advance(20 * US)
+    gpu.launch(2, "b", 1, [compute(10, 10.0)], 20 * US)
+    gpu.drop("a", 30 * US)
+    assert [(each.launch, each.ended) for each in gpu.advance(inf)] == [(2, pytest.approx(40 * US))]
