@@ -85,47 +85,49 @@ def parts_of(rows: Sequence[PlanRow], layers: Sequence[PlannedLayer], batch: int
     takes as long as that; what takes no time has no part."""
     parts: list[PlanPart] = []
     ends: list[tuple[int, ...]] = []  # by row: the parts that have to end before what comes after it
-    readers = [0] * len(rows)
-    for row in rows:
-        for each in row.after:
-            readers[each] += 1
     for row in rows:
         layer = layers[row.layer]
         after = tuple(dict.fromkeys(part for each in row.after for part in ends[each]))
-
-        def add(kind: str, seconds: float, kernels: tuple[Kernel, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-            if not seconds:
-                return after
-            parts.append(PlanPart(layer.name, kind, seconds, row.first, row.gpus, kernels, after))  # noqa: B023
-            return (len(parts) - 1,)
-
-        after = add("comm", row.comm, (_transfer(row.comm, layer, batch, spec),), after)
-        joined = _joined(parts, rows, row, after, readers)
-        computed = _computation(row, layer, batch, spec)
-        if joined is not None:
-            parts[joined] = joined_to(parts[joined], layer.name, row.comp, computed)
-        else:
-            after = add("comp", row.comp, computed, after)
-        ends.append(add("sync", row.sync, (_sum(row.sync, layer, spec),), after))
-    return parts
+        for kind, seconds, kernels in (
+            ("comm", row.comm, _transfer(row.comm, layer, batch, spec)),
+            ("comp", row.comp, _computation(row, layer, batch, spec)),
+            ("sync", row.sync, _sum(row.sync, layer, spec)),
+        ):
+            if seconds:
+                parts.append(PlanPart(layer.name, kind, seconds, row.first, row.gpus, kernels, after))
+                after = (len(parts) - 1,)
+        ends.append(after)
+    return _joined(parts)
 
 
-def joined_to(part: PlanPart, title: str, seconds: float, kernels: tuple[Kernel, ...]) -> PlanPart:
-    """A part of two layers, one after the other."""
-    first = part.title.split(" to ")[0]
-    return part._replace(title=f"{first} to {title}", seconds=part.seconds + seconds, kernels=part.kernels + kernels)
+def _joined(parts: Sequence[PlanPart]) -> list[PlanPart]:
+    """The parts, with computations as one where the second waits for the first alone, on the same GPUs, and nothing
+    else does."""
+    readers = [0] * len(parts)
+    for part in parts:
+        for each in part.after:
+            readers[each] += 1
+    made: list[PlanPart] = []
+    places: list[int] = []  # in `made`, of each part
+    for part in parts:
+        after = tuple([places[each] for each in part.after])
+        before = made[after[0]] if len(after) == 1 and readers[part.after[0]] == 1 else None
+        if before is None or not _alike(before, part):
+            made.append(part._replace(after=after))
+            places.append(len(made) - 1)
+            continue
+        first = before.title.split(" to ")[0]
+        made[after[0]] = before._replace(
+            title=f"{first} to {part.title}",
+            seconds=before.seconds + part.seconds,
+            kernels=before.kernels + part.kernels,
+        )
+        places.append(after[0])
+    return made
 
 
-def _joined(
-    parts: Sequence[PlanPart], rows: Sequence[PlanRow], row: PlanRow, after: tuple[int, ...], readers: Sequence[int]
-) -> int | None:
-    """The part that a row's computation goes on with: the only one before it, on the same GPUs, that nothing else
-    waits for."""
-    if not row.comp or len(after) != 1 or len(row.after) != 1 or readers[row.after[0]] != 1:
-        return None
-    before = parts[after[0]]
-    same = before.kind == "comp" and (before.first, before.gpus) == (row.first, row.gpus)
-    return after[0] if same and after[0] == len(parts) - 1 else None
+def _alike(before: PlanPart, part: PlanPart) -> bool:
+    return before.kind == part.kind == "comp" and before.members == part.members
 
 
 def _computation(row: PlanRow, layer: PlannedLayer, batch: int, spec: GpuSpec) -> tuple[Kernel, ...]:
@@ -152,18 +154,18 @@ def _computation(row: PlanRow, layer: PlannedLayer, batch: int, spec: GpuSpec) -
     return tuple(made)
 
 
-def _transfer(seconds: float, layer: PlannedLayer, batch: int, spec: GpuSpec) -> Kernel:
+def _transfer(seconds: float, layer: PlannedLayer, batch: int, spec: GpuSpec) -> tuple[Kernel, ...]:
     moved = layer.output_bytes * batch
     return _collective("nccl.send_recv", seconds, moved, 1.0, spec)
 
 
-def _sum(seconds: float, layer: PlannedLayer, spec: GpuSpec) -> Kernel:
+def _sum(seconds: float, layer: PlannedLayer, spec: GpuSpec) -> tuple[Kernel, ...]:
     return _collective("nccl.all_reduce", seconds, 3 * layer.parameter_bytes, ALLREDUCE_SENSITIVITY, spec)
 
 
-def _collective(name: str, seconds: float, nbytes: int, sensitivity: float, spec: GpuSpec) -> Kernel:
+def _collective(name: str, seconds: float, nbytes: int, sensitivity: float, spec: GpuSpec) -> tuple[Kernel, ...]:
     op = OpProfile(name, (), seconds, nbytes, ALLREDUCE_BLOCKS, 1, sensitivity)
-    return kernel_of(op, spec)
+    return (kernel_of(op, spec),)
 
 
 # ---- The high job: one rank on each GPU, and the gang that says which part comes next.

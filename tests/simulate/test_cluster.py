@@ -196,6 +196,10 @@ def test_what_several_rows_wait_for_stays_a_part_of_its_own() -> None:
         PlanRow(2, 1.0, 0.5, 1.0, 0.0, 1, 1, after=(0,)),
     )
     assert [part.title for part in parts_of(rows, layers(3), BATCH, FREE)] == ["l0", "l1", "l2", "l2"]
+    # Also where a layer that takes no time lies between.
+    none = PlanRow(3, 1.0, 0.0, 0.0, 0.0, 0, 1, after=(0,))
+    with_none = (rows[0], none, replace(rows[1], after=(1,)), rows[2])
+    assert [part.title for part in parts_of(with_none, layers(4), BATCH, FREE)] == ["l0", "l1", "l2", "l2"]
 
 
 def test_a_layer_that_stands_for_several_has_no_long_blocks() -> None:
