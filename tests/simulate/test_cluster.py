@@ -26,7 +26,7 @@ from gpumux.simulate.cluster import (
 )
 from gpumux.simulate.comparison import Comparison, LowJob
 from gpumux.simulate.daemon import DaemonSettings
-from gpumux.simulate.workload import Workload
+from gpumux.simulate.workload import ALLREDUCE_SENSITIVITY, Workload
 from gpumux.types import Priority
 from tests.plan.graphs import chain_graph, random_costs, random_graph, random_plan
 
@@ -125,6 +125,26 @@ def test_low_work_is_done_where_the_plan_leaves_a_gpu_idle_and_the_promise_is_ke
     assert result.iteration_s < 1.1 * alone
 
 
+def test_low_work_is_counted_in_the_window_alone() -> None:
+    simulation = simulated(BURST, A100, DaemonSettings("paced"), low=[low(*[30e-6] * 20)])
+    result = simulation.run(5, 50)
+    assert 0.3 < result.low_of(1) < 1.0
+    assert result.low_throughput == result.low_of(0) + result.low_of(1)
+
+
+def test_samples_move_when_all_gpus_that_have_them_are_done() -> None:
+    """Low work delays the second GPU alone, whose samples the first one gets."""
+    simulation = simulated(BURST, A100, DaemonSettings("paced", timeline=True), low=[low(*[90e-6] * 20)])
+    simulation.daemons[0].feed(ev.PauseRequested(simulation.low[0][0].id))
+    result = simulation.run(20)
+    late = 0
+    for move in of_kind(result, 0, "comm"):
+        ends = [max(r.ended for r in of_kind(result, gpu, "comp") if r.ended < move.ended) for gpu in (0, 1)]
+        assert move.started >= max(ends)
+        late += ends[1] > ends[0] + 20e-6
+    assert late > 10
+
+
 def test_low_jobs_start_spread_over_a_step() -> None:
     simulation = simulated(BURST, A100, DaemonSettings("paced"), low=[low(*[30e-6] * 20)])
     starts = [clients[0].starts_at for clients in simulation.low]
@@ -187,6 +207,8 @@ def test_layers_without_gradients_on_the_same_gpus_are_one_part() -> None:
         ("l0 to l1", "comp", 3.0, ()), ("l1", "sync", 0.5, (0,)), ("l2", "comm", 0.5, (1,)),
         ("l2 to l3", "comp", 2.0, (2,)),
     ]  # fmt: skip
+    assert [part.kernels[0].sensitivity for part in parts] == [1.0, ALLREDUCE_SENSITIVITY, 1.0, 1.0]
+    assert [part.joint for part in parts] == [False, True, False, False]
 
 
 def test_what_several_rows_wait_for_stays_a_part_of_its_own() -> None:
