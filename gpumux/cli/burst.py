@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     curve = plot.over_limits(query) if args.curve or args.figures else []
     sizes = plot.over_sizes(query, _efficiency(args)) if args.curve else []
     notes = _notes(args, query, profile, curve)
+    if args.save:
+        save(query.saved(plan), Path(args.save))
+        notes.append(f"saved; what sharing gives it: gpumux simulate --plan {args.save} --low PROFILE")
     if args.json:
         body = plan.figures() | {
             "counts": list(query.counts),
@@ -71,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
         shown = [_curve(query, curve), _sizes(sizes)] if args.curve else []
         emit("\n\n".join([describe(plan), compare([plan, *beside]), *shown, "\n".join(notes)]))
     _draw(args, query, plan, curve)
-    if args.save:
-        save(query.saved(plan), Path(args.save))
     return 0
 
 

@@ -322,7 +322,7 @@ def describe_cases(plan: SavedPlan, cases: Sequence[ClusterCase]) -> str:
             (
                 case.name,
                 str(case.gpus),
-                f"{case.iteration_s * 1e3:.3f} ms",
+                "-" if isnan(case.iteration_s) else f"{case.iteration_s * 1e3:.3f} ms",
                 _figure(case.slowdown),
                 low,
                 _figure(case.low_throughput),
@@ -335,6 +335,8 @@ def describe_cases(plan: SavedPlan, cases: Sequence[ClusterCase]) -> str:
         f"{printable(plan.model)} on {plan.gpus} GPUs, global batch {plan.batch}, planned at"
         f" {plan.seconds * 1e3:.3f} ms an iteration ({plan.algorithm})"
     )
+    if any(case.result is not None and case.result.interrupted for case in cases):
+        head += " (interrupted: this is what is known)"
     return f"{head}\n{table(header, rows)}"
 
 

@@ -413,9 +413,8 @@ Progress = Callable[["ClusterSimulation"], None]
 
 
 class ClusterSimulation:
-    """The parts of a plan on so many GPUs, and low jobs on all of them or on `low_on`. Raises ConfigError for low jobs
-    that are none or share a name. settings: policy, host times and so on of each daemon; its client_s is the low
-    jobs'."""
+    """The parts of a plan on so many GPUs, and low jobs on all of them. settings: policy, host times and so on of each
+    daemon; its client_s is the low jobs'. Raises ConfigError for low jobs that are none or share a name."""
 
     def __init__(
         self,

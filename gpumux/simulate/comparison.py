@@ -160,8 +160,10 @@ class Comparison:
 
     def _foreground(self, rows: Sequence[PlanRow], gpus: int) -> float:
         """Seconds of an iteration of the plan's job without low work."""
-        simulation = self._simulation(rows, gpus, (), "paced")
-        return simulation.run(ALONE_ITERATIONS, 1).iteration_s
+        result = self._simulation(rows, gpus, (), "paced").run(ALONE_ITERATIONS, 1)
+        if result.interrupted:  # nothing is known yet that the rest could be compared with
+            raise KeyboardInterrupt
+        return result.iteration_s
 
     def _beside(self, policy: str, alone: float, progress: Progress | None) -> ClusterResult:
         low = [each.workload for each in self.low]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from gpumux.device.sim.cost import PRESETS
 from gpumux.program.profile import OpProfile, StepProfile, save
 from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan
 from gpumux.program.saved_plan import save as save_plan
+from gpumux.simulate.cluster import ClusterResult, ClusterSimulation
 from gpumux.simulate.run import Simulation
 
 FEW = ["--steps", "12", "--warmup", "3"]
@@ -286,6 +288,27 @@ def test_a_plan_alone_is_simulated_without_low_work(planned: str, capsys: pytest
     assert main(["simulate", "--plan", planned]) == 0
     out = capsys.readouterr().out
     assert [line.split("  ")[0] for line in out.splitlines()[2:4]] == ["data parallel", "plan"]
+
+
+@pytest.mark.parametrize(("when", "shown"), [(1e-3, "-"), (0.04, "ms")])
+def test_an_interrupted_comparison_prints_what_is_known(
+    when: float, shown: str, planned: str, measured: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    run = ClusterSimulation.run
+
+    def interrupted(self: ClusterSimulation, *args: Any, **rest: Any) -> ClusterResult:
+        if self.low[0]:
+            self.daemons[0].push(when, lambda _: _interrupt(), None)
+        return run(self, *args, **rest)
+
+    monkeypatch.setattr(ClusterSimulation, "run", interrupted)
+    asked = ["simulate", "--plan", planned, "--low", measured, "--policy", "all", "--steps", "500", "--warmup", "3"]
+    assert main(asked) == 130
+    out = capsys.readouterr().out
+    assert "interrupted: this is what is known" in out
+    assert shown in out.split("plan, fifo")[1].splitlines()[0].split()
+    assert "plan, streams" not in out
 
 
 @pytest.mark.parametrize(
