@@ -171,8 +171,8 @@ class Comparison:
         seconds = PATIENCE * alone * (self.iterations + self.warmup)
         if self.seconds is not None:
             seconds = min(seconds, self.seconds)
-        told = None if progress is None else lambda now: progress(policy, now)
-        return simulation.run(self.iterations, self.warmup, seconds=seconds, progress=told)
+        report = None if progress is None else lambda now: progress(policy, now)
+        return simulation.run(self.iterations, self.warmup, seconds=seconds, progress=report)
 
     def _simulation(
         self, rows: Sequence[PlanRow], gpus: int, low: Sequence[Workload], policy: str

@@ -132,8 +132,8 @@ class DaemonSettings:
 
 
 class SimulatedDaemon:
-    """A daemon with its GPU and its jobs. Whoever drives it lets the GPU's time pass, calls `finished` for each launch
-    that ends, and does what is due on the clock. held: see Gpu."""
+    """A daemon with its GPU and its jobs. The loop that drives it lets the GPU's time pass, calls `finished` for each
+    launch that ends, and does what is due on the clock. held: see Gpu."""
 
     def __init__(
         self,
