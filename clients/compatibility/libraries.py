@@ -159,15 +159,16 @@ def lightning_accumulates(train: Train) -> Any:
 
 @contextmanager
 def _own_accelerate() -> Iterator[None]:
-    """Inside, accelerate's settings (mixed precision), which it keeps in the process and its environment, are those of
+    """Inside, accelerate's settings (precision, accumulation), which it keeps in the process and its environment, are those of
     one script."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
 
     with patch.dict(os.environ):
         try:
             yield
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 @contextmanager

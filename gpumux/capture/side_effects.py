@@ -186,8 +186,11 @@ class SideEffects:
         return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
 
     def names(self) -> Iterator[str]:
-        """The names of the attributes and variables that hold a tensor of the trace now."""
-        return (place.name for place in self._places())
+        """The names of the attributes, variables and items of lists that hold a tensor of the trace now."""
+        yield from (place.name for place in self._places())
+        for label, items, old in self._lists:
+            if self._changed(items, old):
+                yield from (f"{label}[{i}]" for i, item in enumerate(items) if self._holds(item))
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's

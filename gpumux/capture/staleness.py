@@ -350,7 +350,7 @@ def of_job(name: str) -> Wording:
 
 _REPLACED = (
     "a module holds another tensor than it had: put that one back and write into it (copy_), or close the job and"
-    " submit the step again"
+    " submit the step again; a new buffer is taken over by job.load_state()"
 )
 
 

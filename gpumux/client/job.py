@@ -361,6 +361,7 @@ class Job:
             assert isinstance(choice, Choice)
         number = choice.program.number
         if number is None:
+            choice = self._keeping(function, batch, named, choice)
             number = self.upload(choice.program)
             self._progress.end()
         snapshots = self._recovery.snapshots
@@ -385,6 +386,21 @@ class Job:
         if choice.program.written:
             _answered(future)  # the script may read what the step wrote into its batch
         return future
+
+    def _keeping(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any], choice: Choice) -> Choice:
+        """A choice just captured, with the gradients kept that it leaves first and that it would read if it were called
+        again. A loop that steps the optimizer at every fourth batch, the first among them, adds to them from the second
+        on."""
+        entry, after = self._state.structure, choice.after(self._state.keep)
+        if not after.structure.dropped or entry.gradients or not isinstance(function, StepFunction):
+            return choice
+        again = function.choose(batch, named, after)
+        if isinstance(again, Choice):
+            return choice
+        self._local.keep_gradients(again.keep)
+        found = function.choose(batch, named, self._state)
+        assert isinstance(found, Choice)
+        return found
 
     def _send_drawing_step(
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool

@@ -100,12 +100,15 @@ class LocalModel:
         self.staleness.replaced(choice.program.replaces, before.structure, self._state.structure)
         if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
             self._fall_behind(choice.program, before.structure)
-        self.outside.stepped(bool(choice.program.replaces.model))
+        if self._table.only_read or self._table.written:
+            self.outside.stepped(bool(choice.program.replaces.model))
         if choice.program.undecided:
             self._undecided = before, future
 
     def follow_outside(self) -> None:
         """Find what the script changed of tensors of no model, and send it. Raises CaptureError."""
+        if not (self._table.only_read or self._table.written):
+            return
         self.outside.follow()
         if self.outside.changed:
             wanted = [b for b in self._remote.resident() if b in self.outside.changed]
