@@ -755,15 +755,20 @@ class StepFunction:
         return None
 
     def _attempt(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace | None:
-        """The trace with symbols, None if it fails or if the one with plain numbers does something else."""
+        """The trace with symbols, None if it fails or if the one with plain numbers does something else. What the first
+        leaves in variables stays there until the end of the other one, because the step's next call may read it."""
+        try:
+            return self._attempt_untidied(case, args, kwargs, state, may_change)
+        finally:
+            self._tracer.tidy()
+
+    def _attempt_untidied(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace | None:
         fingerprint = case.fingerprint
         try:
             with_symbols = self._trace_once(case, args, kwargs, state, may_change, symbols=True)
         except CaptureError as error:
             log.debug("%s: its numbers stay constants: %s", self.name, error)
             return None
-        finally:
-            self._tracer.tidy()
         known = not self._extend(fingerprint, with_symbols.executed)
         plain = self._trace_once(case, args, kwargs, state, expected=with_symbols.moved)
         if same_for_these_numbers(with_symbols, plain):
