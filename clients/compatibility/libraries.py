@@ -159,8 +159,8 @@ def lightning_accumulates(train: Train) -> Any:
 
 @contextmanager
 def _own_accelerate() -> Iterator[None]:
-    """Inside, accelerate's settings (precision, accumulation), which it keeps in the process and its environment, are those of
-    one script."""
+    """Inside, accelerate's settings (precision, accumulation), which it keeps in the process and its environment, are
+    those of one script."""
     from accelerate.state import AcceleratorState, GradientState
 
     with patch.dict(os.environ):

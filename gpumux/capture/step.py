@@ -474,11 +474,13 @@ class StepFunction:
         self._late: set[Variable] = set()  # numbers that no trace had watched before it ran
         self._warned = False
         self._first_changes: list[Change] | None = None  # None before the first trace
+        self._kept: dict[Variable, Change] = {}  # of the present call: what traces changed that were made once more
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
         missing. Raises CaptureError or a subclass. Does not change the job."""
         undo: list[Callable[[], None]] = []
+        self._kept.clear()
         for _ in range(MAX_TRACES):
             try:
                 return self._choose(args, kwargs, state)
@@ -489,6 +491,9 @@ class StepFunction:
                 if over.counts and self.microbatches > 1 and over.__cause__ is not None:
                     raise over.__cause__ from None
                 undo += over.undo
+                for change in over.changes:
+                    if change.variable is not None:
+                        self._kept.setdefault(change.variable, change)
                 over.apply()
             except CaptureError:
                 if undo:
@@ -724,6 +729,9 @@ class StepFunction:
                 try:
                     return self._trace_case(case, args, kwargs, state, may_change)
                 except Moves as moves:
+                    for variable in moves.variables:
+                        if variable in self._kept:  # it was counted already
+                            case.fingerprint.put(variable, self._kept.pop(variable).old)
                     self._moving.update(dict.fromkeys(moves.variables))
                     case.lift([*case.sources, *moves.variables])
                 finally:

@@ -496,7 +496,7 @@ class Tracer:
                 raw.executed, raw.on_batch = observer.found, on_batch
                 filled = self._settle(left, rec)
                 if filled:
-                    raise TraceOver(_nothing, [*filled, *(change.restore for change in changes)])
+                    raise TraceOver(_nothing, filled, changes=changes)
                 self._restorers += left.restorers()
             except TraceOver as over:
                 if not over.undo:

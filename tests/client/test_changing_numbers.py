@@ -478,3 +478,41 @@ def test_switches_are_as_before_where_a_capture_is_refused(endpoint: str) -> Non
     with pytest.raises(errors.DataDependent):
         client.submit(step, example=(X,), endpoint=endpoint)
     assert state.on is False
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 4, 3, 5, 5)])
+def test_a_step_that_counts_and_caches_a_mask_counts_each_call_once(lengths: tuple[int, ...], endpoint: str) -> None:
+    def make() -> Work:
+        made: Any = SimpleNamespace(calls=0, masks=0, mask=None)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            made.calls += 1
+            if made.mask is None or len(made.mask) != len(x):
+                made.mask = torch.tril(torch.ones(len(x), len(x)))
+                made.masks += 1
+            found: torch.Tensor = (made.mask @ x) * made.calls
+            return found
+
+        def loop(run: Callable[..., Any]) -> list[Any]:
+            return [(run(torch.ones(n, 2)), made.calls, made.masks, made.mask.shape) for n in lengths]
+
+        return work(step, loop, (torch.ones(lengths[0], 2),))
+
+    check(make, endpoint)
+
+
+def test_a_refused_step_that_counts_and_caches_a_mask_leaves_both_as_they_were(endpoint: str) -> None:
+    made: Any = SimpleNamespace(calls=0, mask=None)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        made.calls += 1
+        if made.mask is None:
+            made.mask = torch.tril(torch.ones(4, 4))
+        elif made.calls > 0:
+            x = x * float(x.sum())
+        found: torch.Tensor = made.mask @ x
+        return found
+
+    with pytest.raises(errors.DataDependent):
+        client.submit(step, example=(X,), endpoint=endpoint)
+    assert (made.calls, made.mask) == (0, None)

@@ -111,13 +111,14 @@ def test_another_step_that_reads_what_was_there_does_not_go_on_with_it(first: An
 
 @pytest.mark.parametrize("first", [0.0, 0, None])
 def test_a_step_that_counts_and_reads_the_tensor_of_the_last_call_is_refused(first: Any, endpoint: str) -> None:
-    meter = SimpleNamespace(average=first, count=0)
+    meter: Any = SimpleNamespace(average=first, count=0)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         before = meter.average if meter.average is not None else 1.0
         meter.average = 0.9 * before + 0.1 * x.mean()
         meter.count += 1
-        return x.sum() * meter.average
+        found: torch.Tensor = x.sum() * meter.average
+        return found
 
     with pytest.raises(errors.UnknownTensor, match="step"):
         client.submit(step, example=(X,), endpoint=endpoint)

@@ -11,7 +11,7 @@ from gpumux.capture import source
 from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.recorder import TraceRecord
 from gpumux.capture.state import UNRETURNED, Reading, StateTable, has_memory
-from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, UnknownTensor
 
 
@@ -154,12 +154,15 @@ def _counts(tensor: torch.Tensor) -> bool:
 
 class TraceOver(Exception):
     """The step must be traced anew, after `apply()`. `undo`: restores what the trace left, if the step can't be
-    captured. `counts`: tensors become numbers of each step. Never raised to users."""
+    captured. `counts`: tensors become numbers of each step. `changes`: what the trace changed in variables, which keep
+    their new values. Never raised to users."""
 
     def __init__(
-        self, apply: Callable[[], object], undo: Sequence[Callable[[], None]] = (), *, counts: bool = False
-    ) -> None:
+        self, apply: Callable[[], object], undo: Sequence[Callable[[], None]] = (), *, counts: bool = False,
+        changes: Sequence[Change] = (),
+    ) -> None:  # fmt: skip
         super().__init__("traced once more")
         self.apply = apply
-        self.undo = undo
+        self.undo = [*undo, *(change.restore for change in changes)]
         self.counts = counts
+        self.changes = changes

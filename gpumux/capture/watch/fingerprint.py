@@ -302,6 +302,13 @@ class Fingerprint:
         ]
         return {name: _variable(watch, name) for name in names}
 
+    def put(self, variable: Variable, value: Number) -> None:
+        """Set a variable that holds a number."""
+        for watch, reading in zip(self.watches, self.read(), strict=True):
+            for i, name in watch.numbers(reading):
+                if _variable(watch, name) == variable:
+                    watch.put(i, value)  # type: ignore[misc]
+
     def switched(self, before: list[Reading]) -> list[Switch]:
         """The variables that held True or False in an earlier reading and hold the other one now. A step may change
         them: there are few combinations of them, so its captures end."""
