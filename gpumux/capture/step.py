@@ -496,16 +496,20 @@ class StepFunction:
                         self._kept.setdefault(change.variable, change)
                 over.apply()
             except CaptureError:
-                if undo:
-                    self._first_changes = None
-                for restore in reversed(undo):
-                    restore()
+                self._undo(undo)
                 raise
             self._cases.clear()
+        self._undo(undo)
         raise NotRepeatable(
             f"{self.name} makes tensors that it keeps anew each time it is traced",
             "make them before you submit, or in each step without keeping them",
         )
+
+    def _undo(self, undo: Sequence[Callable[[], None]]) -> None:
+        if undo:
+            self._first_changes = None
+        for restore in reversed(undo):
+            restore()
 
     @without_collection()
     def confirmed(self, capture: Callable[[], T]) -> T:

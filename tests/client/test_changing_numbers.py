@@ -516,3 +516,15 @@ def test_a_refused_step_that_counts_and_caches_a_mask_leaves_both_as_they_were(e
     with pytest.raises(errors.DataDependent):
         client.submit(step, example=(X,), endpoint=endpoint)
     assert (made.calls, made.mask) == (0, None)
+
+
+def test_a_refused_step_that_makes_one_more_tensor_each_time_leaves_none_of_them(endpoint: str) -> None:
+    history: dict[int, torch.Tensor] = {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        history[len(history)] = torch.zeros(2)
+        return x * 2
+
+    with pytest.raises(errors.NotRepeatable, match="anew each time"):
+        client.submit(step, example=(X,), endpoint=endpoint)
+    assert not history
