@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.arrays import tensor_over
 from gpumux.capture.batch.containers import flatten
-from gpumux.capture.batch.description import Numbers, batch_key, other_batch
 from gpumux.capture.batch.effects import (
     LeftOnBatch,
     WrittenInput,
+    refuse_gradient,
     refuse_old_gradient,
     refuse_shared,
 )
@@ -28,165 +30,136 @@ from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
-from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
-    HostResult,
     RawTrace,
     SkippedStep,
-    TensorResult,
     TraceAgain,
     Tracer,
     ValueCheck,
+    first_difference,
     refuse_odd_tensors,
+    same_but_for_the_optimizer,
+    same_for_these_numbers,
     without_collection,
 )
 from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.indices import BatchCheck
-from gpumux.program.ir import Op, ScalarRef, TensorRef
+from gpumux.program.ir import Op
 from gpumux.program.validate import written_storages
 
-# ---- comparing two traces of one step
+# ---- batches
 
 
-def first_difference(a: RawTrace, b: RawTrace) -> str | None:
-    """How two traces of one step differ, None when they are the same."""
-    for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
-        one, other = ((o.target, o.args, o.kwargs, o.outs, o.random) for o in (x, y))
-        if one != other and repr(one) != repr(other):  # repr, because nan equals no other nan
-            return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
-    if len(a.record.ops) != len(b.record.ops):
-        longer = a if len(a.record.ops) > len(b.record.ops) else b
-        op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
-        return (
-            f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where}"
-            " is extra"
-        )
-    for s, t in zip(a.record.storages, b.record.storages, strict=False):
-        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
-            return "a constant made inside the step has another value each time"
-    if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
-        return "the sizes or the hyperparameter formulas differ"
-    if (
-        a.result_spec != b.result_spec
-        or _results(a) != _results(b)
-        or a.gradients != b.gradients
-        or a.replaced != b.replaced
-        or a.moved_data != b.moved_data
-        or a.on_batch != b.on_batch
-    ):
-        return "what the step returns or leaves behind differs"
-    return None
+_PLAIN = frozenset({torch.Tensor})
+_NUMBERS = frozenset({int, float, str})
+_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
 
 
-def same_but_for_the_optimizer(a: RawTrace, b: RawTrace) -> bool:
-    """Whether two traces of a step from different structures are the same but for operators that torch.optim's own code
-    runs, which are repeatable."""
-    return (
-        a.result_spec == b.result_spec
-        and _results_kinds(a) == _results_kinds(b)
-        and a.gradients.keys() == b.gradients.keys()
-        and _script_operators(a.record) == _script_operators(b.record)
+def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
+    """The tensor itself. Raises CaptureError if its bytes can't lie in shared memory with its own strides, which
+    matter because kernels may choose their order of summation by strides."""
+    if tensor.is_contiguous():
+        return tensor
+    span, expected = 1, 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride < expected:  # overlapping windows (unfold)
+                raise _unlayable(position, "its elements overlap in memory")
+            expected = stride * size
+            span += (size - 1) * stride
+    if span > 8 * max(1, tensor.numel()) and span > 1 << 20:
+        raise _unlayable(position, f"it is spread over {span * tensor.element_size()} bytes")
+    return tensor
+
+
+def _unlayable(position: int, why: str) -> CaptureError:
+    return CaptureError(
+        f"tensor {position} of the batch can't be laid into shared memory as it is: {why}",
+        "pass .contiguous() (and do so in runs you compare with)",
     )
 
 
-def _script_operators(record: TraceRecord) -> list[Any]:
-    """The operators that are not the optimizer's own, with temporary storages numbered in the order of their use."""
-    numbers: dict[int, int] = {}
-
-    def view(index: int) -> Any:
-        found = record.views[index]
-        storage = record.storages[found.storage]
-        key = storage.key if storage.kind != "temp" else numbers.setdefault(found.storage, len(numbers))
-        return storage.kind, key, found.dtype, found.size, found.stride, found.offset
-
-    def described(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return view(value.view)
-        if isinstance(value, ScalarRef):
-            return str(record.scalars[value.index])
-        if isinstance(value, tuple):
-            return tuple(map(described, value))
-        return repr(value) if isinstance(value, float) else value  # because nan equals no other nan
-
-    def outs(value: Any) -> Any:
-        return tuple(map(outs, value)) if isinstance(value, tuple) else value if value is None else view(value)
-
-    return [
-        (op.target, op.where, described(op.args), described(op.kwargs), outs(op.outs), op.random)
-        for op in record.ops
-        if not op.by_optimizer
-    ]
+Numbers = tuple[tuple[int, Any], ...]
 
 
-def _results_kinds(raw: RawTrace) -> list[Any]:
-    return [type(r) if isinstance(r, (TensorResult, HostResult)) else repr(r) for r in raw.results]
+def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
+    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
+    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
+    constant."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        key: list[Any] = []
+        for i, t in enumerate(args):
+            if not t.is_contiguous():
+                layable(t, i)
+            requires_grad = t.requires_grad
+            if requires_grad:
+                refuse_gradient(t, i)
+            key.append((t.dtype, t.shape, t.stride(), requires_grad))
+        return (*key, *_repeated(args)), list(args), ()
+    leaves, spec = flatten((args, kwargs), hiding=True)
+    tensors: list[torch.Tensor] = []
+    arrays: dict[int, torch.Tensor] = {}
+    parts: list[Any] = [str(spec)]
+    numbers: list[tuple[int, Any]] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(layable(leaf, len(tensors)))
+            t = tensors[-1]
+            if t.requires_grad:
+                refuse_gradient(t, len(tensors) - 1)
+            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        elif type(leaf) in _NUMBERS:
+            parts.append(type(leaf))
+            numbers.append((i, leaf))
+        elif type(leaf) in _ARRAYS:
+            t = arrays.get(id(leaf))
+            if t is None:
+                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
+            tensors.append(t)
+            parts.append(("array", t.dtype, t.shape, t.stride()))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            parts.append((type(leaf), repr(leaf)))
+        else:
+            raise CaptureError(
+                f"the batch holds a {type(leaf).__name__}",
+                "pass tensors, arrays, numbers, strings and containers of them",
+            )
+    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
 
 
-def _brief(op: RawOp) -> str:
-    shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
-    return f"{op.target.removeprefix('aten.')}{shown or ''}"
+def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
+    does with query and key. Empty if all are different."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first: dict[int, int] = {}
+    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
 
 
-def _results(raw: RawTrace) -> list[str]:
-    return [
-        f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r)
-        for r in raw.results
-    ]
-
-
-def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
-    """Whether two traces of a step do the same, when each formula counts as its value."""
-    same: bool = _described(symbolic) == _described(plain)
-    return same
-
-
-def _described(raw: RawTrace) -> Any:
-    record = raw.record
-
-    def value(arg: Any) -> Any:
-        if isinstance(arg, ScalarRef):
-            return repr(record.scalars[arg.index].value)
-        if isinstance(arg, tuple):
-            return tuple(map(value, arg))
-        return repr(arg)
-
-    def named(target: str, kwargs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        usual = _defaults(target) if kwargs else {}
-        return [(k, v) for k, arg in kwargs if (v := value(arg)) != usual.get(k)]
-
-    ops = [
-        (op.target, tuple(map(value, op.args)), named(op.target, op.kwargs), op.outs, op.random) for op in record.ops
-    ]
-    results = [
-        ("view", view) if (view := getattr(r, "view", None)) is not None else repr(getattr(r, "expr", _Plain(r)).value)
-        for r in raw.results
-    ]
-    groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
-    storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
-    return (
-        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
-        raw.moved,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """A constant, as a formula is."""
-
-    value: Any
-
-
-def _defaults(target: str) -> Mapping[str, str]:
-    _, packet, overload = target.split(".")
-    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
-    return {a.name: repr(a.default_value) for a in schema.arguments if a.has_default_value()}
+def _other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """How the description of a batch differs from that of another one."""
+    if len(old) != len(new):
+        return "another structure of the batch"
+    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(before, type) and isinstance(now, type):
+        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
+    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
+    if all(tensors):
+        if before[0] != now[0]:
+            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
+        if before[1] != now[1]:
+            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
+        return "a batch tensor with other strides, or that requires grad where it did not"
+    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
+        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
+    return "another structure of the batch"
 
 
 def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
@@ -195,7 +168,7 @@ def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
     return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
 
 
-# ---- limits
+# ---- Programs, cases and their choice
 
 
 log = logging.getLogger("gpumux.client")
@@ -348,7 +321,7 @@ class Case:
     def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return other_batch(self.key, key)
+            return _other_batch(self.key, key)
         moved = self._moved(numbers)
         if moved:
             old, now = dict(self.numbers)[moved[0]], dict(numbers)[moved[0]]

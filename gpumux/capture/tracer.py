@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
-from gpumux.capture.recorder import Recorder, TraceRecord
+from gpumux.capture.recorder import RawOp, Recorder, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers, SideEffects
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
@@ -40,7 +40,7 @@ from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
-from gpumux.program.ir import ITEM_BYTES
+from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
 
 # ---- refusals of batches, and of what a trace did
 
@@ -334,6 +334,146 @@ class RawTrace:
     on_batch: list[LeftOnBatch] = field(default_factory=list)
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
+
+
+# ---- comparing two traces of one step
+
+
+def first_difference(a: RawTrace, b: RawTrace) -> str | None:
+    """How two traces of one step differ, None when they are the same."""
+    for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
+        one, other = ((o.target, o.args, o.kwargs, o.outs, o.random) for o in (x, y))
+        if one != other and repr(one) != repr(other):  # repr, because nan equals no other nan
+            return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
+    if len(a.record.ops) != len(b.record.ops):
+        longer = a if len(a.record.ops) > len(b.record.ops) else b
+        op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
+        return (
+            f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where}"
+            " is extra"
+        )
+    for s, t in zip(a.record.storages, b.record.storages, strict=False):
+        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
+            return "a constant made inside the step has another value each time"
+    if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
+        return "the sizes or the hyperparameter formulas differ"
+    if (
+        a.result_spec != b.result_spec
+        or _results(a) != _results(b)
+        or a.gradients != b.gradients
+        or a.replaced != b.replaced
+        or a.moved_data != b.moved_data
+        or a.on_batch != b.on_batch
+    ):
+        return "what the step returns or leaves behind differs"
+    return None
+
+
+def same_but_for_the_optimizer(a: RawTrace, b: RawTrace) -> bool:
+    """Whether two traces of a step from different structures are the same but for operators that torch.optim's own code
+    runs, which are repeatable."""
+    return (
+        a.result_spec == b.result_spec
+        and _results_kinds(a) == _results_kinds(b)
+        and a.gradients.keys() == b.gradients.keys()
+        and _script_operators(a.record) == _script_operators(b.record)
+    )
+
+
+def _script_operators(record: TraceRecord) -> list[Any]:
+    """The operators that are not the optimizer's own, with temporary storages numbered in the order of their use."""
+    numbers: dict[int, int] = {}
+
+    def view(index: int) -> Any:
+        found = record.views[index]
+        storage = record.storages[found.storage]
+        key = storage.key if storage.kind != "temp" else numbers.setdefault(found.storage, len(numbers))
+        return storage.kind, key, found.dtype, found.size, found.stride, found.offset
+
+    def described(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return view(value.view)
+        if isinstance(value, ScalarRef):
+            return str(record.scalars[value.index])
+        if isinstance(value, tuple):
+            return tuple(map(described, value))
+        return repr(value) if isinstance(value, float) else value  # because nan equals no other nan
+
+    def outs(value: Any) -> Any:
+        return tuple(map(outs, value)) if isinstance(value, tuple) else value if value is None else view(value)
+
+    return [
+        (op.target, op.where, described(op.args), described(op.kwargs), outs(op.outs), op.random)
+        for op in record.ops
+        if not op.by_optimizer
+    ]
+
+
+def _results_kinds(raw: RawTrace) -> list[Any]:
+    return [type(r) if isinstance(r, (TensorResult, HostResult)) else repr(r) for r in raw.results]
+
+
+def _brief(op: RawOp) -> str:
+    shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
+    return f"{op.target.removeprefix('aten.')}{shown or ''}"
+
+
+def _results(raw: RawTrace) -> list[str]:
+    return [
+        f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r)
+        for r in raw.results
+    ]
+
+
+def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
+    """Whether two traces of a step do the same, when each formula counts as its value."""
+    same: bool = _described(symbolic) == _described(plain)
+    return same
+
+
+def _described(raw: RawTrace) -> Any:
+    record = raw.record
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, ScalarRef):
+            return repr(record.scalars[arg.index].value)
+        if isinstance(arg, tuple):
+            return tuple(map(value, arg))
+        return repr(arg)
+
+    def named(target: str, kwargs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        usual = _defaults(target) if kwargs else {}
+        return [(k, v) for k, arg in kwargs if (v := value(arg)) != usual.get(k)]
+
+    ops = [
+        (op.target, tuple(map(value, op.args)), named(op.target, op.kwargs), op.outs, op.random) for op in record.ops
+    ]
+    results = [
+        ("view", view) if (view := getattr(r, "view", None)) is not None else repr(getattr(r, "expr", _Plain(r)).value)
+        for r in raw.results
+    ]
+    groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
+    storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
+    return (
+        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
+        raw.moved,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A constant, as a formula is."""
+
+    value: Any
+
+
+def _defaults(target: str) -> Mapping[str, str]:
+    _, packet, overload = target.split(".")
+    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
+    return {a.name: repr(a.default_value) for a in schema.arguments if a.has_default_value()}
+
+
+# ---- the tracer
 
 
 @contextmanager
