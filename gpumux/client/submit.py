@@ -31,9 +31,11 @@ def submit(
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
-    step: the loop body, called as `step(*example)`. It may use any tensor of `model` and `optimizer`,
-        by any reference; other tensors must be arguments. It returns any pytree of tensors.
-    example: the arguments as a tuple (or a dict of named ones, or one tensor), with real shapes.
+    step: the loop body, called as `step(*example)`. It may use any tensor of `model` and `optimizer`, by any reference,
+        and other tensors that its variables hold (docs/plain-loop.md, "Tensors outside"). It returns any pytree of
+        tensors.
+    example: the arguments as a tuple (or a dict of named ones, or one tensor), with real shapes. Besides tensors they
+        may be numpy arrays, numbers, texts, and containers and objects that hold such values.
     model, optimizer: one or a sequence; an optimizer that another one holds is submitted with it. Without an optimizer
         the job is an inference job. A model may lie on the CPU or on one GPU, whatever the daemon's device is. Results,
         and the state that sync() fetches, go to the model's device. Names of GPUs inside the step mean the job's
