@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -319,6 +320,12 @@ def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
 
 
+class Followed(list[torch.Tensor]):
+    """Tensors of no model that a captured step met. A tensor that another one replaces is replaced here as well."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class StateTable:
     """The buffers of a job, and the local tensors that lie on them."""
 
@@ -339,6 +346,7 @@ class StateTable:
         self.written: list[tuple[str, torch.Tensor]] = []
         self.counters: list[tuple[str, torch.Tensor]] = []  # of those, the ones that are numbers of each step
         self.holders_outside: dict[tuple[int, Any], tuple[Any, Any, torch.Tensor]] = {}  # (owner, key, tensor)
+        self.followed: weakref.WeakSet[Followed] = weakref.WeakSet()
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -468,6 +476,7 @@ class StateTable:
         self._former[old] = place
         for found in (self.tensors, self.only_read, self.written):
             found[:] = [(name, new if tensor is old else tensor) for name, tensor in found]
+        self._replace_followed({id(old): new})
         self._known[id(new)] = new.untyped_storage()._cdata
         return True
 
@@ -737,7 +746,12 @@ class StateTable:
                 self.holders_outside[key] = (space, name, news[id(tensor)])
         self.written = [(name, news.get(id(tensor), tensor)) for name, tensor in self.written]
         self.tensors = [(name, news.get(id(tensor), tensor)) for name, tensor in self.tensors]
+        self._replace_followed(news)
         return [(old, new) for old, new, _, _ in found]
+
+    def _replace_followed(self, news: Mapping[int, torch.Tensor]) -> None:
+        for tensors in self.followed:
+            tensors[:] = [news.get(id(tensor), tensor) for tensor in tensors]
 
     def holders(self, place: Place) -> int:
         """The number of module attributes that hold the tensor at this place."""

@@ -886,7 +886,8 @@ class StepFunction:
             record = phase.raw.record
             storages = frozenset[int]().union(*(op.writes for op in record.ops))
             written = {buffer for buffer, storage in record.state_storage.items() if storage in storages}
-            self._tracer.outside.written_by(written | {place.buffer for place, _ in phase.raw.replaced})
+            given = {place.buffer for place, _ in [*phase.raw.replaced, *phase.raw.moved_data]}
+            self._tracer.outside.written_by(written | given)
         lowered = lower(
             phase.raw, self._table, state.keep, clients_generator=self._clients_generator, constants=self._constants
         )

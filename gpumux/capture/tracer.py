@@ -185,7 +185,6 @@ def refuse_new_memory(rec: Recorder, table: StateTable, fn: Callable[..., Any]) 
     there in the trace. Giving a tensor of the script any other memory, or swapping it with another, raises
     CaptureError. The local tensors stay as they are."""
     tracing = threading.get_ident()
-    mine = {id(tensor) for _, tensor in table.tensors}
 
     def of_the_script(tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and not rec.is_host(tensor)
@@ -209,7 +208,8 @@ def refuse_new_memory(rec: Recorder, table: StateTable, fn: Callable[..., Any]) 
             return True
         alike = (to.shape, to.stride(), to.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
         made = rec.record.storages[rec.record.views[rec.view_of(to)].storage].kind in ("temp", "const")
-        if id(tensor) in mine and alike and made:
+        mine = any(tensor is one for _, one in [*table.tensors, *table.only_read])
+        if mine and alike and made:
             rec.move(tensor, to)
             return True
         return False
@@ -874,7 +874,8 @@ class Tracer:
         for tensor, to in rec.moved:
             place = self.table.place(tensor)
             assert place is not None, "only tensors of the job are moved"
-            names = [name for name, other in self.table.tensors if self.table.place(other) == place]
+            tensors = [*self.table.tensors, *self.table.only_read]
+            names = [name for name, other in tensors if self.table.place(other) == place]
             if len(names) > 1:
                 raise CaptureError(
                     f"the step sets .data of one of {' and '.join(names)}, which share memory",

@@ -375,6 +375,64 @@ def test_what_a_step_writes_the_script_reads_and_overwrites(anew: bool, endpoint
     assert [i for i, (a, b) in enumerate(zip(plain, found, strict=True)) if not torch.equal(a, b)] == []
 
 
+class Averages:
+    """Averages of a model's weights in tensors of its own, and a counter by which the step decides."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(6, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.count = 0
+        self.dictionary = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.copy = copy.deepcopy(self.model).requires_grad_(False)
+
+    def step(self, x: Tensor, *, sets_data: bool) -> Tensor:
+        loss: Tensor = self.model(x * 2 if self.count % 3 == 2 else x).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.count += 1
+        for name, p in self.model.named_parameters():
+            if sets_data:
+                other = self.copy.get_parameter(name)
+                other.data = other.data * 0.9 + p.data * 0.1
+            else:
+                self.dictionary[name] = self.dictionary[name] * 0.9 + p.detach() * 0.1
+        return loss.detach()
+
+    def state(self) -> list[Tensor]:
+        tensors = [*self.model.parameters(), *self.dictionary.values(), *self.copy.parameters()]
+        return [t.detach().clone() for t in tensors]
+
+
+@pytest.mark.parametrize("sets_data", [False, True], ids=["bound anew", "data set"])
+def test_averages_go_on_where_the_step_is_captured_again_for_another_decision(sets_data: bool, endpoint: str) -> None:
+    plain, mine = Averages(), Averages()
+    example = {"x": X, "sets_data": sets_data}
+    with client.submit(
+        mine.step, example=example, model=mine.model, optimizer=mine.optimizer, endpoint=endpoint
+    ) as job:
+        for i in range(7):
+            assert torch.equal(job.step(X + i, sets_data=sets_data).result(), plain.step(X + i, sets_data=sets_data))
+            if i == 4:
+                assert all(map(torch.equal, mine.state(), plain.state()))
+    assert all(map(torch.equal, mine.state(), plain.state()))
+
+
+def test_data_of_one_of_two_tensors_outside_that_share_memory_is_not_set(endpoint: str) -> None:
+    whole = torch.ones(2, 3)
+    held = {"whole": whole, "same": whole.view(2, 3)}
+
+    def step(x: Tensor) -> Tensor:
+        found = x[:2, :3] * held["whole"] + held["same"]
+        held["whole"].data = held["whole"].data * 2
+        return found
+
+    with pytest.raises(errors.CaptureError, match="share"):
+        client.submit(step, example=(X,), endpoint=endpoint)
+    assert torch.equal(whole, torch.ones(2, 3))
+
+
 def test_a_step_that_keeps_the_graph_in_a_variable_is_refused(endpoint: str) -> None:
     model, total = nn.Linear(6, 3), torch.zeros(())
 

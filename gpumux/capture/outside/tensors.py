@@ -34,7 +34,7 @@ from gpumux.capture.fetching import (
     without_fetching,
     without_modes,
 )
-from gpumux.capture.state import Part, StateTable, has_memory
+from gpumux.capture.state import Followed, Part, StateTable, has_memory
 from gpumux.capture.watch.checksums import Checksums
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.watches import gradients_there, gradients_wanted
@@ -241,7 +241,8 @@ class Outside:
                     held[name] = tensor
                 elif found is not None:
                     self._shared.add(found[0])  # by a view
-            met = [t for t in {id(t): t for t in held.values()}.values() if table.param_index(t) is None]
+            met = Followed(t for t in {id(t): t for t in held.values()}.values() if table.param_index(t) is None)
+            table.followed.add(met)
             fingerprint.watch_also([gradients_wanted(met), gradients_there(met)])
             followed: set[int] = set()
             for owner, key in _places(fingerprint, held):
