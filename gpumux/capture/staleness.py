@@ -326,7 +326,11 @@ def _added(name: str, what: str) -> StaleGradient:
 
 
 _NESTED = (dict, list, tuple)
-_VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # for `map`, without a Python call each
+_VERSION, _STATE, _SHAPE = (
+    attrgetter("_version"),
+    attrgetter("state"),
+    attrgetter("shape"),
+)  # for `map`, without a Python call each
 
 
 class Wording(NamedTuple):
@@ -465,7 +469,7 @@ class StalenessHooks:
             self._inner = [t for t in self._inner if table.lookup(t) is not None]
             if pairs:
                 self._tensors = [t for _, t in table.tensors]
-                self._model = self._model_now()
+                self._model, self._layouts = self._model_now(), self._layouts_now()
                 for _, new in pairs if Part.MODEL in self.stale else ():
                     self.mark_stale(new, Part.MODEL)
 
@@ -596,8 +600,10 @@ class StalenessHooks:
         for tensor, _ in held:
             unmark(tensor)
         self.stale = frozenset()
+        failed = writes  # what was refused still counts as a write
         try:
             yield
+            failed = False
         finally:
             self.stale = behind
             for tensor, one in held:
@@ -606,8 +612,9 @@ class StalenessHooks:
                 for optimizer, state in zip(self._table.optimizers, states, strict=True):
                     optimizer.state = state
             watch_modules(self, Part.MODEL in behind)
-            with without_fetching():
-                self._take_present()
+            if not failed:
+                with without_fetching():
+                    self._take_present()
 
     # ---- local writes
 
@@ -616,7 +623,7 @@ class StalenessHooks:
         if Part.MODEL in parts:
             self._tensors = [t for _, t in self._table.tensors]
             self._stateless = not (self._tensors or self._table.optimizers or self._table.models)
-            self._model = self._model_now()
+            self._model, self._layouts = self._model_now(), self._layouts_now()
         if Part.OPTIMIZER not in parts or Part.OPTIMIZER in self.stale:
             return  # a state put in the place of a stale one still counts as a write
         self._states = [o.state for o in self._table.optimizers]
@@ -644,6 +651,10 @@ class StalenessHooks:
     def _model_now(self) -> tuple[list[int], list[int]]:
         """(versions, addresses) of parameters and buffers."""
         return list(map(_VERSION, self._tensors)), list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _layouts_now(self) -> list[Any]:
+        """Of parameters and buffers. While these are stale, no script changes it: it would touch them."""
+        return [*map(_SHAPE, self._tensors), *map(torch.Tensor.stride, self._tensors)]
 
     def _optimizer_now(self) -> tuple[list[int], list[int]]:
         inner = self._inner
@@ -679,6 +690,7 @@ class StalenessHooks:
         at = next(i for i, tensor in enumerate(self._tensors) if tensor is old)
         self._tensors[at] = new
         self._model[0][at], self._model[1][at] = new._version, new.data_ptr()
+        self._layouts = self._layouts_now()
         self._sums[Part.MODEL].replace(old.untyped_storage(), new.untyped_storage())
 
     def check_writes(self, *, bytes_too: bool = False) -> None:
@@ -693,7 +705,7 @@ class StalenessHooks:
             if counted:
                 self._refuse_another_job()
             written = addresses != self._model[1] or self._table.replaced() or self._optimizer_written()
-            written = written or (counted and Part.MODEL in self.stale)
+            written = written or (counted if Part.MODEL in self.stale else self._layouts_now() != self._layouts)
             if Part.OPTIMIZER not in self.stale and not written:
                 counted = counted or self._optimizer_now()[0] != self._optimizer[0]
             if written or ((bytes_too or counted) and any(s.changed() for s in self._sums.values())):

@@ -326,6 +326,15 @@ class Followed(list[torch.Tensor]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
+def _extent(tensor: torch.Tensor) -> Any:
+    """What must stay while a tensor gets other memory."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, Any]:
+    return tensor.untyped_storage()._cdata, _extent(tensor)
+
+
 class StateTable:
     """The buffers of a job, and the local tensors that lie on them."""
 
@@ -370,7 +379,7 @@ class StateTable:
         ]
         self._collect()
         self._merge([t for _, t in self.tensors], [n for n, _ in self.tensors])
-        self._known = {id(t): t.untyped_storage()._cdata for _, t in self.tensors}
+        self._known = {id(t): _memory(t) for _, t in self.tensors}
 
     def _collect(self) -> None:
         seen: set[int] = set()
@@ -436,11 +445,17 @@ class StateTable:
     def add_outside(self, name: str, tensor: torch.Tensor) -> None:
         """Enter a tensor of no model, which steps read. Raises CaptureError."""
         self._check(name, tensor)
+        if self.lookup(tensor) is None and (over := self._over_state(tensor)):
+            raise CaptureError(
+                f"{name} lies in the memory of {over} without torch's knowledge (by way of numpy or DLPack), and the"
+                " daemon's copies of the two would be apart",
+                f"let the step use {over} itself, or a view of it that torch made",
+            )
         taken = {known for known, _ in [*self.tensors, *self.only_read]}
         name = next(one for i in itertools.count() if (one := name if i == 0 else f"{name} ({i})") not in taken)
         self._merge([tensor], [name])
         self.only_read.append((name, tensor))
-        self._known[id(tensor)] = tensor.untyped_storage()._cdata
+        self._known[id(tensor)] = _memory(tensor)
 
     def make_state(self, buffers: Collection[int]) -> list[tuple[str, torch.Tensor]]:
         """Make the tensors that lie on these buffers, and that steps only read so far, part of the job's state. Returns
@@ -471,22 +486,46 @@ class StateTable:
         place = self.place(old)
         if place is None or old.requires_grad or new.device != old.device or self.lookup(new) is not None:
             return False
+        if self._over_state(new):
+            return False
         if not self._move(old.untyped_storage()._cdata, new.untyped_storage()):
             return False
         self._former[old] = place
         for found in (self.tensors, self.only_read, self.written):
             found[:] = [(name, new if tensor is old else tensor) for name, tensor in found]
         self._replace_followed({id(old): new})
-        self._known[id(new)] = new.untyped_storage()._cdata
+        self._known[id(new)] = _memory(new)
         return True
 
     def moved(self, tensor: torch.Tensor) -> bool:
-        """Follow a tensor of no model whose `.data` was set. False if its new memory does not fit."""
-        before, now = self._known[id(tensor)], tensor.untyped_storage()
-        if before != now._cdata and not (before in self._where and self._move(before, now)):
+        """Follow a tensor whose `.data` was set to memory of its own. False if that does not fit, if it is another
+        tensor's of the job, or if the tensor has another shape or other strides."""
+        before, known = self._known[id(tensor)]
+        now = tensor.untyped_storage()
+        if known != _extent(tensor):
             return False
-        self._known[id(tensor)] = now._cdata
+        if before != now._cdata:
+            taken = self.lookup(tensor) is not None or self._over_state(tensor)
+            if taken or not (before in self._where and self._move(before, now)):
+                return False
+        self._known[id(tensor)] = _memory(tensor)
         return True
+
+    def _over_state(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor of the job's state in whose memory this one lies by another storage, "" for none: the
+        daemon's copies would share none. Storages that torch made itself lie in memory of their own."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or storage.resizable():
+            return ""
+        start = storage.data_ptr()
+        end = start + storage.nbytes()
+        for name, other in self.tensors:
+            one = other.untyped_storage()
+            if one._cdata != storage._cdata and one.device == storage.device:
+                first = one.data_ptr()
+                if first < end and start < first + one.nbytes():
+                    return name
+        return ""
 
     def _merge(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Give each group of overlapping storages one buffer."""
@@ -695,19 +734,22 @@ class StateTable:
                 )
             if self._follow(tensor, tensor) is None:
                 raise CaptureError(
-                    f"{name} lies in memory of another size than when the job was submitted",
+                    f"{name} has another shape, other strides, or memory of another size or of another tensor than when"
+                    " the job was submitted",
                     "close the job and submit the step again",
                 )
 
     def _follow(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """Let the storage of `new` replace that of `old`. Returns `new`, or None if it does not fit."""
-        before = self._known[id(old)]
+        if new is old:
+            return new if self.moved(new) else None
+        before = self._known[id(old)][0]
         alike = (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride())
         if self.lookup(new) is None and not (
             alike and before in self._where and self._move(before, new.untyped_storage())
         ):
             return None
-        self._known[id(new)] = new.untyped_storage()._cdata
+        self._known[id(new)] = _memory(new)
         return new
 
     def replace_tensors(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -732,7 +774,7 @@ class StateTable:
             self.buffers[place.buffer].home = [(memory, 0)]
             self._where[memory._cdata] = (place.buffer, memory.nbytes(), 0)
             self._at = {p: t for p, t in self._at.items() if p.buffer != place.buffer}
-            self._known[id(new)] = memory._cdata
+            self._known[id(new)] = _memory(new)
             self._former[old] = place
         news = {id(old): new for old, new, _, _ in found}
         for i, (owner, name, tensor) in enumerate(self._slots):

@@ -34,13 +34,13 @@ from gpumux.capture.fetching import (
     without_fetching,
     without_modes,
 )
-from gpumux.capture.state import Followed, Part, StateTable, has_memory
+from gpumux.capture.state import Followed, Part, Place, StateTable, has_memory
 from gpumux.capture.watch.checksums import Checksums
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.watches import gradients_there, gradients_wanted
 from gpumux.errors import CaptureError
 
-_VERSION, _BASE = attrgetter("_version"), attrgetter("_base")
+_VERSION, _BASE, _SHAPE = attrgetter("_version"), attrgetter("_base"), attrgetter("shape")
 _TENSOR: Any = torch.Tensor
 _use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
 _ALONE = _use_count(torch.empty(0))  # of a tensor that one Python object holds
@@ -201,6 +201,9 @@ class Outside:
         self._watching = False
         self._read: list[torch.Tensor] = []
         self._seen: tuple[list[int], list[int]] = ([], [])  # versions and addresses
+        self._layouts: list[Any] = []  # shapes and strides
+        # Other tensors of variables over memory of the job, by fingerprint.
+        self._views: dict[Fingerprint, list[tuple[str, torch.Tensor, Place]]] = {}
         self._sums = Checksums()  # of what may have been written unseen: all while they are plain
         self._owners: tuple[list[Any], list[Any], list[torch.Tensor]] = ([], [], [])
         self._has: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -220,12 +223,13 @@ class Outside:
 
     @property
     def any(self) -> bool:
-        return bool(self._table.only_read or self._table.written)
+        return bool(self._table.only_read or self._table.written or self._views)
 
     def note(self, fingerprint: Fingerprint) -> None:
         """Note where the variables of a captured step hold these tensors, and have it watch which of them require grad
         or have a gradient."""
         table = self._table
+        self._note_views(fingerprint)
         if not self.any:
             return
         self._take_present()
@@ -256,6 +260,20 @@ class Outside:
                     if found is not None:
                         self._shared.add(found[0])
             self._take_holders()
+
+    def _note_views(self, fingerprint: Fingerprint) -> None:
+        """Note where in the job's memory the other tensors lie that variables hold. Their values follow, and which
+        memory they are over must stay."""
+        table = self._table
+        known = [t for _, t in [*table.tensors, *table.only_read]]
+        whole = set(map(id, known))
+        with without_fetching():
+            buffers = {found[0] for t in known if (found := table.lookup(t)) is not None}
+            self._views.pop(fingerprint, None)
+            for name, tensor, _ in fingerprint.named_tensors():
+                place = table.place(tensor) if id(tensor) not in whole else None
+                if place is not None and place.buffer in buffers:
+                    self._views.setdefault(fingerprint, []).append((name, tensor, place))
 
     def written_by(self, buffers: Iterable[int]) -> None:
         """A step writes these buffers: what lies there is state of the job from now on. Raises CaptureError."""
@@ -320,7 +338,7 @@ class Outside:
     def _take_present(self) -> None:
         self._read = [t for _, t in self._table.only_read]
         with without_fetching():
-            self._seen = self._now()
+            self._seen, self._layouts = self._now(), self._layouts_now()
             if self._watching:
                 self._sums.renew()
             else:
@@ -339,6 +357,9 @@ class Outside:
             versions = [0 if t.is_inference() else t._version for t in self._read]
         return versions, list(map(torch.Tensor.data_ptr, self._read))
 
+    def _layouts_now(self) -> list[Any]:
+        return [*map(_SHAPE, self._read), *map(torch.Tensor.stride, self._read)]
+
     def prepare(self, fingerprint: Fingerprint) -> None:
         """Make the tensors plain and up to date, for a trace. Raises CaptureError, or StaleState."""
         self.follow()
@@ -356,6 +377,7 @@ class Outside:
         if not self.any:
             return
         with without_fetching():
+            self._follow_views()
             owners, keys, objects = self._owners
             try:
                 same = all(map(is_, map(getitem, owners, keys), objects))
@@ -364,10 +386,27 @@ class Outside:
             self._follow_state()
             if self._read:
                 now = self._now()
-                if now != self._seen or self._sums.changed():
+                moved = not self._watching and self._layouts_now() != self._layouts
+                if moved or now != self._seen or self._sums.changed():
                     self._written(now)
             if not same:
                 self._bound_anew()
+
+    def _follow_views(self) -> None:
+        """Raises CaptureError where a variable's view is over other memory than at capture."""
+        if not self._views or (Part.MODEL in self._hooks.stale and (self._watching or not self._read)):
+            return  # nothing touched a tensor of the job
+        for fingerprint, views in list(self._views.items()):
+            for name, tensor, place in views:
+                if self._table.place(tensor) == place:
+                    continue
+                if not any(tensor is t for _, t, _ in fingerprint.named_tensors()):
+                    continue  # another tensor is in its variable, which the fingerprint notices
+                raise CaptureError(
+                    f"{name}, which lay in memory that the job holds, lies elsewhere or has another shape than when the"
+                    " step was captured",
+                    "close the job and submit the step again",
+                )
 
     def _bound_anew(self) -> None:
         """A variable holds another object than at the last step."""
@@ -439,9 +478,10 @@ class Outside:
             with torch._C._EnableTorchFunction():  # the newest values are another job's
                 fetch_arguments(others)
         for i, (name, tensor) in enumerate(table.only_read[: len(self._read)]):
-            if now[1][i] != self._seen[1][i] and not table.moved(tensor):
+            if not table.moved(tensor):
                 raise CaptureError(
-                    f"{name} lies in memory of another size than when the step was captured",
+                    f"{name} has another shape, other strides, or memory of another size or of another tensor than when"
+                    " the step was captured",
                     "close the job and submit the step again",
                 )
             counted = now[0][i] != self._seen[0][i] or now[1][i] != self._seen[1][i]

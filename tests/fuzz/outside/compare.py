@@ -195,7 +195,7 @@ def _held(value: Any, memo: dict[int, int], deep: int = 0) -> Any:
         return [_held(v, memo, deep + 1) for v in value]
     if isinstance(value, dict):
         return {k: _held(v, memo, deep + 1) for k, v in value.items()}
-    if isinstance(value, SimpleNamespace) or type(value).__name__.startswith("B"):
+    if isinstance(value, SimpleNamespace) or getattr(value, "__module__", "") == "script":
         return {k: _held(v, memo, deep + 1) for k, v in vars(value).items() if not k.startswith("_")}
     return value
 
@@ -211,7 +211,7 @@ def valid(one: Work) -> Work | None:
     while True:
         plain = run(one, None)
         if plain.stopped is None:
-            return one
+            return one if any(what == "step" for _, what, _ in plain.noted) else None
         if plain.stopped < 0 or plain.stopped >= len(one.lines):
             return None
         one = without(one, plain.stopped, plain.stopped + 1)
