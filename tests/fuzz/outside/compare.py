@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,9 +159,9 @@ class Session:
         text = self.one.text()
         name = f"<script {abs(hash(text))}>"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        module = SimpleNamespace()
-        names = self.names()
-        del module
+        module = sys.modules["script"] = ModuleType("script")  # as a program has one: its classes are the user's
+        names = vars(module)
+        names.update(self.names())
         try:
             exec(compile(text, name, "exec"), names)  # noqa: S102  our own lines
         except Exception as error:  # noqa: BLE001  whatever it is, it is what this run shows
@@ -170,6 +170,7 @@ class Session:
             for job in self.jobs.values():
                 job.close()
             linecache.cache.pop(name, None)
+            del sys.modules["script"]
         run.noted = [(i, what, _held(v, {})) for i, what, v in run.noted]
         return run
 
