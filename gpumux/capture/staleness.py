@@ -509,11 +509,12 @@ class StalenessHooks:
                 tensors += [t for _, t in table.tensors]
                 torch.autograd.graph.increment_version(tensors)  # as the step does in the plain loop
                 self.gradients.clear()
-                self._model = self._model_now()
             if Part.OPTIMIZER in fresh:
                 tensors += self._inner
             kept = [t for i, _ in self._source.structure().kept if (t := self.gradients.of(i)) is not None]
             self._hold(tensors + (kept if Part.GRADIENTS in fresh else []))
+            if Part.MODEL in fresh:
+                self._model = self._model_now()
             self.stale = ALL
             for part in fresh:
                 self._sums[part].forget()
@@ -530,12 +531,16 @@ class StalenessHooks:
         part = dict.fromkeys(map(id, self._inner), Part.OPTIMIZER) | {id(t): Part.MODEL for _, t in self._table.tensors}
         where = {t.untyped_storage()._cdata: part.get(id(t), Part.GRADIENTS) for t in reversed(tensors)}
         own = [(tensor, tensor.untyped_storage()._cdata) for tensor in tensors]
-        for tensor, storage in [*own, *self._aliases.of(tensors)]:
+        own += self._aliases.of(tensors)
+        for tensor, storage in own:
             mark = stale_mark(tensor)
             if mark is not None and not isinstance(mark.handler, weakref.ref) and not mark.handler.has_newer:
                 mark.handler.fetch(ALL)  # another job, which only reads it, must look at it again
             if not is_stale(tensor):
                 self.mark_stale(tensor, where[storage], index.get(id(tensor), -1))
+        # Another job may know the memory by one of these, whose versions count apart (`x.data`).
+        others = [t for t, storage in own[len(tensors) :] if where[storage] is Part.MODEL and not t.is_inference()]
+        torch.autograd.graph.increment_version(others)
 
     def mark_stale(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
         """Mark a tensor as stale."""

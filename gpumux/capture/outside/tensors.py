@@ -466,6 +466,11 @@ class Outside:
 
     def _follow_state(self) -> None:
         states = [t for t in self._states() if self._table.param_index(t) is None]
+        if states and Part.MODEL not in self._hooks.stale:
+            others = [t for t in states if is_stale(t)]
+            if others:
+                with torch._C._EnableTorchFunction():  # the newest values are another job's
+                    fetch_arguments(others)
         for tensor in self._hooks.rewritten(states) if states else ():
             found = self._table.lookup(tensor)
             assert found is not None
