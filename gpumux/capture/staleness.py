@@ -590,8 +590,10 @@ class StalenessHooks:
     def _lose_gone(self) -> None:
         """Mark tensors as lost that were gradients or views of them and no longer are: no fetch has their values."""
         behind = [tensor for tensor, held in self._held() if held.part is Part.GRADIENTS]
-        for tensor in self.gradients.gone(behind):
+        gone = self.gradients.gone(behind)
+        for tensor in gone:
             mark_lost(tensor)
+        self._table.forsake(gone)  # a later gradient of the same parameter lies in the same place
 
     @contextmanager
     def suspended(self, *, writes: bool = False) -> Iterator[None]:

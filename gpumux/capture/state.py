@@ -654,6 +654,12 @@ class StateTable:
             if self._at_path[key] is tensor:
                 self._at_path[key] = self.local(place)
 
+    def forsake(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make new local tensors, over the same memory, for the places of these, of which the script may hold some."""
+        given = {id(tensor) for tensor in tensors}
+        for place, tensor in [one for one in self._at.items() if id(one[1]) in given]:
+            self.restore(place, tensor)
+
     def placeholder(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tests.client.between.support import (
     without_update,
     without_zeroing,
 )
+from tests.client.parity import Work, check
 
 
 def zeroing_last(model: Any, optimizer: Any) -> Any:
@@ -505,3 +506,36 @@ def test_g3_zeros_in_memory_that_gradients_share(endpoint: str) -> None:
         return model
 
     same(script, endpoint, make=flat, step=without_zeroing)
+
+
+def test_g5_a_gradient_that_there_was_not_while_the_model_was_read_is_there_again(endpoint: str) -> None:
+    def make() -> Work:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05)
+        count = 0
+
+        def step(x: Tensor) -> Tensor:
+            nonlocal count
+            loss: Tensor = model(x).pow(2).mean()
+            loss.backward()
+            count += 1
+            if count % 3 == 0:
+                norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+                return torch.stack(norms).sum()
+            return loss.detach()
+
+        def loop(run: Any) -> list[Any]:
+            found = []
+            for i in range(12):
+                found.append(run(torch.full((4, 6), 0.1 * i)))
+                model[0].weight.requires_grad_(not 2 <= i < 6)
+                if i == 4:
+                    found.append(model[1].weight.sum())
+            return found
+
+        return Work([model], [optimizer], [(step, (torch.zeros(4, 6),))], loop)
+
+    check(make, endpoint)
