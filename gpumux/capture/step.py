@@ -127,9 +127,10 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             parts.append((type(leaf), repr(leaf)))
         else:
+            kind = f"numpy.{type(leaf).__name__}" if isinstance(leaf, numpy.generic) else type(leaf).__name__
             raise CaptureError(
-                f"the batch holds a {type(leaf).__name__}",
-                "pass tensors, arrays, numbers, strings and containers of them",
+                f"the batch holds a {kind}",
+                "pass tensors, arrays, Python's own numbers (int(n), float(x)), strings and containers of them",
             )
     return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
 
@@ -603,8 +604,9 @@ class StepFunction:
             found = self._table.lookup(tensor)
             if found is not None and found[0] not in read:
                 raise CaptureError(
-                    f"tensor {i} of the batch is part of the model",
-                    "let the step reach it by name: a copy would not be trained",
+                    f"tensor {i} of the batch is part of the model, or of what steps write:"
+                    f" {self._table.buffers[found[0]].name}",
+                    "let the step reach it by name, as a copy would not be trained or written; or give a .clone()",
                 )
 
     @without_collection()

@@ -501,6 +501,13 @@ class TraceAgain(Exception):
         self.changes = changes
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"another {type(value).__name__}"
+
+
 _NOTHING_LIFTED = Lift()
 _LEAF = pytree.tree_structure(False)
 
@@ -558,10 +565,10 @@ class Tracer:
 
         def unknown(tensor: torch.Tensor) -> Exception:
             return UnknownTensor(
-                f"{source.user_line()} uses {source.name_of(tensor, fn)}, which is neither in the batch nor in the"
-                " model",
-                "pass it as an argument of the step, or make it a buffer of a module and give that module in"
-                " model= too",
+                f"{source.user_line()} uses {source.name_of(tensor, fn)}, a tensor that an earlier call of the step"
+                " left where there was none before",
+                "put a tensor of this shape there before you submit (self.average = torch.zeros(())), pass it as an"
+                " argument of the step, or make it a buffer of a module",
             )
 
         before = fingerprint.read()
@@ -669,7 +676,7 @@ class Tracer:
         if moves:
             raise Moves(moves)
         if stuck:
-            names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
+            names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in stuck[:3])
             raise NotRepeatable(
                 f"the step changes Python variables while it runs: {names}",
                 "gpumux runs a step's Python only when it captures it: count, and step schedulers,"

@@ -182,3 +182,8 @@ def test_microbatches_of_arrays(endpoint: str) -> None:
     expected = layer(X).pow(2).mean()
     with client.submit(step, example=(batch,), model=layer, microbatches=2, endpoint=endpoint) as job:
         torch.testing.assert_close(job.step(batch).result(), expected.detach())
+
+
+def test_numbers_of_numpy_are_refused_with_what_to_give(endpoint: str) -> None:
+    with pytest.raises(errors.CaptureError, match=r"numpy\.int64.*int\(n\)"):
+        client.submit(lambda x, n: x * n, example=(torch.ones(2), np.int64(3)), endpoint=endpoint)
