@@ -484,12 +484,15 @@ class StateTable:
         if alike != (type(new), new.shape, new.dtype, new.stride(), new.storage_offset(), new.requires_grad):
             return False
         place = self.place(old)
-        if place is None or old.requires_grad or new.device != old.device or self.lookup(new) is not None:
+        if place is None or old.requires_grad or new.device != old.device:
             return False
-        if self._over_state(new):
+        if self.lookup(new) is not None:
+            if self.place(new) != place or id(new) in self._known:
+                return False
+            self._at.pop(place, None)  # another object over the same memory: x = x.detach()
+        elif self._over_state(new) or not self._move(old.untyped_storage()._cdata, new.untyped_storage()):
             return False
-        if not self._move(old.untyped_storage()._cdata, new.untyped_storage()):
-            return False
+        self._known.pop(id(old), None)
         self._former[old] = place
         for found in (self.tensors, self.only_read, self.written):
             found[:] = [(name, new if tensor is old else tensor) for name, tensor in found]
@@ -587,7 +590,11 @@ class StateTable:
         if index is not None:
             return ("parameter", index)
         place = self.place(tensor) or self._former.get(tensor)
-        return layout(tensor) if place is None else (place, tensor.requires_grad)
+        if place is None:
+            return layout(tensor)
+        # A step may set `.data` of the job's own tensor, or bind its variable anew, which another one over the same
+        # memory would not follow.
+        return place, tensor.requires_grad, id(tensor) in self._known or tensor in self._former
 
     def param_index(self, tensor: Any) -> int | None:
         return self._index.get(id(tensor))
@@ -749,12 +756,13 @@ class StateTable:
         """Let the storage of `new` replace that of `old`. Returns `new`, or None if it does not fit."""
         if new is old:
             return new if self.moved(new) else None
-        before = self._known[id(old)][0]
+        before = self._known.get(id(old), (-1, None))[0]  # a tied one may have followed by its other name
         alike = (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride())
         if self.lookup(new) is None and not (
             alike and before in self._where and self._move(before, new.untyped_storage())
         ):
             return None
+        self._known.pop(id(old), None)
         self._known[id(new)] = _memory(new)
         return new
 
@@ -780,6 +788,7 @@ class StateTable:
             self.buffers[place.buffer].home = [(memory, 0)]
             self._where[memory._cdata] = (place.buffer, memory.nbytes(), 0)
             self._at = {p: t for p, t in self._at.items() if p.buffer != place.buffer}
+            self._known.pop(id(old), None)
             self._known[id(new)] = _memory(new)
             self._former[old] = place
         news = {id(old): new for old, new, _, _ in found}

@@ -377,7 +377,6 @@ class Outside:
         if not self.any:
             return
         with without_fetching():
-            self._follow_views()
             owners, keys, objects = self._owners
             try:
                 same = all(map(is_, map(getitem, owners, keys), objects))
@@ -391,6 +390,7 @@ class Outside:
                     self._written(now)
             if not same:
                 self._bound_anew()
+            self._follow_views()
 
     def _follow_views(self) -> None:
         """Raises CaptureError where a variable's view is over other memory than at capture."""
