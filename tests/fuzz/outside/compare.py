@@ -26,7 +26,7 @@ from gpumux import client
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
 from gpumux.errors import GpumuxError, LocalWrite
-from tests.fuzz.between.compare import OUTSIDE, copied, unequal
+from tests.fuzz.between.compare import copied, unequal
 from tests.fuzz.outside.grammar import Work
 
 
@@ -42,20 +42,16 @@ class Run:
     done: int = 0
 
 
-class _Stop(Exception):
-    pass
-
-
 def batch(index: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(index)
     return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
 
 
 class Session:
-    """The names that a script uses. `without`: operations that are left out."""
+    """The names that a script uses."""
 
-    def __init__(self, one: Work, endpoint: str | None, kill: Callable[[], None] | None, without: frozenset[int]) -> None:
-        self.one, self.endpoint, self.kill_daemon, self.without = one, endpoint, kill, without
+    def __init__(self, one: Work, endpoint: str | None, kill: Callable[[], None] | None) -> None:
+        self.one, self.endpoint, self.kill_daemon = one, endpoint, kill
         self.run, self.index = Run(), -1
         self.jobs: dict[str, Job] = {}
         self.calls: dict[str, Callable[..., Any]] = {}
@@ -126,12 +122,12 @@ class Session:
         return result
 
     def note(self, value: Any) -> None:
-        self.run.noted.append((self.index, "noted", _held(value, {})))
+        self.run.noted.append((self.index, "noted", _held(value)))
 
     def wanted(self, index: int) -> bool:
         self.index = index
         self.run.done = index
-        return index not in self.without
+        return True
 
     def finish(self, names: Mapping[str, Callable[[], Any]]) -> None:
         self.run.done = len(self.one.lines)
@@ -141,8 +137,7 @@ class Session:
         values = {}
         for name, get in names.items():
             values[name] = get()
-        memo: dict[int, int] = {}
-        self.run.end = {name: _held(value, memo) for name, value in values.items()}
+        self.run.end = {name: _held(value) for name, value in values.items()}
         self.run.end["generator"] = torch.get_rng_state()
 
     def names(self) -> dict[str, Any]:
@@ -171,19 +166,19 @@ class Session:
                 job.close()
             linecache.cache.pop(name, None)
             del sys.modules["script"]
-        run.noted = [(i, what, _held(v, {})) for i, what, v in run.noted]
+        run.noted = [(i, what, _held(v)) for i, what, v in run.noted]
         return run
 
 
-def _held(value: Any, memo: dict[int, int], deep: int = 0) -> Any:
+def _held(value: Any) -> Any:
     """What a variable holds, as values that nothing changes any more."""
     if isinstance(value, nn.Module):
-        state = [(k, _held(v, memo)) for k, v in value.state_dict(keep_vars=True).items()]
-        own = {k: _held(v, memo, deep + 1) for k, v in vars(value).items() if not k.startswith("_")}
-        return [state, own, [_held(p.grad, memo) for p in value.parameters()]]
+        state = [(k, _held(v)) for k, v in value.state_dict(keep_vars=True).items()]
+        own = {k: _held(v) for k, v in vars(value).items() if not k.startswith("_")}
+        return [state, own, [_held(p.grad) for p in value.parameters()]]
     if isinstance(value, torch.optim.Optimizer):
         return [
-            [_held(value.state.get(p, {}), memo) for g in value.param_groups for p in g["params"]],
+            [_held(value.state.get(p, {})) for g in value.param_groups for p in g["params"]],
             [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups],
         ]
     if isinstance(value, torch.amp.GradScaler):
@@ -193,18 +188,18 @@ def _held(value: Any, memo: dict[int, int], deep: int = 0) -> Any:
     if isinstance(value, (Tensor, StepFuture)):
         return copied(value)
     if isinstance(value, (list, tuple)):
-        return [_held(v, memo, deep + 1) for v in value]
+        return [_held(v) for v in value]
     if isinstance(value, dict):
-        return {k: _held(v, memo, deep + 1) for k, v in value.items()}
+        return {k: _held(v) for k, v in value.items()}
     if isinstance(value, SimpleNamespace) or getattr(value, "__module__", "") == "script":
-        return {k: _held(v, memo, deep + 1) for k, v in vars(value).items() if not k.startswith("_")}
+        return {k: _held(v) for k, v in vars(value).items() if not k.startswith("_")}
     return value
 
 
-def run(one: Work, endpoint: str | None, kill: Callable[[], None] | None = None, without: frozenset[int] = frozenset()) -> Run:
+def run(one: Work, endpoint: str | None, kill: Callable[[], None] | None = None) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Session(one, endpoint, kill, without).all_lines()
+        return Session(one, endpoint, kill).all_lines()
 
 
 def valid(one: Work) -> Work | None:

@@ -4,9 +4,9 @@ A script is text. `Place`s say where a tensor is held (a variable, an attribute,
 with it, the lists of lines what the script does between two steps. In a line `$T` is a place, `$A` another one, `$k` a
 small number. Lines that raise in the plain loop are dropped (compare.py).
 
-Names that lines may use: `run(name, *batch)` (a function of the script, in the daemon or not), `batch(k)`, `note(value)`
-(what is noted is compared), `again(kind)` (submits again), `kill()` (the executors), `torch`, `nn`, `F`, `np`, `copy`,
-`io`, `SimpleNamespace`, `dataclass`.
+Names that lines may use: `run(name, *batch)` (a function of the script, in the daemon or not), `batch(k)`,
+`note(value)` (what is noted is compared), `again(kind)` (submits again), `kill()` (the executors), `torch`, `nn`, `F`, `np`, `copy`, `io`,
+`SimpleNamespace`, `dataclass`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ PIECES: dict[str, Piece] = {
     ),
     "average in place": Piece(
         "{k: v.detach().clone() for k, v in model.named_parameters()}",
-        after="with torch.no_grad():\n    for k, v in model.named_parameters():\n        $T[k].mul_(0.9).add_(v, alpha=0.1)",
+        after="with torch.no_grad():\n    for k, v in model.named_parameters():\n"
+        "        $T[k].mul_(0.9).add_(v, alpha=0.1)",
         loss="loss = loss + $T['0.bias'].pow(2).sum()",
         between=(
             "note($T)", "$T['0.bias'].zero_()", "$T['0.bias'] = torch.ones(8)",
@@ -639,7 +640,6 @@ class Work:
         text = "\n".join(body)
         if not self.inside:
             return text + "\n"
-        text = text.replace("<scope>", "nonlocal")
         return f"def main():\n{textwrap.indent(text, '    ')}\n\nmain()\n"
 
 
@@ -694,11 +694,15 @@ def script(seed: int, kills: bool = False) -> Work:
         result = f"loss, {rng.choice(tensors)} * 1"
     changed = rng.random() < 0.15
     body = [
-        *(["x.mul_(0.5)"] if changed else []), *parts["before"], "logits = model(x)", "loss = F.cross_entropy(logits, y)",
+        *(["x.mul_(0.5)"] if changed else []), *parts["before"],
+        "logits = model(x)", "loss = F.cross_entropy(logits, y)",
         *parts["loss"], UPDATES[update], *parts["after"], f"return {result}",
     ]  # fmt: skip
     setup.append(_function("step(x, y)", body, scope, bound))
-    pick = lambda text: _filled(text, rng, tensors)  # noqa: E731
+
+    def pick(text: str) -> str:
+        return _filled(text, rng, tensors)
+
     setup.append(pick(rng.choice(FUNCTIONS)))
     writer = pick(rng.choice(WRITERS))
     setup.append(_function("write()", [writer], scope, {t for t in tensors if t.isidentifier()}))

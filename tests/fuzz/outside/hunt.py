@@ -47,9 +47,10 @@ def main() -> None:
             ran += 1
             ops += ours.done
             rem += ours.remedies
-            if isinstance(ours.error, GpumuxError):
-                errors[f"{type(ours.error).__name__} at {'submit' if ours.stopped < 0 else 'later'}"] += 1
-                print(f"# {seed} {ours.stopped}/{len(one.lines)} {type(ours.error).__name__}: {str(ours.error)[:300]!r}", file=sys.stderr)
+            if isinstance(ours.error, GpumuxError) and ours.stopped is not None:
+                where = "submit" if ours.stopped < 0 else "a later line"
+                errors[f"{type(ours.error).__name__} at {where}"] += 1
+                print(f"{seed}, line {ours.stopped}: {ours.error!r}", file=sys.stderr)
             if words:
                 if args.shrink:
                     faulthandler.dump_traceback_later(400, exit=True)
