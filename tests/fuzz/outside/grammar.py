@@ -5,8 +5,8 @@ with it, the lists of lines what the script does between two steps. In a line `$
 small number. Lines that raise in the plain loop are dropped (compare.py).
 
 Names that lines may use: `run(name, *batch)` (a function of the script, in the daemon or not), `batch(k)`,
-`note(value)` (what is noted is compared), `again(kind)` (submits again), `kill()` (the executors), `torch`, `nn`, `F`, `np`, `copy`, `io`,
-`SimpleNamespace`, `dataclass`.
+`note(value)` (what is noted is compared), `again(kind)` (submits again), `kill()` (the executors), `torch`, `nn`, `F`,
+`np`, `copy`, `io`, `SimpleNamespace`, `dataclass`.
 """
 
 from __future__ import annotations
