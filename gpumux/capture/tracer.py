@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumux.capture import source
 from gpumux.capture.batch.arrays import BatchArray, arrays_as_tensors, tensor_over
 from gpumux.capture.batch.containers import flatten, unflatten
-from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, left_on_batch, written_inputs
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, left_on_batch, puts_into_objects, written_inputs
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.loss_scaling import Scaling
@@ -528,6 +528,7 @@ class Tracer:
         self._allowed = allowed
         self._device = device
         self._restorers: list[Callable[[], None]] = []
+        self._warned = False  # of objects of the batch that a step changes
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
 
     @property
@@ -621,6 +622,13 @@ class Tracer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 on_batch = left_on_batch(leaves, fakes, rec)
+                if not self._warned and puts_into_objects(fakes, (fake_args, fake_kwargs)):
+                    self._warned = True
+                    log.warning(
+                        "%s puts something into an object of its batch: the script's own object stays as it is. Return"
+                        " what the script is to have",
+                        getattr(fn, "__qualname__", "the step"),
+                    )
                 refuse_draws(fn, drawn, fingerprint.random_states())
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,3 +308,26 @@ def test_a_tensor_with_a_graph_is_refused(endpoint: str) -> None:
     with pytest.raises(errors.CaptureError, match="computed from others") as caught:
         client.submit(lambda x: x * 1, example=(made,), endpoint=endpoint)
     assert "detach()" in caught.value.remedy
+
+
+def test_what_a_step_puts_into_the_objects_of_its_batch_is_warned_of(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gpumux.client")
+
+    def step(batch: dict[str, torch.Tensor], note: SimpleNamespace) -> torch.Tensor:
+        batch["x"] = batch["x"] / 2
+        note.logits = batch["x"] * 3
+        return batch.pop("y") + note.logits.sum()
+
+    def unchanged(batch: dict[str, torch.Tensor], note: SimpleNamespace) -> torch.Tensor:
+        return batch.pop("y") + batch["x"].sum()
+
+    given = ({"x": torch.ones(2), "y": torch.ones(())}, SimpleNamespace(kept=1))
+    with client.submit(unchanged, example=given, endpoint=endpoint) as job:
+        assert float(job.step(*given)) == 3.0
+    assert not caplog.records
+    with client.submit(step, example=given, endpoint=endpoint) as job:
+        assert float(job.step(*given)) == 4.0
+    assert ["step puts something into an object of its batch" in r.getMessage() for r in caplog.records] == [True]
+    assert list(given[0]) == ["x", "y"]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from gpumux.capture.batch.containers import flatten
 from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.state import StateTable, Unreturned
 from gpumux.errors import CaptureError
@@ -45,6 +46,13 @@ class LeftOnBatch:
 
 
 # ---- in a trace
+
+
+def puts_into_objects(given: Sequence[Any], batch: Any) -> bool:
+    """Whether the step put something else into the containers and objects of its batch, whose leaves were `given`."""
+    known = set(map(id, given))
+    leaves, _ = flatten(batch, hiding=True)
+    return any(id(leaf) not in known for leaf in leaves)
 
 
 def written_inputs(record: TraceRecord) -> list[int]:
