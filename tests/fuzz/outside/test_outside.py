@@ -11,7 +11,7 @@ from microbench.daemon import running_daemon
 from tests.fuzz.outside import compare, grammar
 from tests.fuzz.outside.grammar import Work
 
-SEEDS = range(30000, 30016)
+SEEDS = range(30020, 30036)  # 30030 needs `Outside.follow`
 
 
 @pytest.fixture(scope="module")
