@@ -514,6 +514,10 @@ class StateTable:
         self._known[id(tensor)] = _memory(tensor)
         return True
 
+    def lay(self, tensor: torch.Tensor, place: Place) -> None:
+        """Note where a tensor lay that a step was captured with, and that lies outside the job's memory now."""
+        self._former[tensor] = place
+
     def _over_state(self, tensor: torch.Tensor) -> str:
         """The name of a tensor of the job's state in whose memory this one lies by another storage, "" for none: the
         daemon's copies would share none. Storages that torch made itself lie in memory of their own."""

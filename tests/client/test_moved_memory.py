@@ -167,7 +167,7 @@ def test_a_view_that_its_variable_no_longer_holds_may_lie_elsewhere(endpoint: st
         for one in batches(3):
             found.append(step(*one).detach().clone())
             if len(found) == 1:
-                old, script.view = script.view, torch.ones(4, 4)
+                old, script.view = script.view, torch.full((4, 4), 5.0)
                 old.data = torch.zeros(2)
         return found
 

@@ -401,7 +401,8 @@ class Outside:
                 if self._table.place(tensor) == place:
                     continue
                 if not any(tensor is t for _, t, _ in fingerprint.named_tensors()):
-                    continue  # another tensor is in its variable, which the fingerprint notices
+                    self._table.lay(tensor, place)  # another one is in its variable, which the fingerprint notices
+                    continue
                 raise CaptureError(
                     f"{name}, which lay in memory that the job holds, lies elsewhere or has another shape than when the"
                     " step was captured",
