@@ -400,7 +400,11 @@ class BaseArray(ABC):
         member = self._members[self._index(model)]
         self._fetch()
         member.install(self._memory.pull(model, member.table))
-        member.adopt(state)
+        try:
+            member.adopt(state)
+        except BaseException:
+            member.install(self._memory.pull(model, member.table))  # what was loaded of it goes
+            raise
         self._push(model)
         self._send()
 

@@ -207,13 +207,22 @@ class Simulation:
         )
         self._clock = Clock()
         self._daemon = daemon = SimulatedDaemon(spec, self._clock, settings)
-        self.scheduler, self.gpu, self.timeline = daemon.scheduler, daemon.gpu, daemon.timeline
+        self.gpu, self.timeline = daemon.gpu, daemon.timeline
         self.feed = daemon.feed  # passes an event to the daemon now
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
         self._graphs = graphs
         self._window_from: float | None = 0.0
         self._warmup = 0
         daemon.open(self.clients)
+
+    @property
+    def scheduler(self) -> EventHandler:
+        """What decides in the daemon. It may be replaced between two runs."""
+        return self._daemon.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: EventHandler) -> None:
+        self._daemon.scheduler = scheduler
 
     @property
     def now(self) -> float:

@@ -23,7 +23,8 @@ from gpumux.scheduler import RUNS
 from gpumux.scheduler import scheduler as machine
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.events import Command, Event
-from gpumux.simulate import run as simulation
+from gpumux.simulate import daemon as simulated_daemon
+from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
 from gpumux.types import Priority
 from microbench import core_rate
@@ -155,12 +156,12 @@ def random_arrivals() -> None:
     full = Kernel("full", 432, 100e-6, 4, 0)
     high = Workload("high", Priority.HIGH, (full,) * 5, rate=100.0, max_slowdown=1.05)
     low = Workload("low", Priority.LOW, (full._replace(name="other", block_s=30e-6),) * 30)
-    simulation.Simulation((high, low), A100, "guarded").run(steps=400)
+    Simulation((high, low), A100, "guarded").run(steps=400)
     assert [track.trust.trusted for core in cores for track in core.high_jobs()] == [False]
 
 
 def run(path: str) -> None:
-    for module in (core_rate, world, simulation):
+    for module in (core_rate, world, simulated_daemon):
         setattr(module, "Scheduler", Told)
     recordings()
     lives()

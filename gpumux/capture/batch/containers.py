@@ -97,10 +97,11 @@ def _opened(hiding: bool, leaf: Any) -> Any:
         return leaf
     names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else []
     attributes = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)} | getattr(leaf, "__dict__", {})
+    hidden = tuple(name for name, value in attributes.items() if issubclass(type(value), _Hidden))
+    attributes = {name: value for name, value in attributes.items() if name not in hidden}
     deeper = {name: pytree.tree_map(partial(_opened, hiding), value) for name, value in attributes.items()}
-    hidden: tuple[str, ...] = ()
     if hiding and isinstance(leaf, (dict, UserDict)):
-        hidden = tuple(name for name, value in deeper.items() if name != "data" and not _of_values(value))
+        hidden += tuple(name for name, value in deeper.items() if name != "data" and not _of_values(value))
     entries = (
         {key: pytree.tree_map(partial(_opened, hiding), value) for key, value in dict.items(leaf)}
         if isinstance(leaf, dict)
@@ -116,8 +117,11 @@ def _of_values(value: Any) -> bool:
 # ---- attributes that a step does not get
 
 
-def _hidden(name: str) -> Any:
+class _Hidden:
     """An object that can't be read."""
+
+
+def _hidden(name: str) -> Any:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
@@ -125,7 +129,7 @@ def _hidden(name: str) -> Any:
             "read it outside the step, and pass what the step needs of it as tensors and numbers",
         )
 
-    return type("Hidden", (), {f"__{method}__": refuse for method in _READS})()
+    return type("Hidden", (_Hidden,), {f"__{method}__": refuse for method in _READS})()
 
 
 _READS = (
