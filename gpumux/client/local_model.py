@@ -100,14 +100,19 @@ class LocalModel:
         self.staleness.replaced(choice.program.replaces, before.structure, self._state.structure)
         if choice.program.writes or changed or choice.program.remade & self.staleness.gradients.set_by_script:
             self._fall_behind(choice.program, before.structure)
-        if self._table.only_read or self._table.written:
+        if self._meets_outside:
             self.outside.stepped(bool(choice.program.replaces.model))
         if choice.program.undecided:
             self._undecided = before, future
 
+    @property
+    def _meets_outside(self) -> bool:
+        """Whether steps met tensors of no model, or views of the model's memory that variables hold."""
+        return bool(self._table.only_read or self._table.written or self.outside.views)
+
     def follow_outside(self) -> None:
         """Find what the script changed of tensors of no model, and send it. Raises CaptureError."""
-        if not (self._table.only_read or self._table.written):
+        if not self._meets_outside:
             return
         self.outside.follow()
         if self.outside.changed:

@@ -319,3 +319,22 @@ def test_a_written_tensor_may_become_another_object_over_its_memory(same: Any, a
     jobs[0].close()
     plain = through(lambda step: step)
     assert [i for i, (a, b) in enumerate(zip(plain, found, strict=True)) if not torch.equal(a, b)] == []
+
+
+def test_a_view_of_the_model_that_is_moved_is_seen_where_no_tensor_of_no_model_is_met(endpoint: str) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    view, x = model.bias.detach(), torch.ones(2, 3)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach() + view.sum()
+
+    with client.submit(step, example=(x,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(x).result()
+        view.data = torch.full((3,), 7.0)
+        with pytest.raises(errors.CaptureError, match="view"):
+            job.step(x)

@@ -203,7 +203,7 @@ class Outside:
         self._seen: tuple[list[int], list[int]] = ([], [])  # versions and addresses
         self._layouts: list[Any] = []  # shapes and strides
         # Other tensors of variables over memory of the job, by fingerprint.
-        self._views: dict[Fingerprint, list[tuple[str, torch.Tensor, Place]]] = {}
+        self.views: dict[Fingerprint, list[tuple[str, torch.Tensor, Place]]] = {}
         self._sums = Checksums()  # of what may have been written unseen: all while they are plain
         self._owners: tuple[list[Any], list[Any], list[torch.Tensor]] = ([], [], [])
         self._has: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -221,16 +221,12 @@ class Outside:
             )
         self._table.add_outside(name, tensor)
 
-    @property
-    def any(self) -> bool:
-        return bool(self._table.only_read or self._table.written or self._views)
-
     def note(self, fingerprint: Fingerprint) -> None:
         """Note where the variables of a captured step hold these tensors, and have it watch which of them require grad
         or have a gradient."""
         table = self._table
         self._note_views(fingerprint)
-        if not self.any:
+        if not (table.only_read or table.written or self.views):
             return
         self._take_present()
         with without_fetching():
@@ -269,11 +265,11 @@ class Outside:
         whole = set(map(id, known))
         with without_fetching():
             buffers = {found[0] for t in known if (found := table.lookup(t)) is not None}
-            self._views.pop(fingerprint, None)
+            self.views.pop(fingerprint, None)
             for name, tensor, _ in fingerprint.named_tensors():
                 place = table.place(tensor) if id(tensor) not in whole else None
                 if place is not None and place.buffer in buffers:
-                    self._views.setdefault(fingerprint, []).append((name, tensor, place))
+                    self.views.setdefault(fingerprint, []).append((name, tensor, place))
 
     def written_by(self, buffers: Iterable[int]) -> None:
         """A step writes these buffers: what lies there is state of the job from now on. Raises CaptureError."""
@@ -374,8 +370,6 @@ class Outside:
 
     def follow(self) -> None:
         """Find what the script changed since the last step, and enter it into `changed`. Raises CaptureError."""
-        if not self.any:
-            return
         with without_fetching():
             owners, keys, objects = self._owners
             try:
@@ -394,9 +388,9 @@ class Outside:
 
     def _follow_views(self) -> None:
         """Raises CaptureError where a variable's view is over other memory than at capture."""
-        if not self._views or (Part.MODEL in self._hooks.stale and (self._watching or not self._read)):
+        if not self.views or (Part.MODEL in self._hooks.stale and (self._watching or not self._read)):
             return  # nothing touched a tensor of the job
-        for fingerprint, views in list(self._views.items()):
+        for fingerprint, views in list(self.views.items()):
             for name, tensor, place in views:
                 if self._table.place(tensor) == place:
                     continue
