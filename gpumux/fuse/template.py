@@ -125,7 +125,7 @@ def _same_rest(first: Program, other: Program, model: int) -> None:
     for name, what in (
         ("storages", "tensors of another size"), ("views", "tensors of another shape"), ("inputs", "another batch"),
         ("results", "other results"), ("numerics", "other numeric settings"), ("device", "another device"),
-        ("gates", "other gates"),
+        ("collectives", "other exchanges between ranks"),
     ):  # fmt: skip
         if getattr(first, name) != getattr(other, name):
             raise NotFusible(

@@ -17,8 +17,9 @@ from gpumux.program.ir import (
     IR_VERSION,
     ITEM_BYTES,
     Arg,
+    Collective,
+    CollectiveKind,
     Complex,
-    Gate,
     Numerics,
     Op,
     Out,
@@ -39,8 +40,9 @@ from gpumux.program.ir import (
 
 
 HEADER = struct.Struct(">4sHI")
-# Versions of the encoding: without layers, with layers, also with a generator, also with a conv_precision.
-PLAIN, LAYERED, DRAWING, CONVOLVING = 1, 2, 3, 4
+# Versions of the encoding: without layers, with layers, also with a generator, also with a conv_precision, for one of
+# several ranks.
+PLAIN, LAYERED, DRAWING, CONVOLVING, RANKED = 1, 2, 3, 4, 5
 CONV_PRECISION = Numerics().conv_precision  # of Programs of earlier versions
 MAGIC = b"gpux"
 
@@ -53,14 +55,14 @@ DTYPES = (
 TAG_KINDS: tuple[Literal["dtype", "layout", "memory_format", "device"], ...] = (
     "dtype", "layout", "memory_format", "device",
 )  # fmt: skip
-GATE_KINDS: tuple[Literal["wait", "signal"], ...] = ("wait", "signal")
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "exchange")
 SCALAR_KINDS: tuple[Literal["float", "int"], ...] = ("float", "int")
 TUPLE, TENSOR, SCALAR, TAG, COMPLEX, TENSORS = range(6)  # first entry of a tagged argument
 
 _STORAGE_CODE = {kind: code for code, kind in enumerate(STORAGE_KINDS)}
 _DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 _TAG_CODE = {kind: code for code, kind in enumerate(TAG_KINDS)}
-_GATE_CODE = {kind: code for code, kind in enumerate(GATE_KINDS)}
+_COLLECTIVE_CODE = {kind: code for code, kind in enumerate(COLLECTIVE_KINDS)}
 _SCALAR_CODE = {kind: code for code, kind in enumerate(SCALAR_KINDS)}
 assert set(DTYPES) == set(ITEM_BYTES)
 assert set(STORAGE_KINDS) == set(get_args(StorageKind))
@@ -94,6 +96,8 @@ def _parts(program: Program) -> list[bytes]:
 
 def _version(program: Program) -> int:
     """The lowest version that can express the Program: without new features its bytes and hash stay the same."""
+    if program.ranks != 1 or program.rank or program.collectives:
+        return RANKED
     if program.numerics.conv_precision != CONV_PRECISION:
         return CONVOLVING
     if program.generator is not None:
@@ -121,18 +125,26 @@ def _body(program: Program) -> bytes:
             program.results,
             [_SCALAR_CODE[kind] for kind in program.scalars],
             [len(data) for data in program.consts],
-            [(g.op, _GATE_CODE[g.kind], g.name) for g in program.gates],
+            [_encode_collective(c) for c in program.collectives],
         ]
         if version >= LAYERED:
             body += [program.layers, [(s.first, s.count, s.layer, int(s.backward)) for s in program.spans]]
         if version >= DRAWING:
             body.append(program.generator)
+        if version >= RANKED:
+            body += [program.rank, program.ranks]
         packed: bytes = msgpack.packb(body)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise ProgramError(f"this Program can't be encoded: {type(e).__name__}: {e}") from e
     if len(packed) >= 1 << 32:
         raise ProgramError("this Program can't be encoded: its body is larger than 4 GiB")
     return packed
+
+
+def _encode_collective(one: Collective) -> list[object]:
+    flat = [list(chain.from_iterable(pairs)) for pairs in (one.sends, one.receives)]
+    kind = _COLLECTIVE_CODE[one.kind]
+    return [one.op, kind, one.sequence, one.members, one.views, float(one.scale), *flat]
 
 
 def _encode_op(op: Op, names: dict[str, int]) -> list[object]:
@@ -183,7 +195,7 @@ def _encode_arg(arg: Arg) -> object:
 
 
 _ONLY_INT, _ONLY_LIST = {int}, {list}
-_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15}  # of the body, by version
+_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15, RANKED: 17}  # of the body, by version
 
 
 def decode(data: bytes, limits: ProgramLimits = DEFAULT) -> Program:
@@ -196,7 +208,7 @@ def decode(data: bytes, limits: ProgramLimits = DEFAULT) -> Program:
         raise malformed("not an encoded Program")
     if version not in _LENGTHS:
         raise ProgramError(
-            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {CONVOLVING}",
+            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {RANKED}",
             "run the same gpumux version at both ends",
         )
     end = HEADER.size + length
@@ -252,8 +264,15 @@ class _Decoder:
     def program(self, body: Any, data: bytes, at: int, version: int) -> Program:
         limits = self._limits
         body = self._list(body, _LENGTHS[version], exact=True)
-        kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, gates, *rest = body
+        kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, collectives, *rest = (
+            body
+        )
         layers, spans = rest[:2] or ([], [])
+        rank, ranks = (self._nat(rest[3]), self._nat(rest[4])) if version == RANKED else (0, 1)
+        if collectives and version != RANKED:
+            raise malformed("collectives in a version without ranks")
+        if version == RANKED and not collectives and (rank, ranks) == (0, 1):
+            raise malformed("a version for several ranks, and one rank")
         if version == LAYERED and not layers:
             raise malformed("a version for layers, and no layer")
         if kind != "aten" and kind != "compiled":
@@ -267,13 +286,15 @@ class _Decoder:
             results=self._nats(results, limits.tensors),
             scalars=tuple([SCALAR_KINDS[code] for code in self._nats(scalars, limits.tensors)]),
             consts=self._consts(self._nats(lengths, limits.tensors), data, at),
-            gates=tuple([self._gate(g) for g in self._list(gates, limits.tensors)]),
+            collectives=tuple([self._collective(c) for c in self._list(collectives, limits.tensors)]),
             numerics=self._numerics(numerics, version),
             device=self._text(device),
             kind=kind,
             layers=tuple([self._text(name) for name in self._list(layers, limits.layers)]),
             spans=self._spans(spans),
             generator=self._generator(rest, version),
+            rank=rank,
+            ranks=ranks,
         )
         if self._named != len(self._names) or len(set(self._names)) != len(self._names):
             raise malformed("the table of names has unused or repeated entries")
@@ -326,7 +347,7 @@ class _Decoder:
         return tuple(consts)
 
     def _generator(self, rest: list[Any], version: int) -> int | None:
-        if version < DRAWING or (version == CONVOLVING and rest[2] is None):
+        if version < DRAWING or (version >= CONVOLVING and rest[2] is None):
             return None
         return self._nat(rest[2])
 
@@ -334,7 +355,7 @@ class _Decoder:
         length = 5 if version < CONVOLVING else 6
         precision, deterministic, flush, mkldnn, dtype, *conv = self._list(value, length, exact=True)
         flags = (self._flag(deterministic), self._flag(flush), self._flag(mkldnn))
-        if conv and conv[0] == CONV_PRECISION:
+        if version == CONVOLVING and conv[0] == CONV_PRECISION:
             raise malformed("a version for another precision of convolutions, and the usual one")
         return Numerics(self._text(precision), *flags, self._text(dtype), *map(self._text, conv))
 
@@ -367,9 +388,21 @@ class _Decoder:
             raise malformed("a row with a negative number")
         return rows
 
-    def _gate(self, value: Any) -> Gate:
-        op, code, name = self._list(value, 3, exact=True)
-        return Gate(self._nat(op), GATE_KINDS[self._nat(code)], self._text(name))
+    def _collective(self, value: Any) -> Collective:
+        op, code, sequence, members, views, scale, sends, receives = self._list(value, 8, exact=True)
+        if type(scale) is not float:
+            raise malformed("a collective whose scale is no float")
+        return Collective(
+            self._nat(op), COLLECTIVE_KINDS[self._nat(code)], self._nat(sequence),
+            self._nats(members, self._limits.ranks), self._nats(views, self._limits.tensors), scale,
+            self._pairs(sends), self._pairs(receives),
+        )  # fmt: skip
+
+    def _pairs(self, value: Any) -> tuple[tuple[int, int], ...]:
+        flat = self._nats(value, 2 * self._limits.tensors)
+        if len(flat) % 2:
+            raise malformed("a rank without a view")
+        return tuple(zip(flat[::2], flat[1::2], strict=True))
 
     def _op(self, value: Any) -> Op:
         row = self._list(value, 6)
@@ -519,11 +552,11 @@ def _packed(view: View) -> int:
 #     "gpux"  u16 version  u32 body length  body (msgpack)  constants, back to back
 #
 # The body is one array: kind, device, numerics, storages, names, views, ops, inputs, results, scalars, constant
-# lengths, gates. Version 2 adds layers and spans, which a Program of version 1 does not have. Version 3 adds the view
-# of the generator's state; layers and spans may be empty. Version 4 adds a further entry of the numerics, the precision
-# of convolutions; the generator may be nil. Names (operator targets, keyword names) are listed once, in order of first
-# use; operators name them by index. Arguments are msgpack's own nil, bool, int, float and string, or a small array that
-# starts with a tag (`TUPLE` ...).
+# lengths, collectives (none before version 5). Version 2 adds layers and spans, which a Program of version 1 does not
+# have. Version 3 adds the view of the generator's state; layers and spans may be empty. Version 4 adds a further entry
+# of the numerics, the precision of convolutions; the generator may be nil. Version 5 adds the rank and the number of
+# ranks. Names (operator targets, keyword names) are listed once, in order of first use; operators name them by index.
+# Arguments are msgpack's own nil, bool, int, float and string, or a small array that starts with a tag (`TUPLE` ...).
 #
 # One Program has one encoding: `decode` refuses bytes that `encode` would not have made, so the hash of
 # the bytes is the hash of the Program. It is finer than `==`, which takes 1, 1.0 and True for equal.

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import ceil, isfinite
 from typing import NamedTuple
 
-from gpumux.program.ir import Program
+from gpumux.program.ir import Program, gates
 
 GUESSED_OP_SECONDS = 20e-6  # a small operator on one core, launch included; used until times are measured
 
@@ -123,13 +123,13 @@ def units(program: Program, apart: Collection[int] = ()) -> tuple[Unit, ...]:
     """All operators of a Program as units, in order. apart: operators that can't be compiled. Operators that draw
     random numbers are not compiled either: the generator's position is part of a job's guarantees."""
     found: list[Unit] = []
-    gates = {gate.op for gate in program.gates}
+    begins = set(gates(program))
     start, heavy = 0, 0
     for index, op in enumerate(program.ops):
         alone = index in apart or op.random is not None or op.stream is not None
         weight = op.target.split(".")[1] in _HEAVY
         full = index - start >= OPERATORS or heavy + weight > HEAVY
-        if index > start and (alone or full or index in gates):
+        if index > start and (alone or full or index in begins):
             found.append(Unit(start, index, True))
             start, heavy = index, 0
         heavy += weight

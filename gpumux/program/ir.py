@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple, TypeAlias
 IR_VERSION = 1
 
 StorageKind: TypeAlias = Literal["state", "input", "const", "temp"]
+CollectiveKind: TypeAlias = Literal["all_reduce", "exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +124,29 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """An event that a piece waits for or signals. Captured Programs have none yet; they are meant for collectives."""
+class Collective:
+    """Data that ranks of a job exchange before operator `op`, with which a piece begins: the step waits there for the
+    other members. It never stands before the first operator, so every step begins by itself.
+
+    `sequence` numbers the collectives of a step over all ranks: all members know one by the same number, and a rank
+    takes part in those it is a member of in rising order. `members` are ranks, rising, at least two; the Program's own
+    rank is one of them.
+
+        all_reduce   each member's `views` are replaced by their sum over all members, added in the order of ranks,
+                     times `scale`. Types and sizes of the views, in order, are the same on all members.
+        exchange     every (rank, view) of `sends` goes to that rank, every one of `receives` comes from it: between two
+                     ranks in the order in which they stand. The first of them on a temp storage creates it.
+
+    What is summed or received lies on temps. Views may have strides."""
 
     op: int
-    kind: Literal["wait", "signal"]
-    name: str
+    kind: CollectiveKind
+    sequence: int
+    members: tuple[int, ...]
+    views: tuple[int, ...] = ()
+    scale: float = 1.0
+    sends: tuple[tuple[int, int], ...] = ()
+    receives: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +174,7 @@ class Program:
     results: tuple[int, ...]  # views copied out when the step ends; they may lie on any storage
     scalars: tuple[Literal["float", "int"], ...] = ()
     consts: tuple[bytes, ...] = ()
-    gates: tuple[Gate, ...] = ()
+    collectives: tuple[Collective, ...] = ()  # rising in `op` and in `sequence`
     numerics: Numerics = Numerics()
     device: str = "cpu"  # device type the step was traced for
     kind: Literal["aten", "compiled"] = "aten"  # "compiled": its operators may be fused (device/inductor.py)
@@ -164,6 +182,8 @@ class Program:
     layers: tuple[str, ...] = ()  # the user's names, in order of first use; only profiles and planning read them
     spans: tuple[Span, ...] = ()  # which operators belong to which layer, rising; those of no layer are in no span
     generator: int | None = None  # view on the input with the random generator's state, which the step replaces
+    rank: int = 0  # of a job on several devices: which of its `ranks` ranks this Program is for
+    ranks: int = 1
 
 
 ITEM_BYTES: dict[str, int] = {
@@ -172,6 +192,13 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 
 STREAM_BYTES = 8192  # upper bound for the state of a random generator
+
+
+def gates(program: Program) -> list[int]:
+    """The operators that a collective stands before, rising: a piece begins at each."""
+    return sorted({collective.op for collective in program.collectives})
+
+
 ALIGN = 64  # every buffer starts on this many bytes, as torch's own allocator does
 
 
@@ -238,8 +265,8 @@ def contiguous_strides(size: Iterable[int]) -> tuple[int, ...]:
 class ProgramBuilder:
     """Collects the parts of a Program; `build` freezes them. It checks nothing: `validate` checks the result."""
 
-    def __init__(self, device: str = "cpu", numerics: Numerics | None = None) -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", numerics: Numerics | None = None, *, rank: int = 0, ranks: int = 1) -> None:
+        self.device, self.rank, self.ranks = device, rank, ranks
         self.numerics = numerics or Numerics()
         self._storages: list[Storage] = []
         self._views: list[View] = []
@@ -250,7 +277,7 @@ class ProgramBuilder:
         self._scalars: list[Literal["float", "int"]] = []
         self._consts: list[bytes] = []
         self._const_storage: dict[bytes, int] = {}
-        self._gates: list[Gate] = []
+        self._collectives: list[Collective] = []
 
     def add_storage(self, kind: StorageKind, nbytes: int) -> int:
         """Add a storage and return its index. State and input slots are numbered in the order of the calls."""
@@ -339,8 +366,9 @@ class ProgramBuilder:
         self._results.append(view.view if isinstance(view, TensorRef) else view)
         return len(self._results) - 1
 
-    def gate(self, op: int, kind: Literal["wait", "signal"], name: str) -> None:
-        self._gates.append(Gate(op, kind, name))
+    def collective(self, collective: Collective) -> None:
+        """Add a collective; they come in the order of their operators."""
+        self._collectives.append(collective)
 
     def view(self, index: int) -> View:
         return self._views[index]
@@ -348,7 +376,8 @@ class ProgramBuilder:
     def build(self) -> Program:
         return Program(
             tuple(self._storages), tuple(self._views), tuple(self._ops), tuple(self._inputs), tuple(self._results),
-            tuple(self._scalars), tuple(self._consts), tuple(self._gates), self.numerics, self.device,
+            tuple(self._scalars), tuple(self._consts), tuple(self._collectives), self.numerics, self.device,
+            rank=self.rank, ranks=self.ranks,
         )  # fmt: skip
 
 
@@ -364,12 +393,13 @@ class ProgramLimits:
     storages: int = 500_000
     names: int = 4_096  # distinct operator targets and keyword names
     layers: int = 4_096  # names of the user's layers
-    tensors: int = 65_536  # inputs, results, constants, host scalars, gates: each
+    tensors: int = 65_536  # inputs, results, constants, host scalars, collectives: each
     const_bytes: int = 64 << 20
     body_bytes: int = 32 << 20
     string: int = 256  # characters of a string
     depth: int = 4  # tuples within tuples in one argument
     dims: int = 64  # of one view; torch has the same bound
+    ranks: int = 4_096
     storage_bytes: int = 1 << 46  # of one storage, and of one view laid out densely
 
 

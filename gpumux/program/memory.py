@@ -16,7 +16,8 @@ from gpumux.types import Footprint
 @dataclass(frozen=True, slots=True)
 class Interval:
     """Operators `birth` to `last`, both inclusive, during which a temporary holds memory. For storages that results
-    read, `last` is the number of operators: they are read after the last one has run."""
+    read, `last` is the number of operators: they are read after the last one has run. What a collective touches lives
+    until the operator that it stands before."""
 
     birth: int
     last: int
@@ -27,8 +28,13 @@ def intervals(program: Program) -> tuple[Interval | None, ...]:
     the whole step. The Program must have passed `validate`."""
     birth: dict[int, int] = {}
     last: dict[int, int] = {}
+    exchanged: dict[int, list[int]] = {}  # by the operator that comes after them
+    for one in program.collectives:
+        views = [*one.views, *(view for _, view in (*one.sends, *one.receives))]
+        exchanged.setdefault(one.op, []).extend(program.views[view].storage for view in views)
     for index, op in enumerate(program.ops):
-        used = [program.views[ref.view].storage for ref in tensor_refs(op_args(op))]
+        used = exchanged.get(index, [])
+        used += [program.views[ref.view].storage for ref in tensor_refs(op_args(op))]
         used += [program.views[view].storage for view in out_views(op.outs)]
         for storage in used:
             birth.setdefault(storage, index)

@@ -8,7 +8,7 @@ and results of operators lie on storages that they were given or make. Whether r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
+from math import isfinite, prod
 from typing import NoReturn
 
 from gpumux.errors import ProgramError
@@ -19,6 +19,7 @@ from gpumux.program.ir import (
     ITEM_BYTES,
     STREAM_BYTES,
     Arg,
+    Collective,
     Complex,
     Op,
     Out,
@@ -38,6 +39,7 @@ MATMUL_PRECISIONS = frozenset({"highest", "high", "medium"})
 CONV_PRECISIONS = frozenset({"tf32", "ieee"})
 DEFAULT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 MEMORY_FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"})
+_SUMMED = frozenset(("int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"))
 _TAG_NAMES = {
     "dtype": frozenset(ITEM_BYTES),
     "layout": frozenset({"strided"}),
@@ -63,9 +65,7 @@ def validate(program: Program, limits: ProgramLimits = DEFAULT) -> None:
     _random(program)
     _generator(program)
     _layers(program, limits)
-    for gate in program.gates:
-        if not 0 <= gate.op < len(program.ops) or gate.kind not in ("wait", "signal") or not gate.name:
-            _fail(f"gate {gate.name!r}", "it is at no operator, or of no known kind")
+    _collectives(program, limits)
 
 
 def state_slots(program: Program) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ def _counts(program: Program, limits: ProgramLimits) -> None:
         ("results", len(program.results), limits.tensors),
         ("constants", len(program.consts), limits.tensors),
         ("host scalars", len(program.scalars), limits.tensors),
-        ("gates", len(program.gates), limits.tensors),
+        ("collectives", len(program.collectives), limits.tensors),
         ("layers", len(program.layers), limits.layers),
         ("spans of layers", len(program.spans), limits.ops),
         ("bytes of constants", const_bytes(program), limits.const_bytes),
@@ -218,6 +218,46 @@ def _layers(program: Program, limits: ProgramLimits) -> None:
         _fail("layers", f"{len(program.layers)} named, {used} used")
 
 
+def _collectives(program: Program, limits: ProgramLimits) -> None:
+    if not 1 <= program.ranks <= limits.ranks or not 0 <= program.rank < program.ranks:
+        _fail("ranks", f"rank {program.rank} of {program.ranks}; 1 to {limits.ranks} may be")
+    at, before = 1, -1
+    for one in program.collectives:
+        where = f"collective {one.sequence}"
+        if not at <= one.op < len(program.ops) or one.sequence <= before:
+            _fail(where, f"before operator {one.op} of {len(program.ops)}, out of order, or before the first")
+        at, before = one.op, one.sequence
+        if len(one.members) < 2 or list(one.members) != sorted(set(one.members)) or program.rank not in one.members:
+            _fail(where, f"its members {one.members} are not rising, or rank {program.rank} is not one of them")
+        if not one.members[-1] < program.ranks or one.members[0] < 0:
+            _fail(where, f"its members {one.members} are not of {program.ranks} ranks")
+        if one.kind == "all_reduce":
+            _all_reduce(program, one, where)
+        elif one.kind == "exchange":
+            _exchange(program, one, where)
+        else:
+            _fail(where, f"of unknown kind {one.kind!r:.40}")
+
+
+def _all_reduce(program: Program, one: Collective, where: str) -> None:
+    if not one.views or one.sends or one.receives or not isfinite(one.scale):
+        _fail(where, "it sums nothing, has a scale that is not finite, or sends and receives besides")
+    types = {program.views[view].dtype for view in one.views}
+    if not types <= _SUMMED:
+        _fail(where, f"it sums values of type {', '.join(sorted(types - _SUMMED))}")
+
+
+def _exchange(program: Program, one: Collective, where: str) -> None:
+    if one.views or one.scale != 1.0:
+        _fail(where, "it sums besides")
+    peers = {rank for rank, _ in (*one.sends, *one.receives)}
+    if not peers or not peers <= set(one.members) - {program.rank}:
+        _fail(where, f"it exchanges with ranks {sorted(peers)}, which must be members and not rank {program.rank}")
+    written = [view for _, view in one.receives]
+    if any(0 in program.views[view].stride for view in written if max(program.views[view].size, default=0) > 1):
+        _fail(where, "it receives into a view whose elements lie on each other")
+
+
 def _by_slot(program: Program, kind: StorageKind) -> tuple[int, ...]:
     held: list[Storage] = sorted((s for s in program.storages if s.kind == kind), key=lambda s: s.slot)
     return tuple([s.nbytes for s in held])
@@ -250,7 +290,12 @@ class _Births:
         self._born = [storage.kind != "temp" for storage in program.storages]
 
     def run(self) -> list[bool]:
+        exchanged: dict[int, list[Collective]] = {}
+        for collective in self._program.collectives:
+            exchanged.setdefault(collective.op, []).append(collective)
         for index, op in enumerate(self._program.ops):
+            for collective in exchanged.get(index, ()):
+                self._collective(f"collective {collective.sequence}", collective)
             self._op(f"operator {index}, {op.target}", op)
         missing = [i for i, born in enumerate(self._born) if not born]
         if missing:
@@ -277,6 +322,18 @@ class _Births:
         for storage in made - given:
             if self._born[storage]:
                 _fail(where, f"returns storage {storage}, which it was not given and does not make")
+            self._born[storage] = True
+
+    def _collective(self, where: str, collective: Collective) -> None:
+        given = [*collective.views, *(view for _, view in collective.sends)]
+        changed = [*collective.views, *(view for _, view in collective.receives)]
+        early = [view for view in given if not self._born[self._storage(where, view)]]
+        if early:
+            _fail(where, f"uses view {early[0]} before anything makes it")
+        for view in changed:
+            storage = self._storage(where, view)
+            if self._program.storages[storage].kind != "temp":
+                _fail(where, f"writes view {view}, which is on no temporary")
             self._born[storage] = True
 
     def _storage(self, where: str, view: int) -> int:
@@ -497,15 +554,17 @@ def _lines(program: Program, limit: int) -> Iterator[str]:
     yield f"  {program.numerics}"
     for position, view in enumerate(program.inputs):
         yield f"  input {position}: {describe_view(program, view)}"
-    gates = {gate.op: gate for gate in program.gates}
+    gates: dict[int, list[Collective]] = {}
+    for collective in program.collectives:
+        gates.setdefault(collective.op, []).append(collective)
     begins = {span.first: span for span in program.spans}
     for index in range(min(len(program.ops), limit)):
         if index in begins:
             span = begins[index]
             passed = "backward" if span.backward else "forward"
             yield f"       {program.layers[span.layer]!r}, {passed}, {span.count} ops"
-        if index in gates:
-            yield f"       {gates[index].kind} {gates[index].name}"
+        for collective in gates.get(index, ()):
+            yield f"       {collective.kind} {collective.sequence} with ranks {', '.join(map(str, collective.members))}"
         yield describe_op(program, index)
     if len(program.ops) > limit:
         yield f"       ... {len(program.ops) - limit} more"

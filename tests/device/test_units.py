@@ -51,11 +51,11 @@ def test_pieces_are_whole_units_whatever_was_measured(kinds: list[int], data: st
 
 
 def test_a_gate_begins_a_unit_and_nothing_is_one_empty_piece() -> None:
-    from gpumux.program.ir import Gate
+    from gpumux.program.ir import Collective
 
     gated = Program(
         *[getattr(program([0] * 6), n) for n in ("storages", "views", "ops", "inputs", "results")],
-        gates=(Gate(3, "wait", "g"),),
+        collectives=(Collective(3, "exchange", 0, (0, 1), sends=((1, 0),)),),
     )
     found = units(gated)
     assert found == (Unit(0, 3, True), Unit(3, 6, True))

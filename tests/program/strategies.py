@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gpumux.program.ir import (
     ITEM_BYTES,
+    Collective,
     Complex,
     Label,
     Numerics,
@@ -57,7 +58,10 @@ def _depth(arg: object) -> int:
 
 @st.composite
 def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
+    rank, ranks = draw(st.sampled_from([(0, 1), (1, 3)]))
     b = ProgramBuilder(
+        rank=rank,
+        ranks=ranks,
         device=draw(st.sampled_from(["cpu", "cuda"])),
         numerics=Numerics(
             draw(st.sampled_from(["highest", "high", "medium"])),
@@ -107,9 +111,12 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
         for view in draw(st.lists(st.sampled_from(views), max_size=3)):
             b.result(view)
     ops = len(b.build().ops)
-    if ops:
-        for at in draw(st.lists(st.integers(0, ops - 1), max_size=2)):
-            b.gate(at, draw(st.sampled_from(["wait", "signal"])), "peer")
+    if ops > 1 and ranks > 1:
+        for sequence, at in enumerate(sorted(draw(st.lists(st.integers(1, ops - 1), max_size=2)))):
+            received = b.add_tensor("temp", "float32", draw(SIZES))
+            b.collective(Collective(at, "exchange", 2 * sequence, (0, 1), sends=(), receives=((0, received),)))
+            scale = draw(st.floats(allow_nan=False, allow_infinity=False))
+            b.collective(Collective(at, "all_reduce", 2 * sequence + 1, (1, 2), (received,), scale))
     program = b.build()
     labels = draw(
         st.lists(st.none() | st.builds(Label, st.sampled_from(["", "a", "b.0"]), st.booleans()), max_size=ops)

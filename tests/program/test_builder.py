@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumux.program.codec import content_hash
-from gpumux.program.ir import Complex, ProgramBuilder, ScalarRef, Tag, contiguous_strides
+from gpumux.program.ir import Collective, Complex, ProgramBuilder, ScalarRef, Tag, contiguous_strides
 from gpumux.program.validate import describe, describe_op, validate
 from tests.program import samples
 
@@ -39,7 +39,7 @@ def test_contiguous_strides():
 
 
 def test_a_listing_says_everything():
-    b = ProgramBuilder()
+    b = ProgramBuilder(ranks=2)
     x = b.input("float32", (2, 3))
     t = b.add_view(0, "float32", (3, 2), (1, 3))
     k = b.scalar("int")
@@ -47,7 +47,7 @@ def test_a_listing_says_everything():
     kwargs = {"dtype": Tag("dtype", "int8"), "device": Tag("device", ""), "z": Complex(1.0, -2.0)}
     b.add_op("aten.x.default", x, (1, None), ScalarRef(k.index), "s", kwargs=kwargs, outs=(tuple(parts), None, t))
     b.add_op("aten.y.default", random=3)
-    b.gate(1, "wait", "peer")
+    b.collective(Collective(1, "all_reduce", 0, (0, 1), (0,)))
     b.result(parts[0])
     program = b.build()
     text = describe(program)
@@ -57,6 +57,6 @@ def test_a_listing_says_everything():
         " 's', device=device, dtype=dtype:int8, z=(1.0-2.0j))"
     )
     assert "() = aten.y.default() random 3" in text
-    assert "wait peer" in text
+    assert "all_reduce 0 with ranks 0, 1" in text
     assert "result 0: %1:bf16[1]" in text
     assert "... 1 more" in describe(program, limit=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from gpumux.errors import ProgramError
 from gpumux.program.ir import (
     STREAM_BYTES,
-    Gate,
+    Collective,
     Numerics,
     Op,
     Program,
@@ -24,6 +25,7 @@ from gpumux.program.ir import (
     View,
     slot_layout,
 )
+from gpumux.program.memory import Interval, intervals
 from gpumux.program.validate import const_bytes, state_slots, validate, written_storages
 from tests.program import samples
 from tests.program.strategies import programs
@@ -72,6 +74,30 @@ def with_generator(**changes: object) -> Program:
 
 
 DRAWING = samples.given_generator()
+
+# Two operators on two views of temps, and a sum between them.
+EXCHANGED = replace(
+    ADD,
+    storages=(*ADD.storages, Storage("temp", 16)),
+    views=(
+        *ADD.views,
+        View(2, "float32", (4,), (1,)),
+        View(1, "bool", (4,), (1,)),
+        View(1, "float32", (4,), (0,)),
+    ),
+    ops=(*ADD.ops, replace(ADD.ops[0], outs=(2,))),
+    collectives=(Collective(1, "all_reduce", 0, (0, 1), (1,)),),
+    ranks=3,
+)
+
+
+def with_collective(**changes: Any) -> Program:
+    return replace(EXCHANGED, collectives=(replace(EXCHANGED.collectives[0], **changes),))
+
+
+def with_exchange(**changes: Any) -> Program:
+    return with_collective(kind="exchange", **{"views": (), **changes})
+
 
 BROKEN = {
     "a generator's view missing": replace(DRAWING, generator=len(DRAWING.views)),
@@ -144,8 +170,6 @@ BROKEN = {
     "constant without storage": replace(CONST, consts=(b"abc", b"d")),
     "result missing": replace(ADD, results=(5,)),
     "result -1": replace(ADD, results=(-1,)),
-    "gate at no operator": replace(ADD, gates=(Gate(1, "wait", "x"),)),
-    "gate of unknown kind": replace(ADD, gates=(Gate(0, "hold", "x"),)),
     "unknown precision": replace(ADD, numerics=Numerics(matmul_precision="lowest")),
     "unknown default dtype": replace(ADD, numerics=Numerics(default_dtype="int8")),
     "unknown precision of convolutions": replace(ADD, numerics=Numerics(conv_precision="fp8")),
@@ -154,7 +178,52 @@ BROKEN = {
     "unknown kind": replace(ADD, kind="cuda"),
     "unknown scalar kind": replace(ADD, scalars=("complex",)),
     "random slot of an operator that draws nothing": with_op(random=0),
+    "rank past the last": replace(ADD, rank=2, ranks=2),
+    "no ranks": replace(ADD, ranks=0),
+    "too many ranks": replace(ADD, ranks=4097),
+    "collective before the first operator": with_collective(op=0),
+    "collective behind the last operator": with_collective(op=2),
+    "collective of unknown kind": with_collective(kind="broadcast"),
+    "collective of one member": with_collective(members=(0,)),
+    "collective of others": with_collective(members=(1, 2)),
+    "collective with members out of order": with_collective(members=(1, 0)),
+    "collective with a member twice": with_collective(members=(0, 0, 1)),
+    "collective with a rank past the last": with_collective(members=(0, 3)),
+    "sum of nothing": with_collective(views=()),
+    "sum of a missing view": with_collective(views=(9,)),
+    "sum of an input": with_collective(views=(0,)),
+    "sum of what is not made yet": with_collective(views=(2,)),
+    "sum that sends": with_collective(sends=((1, 0),)),
+    "sum with an infinite scale": with_collective(scale=float("inf")),
+    "sum of booleans": with_collective(views=(3,)),
+    "exchange with itself": with_exchange(sends=((0, 0),)),
+    "exchange with a stranger": with_exchange(sends=((2, 0),)),
+    "exchange of nothing": with_exchange(),
+    "exchange that sums": with_exchange(sends=((1, 0),), views=(1,)),
+    "exchange that sends a missing view": with_exchange(sends=((1, -1),)),
+    "exchange into an input": with_exchange(receives=((1, 0),)),
+    "exchange into elements on each other": with_exchange(receives=((1, 4),)),
+    "collectives out of order": replace(EXCHANGED, collectives=EXCHANGED.collectives * 2),
 }
+
+
+def test_a_received_temporary_counts_as_made():
+    received = replace(EXCHANGED.collectives[0], kind="exchange", views=(), receives=((1, 5),))
+    program = replace(
+        EXCHANGED,
+        storages=(*EXCHANGED.storages, Storage("temp", 16)),
+        views=(*EXCHANGED.views, View(3, "float32", (4,), (1,))),
+        collectives=(received,),
+    )
+    validate(program)
+    lives = intervals(program)
+    assert lives[3] == Interval(1, 1)
+    with pytest.raises(ProgramError, match="no operator makes"):
+        validate(replace(program, collectives=()))
+
+
+def test_what_is_sent_lives_until_it_is_sent():
+    assert intervals(with_exchange(sends=((1, 1),)))[1] == Interval(0, 2)
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -33,7 +33,7 @@ from gpumux.device.run.randomness import RandomStreams, Replays, begin_from, rep
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import cpu_name
 from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, piece_seconds, units
-from gpumux.program.ir import Program, View, labels
+from gpumux.program.ir import Program, View, gates, labels
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
 # ---- Compiled programs, which run units instead of operators (program/cut.py, device/inductor.py).
@@ -159,7 +159,7 @@ class LoadedProgram:
         self._op_s = [inf] * len(program.ops)
         self._piece_s: list[list[float]] = []
         self.newest = 0
-        self._gates = sorted({gate.op for gate in program.gates})
+        self._gates = gates(program)
         compiled = program.kind == "compiled"
         self._compiled = CompiledProgram(self._context, self._interpreter) if compiled else None
         self._bounds = {0: self._boundaries([GUESSED_OP_SECONDS] * len(program.ops))}

@@ -34,7 +34,7 @@ from gpumux.device.run.schedule import LoadCommand, TransferCommand
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
-from gpumux.program.ir import Numerics, aligned
+from gpumux.program.ir import Numerics, aligned, gates
 from gpumux.program.profile import dumps
 from gpumux.types import GENERATOR_BYTES, Priority
 
@@ -121,7 +121,7 @@ class Engine:
                     compute=self._compute,
                     copies=self._copies,
                 )
-            gates = sorted({gate.op for gate in program.gates})
+            begins = gates(program)
             high = job.spec.priority is Priority.HIGH
             whole = None
             if program.kind == "compiled":
@@ -140,7 +140,7 @@ class Engine:
                 len(program.ops),
                 HIGH_S if high else LOW_S,
                 least_s=HIGH_LEAST_S if high else None,
-                gates=gates,
+                gates=begins,
                 units=whole,
             )
             loaded = CudaProgram(

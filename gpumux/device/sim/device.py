@@ -34,7 +34,7 @@ from gpumux.errors import ProgramError
 from gpumux.program import operators as allowlist
 from gpumux.program.codec import decode
 from gpumux.program.cut import cut
-from gpumux.program.ir import DEFAULT, Program, ProgramLimits, aligned, labels, slot_layout
+from gpumux.program.ir import DEFAULT, Program, ProgramLimits, aligned, gates, labels, slot_layout
 from gpumux.program.memory import footprint, plan
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import state_slots, validate
@@ -216,7 +216,7 @@ class SimProgram:
         self.target_s: float | None = None  # target length of pieces; None: the priority's
         self._spec = spec
         self._priority = job.priority
-        self._gates = [gate.op for gate in program.gates]
+        self._gates = gates(program)
         self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)
         self._kernels = kernels_of(self._ops, spec)
