@@ -21,6 +21,9 @@ def alive(program: Program, storage: int, index: int) -> bool:
     def touches(i: int) -> bool:
         op = program.ops[i]
         views = [ref.view for ref in tensor_refs(op_args(op))] + list(out_views(op.outs))
+        for one in program.collectives:
+            if one.op == i:
+                views += [*one.views, *(view for _, view in (*one.sends, *one.receives))]
         return storage in [program.views[v].storage for v in views]
 
     count = len(program.ops)
