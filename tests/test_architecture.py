@@ -44,7 +44,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "simulate": SHARED | {"scheduler", "device"},
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
     "capture": SHARED,
-    "client": SHARED | {"capture", "wire"},
+    "burst": SHARED | {"capture"},
+    "client": SHARED | {"capture", "wire", "burst"},
     "fuse": SHARED
     | {"capture", "client", "wire", "device"},  # captures and submits as a job does, runs as the device does
     "tune": SHARED | {"client", "fuse", "simulate"},

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.batch.effects import WrittenInput
 from gpumux.capture.generator import STATE_BYTES, words_drawn
-from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
+from gpumux.capture.recorder import RawCollective, RawOp, RawStorage, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import (
@@ -40,6 +40,7 @@ from gpumux.errors import CaptureError
 from gpumux.program.ir import (
     ITEM_BYTES,
     Arg,
+    Collective,
     Op,
     Out,
     Program,
@@ -337,6 +338,16 @@ class Lowered:
     replayed: int = 0  # how many numbers they take
 
 
+@dataclass(frozen=True, slots=True)
+class LoweredRank:
+    """What one rank of a step runs. `scalars` gives its host scalars."""
+
+    program: Program
+    binding: tuple[int, ...]  # job buffer of each state slot
+    scalars: Evaluator
+    words: int | None  # as in Lowered
+
+
 class _Exit:
     """The end of a step: the places of the tensors that it leaves behind, and the copies into them."""
 
@@ -378,28 +389,12 @@ def lower(
     for buffer in end.structure.buffers(table, ALL):
         dropped.pop(buffer, None)
     tensors = [r.view for r in raw.results if isinstance(r, TensorResult)]
-    roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
-    roots |= {s for b, s in record.state_storage.items() if b not in dropped}
-    ops = _live(record.ops, roots)
+    program, build = _program(record, record.ops, tensors, end.copies, dropped, table, device, constants)
     # Before dead operators are dropped: adding to a gradient reads it, even if the sum is not used.
     touched = frozenset().union(*(op.reads for op in record.ops))
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
-    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), constants)
-    ops, copies = _born_in_place(record, ops, end.copies, build)
-    inputs = tuple(build.view(v) for v in record.inputs)
-    out_ops = [build.op(op) for op in ops]
-    places = [build.view(v) for v in tensors]
-    if end.copies:  # results are read before the copies overwrite state
-        places = build.spare(places, out_ops)
-    out_ops += build.copies(copies)
     results, host_results = _results(raw)
-    layers, found = spans((op.label for op in ops), len(build.prelude))
-    program = Program(
-        storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
-        results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
-        numerics=numerics_now("cuda" if table.gpu else device), device=device, layers=layers, spans=found,
-    )  # fmt: skip
     table.tf32 = table.tf32 or (table.gpu and uses_tf32(program))
     words = words_drawn(program) if clients_generator else 0
     if words != 0:
@@ -414,6 +409,68 @@ def lower(
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
         written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed),
     )  # fmt: skip
+
+
+def _program(
+    record: TraceRecord, operators: list[RawOp], tensors: list[int], left: list[tuple[Place, int]],
+    dropped: Collection[int], table: StateTable, device: str, constants: ConstantScalars | None,
+    rank: tuple[int, int] = (0, 1),
+) -> tuple[Program, _Build]:  # fmt: skip
+    """The Program of these operators, which returns `tensors` and leaves `left` in the job's buffers. dropped: buffers
+    of gradients that nothing reads after the step, and those of other ranks. rank: which of how many."""
+    roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in left}
+    roots |= {s for b, s in record.state_storage.items() if b not in dropped}
+    ops = _live(operators, roots)
+    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), constants)
+    ops, copies = _born_in_place(record, ops, left, build)
+    inputs = tuple(build.view(v) for v in record.inputs)
+    out_ops: list[Op] = []
+    exchanges: list[Collective] = []
+    for op in ops:
+        if op.collective is None:
+            out_ops.append(build.op(op))
+        else:
+            exchanges.append(build.collective(op.collective, len(out_ops)))
+    places = [build.view(v) for v in tensors]
+    if left:  # results are read before the copies overwrite state
+        places = build.spare(places, out_ops)
+    out_ops += build.copies(copies)
+    if exchanges:  # a collective stands before an operator, and not before the first
+        build.prelude.append(build.nothing())
+        if exchanges[-1].op == len(out_ops):
+            out_ops.append(build.nothing())
+    first = len(build.prelude)
+    layers, found = spans((op.label for op in ops if op.collective is None), first)
+    program = Program(
+        storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
+        results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
+        collectives=tuple([replace(one, op=one.op + first) for one in exchanges]),
+        numerics=numerics_now("cuda" if table.gpu else device), device=device, layers=layers, spans=found,
+        rank=rank[0], ranks=rank[1],
+    )  # fmt: skip
+    return program, build
+
+
+def lower_rank(
+    raw: RawTrace, rank: int, table: StateTable, keep: frozenset[int], clients_generator: bool = False
+) -> LoweredRank:
+    """The Program of one rank of a step that is split over ranks, with its parts of the results, in order."""
+    ranks = raw.ranks
+    assert ranks is not None
+    end = _Exit(raw, table, keep)
+    views = ranks.record.views
+    dropped = {place.buffer for _, place in (*raw.entry.dropped, *end.structure.dropped)}
+    dropped -= end.structure.buffers(table, ALL)
+    here = {b for b, homes in ranks.homes.items() if rank not in homes}
+    left = [(place, view) for place, view in end.copies if views[view].storage in ranks.held[rank]]
+    mine = [view for result in ranks.results for r, view in zip(result.ranks, result.views, strict=True) if r == rank]
+    program, build = _program(
+        ranks.record, ranks.ops[rank], mine, left, dropped | here, table, "cpu", None, (rank, len(ranks.ops))
+    )
+    words = words_drawn(program) if clients_generator else 0
+    if words != 0:
+        program = with_generator(program)
+    return LoweredRank(program, tuple(build.binding), Evaluator(build.scalars, ()), words)
 
 
 def with_generator(program: Program) -> Program:
@@ -448,7 +505,7 @@ def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
     live = set(roots)
     kept: list[RawOp] = []
     for op in reversed(ops):
-        if op.random is not None or op.writes & live:
+        if op.random is not None or op.collective is not None or op.writes & live:
             live |= op.reads | op.writes
             kept.append(op)
     kept.reverse()
@@ -612,6 +669,18 @@ class _Build:
         if out is None:
             return None
         return tuple(self.view(v) for v in out) if isinstance(out, tuple) else self.view(out)
+
+    def collective(self, one: RawCollective, at: int) -> Collective:
+        """What ranks exchange before operator `at`."""
+        pairs = [tuple([(rank, self.view(view)) for rank, view in each]) for each in (one.sends, one.receives)]
+        views = tuple([self.view(view) for view in one.views])
+        return Collective(at, one.kind, one.sequence, one.members, views, one.scale, *pairs)
+
+    def nothing(self) -> Op:
+        """An operator that only makes a number, for a collective to stand behind or before."""
+        fresh = self._put(Storage("temp", ITEM_BYTES["int64"]))
+        kwargs = (("dtype", Tag("dtype", "int64")),)
+        return Op("aten.zeros.default", ((),), kwargs, (self._view(View(fresh, "int64", (), ())),))
 
     def copies(self, wanted: list[tuple[Place, int]]) -> list[Op]:
         """Operators that copy the tensors that the step leaves behind to their buffers. A source on state is cloned

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -41,7 +41,7 @@ from gpumux.capture.values.host import HostTensors
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
 from gpumux.program.fake import FakeOperators
-from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
+from gpumux.program.ir import Arg, CollectiveKind, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
 from gpumux.program.operators import NUMBERS_ON_GPU
 
 # ---- operator schemas, prepared once for each operator
@@ -164,6 +164,19 @@ class RawStorage:
     dtype: str = ""  # of the tensor that it was made for (temp)
 
 
+class RawCollective(NamedTuple):
+    """What ranks of a job exchange at one point of a step; see program/ir.py's Collective, of which it has the fields
+    that are known before lowering."""
+
+    kind: CollectiveKind
+    sequence: int
+    members: tuple[int, ...]
+    views: tuple[int, ...] = ()
+    scale: float = 1.0
+    sends: tuple[tuple[int, int], ...] = ()
+    receives: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(slots=True)
 class RawOp:
     target: str
@@ -176,6 +189,7 @@ class RawOp:
     where: str
     label: Label | None = None  # its layer
     by_optimizer: bool = False  # whether code of torch.optim runs it, inside an optimizer's step()
+    collective: RawCollective | None = None  # what it is instead of an operator
 
 
 @dataclass(slots=True)
@@ -186,6 +200,29 @@ class TraceRecord:
     scalars: list[Expr] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)  # view of each batch tensor
     state_storage: dict[int, int] = field(default_factory=dict)  # job buffer -> storage
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """A tensor that a step split over ranks returns. `views`: of the ranks that return it, in the order of the parts of
+    the batch. A value with `dim` is put together of the ranks' parts along it, one with None is the first rank's."""
+
+    ranks: tuple[int, ...]
+    views: tuple[int, ...]
+    dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraces:
+    """A step split over ranks (burst/split.py). `record`: storages and views of all ranks; a rank has what its
+    operators make. `ops`: by rank. `held`: by rank, the storages of the whole trace that the rank has whole at the end.
+    `homes`: the ranks of each buffer of the job, by its number."""
+
+    record: TraceRecord
+    ops: list[list[RawOp]]
+    held: list[frozenset[int]]
+    results: list[RankResult]
+    homes: dict[int, tuple[int, ...]]
 
 
 class TraceBuilder:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy
 import torch
@@ -30,6 +30,7 @@ from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
+from gpumux.capture.recorder import RankTraces
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
@@ -200,6 +201,7 @@ class StepProgram:
     checks: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
     written: tuple[tuple[int, int], ...] = field(init=False)  # (tensor, position in the batch) of the others
     skips: tuple[tuple[int, int], ...] = field(init=False)  # (tensor, optimizer whose step is left out) of the others
+    ranked: Any = None  # what the ranks run, where the step is split over ranks
     undecided: bool = False  # whether what it leaves behind on the host depends on what it skips
 
     def __post_init__(self) -> None:
@@ -406,6 +408,22 @@ class Choice:
             optimizer._opt_called = True  # learning-rate schedulers check whether step() ever ran
 
 
+class RankSplitter(Protocol):
+    """Splits steps over ranks (burst/ranks.py)."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """In how many parts the batch is traced, each above 1."""
+
+    def split(
+        self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
+    ) -> RankTraces:
+        """The traces of all ranks, from those of the first of so many parts. Raises NotSplittable."""
+
+    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], clients_generator: bool) -> Any:
+        """What the ranks run of a trace that was split. Raises NotSplittable."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeepMore:
     """Result of a capture: the job must first keep the gradients of these parameters from step to step."""
@@ -420,17 +438,22 @@ class StepFunction:
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, staleness: StalenessHooks,
         *, intern: Callable[[Structure], Structure], max_variants: int | None = None, microbatches: int = 1,
         compiled: bool = False, twice: bool = True, clients_generator: bool = False,
-        constants: ConstantScalars | None = None,
+        constants: ConstantScalars | None = None, over: RankSplitter | None = None,
     ) -> None:  # fmt: skip
         """`max_variants`: cases of which one more raises TooManyVariants; None: MAX_VARIANTS are kept, by use. `twice`:
         trace each step twice, to check that it does the same again. `clients_generator`: draw from the
-        client's generator (generator.py). `constants`: decides which numbers are written into the Programs."""
+        client's generator (generator.py). `constants`: decides which numbers are written into the Programs. `over`:
+        splits the step over ranks."""
         self.fn = fn
+        self._over = over
+        # In how many parts of the batch the step is traced as well, to be split in time or over ranks.
+        self._parts = tuple(over.counts) if over is not None else (microbatches,) if microbatches > 1 else ()
+        self._whole = "without a plan" if over is not None else "without microbatches"
         self._twice = twice
         self._clients_generator = clients_generator
         self.microbatches = microbatches
         # The proof of a split runs operators on the CPU, and the compiler doesn't know a GPU's own operators either.
-        self._by_device = microbatches == 1 and not compiled
+        self._by_device = not self._parts and not compiled
         self._constants = constants if self._by_device else None
         self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
@@ -462,7 +485,7 @@ class StepFunction:
                 self._first_changes = [*(self._first_changes or ()), *again.changes]
                 undo += [change.restore for change in again.changes]
             except TraceOver as over:
-                if over.counts and self.microbatches > 1 and over.__cause__ is not None:
+                if over.counts and self._parts and over.__cause__ is not None:
                     raise over.__cause__ from None
                 undo += over.undo
                 for change in over.changes:
@@ -569,7 +592,7 @@ class StepFunction:
         )
         fingerprint.remember()
         case = Case(key, fingerprint, HyperReader(table.optimizers), numbers)
-        if self.microbatches == 1:
+        if not self._parts:
             case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])
         self._cases.insert(0, case)
         return case
@@ -773,7 +796,7 @@ class StepFunction:
         if not self._twice or self._needs_no_second(first, case, again):
             return first
         second = self._trace_once(case, args, kwargs, state)
-        part = self._trace_part(case, args, kwargs, state) if self.microbatches > 1 else None
+        parts = {count: self._trace_part(case, args, kwargs, state, count) for count in self._parts}
         difference = first_difference(first, second)
         if difference is not None and not known:
             raise TraceAgain([])  # the first trace may have changed what was not yet watched
@@ -783,17 +806,17 @@ class StepFunction:
                 "a Python counter, random or numpy number must not decide what the step computes: pass it in as an"
                 " argument tensor",
             )
-        if part is None:
+        if not parts:
             return first
         if any(isinstance(what, SkippedStep) for what in first.further):
             raise NotSplittable(
-                f"{self.name} steps an optimizer under a GradScaler", "submit it without microbatches, or use bfloat16"
+                f"{self.name} steps an optimizer under a GradScaler", f"submit it {self._whole}, or use bfloat16"
             )
         checks = [what.wrong for what in first.further if isinstance(what, ValueCheck)]
         if checks:
             raise NotSplittable(
                 f"{self.name} checks values of the whole batch ({checks[0]})",
-                "turn the checks off: validate_args=False, or submit it without microbatches",
+                f"turn the checks off: validate_args=False, or submit it {self._whole}",
             )
         if first.moved_data:
             raise NotSplittable(
@@ -803,9 +826,12 @@ class StepFunction:
         if first.further or first.on_batch:
             raise NotSplittable(
                 f"{self.name} changes its batch (in place, or by requires_grad_())",
-                "begin the step with x = x.clone(), or submit it without microbatches",
+                f"begin the step with x = x.clone(), or submit it {self._whole}",
             )
-        return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
+        tensors = batch_key(args, kwargs)[1]
+        if self._over is not None:
+            return replace(first, ranks=self._over.split(first, parts, tensors, self._table))
+        return split(first, parts[self.microbatches], tensors, self.microbatches, self._table)
 
     def _extend(self, fingerprint: Fingerprint, executed: Executed) -> bool:
         """`fingerprint.extend`. The trace may have changed what was not watched, which nothing has put back: the next
@@ -819,7 +845,7 @@ class StepFunction:
     def _needs_no_second(self, trace: RawTrace, case: Case, again: Callable[[], RawTrace]) -> bool:
         """Whether another phase confirms a trace, or `confirmed` will. A step that leaves tensors behind is traced
         again before they are removed, because its next call may read them."""
-        if self.microbatches > 1 or trace.left:
+        if self._parts or trace.left:
             return False
         twin = next((phase.raw for phase in case.phases if same_but_for_the_optimizer(phase.raw, trace)), None)
         if self._unconfirmed is None:
@@ -842,7 +868,7 @@ class StepFunction:
     ) -> RawTrace:
         lifted = case.fingerprint.lifted
         # What the first trace changed for good may be such a number, which would be counted once too often.
-        settled = self.microbatches == 1 and not self._first_changes
+        settled = not self._parts and not self._first_changes
         out = lifted | self._late
         movable = lambda v: settled and v not in out and self._failures[v] < _TRIES  # noqa: E731
         found = self._tracer.trace(
@@ -859,15 +885,14 @@ class StepFunction:
             finally:
                 self._tracer.tidy()
 
-    def _trace_part(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
-        part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
+    def _trace_part(self, case: Case, args: Any, kwargs: Any, state: State, count: int) -> RawTrace:
+        part_args, part_kwargs = first_part(args, kwargs, count)
         try:
             return self._trace_once(case, part_args, part_kwargs, state)
         except CaptureError as error:
             raise NotSplittable(
-                f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it:"
-                f" {error.message}",
-                "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
+                f"{self.name} works on the whole batch and not on one of {count} parts of it: {error.message}",
+                f"let its sizes follow the batch's (x.shape[0]), or submit it {self._whole}",
             ) from error
 
     def _constants_changed(self, program: StepProgram, env: dict[str, Number]) -> bool:
@@ -915,5 +940,7 @@ class StepFunction:
             isinstance(what, SkippedStep) and _moves(raw.entry, found.lowered.exit, what.optimizer)
             for what in raw.further
         )
+        if self._over is not None:
+            found.ranked = self._over.programs(raw, self._table, state.keep, self._clients_generator)
         phase.programs[state.keep] = found
         return found

@@ -17,18 +17,19 @@ class PartEmitter:
 
     def __init__(
         self, pairs: list[OperatorPair], full: TraceRecord, part: TraceRecord, plan: SplitPlan,
-        *, count: int, split: set[int], shared: set[int] | None = None,
+        *, count: int, split: set[int], shared: set[int] | None = None, record: TraceRecord | None = None,
     ) -> None:  # fmt: skip
+        """`record`: where parts of other numbers are made as well, with the whole trace's storages and views first."""
         self.pairs = pairs
         self.plan = plan
         self.count = count
-        self.record = TraceRecord(
+        self.record = record or TraceRecord(
             list(full.storages), list(full.views), [], full.scalars, full.inputs, full.state_storage
         )  # fmt: skip
         self._part = part
         self._shared = shared or set()
         self._split = split
-        self._views = {view: i for i, view in enumerate(full.views)}
+        self._views = {view: i for i, view in enumerate(self.record.views)}
         self._storages: dict[tuple[int, int], int] = {}
         self._scales: dict[int, int] = {}  # operator -> view of the factor for its result
         self._portions: dict[int, int] = {}  # storage of a count -> view of a part's even share

@@ -110,10 +110,12 @@ Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with
 @dataclass(slots=True)
 class Proof:
     """`ratios`: the factor of the parts' sum, by storage of shares. `joined`: the match of each result that is laid
-    side by side, by its views."""
+    side by side, by its views. `samples`: the match of each per-sample result of an operator, by the operator and its
+    view of the whole trace; whole numbers that could not be matched, and numbers drawn, are missing."""
 
     ratios: dict[int, float] = field(default_factory=dict)
     joined: dict[tuple[int, int], float] = field(default_factory=dict)
+    samples: dict[tuple[int, int], Match] = field(default_factory=dict)
 
 
 def prove(
@@ -153,6 +155,7 @@ class _Run:
         self.parts = range(emitter.count)
         self._own: dict[int, set[int]] = {}  # storage of the whole -> the parts'
         self._matches: dict[int, Match] = {}
+        self._samples: dict[tuple[int, int], Match] = {}
 
     def run(self, load: Load, made_up: bool) -> Proof:
         load(self.machine, made_up)
@@ -229,9 +232,12 @@ class _Run:
             storage = self.record.views[a].storage
             if kind in (ValueKind.SAMPLE, ValueKind.DATA):
                 whole, parts = self._values(a, b)
-                if not (whole.is_floating_point() or whole.is_complex()):
+                match = self._along(a, b, whole, parts)
+                if match is not None:
+                    self._samples[j, a] = match
+                elif not (whole.is_floating_point() or whole.is_complex()):
                     continue  # positions differ in a part and in the batch; the values picked by them are compared
-                if self._along(a, b, whole, parts) is None:
+                else:
                     raise NotSplittable(
                         f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values",
                         REMEDY,
@@ -263,7 +269,7 @@ class _Run:
         self._matches[storage] = match
 
     def _finish(self) -> Proof:
-        proof = Proof()
+        proof = Proof(samples=self._samples)
         for a, b in self.results:
             whole, parts = self._values(a, b)
             match = self._along(a, b, whole, parts)

@@ -285,8 +285,8 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     returned = [
         (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
     ]
-    setting = Setting(cut, _fixed(table), {place.buffer for _, place in full.entry.gradients})
-    plan = classify(pairs, full.record, part.record, count, setting, _exits(full), [a for a, _ in returned])
+    setting = Setting(cut, fixed(table), {place.buffer for _, place in full.entry.gradients})
+    plan = classify(pairs, full.record, part.record, count, setting, exits(full), [a for a, _ in returned])
 
     def emitter(shared: set[int] | None = None) -> PartEmitter:
         return PartEmitter(pairs, full.record, part.record, plan, count=count, split=cut, shared=shared)
@@ -308,7 +308,7 @@ def _per_sample(full: RawTrace, kinds: list[ValueKind], view: int) -> bool:
     return kinds[storage] in (ValueKind.SAMPLE, ValueKind.DATA) and full.record.storages[storage].kind == "temp"
 
 
-def _exits(full: RawTrace) -> list[int]:
+def exits(full: RawTrace) -> list[int]:
     """Views of all tensors that the step leaves in gradients, optimizers and buffers."""
     found = [*full.gradients.values(), *(view for _, view in full.replaced)]
 
@@ -322,7 +322,7 @@ def _exits(full: RawTrace) -> list[int]:
     return found
 
 
-def _fixed(table: StateTable) -> set[int]:
+def fixed(table: StateTable) -> set[int]:
     """Job buffers that hold no parameter."""
     params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
     return set(range(len(table.buffers))) - params

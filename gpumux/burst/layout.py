@@ -1,0 +1,199 @@
+"""Where the operators of a step run and where its values lie, before anything is written: ranks of each operator, ranks
+that need each value whole, ranks that hold each of the job's buffers.
+
+Per-sample operators run on the ranks of their layer. Values computed from the batch alone, or from its size, are made
+again wherever they are used, which moves nothing. What does not depend on the batch is computed on every rank that
+needs it. A parameter lies on the ranks of its layer and wherever else a layer uses it (tied weights); its gradient and
+its optimizer state lie with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from gpumux.burst.placement import Placement
+from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, ValueKind
+from gpumux.capture.state import StateTable
+from gpumux.capture.structure import DeviceLeaf, frozen_leaves
+from gpumux.capture.tracer import RawTrace
+from gpumux.capture.values.machine import PATTERN_ONLY
+
+Ranks = tuple[int, ...]  # in the order of the parts of the batch that they hold
+
+_SAMPLES = (ValueKind.SAMPLE, ValueKind.DATA)
+_WHOLE: Ranks = ()  # instead of the ranks of shares that were summed
+
+
+@dataclass(slots=True)
+class Layout:
+    """`on`: the ranks of each operator of a part that reads samples or shares, None for those made wherever they are
+    used, whose ranks are in `copies`. `homes`: ranks, rising, of each of the job's buffers that the step touches."""
+
+    on: list[Ranks | None]
+    copies: dict[int, set[Ranks]] = field(default_factory=dict)  # operator -> where its results are used
+    # Operators on shares that lie on different ranks: the shares are summed first, and then they run on whole values.
+    mixed: set[int] = field(default_factory=set)
+    summed: set[int] = field(default_factory=set)  # the storages of those shares
+    homes: dict[int, Ranks] = field(default_factory=dict)  # job buffer -> ranks
+
+
+class Kinds:
+    """The kind of each storage at the present operator of a walk over the whole trace."""
+
+    def __init__(self, full: RawTrace, split: Collection[int]) -> None:
+        self._now = [
+            ValueKind.DATA if s.kind == "input" and s.key in split else ValueKind.SAME for s in full.record.storages
+        ]
+        self._views = full.record.views
+
+    def __getitem__(self, storage: int) -> ValueKind:
+        return self._now[storage]
+
+    def after(self, pair: OperatorPair, outs: Iterable[tuple[int, int, ValueKind]]) -> None:
+        """Go on to the next operator."""
+        given = {self._views[a].storage for a, _ in pair.refs}
+        for view, _, kind in outs:
+            storage = self._views[view].storage
+            self._now[storage] = max(kind, self._now[storage]) if storage in given else kind
+
+
+class _Layouts:
+    def __init__(
+        self,
+        full: RawTrace,
+        pairs: list[OperatorPair],
+        plan: SplitPlan,
+        placement: Placement,
+        split: Collection[int],
+    ) -> None:
+        self.kinds = Kinds(full, split)
+        self.full, self.record, self.pairs, self.plan, self.placement = full, full.record, pairs, plan, placement
+        self.free = [False] * len(pairs)
+        self.layout = Layout([None] * len(pairs))
+        self._of: dict[int, Ranks] = {}  # storage of samples or shares -> ranks of the operator that wrote it last
+        self.needed: dict[int, set[int]] = {}  # storage that is the same everywhere -> ranks that need it
+        self.everywhere = tuple(range(placement.ranks))
+
+    # ---- forward: the ranks of each operator ---------------------------------------------------------
+
+    def forward(self) -> None:
+        made: set[int] = set()  # storages that only free operators have written
+        for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
+            if level is RunLevel.PART and self._is_free(j, pair, made):
+                self.free[j] = True
+                made |= pair.full.writes
+            elif level is RunLevel.PART:
+                made -= pair.full.writes
+                ranks = self._ranks(j, pair)
+                self.layout.on[j] = ranks
+                self._of.update(dict.fromkeys(pair.full.writes, ranks))
+            self.kinds.after(pair, self.plan.outs[j])
+
+    def _is_free(self, j: int, pair: OperatorPair, made: Collection[int]) -> bool:
+        """Whether the operator computes something from the batch alone or from its size, or only makes room."""
+        if pair.full.random is not None or any(k not in (ValueKind.SIZE, *_SAMPLES) for *_, k in self.plan.outs[j]):
+            return False
+        pattern = pair.name in PATTERN_ONLY
+        return all(pattern or self._is_common(s) or s in made for s in pair.full.reads)
+
+    def _is_common(self, storage: int) -> bool:
+        """Whether any rank can have a value without another one's samples."""
+        return self.record.storages[storage].kind in ("input", "const") or self.kinds[storage] is ValueKind.SAME
+
+    def _ranks(self, j: int, pair: OperatorPair) -> Ranks:
+        shares = [s for s in pair.full.reads if self.kinds[s] is ValueKind.SHARE]
+        if shares and pair.name not in PATTERN_ONLY:
+            places = {self._of.get(s, _WHOLE) for s in shares}
+            if len(places) == 1 and places != {_WHOLE}:
+                return places.pop()
+            self.layout.mixed.add(j)
+            self.layout.summed |= {s for s in shares if self._of.get(s, _WHOLE) != _WHOLE}
+            return _WHOLE
+        label = pair.full.label
+        planned = self.placement.of(label.layer) if label is not None else None
+        if planned is not None:
+            return planned
+        given = [s for s in pair.full.reads if s in self._of]
+        if given:
+            return self._of[max(given, key=lambda s: (self.record.storages[s].nbytes, -s))]
+        return self.everywhere
+
+    # ---- backward: what is needed where --------------------------------------------------------------
+
+    def backward(self) -> None:
+        wanted: dict[int, set[Ranks]] = {}  # storage of free operators -> where it is used
+        for j in reversed(range(len(self.pairs))):
+            pair, level = self.pairs[j], self.plan.levels[j]
+            reads = () if pair.name in PATTERN_ONLY else pair.full.reads
+            if level is RunLevel.ONCE:
+                if not self._reduces(pair):
+                    self._need(reads, set[int]().union(*(self.needed.get(s, ()) for s in pair.full.writes)))
+            elif level is RunLevel.PART:
+                on = self.layout.on[j]
+                places = {on} if on is not None else set[Ranks]()
+                if self.free[j]:
+                    places = set[Ranks]().union(*(wanted.get(s, ()) for s in pair.full.writes))
+                    self.layout.copies[j] = places
+                if pair.full.random is not None:
+                    self._need(reads, self.everywhere)
+                for ranks_there in places:
+                    self._need(reads, ranks_there)
+                    for storage in reads:
+                        wanted.setdefault(storage, set()).add(ranks_there)
+
+    def _reduces(self, pair: OperatorPair) -> bool:
+        """Whether an operator's results are much smaller than what it reads: then they are sent instead."""
+        given, made = (
+            sum(self.record.storages[s].nbytes for s in each) for each in (pair.full.reads, pair.full.writes)
+        )
+        return 4 * made < given
+
+    def _need(self, storages: Iterable[int], ranks: Iterable[int]) -> None:
+        found = set(ranks)
+        for storage in storages:
+            self.needed.setdefault(storage, set()).update(found)
+
+    # ---- buffers -------------------------------------------------------------------------------------
+
+    def homes(self, table: StateTable) -> None:
+        """Decide the ranks of each buffer of the job."""
+        found: dict[int, set[int]] = {}
+        of_parameter: dict[int, set[int]] = {}
+        for i, (name, param) in enumerate(zip(table.param_names, table.params, strict=True)):
+            place = table.place(param)
+            if place is None:
+                continue
+            planned = self.placement.of(name.rpartition(".")[0] or None) or ()
+            storage = self.record.state_storage.get(place.buffer)
+            ranks = {*planned, *(self.needed.get(storage, ()) if storage is not None else ())}
+            of_parameter[i] = found.setdefault(place.buffer, set())
+            of_parameter[i] |= ranks
+        others = [(i, place.buffer) for i, place in self.full.entry.gradients]
+        for optimizer in self.full.entry.optimizers:
+            for (kind, key), tree in optimizer:
+                if kind == "p":
+                    leaves = [leaf for leaf in frozen_leaves(tree) if isinstance(leaf, DeviceLeaf)]
+                    others += [(key, leaf.place.buffer) for leaf in leaves]
+        for i, buffer in others:
+            found.setdefault(buffer, set()).update(of_parameter.get(i, ()))
+        for buffer, storage in self.record.state_storage.items():
+            found.setdefault(buffer, set()).update(self.needed.get(storage, ()))
+        self.layout.homes = {buffer: tuple(sorted(ranks)) or self.everywhere for buffer, ranks in found.items()}
+
+
+def lay_out(
+    full: RawTrace,
+    pairs: list[OperatorPair],
+    plan: SplitPlan,
+    placement: Placement,
+    split: Collection[int],
+    table: StateTable,
+) -> Layout:
+    """Where the operators and buffers of a step are, under a placement. `split`: positions of the batch tensors that
+    are cut into parts."""
+    found = _Layouts(full, pairs, plan, placement, split)
+    found.forward()
+    found.backward()
+    found.homes(table)
+    return found.layout

@@ -1,0 +1,65 @@
+"""Which ranks each layer of a model runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpumux.errors import ConfigError
+from gpumux.program.saved_plan import SavedPlan
+
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`layers`: the ranks of each planned layer, by the module's path as named_modules has it ("features.0"; with
+    several models "model0.features.0"). A rank at place i holds part i of the batch there. Modules inside a planned one
+    belong to it; operators of no planned layer run where their input is. Raises ConfigError for ranks that can't be."""
+
+    ranks: int
+    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    default: tuple[int, ...] | None = None  # of modules that are not planned; None: where their input is
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise ConfigError(f"{self.ranks} ranks", f"give 1 to {MOST_RANKS}")
+        for name, on in (*self.layers.items(), *((("every other layer", self.default),) if self.default else ())):
+            if not on or len(set(on)) != len(on) or not all(0 <= rank < self.ranks for rank in on):
+                raise ConfigError(
+                    f"{name} is on ranks {on}", f"name each rank once, from 0 to {self.ranks - 1}, and at least one"
+                )
+
+    def of(self, layer: str | None) -> tuple[int, ...] | None:
+        """The ranks of a module, None if neither it nor a module around it is planned."""
+        if layer is None:
+            return None
+        name = layer
+        while True:
+            found = self.layers.get(name)
+            if found is not None:
+                return found
+            if "." not in name:
+                return self.default
+            name = name.rpartition(".")[0]
+
+    @property
+    def counts(self) -> list[int]:
+        """The different numbers of ranks of layers, rising."""
+        found = {len(on) for on in self.layers.values()}
+        return sorted(found | {len(self.default)} if self.default else found)
+
+
+def data_parallel(ranks: int) -> Placement:
+    """Every layer on all ranks."""
+    return Placement(ranks, default=tuple(range(ranks)))
+
+
+def planned(plan: SavedPlan) -> Placement:
+    """The placement of a plan that `gpumux plan burst --save` wrote. A layer's ranks are those of its computation.
+    Raises ConfigError for a plan whose layers have no names of modules."""
+    layers: dict[str, tuple[int, ...]] = {}
+    for row in plan.rows:
+        if not row.transfer:
+            layers[plan.layers[row.layer].name] = tuple(range(row.first, row.first + row.gpus))
+    return Placement(plan.gpus, layers)
