@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from gpumux.burst.placement import Placement
+from gpumux.burst.placement import RankPlacement
 from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, ValueKind
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
@@ -21,7 +21,6 @@ from gpumux.capture.values.machine import PATTERN_ONLY
 
 Ranks = tuple[int, ...]  # in the order of the parts of the batch that they hold
 
-_SAMPLES = (ValueKind.SAMPLE, ValueKind.DATA)
 _WHOLE: Ranks = ()  # instead of the ranks of shares that were summed
 
 
@@ -64,7 +63,8 @@ class _Layouts:
         full: RawTrace,
         pairs: list[OperatorPair],
         plan: SplitPlan,
-        placement: Placement,
+        *,
+        placement: RankPlacement,
         split: Collection[int],
     ) -> None:
         self.kinds = Kinds(full, split)
@@ -92,9 +92,10 @@ class _Layouts:
 
     def _is_free(self, j: int, pair: OperatorPair, made: Collection[int]) -> bool:
         """Whether the operator computes something from the batch alone or from its size, or only makes room."""
-        if pair.full.random is not None or any(k not in (ValueKind.SIZE, *_SAMPLES) for *_, k in self.plan.outs[j]):
-            return False
         pattern = pair.name in PATTERN_ONLY
+        may = (ValueKind.SIZE, ValueKind.DATA, ValueKind.SAMPLE) if pattern else (ValueKind.SIZE, ValueKind.DATA)
+        if pair.full.random is not None or any(kind not in may for *_, kind in self.plan.outs[j]):
+            return False
         return all(pattern or self._is_common(s) or s in made for s in pair.full.reads)
 
     def _is_common(self, storage: int) -> bool:
@@ -186,13 +187,13 @@ def lay_out(
     full: RawTrace,
     pairs: list[OperatorPair],
     plan: SplitPlan,
-    placement: Placement,
+    placement: RankPlacement,
     split: Collection[int],
     table: StateTable,
 ) -> Layout:
     """Where the operators and buffers of a step are, under a placement. `split`: positions of the batch tensors that
     are cut into parts."""
-    found = _Layouts(full, pairs, plan, placement, split)
+    found = _Layouts(full, pairs, plan, placement=placement, split=split)
     found.forward()
     found.backward()
     found.homes(table)

@@ -12,7 +12,7 @@ MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """`layers`: the ranks of each planned layer, by the module's path as named_modules has it ("features.0"; with
     several models "model0.features.0"). A rank at place i holds part i of the batch there. Modules inside a planned one
     belong to it; operators of no planned layer run where their input is. Raises ConfigError for ranks that can't be."""
@@ -50,16 +50,16 @@ class Placement:
         return sorted(found | {len(self.default)} if self.default else found)
 
 
-def data_parallel(ranks: int) -> Placement:
+def data_parallel(ranks: int) -> RankPlacement:
     """Every layer on all ranks."""
-    return Placement(ranks, default=tuple(range(ranks)))
+    return RankPlacement(ranks, default=tuple(range(ranks)))
 
 
-def planned(plan: SavedPlan) -> Placement:
+def planned(plan: SavedPlan) -> RankPlacement:
     """The placement of a plan that `gpumux plan burst --save` wrote. A layer's ranks are those of its computation.
     Raises ConfigError for a plan whose layers have no names of modules."""
     layers: dict[str, tuple[int, ...]] = {}
     for row in plan.rows:
         if not row.transfer:
             layers[plan.layers[row.layer].name] = tuple(range(row.first, row.first + row.gpus))
-    return Placement(plan.gpus, layers)
+    return RankPlacement(plan.gpus, layers)

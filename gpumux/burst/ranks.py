@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpumux.burst.placement import Placement
+from gpumux.burst.placement import RankPlacement
 from gpumux.burst.programs import InputPart, check_together, narrowed
 from gpumux.burst.split import split_over_ranks
 from gpumux.capture.lower import LoweredRank, lower_rank
@@ -47,7 +47,7 @@ class RankedStep:
 class BurstSplitter:
     """A RankSplitter (capture/step.py) for a placement of layers on ranks (DeepPool, sections 3 and 4)."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: RankPlacement) -> None:
         self.placement = placement
 
     @property

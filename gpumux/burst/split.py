@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
-from gpumux.burst.placement import Placement
+from gpumux.burst.placement import RankPlacement
 from gpumux.capture.microbatch.classify import (
     OperatorPair,
     RunLevel,
@@ -56,7 +56,11 @@ _DRAWS = frozenset(("rand", "randn", "randint", "rand_like", "randn_like", "rand
 
 
 def split_over_ranks(
-    full: RawTrace, parts: Mapping[int, RawTrace], tensors: list[torch.Tensor], placement: Placement, table: StateTable
+    full: RawTrace,
+    parts: Mapping[int, RawTrace],
+    tensors: list[torch.Tensor],
+    placement: RankPlacement,
+    table: StateTable,
 ) -> RankTraces:
     """The operators of each rank. `parts`: the trace of the first of g parts of the batch, for each number of ranks g
     above 1 that a layer has, and at least for one g. Raises NotSplittable."""
@@ -86,7 +90,7 @@ def split_over_ranks(
         make = _maker(pairs, full, part, plan, g, cuts[g])
         proof = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined)
         splits[g] = _Split(g, part.record, pairs, plan, proof)
-    return _Walk(full, splits, layout, placement, cut).run([a for _, a, _ in returned])
+    return _Walk(full, splits, layout, placement=placement, cut=cut).run([a for _, a, _ in returned])
 
 
 def _maker(
@@ -152,7 +156,13 @@ Holder = tuple[int, int, int]  # rank, number of parts, part
 
 class _Walk:
     def __init__(
-        self, full: RawTrace, splits: Mapping[int, _Split], layout: Layout, placement: Placement, cut: Collection[int]
+        self,
+        full: RawTrace,
+        splits: Mapping[int, _Split],
+        layout: Layout,
+        *,
+        placement: RankPlacement,
+        cut: Collection[int],
     ) -> None:
         some = next(iter(splits.values()))
         source = full.record
@@ -343,11 +353,12 @@ class _Walk:
         if j in self.layout.mixed:
             self.whole(pair.full)
             return
+        written: set[Holder] = set()
         for ranks in sorted(self.layout.copies[j]) if on is None else [on]:
-            self.part_on(j, pair, ranks, pattern)
+            self.part_on(j, pair, ranks, pattern, written)
         self.note(j, pair, on)
 
-    def part_on(self, j: int, pair: OperatorPair, ranks: Ranks, pattern: bool) -> None:
+    def part_on(self, j: int, pair: OperatorPair, ranks: Ranks, pattern: bool, written: set[Holder]) -> None:
         g = len(ranks)
         where = pair.full.where
         common = [s for s in sorted(pair.full.reads) if self.kinds[s] is ValueKind.SAME]
@@ -356,11 +367,15 @@ class _Walk:
             moved = [s for s in sorted(pair.full.reads) if self.kinds[s] in _MOVED and s in self.samples]
             self.gather(moved, ranks, where)
         if g == 1:
-            if j not in self.plan.whole and j not in self.plan.late:
+            if j not in self.plan.whole and j not in self.plan.late and (ranks[0], 1, 0) not in written:
                 self.write(ranks[0], pair.full, pattern)
+            written.add((ranks[0], 1, 0))
             return
         emitter = self.emitters[g]
         for i, rank in enumerate(ranks):
+            if (rank, g, i) in written:
+                continue
+            written.add((rank, g, i))
             ops = emitter.emit(j, i)
             for extra in emitter.extras:
                 self.whole(extra)
@@ -379,8 +394,13 @@ class _Walk:
                 storage = self.record.views[view].storage
                 if self.record.storages[storage].kind == "temp" and storage not in self.made[rank]:
                     fresh = self.fresh_like(rank, view)
-                    op = replace(op, args=_renamed(op.args, view, fresh), reads=op.reads - {storage})
+                    op = self.with_view(op, view, fresh)
         self.put(rank, op)
+
+    def with_view(self, op: RawOp, old: int, new: int) -> RawOp:
+        """The operator with another tensor in an argument's place."""
+        gone, there = (self.record.views[v].storage for v in (old, new))
+        return replace(op, args=_renamed(op.args, old, new), reads=op.reads - {gone} | {there})
 
     def fresh_like(self, rank: int, view: int) -> int:
         """An uninitialised tensor with the sizes and strides of a view, on a new storage."""
@@ -589,7 +609,7 @@ class _Walk:
                         self.put(rank, self.empty(view))
                 else:
                     fresh = self.fresh_like(rank, view)
-                    made = replace(made, args=_renamed(made.args, view, fresh), reads=made.reads - {storage})
+                    made = self.with_view(made, view, fresh)
             self.put(rank, made)
         for a, _, _ in self.plan.outs[j]:
             storage = self.record.views[a].storage

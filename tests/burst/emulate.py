@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.burst.placement import Placement
+from gpumux.burst.placement import RankPlacement
 from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import StateTable, byte_view
@@ -71,10 +71,10 @@ class Memory:
         if view.storage in self._bytes:
             return
         nbytes = self.program.storages[view.storage].nbytes
-        if made.stride() == view.stride and made.storage_offset() == view.offset == 0:
-            if made.untyped_storage().nbytes() >= nbytes:
-                self._bytes[view.storage] = made.untyped_storage()
-                return
+        alike = made.stride() == view.stride and made.storage_offset() == view.offset == 0
+        if alike and made.untyped_storage().nbytes() >= nbytes:
+            self._bytes[view.storage] = made.untyped_storage()
+            return
         self._bytes[view.storage] = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
         self._window(view).copy_(made)
 
@@ -175,7 +175,7 @@ class Gang:
     """A step over emulated ranks, called as a job's step is. `change`: of each rank's Program before it runs."""
 
     def __init__(
-        self, model: Any, optimizer: Any, steps: Sequence[Callable[..., Any]], placement: Placement,
+        self, model: Any, optimizer: Any, steps: Sequence[Callable[..., Any]], placement: RankPlacement,
         *, change: Change | None = None,
     ) -> None:  # fmt: skip
         models = model if isinstance(model, list) else [model]
