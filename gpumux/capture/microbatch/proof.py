@@ -251,7 +251,7 @@ class _Run:
 
     def _along(self, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> Match | None:
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
-        return along(whole, parts, dim, self.tolerance)
+        return along(whole, parts, dim, self.tolerance) if dim >= 0 else None  # a workspace has no dimension of samples
 
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
