@@ -7,10 +7,12 @@ itself: it inherits nothing from `default`. Pure: `config.py` has converted name
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
-from gpumux.errors import AccessDenied
-from gpumux.types import Fault, Peer, Priority
+from gpumux.errors import AccessDenied, Refused
+from gpumux.types import Fault, Gang, Peer, Priority
 
 DEFAULT = "default"
 
@@ -94,6 +96,64 @@ def refuse_weight(rule: Rule, weight: float) -> Fault | None:
         f"weight {weight:g} is above what rule {rule.name!r} allows you, which is {rule.max_weight:g}",
         f"submit with weight={rule.max_weight:g}, or ask the operator: max_weight in {rule.where}",
     )
+
+
+# ---- Gangs: a job of a gang has its process connect to a store that the client names, and to its peers.
+
+MAX_RANKS = 4096
+MAX_TIMEOUT_S = 86_400.0
+_HEX = frozenset("0123456789abcdef")
+
+
+def split_store(store: str) -> tuple[str, int] | None:
+    """The host and the port of `host:port`, or of `[host]:port`; None if it is neither."""
+    host, colon, port = store.rpartition(":")
+    if not colon or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        return None
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    return (host, int(port)) if host else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine, by its address or as localhost."""
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def refuse_gang(gang: Gang, networks: Sequence[str]) -> Fault | None:
+    """Why no job may be a rank of this gang, or None. `networks`: where stores may be beside this machine. Written so
+    that a NaN is refused too."""
+    if len(gang.id) != 32 or not _HEX.issuperset(gang.id):
+        return _refused(f"the gang's id is {gang.id[:40]!r}", "choose 32 hexadecimal digits in lower case")
+    if not 1 <= gang.ranks <= MAX_RANKS or not 0 <= gang.rank < gang.ranks:
+        return _refused(f"rank {gang.rank} of {gang.ranks}", f"a gang has 1 to {MAX_RANKS} ranks, from 0 on")
+    if not 0.0 < gang.timeout_s <= MAX_TIMEOUT_S:
+        return _refused(f"timeout_s is {gang.timeout_s}", f"choose seconds above 0, up to {MAX_TIMEOUT_S:g}")
+    place = split_store(gang.store)
+    if place is None:
+        return _refused(f"the store {gang.store[:80]!r} is no host:port", "write it like 127.0.0.1:29500")
+    host = place[0]
+    if is_loopback(host):
+        return None
+    if not _is_address(host):
+        return _refused(f"the store's host {host[:80]!r} is a name", "write its address, or localhost")
+    if any(ip_address(host) in ip_network(network, strict=False) for network in networks):
+        return None
+    return _denied(
+        f"the store {gang.store} is on another machine, which this daemon does not allow",
+        f'ask the operator: stores in [gangs], such as stores = ["{host}"]',
+    )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(message: str, remedy: str) -> Fault:
+    return Fault(Refused.code, message, remedy)
 
 
 def _denied(message: str, remedy: str) -> Fault:

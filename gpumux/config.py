@@ -29,6 +29,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from ipaddress import ip_network
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ GPU_MODELS = ("a100", "h200")  # that can be simulated
 POLICIES = ("fifo", "streams", "paced", "guarded")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-TABLES = ("daemon", "limits", "access")
+TABLES = ("daemon", "limits", "access", "gangs")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
@@ -288,6 +289,10 @@ class Config:
         choices=("hidden", "shown"),
     )  # fmt: skip
     rules: tuple[Rule, ...] = _setting((), "access rules: what each user may do", table="access")
+
+    stores: tuple[str, ...] = _setting(
+        (), "networks where clients may run the store of a job on several devices, beside this machine", table="gangs"
+    )
 
 
 FILE_ONLY = frozenset({"rules"})  # too much for a variable or a flag
@@ -420,6 +425,13 @@ def _together(config: Config) -> None:
             raise ConfigError(
                 f"allow_ops: {op!r} is not an operator's name", "write it like aten.add.Tensor or mylib.scale.default"
             )
+    for network in config.stores:
+        try:
+            ip_network(network, strict=False)
+        except ValueError:
+            raise ConfigError(
+                f"[gangs] stores: {network!r} is no network", 'write addresses like "10.0.0.0/8" or "192.168.1.7"'
+            ) from None
     for endpoint in config.endpoint:
         if not endpoint.startswith(("ipc://", "tcp://")):
             raise ConfigError(

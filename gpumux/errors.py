@@ -26,6 +26,7 @@
     |   +-- UnknownJob          no such job
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
+    |   +-- PeersLost           another rank of the job's gang died, stalled or sent something else
     +-- JobClosed               a verb on a closed job
     +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
@@ -165,6 +166,10 @@ class JobFailed(GpumuxError):
 
 class ExecutorCrashed(JobFailed):
     code = "executor_crashed"
+
+
+class PeersLost(JobFailed):
+    code = "peers_lost"
 
 
 class JobClosed(GpumuxError):

@@ -41,9 +41,22 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class Gang:
+    """The jobs that run one training step together, each on a device of its own: this job is `rank` of `ranks`. `id`:
+    32 hex digits, the same for all of them. `store`: host:port of the TCPStore of torch.distributed through which they
+    find each other, which the client runs. A peer that does not come, or stops, is given `timeout_s` seconds."""
+
+    id: str
+    rank: int
+    ranks: int
+    store: str
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class JobSpec:
     """A client's request when it opens a job. `memory_limit` None means no limit of its own. `models`: number of models
-    that a step trains; it only changes what is shown of the job."""
+    that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -53,6 +66,7 @@ class JobSpec:
     max_inflight: int = 2
     seed: int = 0
     models: int = 1
+    gang: Gang | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +145,28 @@ class ProgramReady:
     """The program can be launched (cut 0), or has been cut anew, after it was measured or after CutProgram (a later
     one). Steps that start after this event use cut `cut`; steps that have begun keep the cut they began with. `pieces`
     are predicted seconds, of cut 0 unmeasured guesses, at least one piece; piece i is operators [bounds[i],
-    bounds[i + 1]), or one operator a piece where `bounds` is empty."""
+    bounds[i + 1]), or one operator a piece where `bounds` is empty. `gated`: pieces that begin with a collective,
+    rising and never the first. Such a piece may be launched when CollectiveEnded has come for it."""
 
     job: JobId
     program: ProgramId
     cut: int
     pieces: tuple[float, ...]
     bounds: tuple[int, ...] = ()
+    gated: tuple[int, ...] = ()
+
+
+class CollectiveEnded(NamedTuple):
+    """The data before a gated piece have been exchanged, from `started` (the piece before had ended) to `ended`. It
+    comes after the PieceDone of the piece before. `moved`: for each peer its rank and the bytes sent to and received
+    from it, without headers."""
+
+    job: JobId
+    step: StepId
+    piece: int
+    started: float
+    ended: float
+    moved: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -516,8 +516,14 @@ class Recovery:
         self.session.post_step(m.Step(self._id, step, ran.program, slot, ran.scalars, len(frames)), frames)
 
 
-def open_message(job: str, spec: JobSpec) -> m.OpenJob:
+def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:
     """The request to open a job."""
+    gang = spec.gang
+    if gang is not None:
+        return m.OpenGangJob(
+            0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
+            spec.seed, spec.models, gang.id, gang.rank, gang.ranks, gang.store, gang.timeout_s,
+        )  # fmt: skip
     return m.OpenJob(
         0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
         spec.seed, spec.models,
@@ -573,7 +579,7 @@ def find_kept(session: Session, name: str) -> KeptJob:
     return KeptJob(found.job, max(found.snapshots), snapshot)
 
 
-def open_job(session: Session, message: m.OpenJob, returning: bool) -> None:
+def open_job(session: Session, message: m.OpenJob | m.OpenGangJob, returning: bool) -> None:
     """Open a job. `returning`: the daemon may still be closing the same job of an earlier client, so try again for
     PUT_AWAY_S seconds. Raises what the daemon refuses with."""
     give_up = time.monotonic() + PUT_AWAY_S

@@ -23,7 +23,7 @@ RELOADABLE = frozenset(
     {
         "rules", "metrics_names", "log_level", "log_format", "drain_s", "max_sessions", "max_sessions_per_user",
         "max_jobs", "max_jobs_per_user", "max_bytes_per_user", "max_programs_per_job", "max_inflight",
-        "max_shared_bytes", "max_shared_bytes_per_user", "keep_s", "max_snapshot_bytes_per_user",
+        "max_shared_bytes", "max_shared_bytes_per_user", "keep_s", "max_snapshot_bytes_per_user", "stores",
     }
 )  # fmt: skip
 

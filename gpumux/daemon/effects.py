@@ -16,7 +16,7 @@ from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepR
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device import base as dev
-from gpumux.device.base import AnswerForm, Answering, Launch, Regrading, SegmentHandle
+from gpumux.device.base import AnswerForm, Answering, Launch, ProcessGroups, Regrading, SegmentHandle
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed, ProgramError
 from gpumux.program.codec import outline
 from gpumux.scheduler import events as cmd
@@ -131,6 +131,8 @@ class CommandRunner:
         if c.fresh:
             job = self._records.add_job(c.job, session, spec)
             self._device.open_job(c.job, spec)
+            if spec.gang is not None and isinstance(self._device, ProcessGroups):
+                self._device.join(c.job, spec.gang)
             self._context.metrics.job_opened(spec.priority)
             log.info(
                 "job %s: %r opened by uid %d, priority %s", job.short, spec.name, session.peer.uid, spec.priority.name

@@ -10,19 +10,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gpumux.access import refuse_priority, refuse_weight
+from gpumux.access import refuse_gang, refuse_priority, refuse_weight
 from gpumux.daemon.context import DaemonContext, as_fault, log
 from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.snapshots.requests import SnapshotRequests
 from gpumux.daemon.tracing import Tracing
-from gpumux.device.base import Regrading, SegmentHandle
-from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
+from gpumux.device.base import UNGANGED, ProcessGroups, Regrading, SegmentHandle
+from gpumux.errors import (
+    AdmissionRefused,
+    GpumuxError,
+    JobClosed,
+    NotOwner,
+    ProgramError,
+    ProtocolError,
+    UnknownJob,
+    from_code,
+)
 from gpumux.program.ir import ALIGN
 from gpumux.scheduler import admission
 from gpumux.scheduler import events as ev
-from gpumux.types import Fault, JobId, JobSpec, Priority, ProgramId, StepId, TransferEnded, TransferId
+from gpumux.types import Fault, Gang, JobId, JobSpec, Priority, ProgramId, StepId, TransferEnded, TransferId
 from gpumux.wire import messages as msg
 from gpumux.wire.listen import check_descriptors
 
@@ -174,6 +183,7 @@ class Requests:
             msg.Step: self._step,
             msg.StepAwaited: self._step_awaited,
             msg.OpenJob: self._open_job,
+            msg.OpenGangJob: self._open_job,
             msg.LoadProgram: self._load_program,
             msg.OpenTransfer: self._open_transfer,
             msg.FillTransfer: self._fill_transfer,
@@ -234,7 +244,7 @@ class Requests:
 
     # ---- jobs
 
-    def _open_job(self, session: SessionRecord, m: msg.OpenJob, frames: Sequence[bytes]) -> None:
+    def _open_job(self, session: SessionRecord, m: msg.OpenJob | msg.OpenGangJob, frames: Sequence[bytes]) -> None:
         check_descriptors()
         job = JobId(m.job)
         record = self._records.jobs.get(job)
@@ -243,8 +253,18 @@ class Requests:
         if (session.id, job) in self._records.opening:
             raise ProtocolError("this job is being opened already", "wait for the answer")
         spec = _spec(m)
+        if spec.gang is not None:
+            self._allow_gang(spec.gang)
         self._records.opening[session.id, job] = m.ref, spec
         self._context.feed(ev.JobRequested(session.id, job, spec))
+
+    def _allow_gang(self, gang: Gang) -> None:
+        """Raise if no job may be a rank of this gang on this daemon."""
+        fault = refuse_gang(gang, self._context.config.stores)
+        if fault is None and not isinstance(self._context.device, ProcessGroups):
+            fault = UNGANGED
+        if fault is not None:
+            raise from_code(fault.code, fault.message, fault.remedy)
 
     def _pause(self, session: SessionRecord, m: msg.PauseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
@@ -455,12 +475,13 @@ def start_load(context: DaemonContext, job: JobRecord) -> None:
         context.checks.submit(job, record)
 
 
-def _spec(m: msg.OpenJob) -> JobSpec:
+def _spec(m: msg.OpenJob | msg.OpenGangJob) -> JobSpec:
     """Make a JobSpec of a message, with the types that the scheduler expects; the scheduler checks ranges."""
     if m.priority not in (Priority.LOW, Priority.HIGH):
         raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
     return JobSpec(
-        m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models
+        m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models,
+        Gang(m.gang, m.rank, m.ranks, m.store, m.timeout_s) if isinstance(m, msg.OpenGangJob) else None,
     )  # fmt: skip
 
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.types import (
+    CollectiveEnded,
     DeviceInfo,
     Fault,
     Footprint,
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -130,6 +132,7 @@ DeviceEvent = (
     | ProgramReady
     | PieceDone
     | PieceFailed
+    | CollectiveEnded
     | TransferEnded
     | ProgramProfiled
     | JobDied
@@ -221,6 +224,36 @@ class Answering(Protocol):
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
         """All events since the last call, as from `poll`. PieceDone of every answered step of the job is among the
         events of this call or an earlier one, even if nothing has said so yet: a client may be faster than poll."""
+
+
+UNGANGED = Fault(
+    "refused",
+    "this daemon's device runs no jobs on several devices: its collectives are not proven on one",
+    "use daemons with --device cpu or sim, or submit without a plan",
+)
+
+
+@runtime_checkable
+class ProcessGroups(Protocol):
+    """Optional: a device whose jobs can be ranks of a gang, so that it takes Programs with collectives. A device
+    without these methods refuses such Programs.
+
+    Where a piece has ended and the next one is gated (ProgramReady), the device begins with the collectives between
+    them at once and by itself, in order, and reports CollectiveEnded when they have ended; nothing of the job is
+    launched meanwhile. It waits without a core. If a peer is lost or sends something else, the job dies
+    (`peers_lost`), at the latest after `timeout_s` of the gang.
+    """
+
+    def join(self, job: JobId, gang: Gang) -> None:
+        """Have the job find its peers; it may load and run programs meanwhile. Called once, right after `open_job`.
+        -> JobDied if they are not found."""
+
+    def leave(self, job: JobId) -> None:
+        """Have the job leave its peers once its collectives under way have ended. Programs with collectives fail from
+        then on."""
+
+    def abort(self, job: JobId, fault: Fault) -> None:
+        """End the job's collectives at once, and the job with this fault -> JobDied."""
 
 
 @runtime_checkable

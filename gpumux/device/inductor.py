@@ -106,7 +106,7 @@ def compile_unit(
             if base is None:
                 return None
             bases[storage] = base
-            if born is None:
+            if storage not in live.birth:
                 persistent.append(base)
             else:
                 live_in.append(storage)

@@ -52,6 +52,11 @@ def piece_seconds(op_seconds: Sequence[float], boundaries: Sequence[int]) -> tup
     return tuple([sum(op_seconds[a:b]) for a, b in pairwise(boundaries)])
 
 
+def gated(boundaries: Sequence[int], gates: Collection[int]) -> tuple[int, ...]:
+    """The pieces that begin at a gate."""
+    return tuple([piece for piece, start in enumerate(boundaries[:-1]) if start in gates])
+
+
 def _even(clock: Sequence[float], start: int, end: int, target_s: float) -> list[int]:
     """Boundaries of [start, end) nearest to equal shares of its time. A boundary is off its ideal place
     by half an operator at most, so no piece is longer than a share and one operator."""

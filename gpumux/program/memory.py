@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from gpumux.program.ir import Program, aligned, slot_layout
+from gpumux.program.ir import DIRECT_BYTES, ITEM_BYTES, Collective, Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
 from gpumux.types import Footprint
 
@@ -86,9 +87,22 @@ def plan(program: Program) -> ArenaPlan:
 
 def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Footprint:
     """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
-    peak and `unseen_bytes` that no view names; one slot of its data segment."""
+    peak, `unseen_bytes` that no view names and room for a collective's messages; one slot of its data segment."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
-    return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
+    messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
+    return Footprint(state, planned.peak_bytes + unseen_bytes + messages, slot_layout(program).nbytes)
+
+
+def _message_bytes(program: Program, one: Collective) -> int:
+    """Bytes that a collective needs beside the storages: a copy of what it sends and receives. A sum needs one of all
+    its views, one of the part that each other member sends, and one for the sum of these parts."""
+
+    def nbytes(view: int) -> int:
+        return prod(program.views[view].size) * ITEM_BYTES[program.views[view].dtype]
+
+    summed = sum(map(nbytes, one.views))
+    part = summed if summed <= DIRECT_BYTES else -(-summed // len(one.members))
+    return summed + len(one.members) * part + sum(nbytes(view) for _, view in (*one.sends, *one.receives))
 
 
 def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from gpumux.program.ir import (
     View,
     extent,
 )
+from gpumux.types import Gang
 
 DEVICES = frozenset({"cpu", "cuda"})
 MATMUL_PRECISIONS = frozenset({"highest", "high", "medium"})
@@ -245,6 +246,20 @@ def _all_reduce(program: Program, one: Collective, where: str) -> None:
     types = {program.views[view].dtype for view in one.views}
     if not types <= _SUMMED:
         _fail(where, f"it sums values of type {', '.join(sorted(types - _SUMMED))}")
+    if one.scale != 1.0 and "int64" in types:
+        _fail(where, f"it scales integers by {one.scale}")
+
+
+def refuse_rank(program: Program, gang: Gang | None) -> ProgramError | None:
+    """Why a job of this gang can't run the program, as far as ranks go, or None."""
+    if program.ranks == 1 and not program.collectives:
+        return None
+    mine = f"the program is for rank {program.rank} of {program.ranks}"
+    if gang is None:
+        return ProgramError(f"{mine}, and the job is in no gang", "open the job as a rank of a gang")
+    if (program.rank, program.ranks) != (gang.rank, gang.ranks):
+        return ProgramError(f"{mine}, and the job is rank {gang.rank} of {gang.ranks}", "load each rank's own program")
+    return None
 
 
 def _exchange(program: Program, one: Collective, where: str) -> None:

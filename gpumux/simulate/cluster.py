@@ -174,7 +174,7 @@ def _collective(name: str, seconds: float, nbytes: int, sensitivity: float, spec
 class RankJob:
     """A gang's job on one GPU, as its daemon sees it: a program for each different part. See SimulatedJob."""
 
-    def __init__(self, gang: Gang, gpu: int, max_slowdown: float, spec: GpuSpec) -> None:
+    def __init__(self, gang: SimulatedGang, gpu: int, max_slowdown: float, spec: GpuSpec) -> None:
         self.id = JobId(f"{0:032x}")
         self.name = RANK
         self.gpu = gpu
@@ -242,7 +242,7 @@ class RankJob:
         self._gang.ended(self.steps[step], self.gpu)
 
 
-class Gang:
+class SimulatedGang:
     """The ranks of one plan: which part each of them runs next, and which joint kernels wait for whom."""
 
     def __init__(self, parts: Sequence[PlanPart], clock: Clock, daemons: Sequence[SimulatedDaemon]) -> None:
@@ -435,7 +435,7 @@ class ClusterSimulation:
         self.spec, self.policy, self.gpus = spec, settings.policy, gpus
         self._clock = Clock()
         self.daemons: list[SimulatedDaemon] = []
-        self.gang = Gang(parts, self._clock, self.daemons)
+        self.gang = SimulatedGang(parts, self._clock, self.daemons)
         self.gang.open(max_slowdown, spec)
         most = max(rank.programs for rank in self.gang.ranks.values())
         limit = max(most, SchedulerConfig().max_programs_per_job)
@@ -553,5 +553,5 @@ class ClusterSimulation:
         return TimelineRow(part.title, part.kind, row.share, row.started, row.ended)
 
 
-def _holder(gang: Gang, gpu: int) -> Callable[[int, float], None]:
+def _holder(gang: SimulatedGang, gpu: int) -> Callable[[int, float], None]:
     return lambda launch, now: gang.held(gpu, launch, now)

@@ -53,7 +53,7 @@ NATURAL = frozenset(
     {
         "protocol", "pid", "max_message_bytes", "ref", "priority", "memory_limit", "max_inflight", "program",
         "new_buffers", "binding", "segment", "slots", "slot_bytes", "step", "slot", "frames", "transfer", "buffers",
-        "nbytes", "models", "snapshot", "snapshots", "steps", "replays", "notes", "bad",
+        "nbytes", "models", "snapshot", "snapshots", "steps", "replays", "notes", "bad", "rank", "ranks",
     }
 )  # fmt: skip
 _HEX = "0123456789abcdef"
@@ -72,7 +72,7 @@ def checker_for(name: str, hint: Any) -> Check:
     if name == "scalars":
         return _are_scalars
     if hint is str:
-        return _is_job if name == "job" else _is_prose if name in PROSE or name == "warnings" else _is_name
+        return _is_job if name in ("job", "gang") else _is_prose if name in PROSE or name == "warnings" else _is_name
     simple = _SIMPLE.get(hint)
     if simple is not None:
         return _is_natural if hint is int and name in NATURAL else simple

@@ -7,7 +7,7 @@ changes its meaning; a changed message gets a new tag.
 
     client -> daemon                    daemon -> client
     Hello                               Welcome | Refusal
-    OpenJob                             JobOpened | Refusal
+    OpenJob / OpenGangJob               JobOpened | Refusal
     LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (its segment by the channel)
     Step (+ inline inputs on TCP)       StepDone (+ inline results on TCP) | StepFailed
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
@@ -215,6 +215,27 @@ class OpenJob:
     max_inflight: int
     seed: int
     models: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGangJob:
+    """OpenJob for one rank of a job on several devices; its last fields are those of gpumux.types.Gang."""
+
+    ref: int
+    job: str
+    name: str
+    priority: int
+    weight: float
+    max_slowdown: float
+    memory_limit: int | None
+    max_inflight: int
+    seed: int
+    models: int
+    gang: str
+    rank: int
+    ranks: int
+    store: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +515,8 @@ Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
-    | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | SnapshotMessage
+    | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
+    | SnapshotMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -503,13 +525,14 @@ REGISTRY: dict[int, type[Any]] = {
     10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone, 15: PauseJob,
     16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report, 23: Heartbeat,
     24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
-    31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, **SNAPSHOT_REGISTRY,
+    31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, 36: OpenGangJob,
+    **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel,
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
      *SNAPSHOT_FROM_CLIENT}
 )  # fmt: skip
 

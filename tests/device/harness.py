@@ -17,10 +17,19 @@ from math import inf
 from time import monotonic, sleep
 from typing import TypeVar
 
-from gpumux.device.base import Device, DeviceEvent, Launch, ProgramChecked, ProgramRefused, SegmentHandle
+from gpumux.device.base import (
+    Device,
+    DeviceEvent,
+    Launch,
+    ProcessGroups,
+    ProgramChecked,
+    ProgramRefused,
+    SegmentHandle,
+)
 from gpumux.program.codec import encode
 from gpumux.program.ir import ALIGN, Program, slot_layout
 from gpumux.types import (
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -104,6 +113,7 @@ class LoadedJob:
     data: dict[ProgramId, SharedMemory] = field(default_factory=dict)
     pieces: dict[ProgramId, tuple[float, ...]] = field(default_factory=dict)
     cut: dict[ProgramId, int] = field(default_factory=dict)
+    gated: dict[ProgramId, tuple[int, ...]] = field(default_factory=dict)
     steps: int = 0
 
     def load(
@@ -119,7 +129,7 @@ class LoadedJob:
             )
         )
         assert isinstance(answer, ProgramReady), answer
-        self.pieces[number], self.cut[number] = answer.pieces, 0
+        self.pieces[number], self.cut[number], self.gated[number] = answer.pieces, 0, answer.gated
         return number
 
     def try_load(
@@ -202,9 +212,12 @@ class Driver:
         self.unread: list[DeviceEvent] = []
         self.jobs: dict[JobId, LoadedJob] = {}
 
-    def open(self, seed: int = 0, priority: Priority = Priority.LOW) -> LoadedJob:
+    def open(self, seed: int = 0, priority: Priority = Priority.LOW, gang: Gang | None = None) -> LoadedJob:
         job = JobId(f"{next(_numbers):032x}")
-        self.device.open_job(job, JobSpec(name="test", seed=seed, priority=priority))
+        self.device.open_job(job, JobSpec(name="test", seed=seed, priority=priority, gang=gang))
+        if gang is not None:
+            assert isinstance(self.device, ProcessGroups)
+            self.device.join(job, gang)
         self.jobs[job] = LoadedJob(self, job)
         return self.jobs[job]
 
@@ -214,6 +227,7 @@ class Driver:
             if isinstance(event, ProgramReady) and event.job in self.jobs:
                 held = self.jobs[event.job]
                 held.pieces[event.program], held.cut[event.program] = event.pieces, event.cut
+                held.gated[event.program] = event.gated
 
     def wait_for(self, wanted: Callable[[DeviceEvent], bool]) -> DeviceEvent:
         """The oldest unread event that is wanted; waited for, but not for ever: a device that is due all the time is

@@ -37,7 +37,7 @@ def _depth(tree: Any) -> int:
 
 
 def _field(name: str, hint: Any) -> st.SearchStrategy[Any]:
-    if name == "job":
+    if name in ("job", "gang"):
         return st.text("0123456789abcdef", min_size=32, max_size=32)
     if name == "frames":
         return st.integers(0, 4)

@@ -16,7 +16,7 @@ import resource
 import select
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from gpumux.device.cpu.jobs import (
     Command,
     Cut,
     ExecutorRecord,
+    Join,
+    Leave,
     Listing,
     Renice,
     UnscheduledCommand,
@@ -41,9 +43,12 @@ from gpumux.device.workers.channel import (
     DESCRIPTORS,
     DONE,
     DONE_BODY,
+    EXCHANGED,
     FAILED,
+    JOIN,
     LAUNCH,
     LAUNCH_HEAD,
+    LEAVE,
     LOAD,
     LOADED,
     NICE,
@@ -63,9 +68,11 @@ from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name, memory_file
 from gpumux.program.ir import DEFAULT, ProgramLimits
 from gpumux.types import (
+    CollectiveEnded,
     DeviceInfo,
     Fault,
     Footprint,
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -210,6 +217,25 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None:
             self._carry_out(executor, Cut(program, target_s))
+
+    def join(self, job: JobId, gang: Gang) -> None:
+        """See base.ProcessGroups."""
+        executor = self._live(job)
+        if executor is not None:
+            self._carry_out(executor, Join(gang))
+
+    def leave(self, job: JobId) -> None:
+        """See base.ProcessGroups."""
+        executor = self._live(job)
+        if executor is not None:
+            self._carry_out(executor, Leave())
+
+    def abort(self, job: JobId, fault: Fault) -> None:
+        """See base.ProcessGroups. Nothing else ends a wait for a message of gloo's."""
+        executor = self._live(job)
+        if executor is not None:
+            executor.failure = executor.failure or fault
+            self._supervisor.kill(executor.token)
 
     def may_regrade(self, priority: Priority) -> Fault | None:
         """See base.Regrading."""
@@ -369,6 +395,12 @@ def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
     if isinstance(command, Renice):
         channel.send(NICE, [command.nice])
         return
+    if isinstance(command, Join):
+        channel.send(JOIN, astuple(command.gang))
+        return
+    if isinstance(command, Leave):
+        channel.send(LEAVE, [])
+        return
     if isinstance(command, Cut):
         channel.send(CUT, [command.program, command.target_s])
         return
@@ -437,20 +469,23 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
     said = unpack(body)
     if tag == RECUT:
-        program, cut, pieces, bounds, through_python = said
+        program, cut, pieces, bounds, through_python, gated = said
         if cut == 1 and through_python:
             reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
             _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
         executor.programs[program].recut(cut, bounds)
-        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds))]
+        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds), tuple(gated))]
+    if tag == EXCHANGED:
+        step, piece, started, ended, moved = said
+        return [CollectiveEnded(job, step, piece, started, ended, tuple(map(tuple, moved)))]
     if tag == FAILED:
         executor.failure = Fault(*said[1:])  # reported when the process has ended
         return []
     command = schedule.done(job)
     if tag == LOADED:
-        program, pieces, bounds, table, ops = said
+        program, pieces, bounds, table, ops, gated = said
         executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds))]
+        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds), tuple(gated))]
     if tag == REFUSED and isinstance(command, LoadCommand):
         executor.not_loaded(command)
         return [ProgramRefused(job, command.program, Fault(*said[1:]))]

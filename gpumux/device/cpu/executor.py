@@ -17,12 +17,14 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
 
 from gpumux.device.base import GENERATOR
+from gpumux.device.cpu.peers import Moved, Peers
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.graph import turn_off_optimisation
 from gpumux.device.run.interpreter import CoreWaits, first_lines
@@ -34,9 +36,12 @@ from gpumux.device.workers.channel import (
     CUT,
     DONE,
     DONE_BODY,
+    EXCHANGED,
     FAILED,
+    JOIN,
     LAUNCH,
     LAUNCH_HEAD,
+    LEAVE,
     LOAD,
     LOADED,
     NICE,
@@ -60,6 +65,8 @@ from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
 from gpumux.program.memory import plan
 from gpumux.program.profile import dumps
+from gpumux.program.validate import refuse_rank
+from gpumux.types import Gang
 
 # ---- Answering steps directly, without the daemon: the client waits for one process less.
 
@@ -237,6 +244,7 @@ class Executor:
         self._python_s = python_cost()
         self._usual = settings["usual"]
         self._waits = CoreWaits() if settings["nice"] else None  # None: it gives way to no other job
+        self._peers: Peers | None = None  # of a rank of a gang
 
     def serve(self) -> None:
         """Carry out commands until the job fails. Raises EOFError when the daemon has closed the channel."""
@@ -261,6 +269,10 @@ class Executor:
                 self._renice(unpack(body)[0])
             elif tag == CUT:
                 self._aim(*unpack(body))
+            elif tag == JOIN:
+                self._join(*unpack(body))
+            elif tag == LEAVE:
+                self._leave()
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:
@@ -291,11 +303,30 @@ class Executor:
         suspended = waits.seconds() - before if waits is not None else 0.0
         answered = self._answers.ran(launch, step, piece, submitted, started, ended, suspended)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
+        if self._peers is not None and loaded.waits(cut, piece + 1):
+            self._peers.begin(loaded.exchange, partial(self._exchanged, step, piece + 1, ended))
         if ended_step:
             self._recut(program, loaded)
             if held:
                 self._heap.look(held, ended)
         return True
+
+    def _join(self, *gang: Any) -> None:
+        """Find the job's peers, in a thread of their own, which carries out collectives from then on."""
+        self._peers = Peers(Gang(*gang), self._lost)
+
+    def _leave(self) -> None:
+        if self._peers is not None:
+            self._peers.leave()
+
+    def _exchanged(self, step: int, piece: int, started: float, moved: Moved) -> None:
+        """Report that the collectives before a piece have ended. Called by the thread of the peers."""
+        self._channel.send(EXCHANGED, [step, piece, started, monotonic(), [(r, *n) for r, n in moved.items()]])
+
+    def _lost(self, error: GpumuxError) -> None:
+        """End the process: the job has lost its peers. Called by the thread of the peers; the main one may run."""
+        self._channel.send(FAILED, [-1, error.code, error.message, error.remedy])
+        os._exit(0)
 
     def _renice(self, nice: int) -> None:
         """Set the niceness of this process and all its threads. Raises PermissionError."""
@@ -316,7 +347,8 @@ class Executor:
         if pieces is not None:
             gc.collect()  # garbage that is frozen would never be freed
             gc.freeze()
-            self._channel.send(RECUT, [program, loaded.newest, pieces, loaded.bounds, loaded.through_python])
+            body = [program, loaded.newest, pieces, loaded.bounds, loaded.through_python, loaded.gated]
+            self._channel.send(RECUT, body)
 
     def _load(self, fds: list[int]) -> None:
         """Load a program. `fds`: the description with the encoded program, and the data segment."""
@@ -327,6 +359,9 @@ class Executor:
             with mmap.mmap(description, 0, prot=mmap.PROT_READ) as memory:
                 program, load = _read_load(memory)
                 decoded = decode(bytes(memory[load["start"] :]))
+            refusal = refuse_rank(decoded, self._peers.gang if self._peers is not None else None)
+            if refusal is not None:
+                raise refusal
             data = mmap.mmap(data_fd, load["data_bytes"]) if load["data_bytes"] else mmap.mmap(-1, ALIGN)
             self._buffers.extend(allocate(n) for n in load["new_buffers"])
             bound = [self._buffer(i) for i in load["binding"]]
@@ -355,7 +390,7 @@ class Executor:
         targets = [op.target for op in decoded.ops]
         table = list(dict.fromkeys(targets))
         place = {target: index for index, target in enumerate(table)}
-        listing = [loaded.guesses(), loaded.bounds, table, [place[target] for target in targets]]
+        listing = [loaded.guesses(), loaded.bounds, table, [place[target] for target in targets], loaded.gated]
         self._channel.send(LOADED, [program, *listing])
 
     def _profile(self, program: int) -> None:

@@ -25,6 +25,7 @@ from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.types import (
     Fault,
+    Gang,
     JobId,
     LaunchId,
     PieceDone,
@@ -57,8 +58,20 @@ class Cut:
     target_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A command to find the job's peers."""
+
+    gang: Gang
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A command to leave them."""
+
+
 Command = Launch | LoadCommand | TransferCommand | ProfileCommand  # what is scheduled
-UnscheduledCommand = Answers | Renice | Cut  # what is not
+UnscheduledCommand = Answers | Renice | Cut | Join | Leave  # what is not
 
 
 @dataclass(slots=True)

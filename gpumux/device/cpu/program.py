@@ -26,14 +26,15 @@ import torch
 
 from gpumux import __version__
 from gpumux.device import inductor
+from gpumux.device.cpu.peers import Messages, all_reduce, exchange
 from gpumux.device.run.graph import GraphPiece, PieceBuilder
 from gpumux.device.run.interpreter import Interpreter, Stopwatch, failed, names
-from gpumux.device.run.operands import Context, Frame, Operands, window
+from gpumux.device.run.operands import Context, Frame, Operands, allocate, window
 from gpumux.device.run.randomness import RandomStreams, Replays, begin_from, repeated_slots
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import cpu_name
-from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, piece_seconds, units
-from gpumux.program.ir import Program, View, gates, labels
+from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, gated, piece_seconds, units
+from gpumux.program.ir import Collective, Program, View, gates, labels
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
 # ---- Compiled programs, which run units instead of operators (program/cut.py, device/inductor.py).
@@ -160,15 +161,24 @@ class LoadedProgram:
         self._piece_s: list[list[float]] = []
         self.newest = 0
         self._gates = gates(program)
+        self._collectives: dict[int, list[Collective]] = {}  # by the operator they stand before
+        for one in program.collectives:
+            self._collectives.setdefault(one.op, []).append(one)
         compiled = program.kind == "compiled"
         self._compiled = CompiledProgram(self._context, self._interpreter) if compiled else None
         self._bounds = {0: self._boundaries([GUESSED_OP_SECONDS] * len(program.ops))}
+        self._gated = {0: gated(self._bounds[0], self._gates)}
         self._pieces: dict[int, list[GraphPiece]] = {}
 
     @property
     def bounds(self) -> tuple[int, ...]:
         """The first operator of each piece of the newest cut, and the number of operators at the end."""
         return self._bounds[self.newest]
+
+    @property
+    def gated(self) -> tuple[int, ...]:
+        """The pieces of the newest cut that begin with a collective."""
+        return self._gated[self.newest]
 
     def guesses(self) -> tuple[float, ...]:
         """Guessed seconds of the pieces of cut 0."""
@@ -181,7 +191,8 @@ class LoadedProgram:
         if bounds is None or not 0 <= piece < len(bounds) - 1:
             raise ProgramError(f"no piece {piece} of cut {cut}", "this is a bug in the daemon: report it")
         frame = self._begin(step, cut, slot, scalars) if piece == 0 else self._frame
-        if frame is None or (frame.step, frame.cut, frame.next_piece) != (step, cut, piece):
+        waits = frame is not None and bounds[piece] in self._collectives and frame.met != piece
+        if frame is None or waits or (frame.step, frame.cut, frame.next_piece) != (step, cut, piece):
             raise ProgramError(
                 f"piece {piece} of step {step} is out of order", "this is a bug in the daemon: report it"
             )
@@ -206,6 +217,39 @@ class LoadedProgram:
             return False
         self._finish(frame)
         return True
+
+    def waits(self, cut: int, piece: int) -> bool:
+        """Whether this piece of a cut begins with a collective, which `exchange` carries out."""
+        return self._bounds[cut][piece] in self._collectives if piece < len(self._bounds[cut]) - 1 else False
+
+    def exchange(self, messages: Messages) -> None:
+        """Carry out the collectives before the next piece of the step. For the thread of the peers, while no piece
+        runs. Raises PeersLost and JobFailed."""
+        frame = self._frame
+        assert frame is not None
+        at = self._bounds[frame.cut][frame.next_piece]
+        torch.set_flush_denormal(self.program.numerics.flush_denormal)  # a thread's own
+        for one in self._collectives[at]:
+            try:
+                self._carry_out(messages, frame, one)
+            except (RuntimeError, MemoryError) as error:
+                raise failed(error, f"collective {one.sequence}") from error
+        for storage in self._context.liveness.exchanged[at]:
+            frame.temps[storage] = None
+        frame.met = frame.next_piece
+
+    def _carry_out(self, messages: Messages, frame: Frame, one: Collective) -> None:
+        if one.kind == "all_reduce":
+            all_reduce(messages, one, frame.step, [self._context.tensor(frame, view) for view in one.views])
+            return
+        for _, view in one.receives:
+            storage = self.program.views[view].storage
+            if frame.temps[storage] is None:
+                base = allocate(self.program.storages[storage].nbytes)
+                frame.temps[storage] = window(base, self._context.liveness.birth[storage])
+        sends = [self._context.tensor(frame, view) for _, view in one.sends]
+        receives = [self._context.tensor(frame, view) for _, view in one.receives]
+        exchange(messages, one, frame.step, sends, receives)
 
     def aim(self, target_s: float | None) -> None:
         """Set the target length of pieces, in seconds; None: the first one. `recut` applies it."""
@@ -306,9 +350,11 @@ class LoadedProgram:
             self._builder = self._builder or PieceBuilder(self._context, self._interpreter)
             pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
         self._bounds.pop(self.newest - 1, None)
+        self._gated.pop(self.newest - 1, None)
         self._pieces.pop(self.newest - 1, None)
         self.newest += 1
         self._bounds[self.newest], self._pieces[self.newest] = bounds, pieces
+        self._gated[self.newest] = gated(bounds, self._gates)
         self._op_s, self._steps = op_s, 0
         self._piece_s = [[] for _ in bounds[1:]]
         return piece_seconds(op_s, bounds)

@@ -132,6 +132,9 @@ class Interpreter:
         seconds: list[float] = []
         if verify and start == 0:
             self._owners = self._persistent(frame)
+        if verify:  # what a collective received was made by no operator
+            kept = [(t.untyped_storage().data_ptr(), s) for s, t in enumerate(frame.temps) if t is not None]
+            self._owners.update(kept)
         for index in range(start, stop):
             op = ops[index]
 

@@ -154,23 +154,39 @@ class Frame:
     step: int
     cut: int
     next_piece: int = 0
+    met: int = 0  # the newest piece whose collectives have ended
 
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """For each temporary storage: `birth`, the view it is made with; `born`, the operator that makes it; `last`, the
-    last operator that uses it (the number of operators if it holds a result)."""
+    """For each temporary storage: `birth`, the view it is made with; `born`, the operator that makes it (none if a
+    collective does); `last`, the last operator that uses it (the number of operators if it holds a result), where a
+    collective counts as the operator that it stands before. `exchanged`: by operator, the storages that only the
+    collectives before it use from there on."""
 
     birth: dict[int, View]
     born: dict[int, int]
     last: dict[int, int]
+    exchanged: dict[int, tuple[int, ...]]
 
     @staticmethod
     def of(program: Program) -> Liveness:
         birth: dict[int, View] = {}
         born: dict[int, int] = {}
         last: dict[int, int] = {}
+        touched: dict[int, set[int]] = {}
+        received: dict[int, list[View]] = {}
+        for one in program.collectives:
+            views = [*one.views, *(view for _, view in (*one.sends, *one.receives))]
+            for view in [program.views[v] for v in views]:
+                if program.storages[view.storage].kind == "temp":
+                    touched.setdefault(one.op, set()).add(view.storage)
+            for _, v in one.receives:
+                received.setdefault(one.op, []).append(program.views[v])
         for index, op in enumerate(program.ops):
+            for view in received.get(index, ()):
+                birth.setdefault(view.storage, view)
+            last.update(dict.fromkeys(touched.get(index, ()), index))
             for v in (*views_read(op), *views_made(op)):
                 view = program.views[v]
                 if program.storages[view.storage].kind != "temp":
@@ -178,10 +194,12 @@ class Liveness:
                 if view.storage not in birth:
                     birth[view.storage], born[view.storage] = view, index
                 last[view.storage] = index
+                touched.get(index, set()).discard(view.storage)
         for v in program.results:
             if program.views[v].storage in birth:
                 last[program.views[v].storage] = len(program.ops)
-        return Liveness(birth, born, last)
+        over = {op: tuple(s for s in storages if last[s] == op) for op, storages in touched.items()}
+        return Liveness(birth, born, last, over)
 
 
 class Context:

@@ -8,8 +8,8 @@ longer than a packet is sent as several packets.
     fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                             TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
-                            CUT [program, seconds or None]
-    executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED
+                            CUT [program, seconds or None] · JOIN [gang] · LEAVE []
+    executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED
     checker -> daemon       CHECKED · REFUSED
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,10 @@ MAX_FDS = 4
     ANSWER,
     NICE,
     CUT,
-) = range(14)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED) = range(16, 24)
+    JOIN,
+    LEAVE,
+) = range(16)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(16, 25)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended
@@ -89,6 +92,7 @@ class Channel:
         self._buffer = bytearray(PACKET)
         self._view = memoryview(self._buffer)
         self._parts: list[bytes] = []
+        self._sending = threading.Lock()  # an executor has two threads that send
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -98,8 +102,9 @@ class Channel:
 
     def send(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
         """Send one message. Raises OSError when the peer is gone (or, non-blocking, does not read)."""
-        for packet, descriptors in packets(tag, body, fds):
-            self.send_packet(packet, descriptors)
+        with self._sending:  # no packet of another message between its packets
+            for packet, descriptors in packets(tag, body, fds):
+                self.send_packet(packet, descriptors)
 
     def send_packet(self, packet: bytes, fds: Sequence[int] = ()) -> None:
         if fds:
