@@ -103,6 +103,11 @@ class Engine:
                     f"the program was traced for {program.device!r}, and this daemon takes programs traced on the CPU",
                     "submit from gpumux's own client",
                 )
+            if program.collectives:
+                raise ProgramError(
+                    "the program exchanges data with other ranks, which is not proven on a GPU",
+                    "run its ranks on daemons with --device cpu",
+                )
             if program.generator is not None:
                 raise ProgramError(
                     "the program draws from a generator of the CPU, which this device does not have",

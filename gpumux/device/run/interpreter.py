@@ -130,11 +130,8 @@ class Interpreter:
         declared."""
         ops, context = self.context.program.ops, self.context
         seconds: list[float] = []
-        if verify and start == 0:
-            self._owners = self._persistent(frame)
-        if verify:  # what a collective received was made by no operator
-            kept = [(t.untyped_storage().data_ptr(), s) for s, t in enumerate(frame.temps) if t is not None]
-            self._owners.update(kept)
+        if verify:  # collectives make and free memory between two runs
+            self._owners = self._held(frame)
         for index in range(start, stop):
             op = ops[index]
 
@@ -160,9 +157,11 @@ class Interpreter:
                 self._drop(frame, storage, verify)
         return seconds
 
-    def _persistent(self, frame: Frame) -> dict[int, int]:
+    def _held(self, frame: Frame) -> dict[int, int]:
         views = zip(self.context.program.views, frame.slot.views, strict=True)
-        return {t.untyped_storage().data_ptr(): v.storage for v, t in views if t is not None and t.numel()}
+        held = [(v.storage, t) for v, t in views if t is not None]
+        held += [(storage, t) for storage, t in enumerate(frame.temps) if t is not None]
+        return {t.untyped_storage().data_ptr(): storage for storage, t in held if t.numel()}
 
     def _drop(self, frame: Frame, storage: int, verify: bool) -> None:
         temp = frame.temps[storage]
