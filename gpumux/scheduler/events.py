@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.types import (
+    CollectiveEnded,
     DeviceInfo,
     Fault,
     Footprint,
@@ -162,8 +163,9 @@ class Tick:
 
 Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
-    | ClientWaits | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
-    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured | DeviceOpened | Tick
+    | ClientWaits | TransferRequested | PieceDone | PieceFailed | CollectiveEnded | TransferEnded | JobDied
+    | JobReleased | PauseRequested | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured
+    | DeviceOpened | Tick
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ NAMES = 3  # operators of a range that are named
 
 def explain(state: SchedulerState, job: ScheduledJob) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(state, job), *_longest(state, job), *suspended(job)]
+    lines = [_state(state, job), *_longest(state, job), *_peers(job), *suspended(job)]
     guard = state.guard
     if guard is None:
         return [
@@ -70,6 +70,10 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
         doing = "waits for its program to be ready"
     elif blocked == "transfer":
         doing = "waits for a transfer of its state"
+    elif blocked == "peers":
+        doing = f"waits for its peers: {_collective(state, job)}" + (
+            f"; {out} before it on the device" if job.outstanding else ""
+        )
     elif blocked == "changing":
         doing = "is about to change its priority"
     elif blocked:
@@ -77,6 +81,13 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
     else:
         doing = f"has work queued and {out} on the device"
     return f"{subject} {doing}; {job.steps_done} steps done."
+
+
+def _collective(state: SchedulerState, job: ScheduledJob) -> str:
+    """The collective that the job's step comes to, and what it stands before."""
+    step = job.head_step()
+    after = _operators(state, job.id, step.bounds[step.launched : step.launched + 2], step.program.key)
+    return f"collective {step.met + 1} of {len(step.gated)} of its step, before piece {step.launched} ({after})"
 
 
 def _longest(state: SchedulerState, job: ScheduledJob) -> list[str]:
@@ -96,6 +107,17 @@ def _longest(state: SchedulerState, job: ScheduledJob) -> list[str]:
         f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece}"
         f" ({_operators(state, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms"
         " alone."
+    ]
+
+
+def _peers(job: ScheduledJob) -> list[str]:
+    """Which rank of its gang it is, and what waiting for the others took."""
+    gang = job.spec.gang
+    if gang is None:
+        return []
+    return [
+        f"It is rank {gang.rank} of {gang.ranks}. It waited {job.peers_s:.3f} s for other ranks and their data, beside"
+        f" {job.device_s:.3f} s on the device; it sent {job.sent_bytes} bytes and received {job.received_bytes}."
     ]
 
 
@@ -429,6 +451,8 @@ TEMPLATES: dict[str, str] = {
     ),
     "waits:turn": "waits: job {0} comes first in the {1} class",
     **{f"waits:held:{reason}": f"held ({reason}): {{0}}" for reason in REASONS},
+    "waits:peers": "waits for its peers: collective {0} of {1}, before piece {2}",
+    "met": "the collective before piece {0} has ended: {1:.3f} ms after the piece before",
     "launched": "piece {0} of {1} launched as {2} on stream {3}, cut {4}",
     "done": "piece {0} done on the device after {1:.3f} ms",
     "finished": "finished: {0:.3f} ms queued, {1:.3f} ms on the device, {2:.3f} ms in all",

@@ -54,6 +54,10 @@ def _check_job(job: ScheduledJob) -> None:
             assert job.programs.get(item.program.id) is item.program, f"{where}: step {item.id} lost its program"
             begun = index == 0 and 0 < item.launched < len(item.pieces)
             assert item.launched == 0 or begun, f"{where}: step {item.id} began out of turn"
+    head = job.queue[0] if job.queue else None
+    if isinstance(head, JobStep) and head.gated:
+        assert head.met == len(head.gated) or head.launched <= head.gated[head.met], f"{where}: a gate was passed"
+        assert head.met == 0 or head.launched >= head.gated[head.met - 1], f"{where}: peers came too early"
     beside = job.transfer is not None and (job.outstanding or job.running)
     assert not beside, f"{where}: a transfer runs beside launches"
     out = sum(step.launched - step.done for step in steps)
@@ -92,13 +96,16 @@ def _check_guard(state: SchedulerState) -> None:
         assert high.step_costs.keys() == begun, (
             f"job {job_id}: the guard follows steps {set(high.step_costs)}, not {begun}"
         )
+        if high.parked:
+            assert state.jobs[job_id].parked(), f"job {job_id}: the guard has it wait for peers"
+            assert high in guard.view.idle_jobs, f"job {job_id} waits for peers, and is not idle"
 
 
 def _check_class(state: SchedulerState, priority: Priority) -> None:
     windows, window = state.windows, state.windows.by_class[priority]
     jobs = [job for job in state.jobs.values() if job.priority is priority]
     _check_window(window, jobs)
-    active = [j for j in jobs if j.state is not JobState.CLOSING and not j.paused and j.busy()]
+    active = [j for j in jobs if j.state is not JobState.CLOSING and not j.paused and j.busy() and not j.parked()]
     assert windows.active(priority) == len(active), f"{windows.active(priority)} active, should be {len(active)}"
     windows.ready[priority].check([job for job in jobs if not job.blocked()])
     if isinstance(windows.ready[priority], FairQueue):

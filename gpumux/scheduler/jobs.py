@@ -63,7 +63,7 @@ class LowPiece:
 @dataclass(slots=True, eq=False)
 class JobProgram:
     """One program of a job, loaded or loading. `pieces` are predicted seconds under cut `cut`; piece i is operators
-    [bounds[i], bounds[i + 1]), and `spans[i]` names it."""
+    [bounds[i], bounds[i + 1]), and `spans[i]` names it. Before each of `gated` the job waits for its peers."""
 
     id: ProgramId
     footprint: Footprint
@@ -72,6 +72,7 @@ class JobProgram:
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
+    gated: tuple[int, ...] = ()
     cut_target_s: float | None = None  # piece length the device was asked for; None: its own choice
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device gives a content hash
@@ -106,14 +107,16 @@ class JobProgram:
 
 
 class JobStep:
-    """A submitted step. `cut`, `pieces`, `bounds` and `spans` are fixed when the first piece is launched; a later cut
-    applies to later steps."""
+    """A submitted step. `cut`, `pieces`, `bounds`, `spans` and `gated` are fixed when the first piece is launched; a
+    later cut applies to later steps."""
 
     # Set when the first piece is launched:
     cut = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
+    gated: tuple[int, ...] = ()
+    met = 0  # collectives that have ended: the peers came to so many of the gated pieces
     launched = 0
     done = 0
     started = 0.0
@@ -126,6 +129,16 @@ class JobStep:
 
     def __init__(self, id: StepId, program: JobProgram, submitted: float, arrival: int) -> None:  # noqa: A002
         self.id, self.program, self.submitted, self.arrival = id, program, submitted, arrival
+
+    def begin(self) -> None:
+        """The first piece is launched."""
+        program = self.program
+        self.cut, self.pieces, self.bounds, self.spans = program.cut, program.pieces, program.bounds, program.spans
+        self.gated = program.gated
+
+    def waits_for_peers(self) -> bool:
+        """Whether the next piece may not be launched before its collective has ended."""
+        return self.met < len(self.gated) and self.gated[self.met] == self.launched
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +188,9 @@ class ScheduledJob:
     steps_failed: int = 0
     device_s: float = 0.0
     suspended_s: float = 0.0  # seconds its pieces stood still on the device, not counted in device_s
+    peers_s: float = 0.0  # seconds between its pieces in which it waited for other ranks and their data
+    sent_bytes: int = 0  # to other ranks
+    received_bytes: int = 0
     held_s: dict[str, float] = field(default_factory=dict)  # by reason, of holds that are over
 
     def busy(self) -> bool:
@@ -195,8 +211,15 @@ class ScheduledJob:
             return "empty"
         head = self.queue[0]
         if type(head) is JobStep:
+            if head.gated and head.waits_for_peers():
+                return "peers"
             return "" if head.program.cut >= 0 else "program"
         return "transfer"
+
+    def parked(self) -> bool:
+        """Whether the job waits for its peers, with nothing of it on the device."""
+        head = self.queue[0] if self.queue and not self.outstanding else None
+        return type(head) is JobStep and bool(head.gated) and head.waits_for_peers()
 
     def head_step(self) -> JobStep:
         """The step with the next piece. Only for a job that is not blocked."""

@@ -286,6 +286,13 @@ def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
         "max_slowdown": job.spec.max_slowdown,
         "max_inflight": job.spec.max_inflight,
         "models": job.spec.models,
+        "gang": None
+        if job.spec.gang is None
+        else {"id": job.spec.gang.id, "rank": job.spec.gang.rank, "ranks": job.spec.gang.ranks},
+        "waits_for_peers": job.parked(),
+        "peers_s": job.peers_s,
+        "sent_bytes": job.sent_bytes,
+        "received_bytes": job.received_bytes,
         "state": job.state.value,
         "paused": job.paused,
         "opened": job.opened,

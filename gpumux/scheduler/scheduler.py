@@ -41,6 +41,7 @@ from gpumux.scheduler.jobs import JobProgram, JobState, JobStep, JobTransfer, Op
 from gpumux.scheduler.policy import NextLaunch, Policy
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
 from gpumux.types import (
+    CollectiveEnded,
     Fault,
     JobDied,
     JobId,
@@ -395,7 +396,7 @@ def program_ready(state: SchedulerState, event: ProgramReady) -> None:
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
-    program.spans = spans(program.key, program.bounds)
+    program.spans, program.gated = spans(program.key, program.bounds), event.gated
     record(state, job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         state.commands.append(AnnounceProgram(job.id, program.id))
@@ -498,6 +499,25 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
     return refresh(state, job)
 
 
+def collective_ended(state: SchedulerState, event: CollectiveEnded) -> None:
+    job = state.jobs.get(event.job)
+    head = job.queue[0] if job is not None and job.queue else None
+    if job is None or not isinstance(head, JobStep) or head.id != event.step or not head.waits_for_peers():
+        return ignore(state)
+    if not head.done == head.launched == event.piece:
+        return ignore(state)
+    head.met += 1
+    seconds = max(0.0, event.ended - event.started)
+    job.peers_s += seconds
+    for _, sent, received in event.moved:
+        job.sent_bytes += sent
+        job.received_bytes += received
+    record(state, job.id, head.id, "met", event.piece, seconds * 1e3)
+    if state.guard is not None:
+        state.guard.peers_came(job, event.piece, state.now)
+    return refresh(state, job)
+
+
 def _finish_step(state: SchedulerState, job: ScheduledJob, step: JobStep, event: PieceDone) -> None:
     del job.running[step.id]
     if state.guard is not None:
@@ -581,6 +601,7 @@ HANDLERS: dict[type[Any], Callable[[SchedulerState, Any], None]] = {
     ev.ClientWaits: client_waits,
     PieceDone: piece_done,
     PieceFailed: piece_failed,
+    CollectiveEnded: collective_ended,
     ev.TransferRequested: transfer_requested,
     TransferEnded: transfer_ended,
     ev.Tick: ticked,
@@ -633,8 +654,7 @@ class Scheduler:
         state, job = self._state, choice.job
         step, windows = job.head_step(), state.windows
         if not step.launched:
-            program = step.program
-            step.cut, step.pieces, step.bounds, step.spans = program.cut, program.pieces, program.bounds, program.spans
+            step.begin()
         launch_id = LaunchId(next(state.launch_ids))
         limit = policy.limit(windows, job.priority)
         launch = windows.launch(launch_id, job, step, limit, choice.share, state.now)
@@ -654,6 +674,9 @@ class Scheduler:
             job.running[step.id] = step
             windows.update(job)
             state.changed_jobs.append(job)
+        elif step.gated and step.waits_for_peers():
+            windows.update(job)
+            record(state, job.id, step.id, "waits:peers", step.met + 1, len(step.gated), step.launched)
 
     def _wake_at(self, when: float) -> None:
         """Ask for a Tick at this time, if none comes before; inf: none is needed."""

@@ -280,7 +280,8 @@ class Windows:
         return window.fits(job.next_seconds(), limit)
 
     def active(self, priority: Priority) -> int:
-        """Number of jobs of the class that have queued or outstanding work and are neither paused nor closing."""
+        """Number of jobs of the class that have queued or outstanding work and are neither paused nor closing, nor wait
+        for their peers."""
         return self.active_jobs[priority]
 
     # ---- what the scheduler changes
@@ -289,7 +290,7 @@ class Windows:
         """Add the job to the ready queue or remove it, and count it as active or not. Called after every change to
         it."""
         blocked = job.blocked()
-        active = not blocked or (blocked != "closing" and blocked != "paused" and job.busy())
+        active = not blocked or (blocked != "closing" and blocked != "paused" and job.busy() and not job.parked())
         if active is not job.active:
             job.active = active
             self.active_jobs[job.priority] += 1 if active else -1

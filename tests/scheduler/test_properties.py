@@ -12,7 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from gpumux.config import POLICIES
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import Footprint, JobDied, JobReleased, PieceDone, PieceFailed, ProgramReady, TransferEnded
+from gpumux.types import (
+    CollectiveEnded,
+    Footprint,
+    JobDied,
+    JobReleased,
+    PieceDone,
+    PieceFailed,
+    ProgramReady,
+    TransferEnded,
+)
 from tests.scheduler.world import FAULT, World
 
 SECONDS = st.floats(0, 2e-3)
@@ -36,6 +45,7 @@ class Life(RuleBasedStateMachine):
         self.leaving = False
         for priority in ("low", "high"):
             self.world.job(priority, priority, pieces, "s0", max_inflight=3)
+            self.world.job(f"{priority} rank", priority, pieces, "s0", gated=gates(pieces, 1), max_inflight=3)
 
     def fresh(self) -> int:
         self.count += 1
@@ -183,15 +193,15 @@ class Life(RuleBasedStateMachine):
 
     # ---- the device
 
-    @rule(n=PICK, cut=st.integers(0, 3), pieces=PIECES)
+    @rule(n=PICK, cut=st.integers(0, 3), pieces=PIECES, every=st.sampled_from((0, 0, 1, 2)))
     @precondition(any_job)
-    def ready(self, n: int, cut: int, pieces: tuple[float, ...]) -> None:
+    def ready(self, n: int, cut: int, pieces: tuple[float, ...], every: int) -> None:
         job = self.pick(n)
         view = self.world.jobs[job]
         if not view.unloading:
             programs = sorted(view.pending) or sorted(view.programs)
             if programs:
-                self.world.ready(job, programs[n % len(programs)], cut, pieces)
+                self.world.ready(job, programs[n % len(programs)], cut, pieces, gates(pieces, every))
 
     @rule(n=PICK)
     @precondition(any_job)
@@ -215,6 +225,23 @@ class Life(RuleBasedStateMachine):
         for _ in range(n % 16):
             if self.world.launches:
                 self.world.done(min(self.world.launches))
+
+    @rule(n=PICK, seconds=SECONDS)
+    def peers_came(self, n: int, seconds: float) -> None:
+        parked = self.world.parked()
+        if parked:
+            self.world.met(parked[n % len(parked)], seconds)
+
+    @rule(n=PICK, piece=st.integers(0, 4))
+    @precondition(any_job)
+    def peers_came_to_nothing(self, n: int, piece: int) -> None:
+        """A collective of a job that waits for none, or for another one."""
+        job = self.pick(n)
+        steps = [item.id for item in self.world.jobs[job].items if item.program is not None] or [0]
+        if job not in self.world.parked():
+            before = self.world.scheduler.snapshot()["counters"]["ignored"].get("CollectiveEnded", 0)
+            assert self.world.give(CollectiveEnded(job, steps[n % len(steps)], piece, 0.0, 1.0)) == []
+            assert self.world.scheduler.snapshot()["counters"]["ignored"]["CollectiveEnded"] == before + 1
 
     @rule(n=PICK, really=RARELY)
     @precondition(any_launch)
@@ -249,7 +276,8 @@ class Life(RuleBasedStateMachine):
         gone = (self.world.forgotten or ["never"])[-1]
         events = (
             PieceDone(10**9 + n, 0.0, 1.0), PieceFailed(10**9 + n, FAULT), TransferEnded(gone, 1, None),
-            JobDied(gone, FAULT), JobReleased(gone), ProgramReady(gone, 0, 0, (1.0,)),
+            JobDied(gone, FAULT), CollectiveEnded(gone, 1, 1, 0.0, 1.0), JobReleased(gone),
+            ProgramReady(gone, 0, 0, (1.0,)),
             ev.ProgramOffered(gone, 0, Footprint(1, 1, 1)), ev.ProgramDropped(gone, 0, FAULT), ev.PauseRequested(gone),
             ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""),
             ev.SessionClosed("never", ""),
@@ -262,6 +290,11 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.finish()
+
+
+def gates(pieces: tuple[float, ...], every: int) -> tuple[int, ...]:
+    """Every so many pieces one that begins with a collective; 0: none."""
+    return tuple(range(every, len(pieces), every)) if every else ()
 
 
 def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:

@@ -15,6 +15,7 @@ from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.scheduler import SHORTEST_WAKE_S, Scheduler
 from gpumux.types import (
+    CollectiveEnded,
     DeviceInfo,
     Fault,
     Footprint,
@@ -48,6 +49,13 @@ class Item:
     done: int = 0
     started: bool = False  # transfers
     finished: int = 0
+    gated: tuple[int, ...] = ()
+    met: int = 0  # collectives that have ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next piece waits for its peers."""
+        return self.met < len(self.gated) and self.gated[self.met] == self.launched
 
 
 @dataclass
@@ -60,6 +68,7 @@ class View:
     wanted: Priority | None = None  # asked for, and not in force
     changes: int = 0  # JobChanged seen
     programs: dict[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)  # newest cut and its pieces
+    gated: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of these, those that begin with a collective
     pending: set[int] = field(default_factory=set)
     items: list[Item] = field(default_factory=list)  # unanswered, in order
     out: list[int] = field(default_factory=list)  # launches on the device, oldest first
@@ -132,6 +141,7 @@ class World:
         pieces: tuple[float, ...] | None = (1e-4,),
         session: str = "s",
         footprint: Footprint = SMALL,
+        gated: tuple[int, ...] = (),
         **spec: object,
     ) -> str:
         """Open a job with program 0 ready under cut 0 (or no program: pieces None)."""
@@ -140,7 +150,7 @@ class World:
         (answer,) = self.request(name, priority, session, **spec)
         assert answer == cmd.AcceptJob(session, name, True), answer
         if pieces is not None:
-            self.program(name, 0, pieces, footprint)
+            self.program(name, 0, pieces, footprint, gated)
         return name
 
     def request(self, name: str, priority: str = "low", session: str = "s", **spec: object) -> list[cmd.Command]:
@@ -150,9 +160,12 @@ class World:
             self.jobs[name] = View(session, wanted, wanted.priority)
         return commands
 
-    def program(self, job: str, program: int, pieces: tuple[float, ...], footprint: Footprint = SMALL) -> None:
+    def program(
+        self, job: str, program: int, pieces: tuple[float, ...], footprint: Footprint = SMALL,
+        gated: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         assert self.offer(job, program, footprint) == [cmd.AcceptProgram(job, program)]
-        assert cmd.AnnounceProgram(job, program) in self.ready(job, program, 0, pieces)
+        assert cmd.AnnounceProgram(job, program) in self.ready(job, program, 0, pieces, gated)
 
     def offer(self, job: str, program: int, footprint: Footprint = SMALL) -> list[cmd.Command]:
         view = self.jobs.get(job)
@@ -163,12 +176,15 @@ class World:
             view.pending.add(program)
         return commands
 
-    def ready(self, job: str, program: int, cut: int, pieces: tuple[float, ...]) -> list[cmd.Command]:
+    def ready(
+        self, job: str, program: int, cut: int, pieces: tuple[float, ...], gated: tuple[int, ...] = ()
+    ) -> list[cmd.Command]:
         view = self.jobs[job]
         if program in view.pending or cut > view.programs.get(program, (inf,))[0]:
             view.programs[program] = (cut, pieces)
+            view.gated[program] = gated
         view.pending.discard(program)
-        return self.give(ProgramReady(job, program, cut, pieces))
+        return self.give(ProgramReady(job, program, cut, pieces, gated=gated))
 
     def step(self, job: str, step: int, program: int = 0) -> list[cmd.Command]:
         """Submit a step with a new number."""
@@ -204,6 +220,18 @@ class World:
         started = self.now
         self.now += seconds
         return self.give(PieceDone(launch, started, self.now, False, suspended), after=0.0)
+
+    def parked(self) -> list[str]:
+        """Jobs that wait for their peers with nothing on the device."""
+        return [job for job, view in self.jobs.items() if not view.out and any(item.waits for item in view.items)]
+
+    def met(self, job: str, seconds: float = 1e-4) -> list[cmd.Command]:
+        """The peers of a job that waits for them have come, after so long."""
+        item = next(item for item in self.jobs[job].items if item.waits)
+        item.met += 1
+        started = self.now
+        self.elapse(seconds)
+        return self.give(CollectiveEnded(job, item.id, item.launched, started, self.now, ((1, 8, 16),)), after=0.0)
 
     def fail(self, launch: int) -> list[cmd.Command]:
         piece = self.launches.pop(launch)
@@ -251,9 +279,12 @@ class World:
     def run(self, limit: int = 10_000) -> list[cmd.LaunchPiece]:
         """A device of one lane: highest stream first, oldest launch first, until it is idle."""
         ran: list[cmd.LaunchPiece] = []
-        while self.launches or self.wake_at < inf:
+        while self.launches or self.wake_at < inf or self.parked():
             limit -= 1
             assert limit, "the device never came to rest"
+            if not self.launches and self.parked():
+                self.met(self.parked()[0])
+                continue
             if not self.launches:
                 self.give(ev.Tick(), after=max(0.0, self.wake_at - self.now))
                 continue
@@ -273,8 +304,11 @@ class World:
             return 1024, inf
         if priority is Priority.HIGH:
             return 2, 2 * 2 * 400e-6
+        parked = self.parked()
         active = any(
-            v.items and not v.paused and not v.unloading for v in self.jobs.values() if v.priority is Priority.HIGH
+            v.items and not v.paused and not v.unloading and j not in parked
+            for j, v in self.jobs.items()
+            if v.priority is Priority.HIGH
         )
         idle_s = self.scheduler.config.low_idle_window_s or 2 * 4 * 300e-6
         beside = 4 if self.policy == "guarded" else 1  # the guard widens it where that costs nothing
@@ -294,7 +328,9 @@ class World:
         assert (ahead.program, ahead.id) == (c.program, c.step), f"{c} out of order, {ahead} comes first"
         if c.piece == 0:
             ahead.cut, ahead.pieces = view.programs[c.program]
+            ahead.gated = view.gated[c.program]
         assert (c.cut, c.piece) == (ahead.cut, ahead.launched), f"{c} is not the next piece of {ahead}"
+        assert not ahead.waits, f"{c} was made before its collective had ended"
         predicted = ahead.pieces[c.piece]
         assert view.wanted in (None, view.priority), "a job that is about to change its class was launched"
         before = self.out(view.priority.name)

@@ -352,7 +352,7 @@ class SlowdownGuard:
         view = self.view
         latest: Hold | None = None
         for high in view.idle:
-            if high.waits_for is decision.job and decision.step.id <= high.waits_for_step:
+            if high.waits_for is decision.job and decision.step.id <= high.waits_for_step and not high.parked:
                 continue  # its next step comes only after this low step
             arrival = expected_arrival(high, key)
             if end < arrival:
@@ -387,9 +387,18 @@ class SlowdownGuard:
         self.view.changed()
         self.view.expect_high_work()
         high = self.high_jobs.get(job.id)
-        if high is not None and high.idle_since < inf:
+        if high is not None and high.idle_since < inf and not high.parked:
             self.view.became_busy(high)
             high.step_arrived(step, delay, now, self.learner.low_reported)
+
+    def peers_came(self, job: ScheduledJob, piece: int, now: float) -> None:
+        """The collective before this piece of the job's step has ended."""
+        self.view.changed()
+        high = self.high_jobs.get(job.id)
+        if high is not None and high.parked:
+            self.view.expect_high_work()
+            self.view.became_busy(high)
+            high.peers_came(piece, now)
 
     def client_waits(self, job: ScheduledJob, step: JobStep, before: list[HighJob]) -> None:
         """A client waits for this step of the low job, and gives these high jobs a step only after it."""

@@ -246,6 +246,7 @@ UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ 
 RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
 USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
 QUEUED_STEPS: Final = 64  # steps over which it is averaged how many came while another one ran
+MOST_GATES: Final = 1024  # gates of a job whose pauses are remembered
 RECENT_STEPS: Final = 256  # steps whose slowdown is reported
 OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
@@ -265,10 +266,10 @@ class HighJob:
     __slots__ = (
         "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "budget", "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
-        "from_idle", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps", "least_need",
-        "over", "passed", "pieces", "probed_step", "queued_part", "ratios", "shared", "shared_steps", "step_costs",
-        "step_version", "steps", "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step",
-        "watched_until", "watching",
+        "from_idle", "gate_arrivals", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
+        "least_need", "over", "parked", "passed", "peers_s", "pieces", "probed_step", "queued_part", "ratios",
+        "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version", "steps",
+        "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step", "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: ScheduledJob) -> None:
@@ -276,7 +277,9 @@ class HighJob:
         self.costs: HighCosts | None = None  # of the newest step launched
         self.step_costs: dict[StepId, HighCosts] = {}  # of each step that has pieces out
         self.budget = SlowdownBudget(job.spec.max_slowdown)
-        self.arrivals = InterArrivals()
+        self.step_arrivals = InterArrivals()
+        self.arrivals = self.step_arrivals  # pauses like the one it is in: before steps, or before one collective's end
+        self.gate_arrivals: dict[tuple[str, int], InterArrivals] = {}  # by program and the operator after the gate
         self.trust = ArrivalTrust()
         # Decisions to hold low work for this job:
         self.version = Version()  # of everything they depend on
@@ -286,6 +289,7 @@ class HighJob:
         self.idle_since = inf  # inf: it is not idle
         self.earliest_arrival = 0.0  # no step is expected before this time, if it is in the future
         self.passed = 0  # known pauses that are no longer than this one, as of the last look
+        self.parked = False  # it is idle in the middle of a step: it waits for its peers
         self.idle_from = 0.0  # when the job became idle before its newest step came
         self.arrived = 0.0  # when a step last found the job idle
         self.waits_for: ScheduledJob | None = (
@@ -295,6 +299,8 @@ class HighJob:
         # The step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
+        self.resumed_at = 0  # the newest piece that its peers came to; 0: none
+        self.peers_s = 0.0  # it waited for its peers
         self.shared = False  # low work ran beside it
         self.beside_high = False  # another high job's work ran beside it
         self.tried = False  # low work was launched to find out what it costs
@@ -402,12 +408,32 @@ class HighJob:
         self.arrivals.add(now - self.idle_since)
         self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
 
+    def wait_for_peers(self, gate: tuple[str, int], ended: float) -> None:
+        """The step has come to this gate, and goes on when its peers have. Until then the job is idle, and its pauses
+        before this gate tell for how long."""
+        arrivals = self.gate_arrivals.get(gate)
+        if arrivals is None:
+            if len(self.gate_arrivals) == MOST_GATES:
+                del self.gate_arrivals[next(iter(self.gate_arrivals))]
+            arrivals = self.gate_arrivals[gate] = InterArrivals()
+        arrivals.set_predictable(self.trust.trusted)
+        self.arrivals, self.parked = arrivals, True
+        self.idle_since, self.earliest_arrival, self.passed = ended, 0.0, 0
+
+    def peers_came(self, piece: int, now: float) -> None:
+        """The step goes on with this piece."""
+        self.changed()
+        self.arrivals.add(now - self.idle_since)
+        self.peers_s += now - self.idle_since
+        self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
+        self.arrivals, self.parked, self.resumed_at = self.step_arrivals, False, piece
+
     def end_step(self, step: JobStep, ended: float) -> None:
         """The step's last piece is done: update baselines, budget and arrival trust, and begin a calibration where one
         is due."""
         costs, budget, shared = self.costs, self.budget, self.shared
         assert costs is not None
-        seconds, from_idle, beside_high = ended - self.began, self.from_idle, self.beside_high
+        seconds, from_idle, beside_high = ended - self.began - self.peers_s, self.from_idle, self.beside_high
         baseline = costs.steps[1 if from_idle else 0]
         if not shared and not beside_high:
             if baseline.known:
@@ -453,6 +479,7 @@ class HighJob:
         self.step_costs.pop(step.id, None)
         self.arrival_programs.clear()
         self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
+        self.resumed_at, self.peers_s = 0, 0.0
 
     def _update_trust(self, excess: float) -> None:
         trust, budget, before = self.trust, self.budget, self.trust.trusted

@@ -145,6 +145,8 @@ class CostLearner:
             high = self._high_jobs[job.id] = HighJob(job)
         due = high.ended
         if launch.piece:
+            if high.resumed_at:
+                due = max(due, high.arrived)
             if high.least_need < inf:
                 high.piece_changed()
         else:
@@ -230,6 +232,8 @@ class CostLearner:
             high.beside_high = True
         if piece + 1 == len(step.pieces):
             self._step_done(high, job, step, ended)
+        elif job.parked():
+            self._park(high, costs.key, step.bounds[piece + 1], ended)
         elif job.paused:  # it is not known when the rest of the step comes
             high.changed()
         elif high.least_need < inf:
@@ -258,7 +262,7 @@ class CostLearner:
             high.excess += excess
             excess -= baseline.late
             high.budget.used += excess
-            if high.from_idle and excess > 0.0:
+            if (high.from_idle or high.resumed_at) and excess > 0.0:
                 part = relied_on_arrivals(found, high.idle_from, high.arrived, high.arrival_programs)
                 high.arrival_loss += excess * part
             if high.watching:
@@ -268,7 +272,7 @@ class CostLearner:
 
     def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
         """The high piece was `excess` seconds late: charge these launches for it."""
-        if piece == 0 and high.from_idle:
+        if (high.from_idle and piece == 0) or (high.resumed_at and piece == high.resumed_at):
             before, since = split_by_arrival(found, high.arrived)
             if before:
                 self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_OVERRUN_S)
@@ -305,6 +309,13 @@ class CostLearner:
             view.expect_high_work()
             high.idle_since, high.earliest_arrival, high.passed = ended, 0.0, 0
             view.became_idle(high)
+
+    def _park(self, high: HighJob, program: str, operator: int, ended: float) -> None:
+        """A high job waits for its peers before this operator of a program."""
+        self._view.expect_high_work()
+        high.wait_for_peers((program, operator), ended)
+        self._view.became_idle(high)
+        high.changed()
 
     def forget(self, job: ScheduledJob) -> None:
         """The job is closing, or changes its class."""
