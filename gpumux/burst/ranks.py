@@ -10,7 +10,7 @@ import torch
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.programs import InputPart, check_together, narrowed
 from gpumux.burst.split import split_over_ranks
-from gpumux.capture.lower import LoweredRank, lower_rank
+from gpumux.capture.lower import Lowered, LoweredRank, lower_rank
 from gpumux.capture.recorder import RankResult, RankTraces
 from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace
@@ -18,8 +18,8 @@ from gpumux.capture.tracer import RawTrace
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What one rank runs of a step. `inputs`: what it is given of the batch. `lowered`: its Program, and where its
-    state and scalars come from."""
+    """What one rank runs of a step. `inputs`: what it is given of the batch. `lowered`: its Program, and the buffers of
+    its state."""
 
     lowered: LoweredRank
     inputs: tuple[InputPart, ...]
@@ -60,11 +60,11 @@ class BurstSplitter:
     ) -> RankTraces:
         return split_over_ranks(full, parts, tensors, self.placement, table)
 
-    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], clients_generator: bool) -> RankedStep:
+    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> RankedStep:
         assert raw.ranks is not None
         steps = []
         for rank in range(self.placement.ranks):
-            lowered = lower_rank(raw, rank, table, keep, clients_generator)
+            lowered = lower_rank(raw, rank, table, keep, whole)
             program, inputs = narrowed(lowered.program)
             steps.append(RankStep(replace(lowered, program=program), inputs))
         check_together([step.lowered.program for step in steps])

@@ -336,16 +336,15 @@ class Lowered:
     anew: frozenset[Place] = frozenset()  # places that hold a tensor made by the step after it
     replays: tuple[LeftNumbers, ...] = ()
     replayed: int = 0  # how many numbers they take
+    scalars: tuple[int, ...] = ()  # of each of the Program's host scalars, its number in the trace
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredRank:
-    """What one rank of a step runs. `scalars` gives its host scalars."""
+    """What one rank of a step runs. It takes the host scalars of the whole step's Program, used or not."""
 
     program: Program
     binding: tuple[int, ...]  # job buffer of each state slot
-    scalars: Evaluator
-    words: int | None  # as in Lowered
 
 
 class _Exit:
@@ -407,21 +406,23 @@ def lower(
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
-        written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed),
+        written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed), build.numbers,
     )  # fmt: skip
 
 
 def _program(
     record: TraceRecord, operators: list[RawOp], tensors: list[int], left: list[tuple[Place, int]],
     dropped: Collection[int], table: StateTable, device: str, constants: ConstantScalars | None,
-    rank: tuple[int, int] = (0, 1),
+    rank: tuple[int, int] = (0, 1), scalars: Sequence[int] = (),
 ) -> tuple[Program, _Build]:  # fmt: skip
     """The Program of these operators, which returns `tensors` and leaves `left` in the job's buffers. dropped: buffers
-    of gradients that nothing reads after the step, and those of other ranks. rank: which of how many."""
+    of gradients that nothing reads after the step, and those of other ranks. rank: which of how many. scalars: numbers
+    of the trace that are its host scalars, besides those that its operators use."""
     roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in left}
     roots |= {s for b, s in record.state_storage.items() if b not in dropped}
     ops = _live(operators, roots)
     build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), constants)
+    build.take_scalars(scalars)
     ops, copies = _born_in_place(record, ops, left, build)
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops: list[Op] = []
@@ -451,10 +452,9 @@ def _program(
     return program, build
 
 
-def lower_rank(
-    raw: RawTrace, rank: int, table: StateTable, keep: frozenset[int], clients_generator: bool = False
-) -> LoweredRank:
-    """The Program of one rank of a step that is split over ranks, with its parts of the results, in order."""
+def lower_rank(raw: RawTrace, rank: int, table: StateTable, keep: frozenset[int], whole: Lowered) -> LoweredRank:
+    """The Program of one rank of a step that is split over ranks, with its parts of the results, in order. `whole`: the
+    step's Program for one device."""
     ranks = raw.ranks
     assert ranks is not None
     end = _Exit(raw, table, keep)
@@ -465,12 +465,20 @@ def lower_rank(
     left = [(place, view) for place, view in end.copies if views[view].storage in ranks.held[rank]]
     mine = [view for result in ranks.results for r, view in zip(result.ranks, result.views, strict=True) if r == rank]
     program, build = _program(
-        ranks.record, ranks.ops[rank], mine, left, dropped | here, table, "cpu", None, (rank, len(ranks.ops))
+        ranks.record,
+        ranks.ops[rank],
+        mine,
+        left,
+        dropped | here,
+        table,
+        "cpu",
+        None,
+        (rank, len(ranks.ops)),
+        whole.scalars,
     )
-    words = words_drawn(program) if clients_generator else 0
-    if words != 0:
+    if whole.words != 0:
         program = with_generator(program)
-    return LoweredRank(program, tuple(build.binding), Evaluator(build.scalars, ()), words)
+    return LoweredRank(program, tuple(build.binding))
 
 
 def with_generator(program: Program) -> Program:
@@ -651,14 +659,25 @@ class _Build:
             if arg.index in self.written or (self._constants is not None and self._constants.holds(expr)):
                 self.written[arg.index] = expr
                 return expr.value
-            if arg.index not in self._scalar:
-                self._scalar[arg.index] = len(self.scalars)
-                self.scalars.append(expr)
-                self.kinds.append("float" if isinstance(expr.value, float) else "int")
+            self.take_scalars((arg.index,))
             return ScalarRef(self._scalar[arg.index])
         if isinstance(arg, tuple):
             return tuple(self._arg(a) for a in arg)
         return arg
+
+    def take_scalars(self, numbers: Iterable[int]) -> None:
+        """Make these numbers of the trace host scalars, those that are none yet."""
+        for number in numbers:
+            if number not in self._scalar:
+                expr = self._record.scalars[number]
+                self._scalar[number] = len(self.scalars)
+                self.scalars.append(expr)
+                self.kinds.append("float" if isinstance(expr.value, float) else "int")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number in the trace of each host scalar."""
+        return tuple(self._scalar)
 
     def op(self, op: RawOp) -> Op:
         args = tuple(self._arg(a) for a in op.args)

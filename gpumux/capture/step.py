@@ -420,8 +420,8 @@ class RankSplitter(Protocol):
     ) -> RankTraces:
         """The traces of all ranks, from those of the first of so many parts. Raises NotSplittable."""
 
-    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], clients_generator: bool) -> Any:
-        """What the ranks run of a trace that was split. Raises NotSplittable."""
+    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> Any:
+        """What the ranks run of a trace that was split. `whole`: its Program for one device. Raises NotSplittable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -941,6 +941,6 @@ class StepFunction:
             for what in raw.further
         )
         if self._over is not None:
-            found.ranked = self._over.programs(raw, self._table, state.keep, self._clients_generator)
+            found.ranked = self._over.programs(raw, self._table, state.keep, lowered)
         phase.programs[state.keep] = found
         return found

@@ -224,8 +224,7 @@ class Gang:
         if choice.program.lowered.words != 0:
             tensors.append(torch.default_generator.get_state())
         inputs = [[part.of(tensors[part.position]) for part in rank.inputs] for rank in step.ranks]
-        env = self.functions[which]._environment(self.functions[which]._cases[0], (), self.state)
-        scalars = [rank.lowered.scalars.run(env) or [] for rank in step.ranks]
+        scalars = [choice.values[: choice.program.lowered.counts[0]] for _ in step.ranks]
         given = self.ranks.run(programs, [r.lowered.binding for r in step.ranks], inputs, scalars)
         host = choice.values[sum(choice.program.lowered.counts) :]
         value = choice.program.value(step.put_together(given), host)
