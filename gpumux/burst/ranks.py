@@ -51,6 +51,10 @@ class BurstSplitter:
         self.placement = placement
 
     @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
     def counts(self) -> list[int]:
         several = [count for count in self.placement.counts if count > 1]
         return several or [2]  # how values depend on the batch is seen in parts of it, also if each layer has one rank

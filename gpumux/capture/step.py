@@ -412,6 +412,9 @@ class RankSplitter(Protocol):
     """Splits steps over ranks (burst/ranks.py)."""
 
     @property
+    def ranks(self) -> int: ...
+
+    @property
     def counts(self) -> Sequence[int]:
         """In how many parts the batch is traced, each above 1."""
 

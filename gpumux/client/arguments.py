@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpumux.burst.placement import MOST_RANKS, RankPlacement, data_parallel, planned
 from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
+from gpumux.program.saved_plan import SavedPlan, load
 from gpumux.types import JobSpec, Priority
 from gpumux.wire.codec import MAX_INT, MAX_NAME
+from gpumux.wire.endpoint import default_endpoint
 
 
 def job_spec(
@@ -107,3 +111,49 @@ def draws_from_client(rng: str | None, seed: Any, session: Session, table: State
         )
         raise ConfigError(f'rng="client" needs model and daemon on the CPU, and {where}', 'drop rng=, or use rng="own"')
     return on_the_cpu and rng != "own" and seed is None
+
+
+# ---- Jobs on several daemons.
+
+
+def daemons_of(endpoint: str | None, endpoints: Any, devices: Any) -> list[str]:
+    """The endpoints of a job on several daemons; none for a job on one. Raises ConfigError."""
+    if endpoints is None and devices is None:
+        return []
+    if (endpoint is not None) + (endpoints is not None) + (devices is not None) > 1:
+        raise ConfigError("endpoint=, endpoints= and devices= all say where the job runs", "give one of them")
+    if devices is not None:
+        return [default_endpoint(gpu) for gpu in range(whole("devices", devices, 1, MOST_RANKS, "use 1 or more"))]
+    if isinstance(endpoints, str) or not all(isinstance(one, str) for one in endpoints) or not endpoints:
+        raise ConfigError(f"endpoints is {endpoints!r:.60}", "give the endpoints of the daemons as a list of strings")
+    found = list(endpoints)
+    if len(set(found)) < len(found) or len(found) > MOST_RANKS:
+        raise ConfigError(
+            f"endpoints names {len(found)} daemons, {len(set(found))} different ones",
+            f"name each daemon once, {MOST_RANKS} at most",
+        )
+    return found
+
+
+def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
+    """Which layers run on which of these daemons; None for a job on one. Raises ConfigError."""
+    if not daemons:
+        if plan is not None:
+            raise ConfigError("plan= is given, and one daemon", "give the plan's daemons: endpoints=[...] or devices=N")
+        return None
+    if plan is None:
+        return data_parallel(len(daemons))
+    if isinstance(plan, (str, Path)):
+        plan = load(Path(plan))
+    if not isinstance(plan, SavedPlan):
+        raise ConfigError(f"plan is a {type(plan).__name__}", "give a file that `gpumux plan burst --save` wrote")
+    if plan.gpus != len(daemons):
+        raise ConfigError(f"the plan is for {plan.gpus} devices, and {len(daemons)} are given", "give as many daemons")
+    return planned(plan)
+
+
+def refuse_with_ranks(**given: bool) -> None:
+    """Raises ConfigError for an argument of submit() that jobs on several daemons do not take."""
+    found = next((name for name, is_given in given.items() if is_given), None)
+    if found is not None:
+        raise ConfigError(f"{found}= is given, and several daemons", f"drop {found}=, or submit to one daemon")

@@ -25,7 +25,7 @@ from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import client_generator
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import Choice, KeepMore, State, StepFunction, StepProgram
+from gpumux.capture.step import Choice, KeepMore, RankSplitter, State, StepFunction, StepProgram
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots
@@ -101,14 +101,17 @@ TF32_TOLERANCE = 5e-3
 BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
-def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
+def exactness(
+    table: StateTable, microbatches: Mapping[str, int], compiled: bool = False, ranks: int = 1
+) -> dict[str, Any]:
     """The entries of Job.stats() about equality of results.
 
     `exactness` is "bit-equal" or "equivalent". When "equivalent", `because` holds a sentence for each reason, and
     `tolerance` says by dtype how far a step's results may be from those of the reference run from the same state,
     relative to the largest element of the tensor.
 
-    microbatches: the number of parts of a batch, by function. compiled: whether a function is compiled.
+    microbatches: the number of parts of a batch, by function. compiled: whether a function is compiled. ranks: over how
+    many devices the job runs.
     """
     because: list[str] = []
     more: dict[str, Any] = {}
@@ -123,6 +126,8 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
     if counts:
         because.append("batches are run in parts")
         more = {"microbatches": counts}
+    if ranks > 1:
+        because.append(f"batches are run in parts on {ranks} ranks")
     if compiled:
         because.append(
             "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled"
@@ -145,10 +150,12 @@ class Job:
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int | None,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
         clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
+        over: RankSplitter | None = None, make_remote: Callable[..., Remote] = Remote,
     ) -> None:  # fmt: skip
         """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `counts`: the
-        steps that its state is the result of, if that is another number than the snapshot's. The other arguments are
-        those of submit(). `capture` or `attach` gives the job its step, and then `start` must be called."""
+        steps that its state is the result of, if that is another number than the snapshot's; `over`: splits its steps
+        over ranks; `make_remote`: makes what sends requests. The other arguments are those of submit(). `capture` or
+        `attach` gives the job its step, and then `start` must be called."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
@@ -157,7 +164,9 @@ class Job:
         self._max_variants = max_variants
         self._clients_generator = clients_generator
         recorder = make_recorder(session, table, replay_bytes)
-        self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH), observer=recorder)
+        waits = Waits(job_id, spec.priority is Priority.HIGH)
+        self._remote = make_remote(session, job_id, table, waits, observer=recorder)
+        self._over = over
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._progress = Progress(spec.name)
@@ -260,7 +269,7 @@ class Job:
         function = StepFunction(
             fn, self._table, self._tracer, self._staleness, intern=self._local.intern,
             max_variants=self._max_variants, microbatches=microbatches, compiled=compiled,
-            clients_generator=self._clients_generator, constants=self._constants,
+            clients_generator=self._clients_generator, constants=self._constants, over=self._over,
         )  # fmt: skip
         entry = (function, args, kwargs)
         self._functions.append(entry)
@@ -316,7 +325,7 @@ class Job:
         if program.number is None:
             operators = len(program.lowered.program.ops)
             self._progress.stage(lambda: f"the daemon checks and loads {operators} operators")
-            program.number = self._remote.upload(program.lowered)
+            program.number = self._remote.upload(program.lowered, program.ranked)
         return program.number
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -344,6 +353,8 @@ class Job:
         called with it: don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1,
         and for the first batches of a shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as
         step() does."""
+        if self._over is not None:
+            return torch.utils.data.default_collate(list(samples))  # each rank is given its part of it
         if self._batch_slots is None:
             self._batch_slots = BatchSlots(self._remote, self._recovery)
         return self._batch_slots.collate(samples)
@@ -442,7 +453,7 @@ class Job:
             if recorder is not None:
                 # From the slot, because the batch itself may lie on a GPU.
                 entry = recorder.step(step, program, scalars, program.slots[slot].inputs)
-            self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
+            self._remote.post_step(step, number, slot, scalars, frames)
         except BaseException:
             self._pending.forget(step)
             program.free.add(slot)
@@ -501,7 +512,9 @@ class Job:
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
         rng = {"rng": "client" if self._clients_generator else "own"}
-        return {**exactness(self._table, {f.name: f.microbatches for f in functions}, compiled), **rng, **reply.body}
+        ranks = 1 if self._over is None else self._over.ranks
+        same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks)
+        return {**same, **rng, **reply.body}
 
     @property
     def bytes_copied_in(self) -> int:

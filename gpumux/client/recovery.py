@@ -513,7 +513,7 @@ class Recovery:
         slot = program.free.pop()
         frames = program.fill(slot, ran.batch)
         pending.again(step, ran.program, slot)
-        self.session.post_step(m.Step(self._id, step, ran.program, slot, ran.scalars, len(frames)), frames)
+        remote.post_step(step, ran.program, slot, ran.scalars, frames)
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:

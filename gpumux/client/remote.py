@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from gpumux.capture.lower import Lowered
+from gpumux.capture.lower import Lowered, LoweredRank
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.client.session import Loading, Session, Waits
 from gpumux.errors import DaemonGone, GpumuxError, from_code
@@ -22,6 +22,8 @@ from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
 
 Home = list[tuple[torch.UntypedStorage, int]]  # storages of a buffer, and the byte of it at which each begins
+
+Uploaded: TypeAlias = "Lowered | LoweredRank"
 
 PORTION_BYTES = 32 << 20  # bytes of state copied at once; a fetch has two portions under way
 
@@ -38,7 +40,7 @@ class RemoteProgram:
     """A Program in the daemon: its data segment and free slots."""
 
     def __init__(
-        self, number: int, lowered: Lowered, slots: int, memory: Any | None, *, home: torch.device | None = None
+        self, number: int, lowered: Uploaded, slots: int, memory: Any | None, *, home: torch.device | None = None
     ) -> None:
         """`home`: where results go, if not to the CPU."""
         self.number = number
@@ -170,7 +172,7 @@ class Remote:
         self.job = job
         self._observer = observer
         self._table = table
-        self._loads: list[tuple[Lowered, list[int], list[int]]] = []  # by number: sizes of new buffers, binding
+        self._loads: list[tuple[Uploaded, list[int], list[int]]] = []  # by number: sizes of new buffers, binding
         self._remote_index: dict[int, int] = {}  # job buffer -> the daemon's buffer
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self.programs: dict[int, RemoteProgram] = {}
@@ -195,8 +197,9 @@ class Remote:
 
     # ---- programs --------------------------------------------------------------------------------
 
-    def upload(self, lowered: Lowered) -> int:
-        """Upload a Program. Returns its number in the daemon. Equal Programs on equal buffers are sent once."""
+    def upload(self, lowered: Uploaded, ranked: Any = None) -> int:
+        """Upload a Program. Returns its number in the daemon. Equal Programs on equal buffers are sent once. `ranked`:
+        what ranks run of it, in a GangRemote."""
         key = (codec.content_hash(lowered.program), lowered.binding)
         if key in self._numbers:
             return self._numbers[key]
@@ -218,6 +221,10 @@ class Remote:
             self._observer.loaded(number)
         self.push([b for b in fresh if self._table.buffers[b].filled], first=True)
         return number
+
+    def post_step(self, step: int, number: int, slot: int, scalars: list[Any], frames: Sequence[Any]) -> None:
+        """Send a step, whose batch lies in the slot or in `frames`."""
+        self.session.post_step(m.Step(self.job, step, number, slot, scalars, len(frames)), frames)
 
     def load(self, number: int) -> None:
         """Have the daemon load the recorded Program `number`."""

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+from gpumux.burst.placement import RankPlacement
+from gpumux.burst.ranks import BurstSplitter
 from gpumux.capture.batch.containers import flatten
 from gpumux.capture.microbatch.split import check_microbatches
 from gpumux.capture.state import StateTable
-from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole, with_inner
+from gpumux.client.arguments import (
+    check_compile,
+    check_rng,
+    daemons_of,
+    draws_from_client,
+    job_spec,
+    number,
+    placement_of,
+    refuse_with_ranks,
+    several,
+    whole,
+    with_inner,
+)
+from gpumux.client.gang import GangRemote, GangSession
 from gpumux.client.job import Job
 from gpumux.client.recovery import find_kept, open_job, open_message
+from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.tracebacks import folded
 from gpumux.errors import ConfigError
+from gpumux.program.saved_plan import SavedPlan
 from gpumux.wire.codec import MAX_INT
 
 
@@ -28,6 +46,8 @@ def submit(
     seed: int | None = None, max_variants: int | None = None, microbatches: int = 1, compile: bool = False,  # noqa: A002
     rng: str | None = None, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+    plan: str | Path | SavedPlan | None = None, endpoints: Sequence[str] | None = None, devices: int | None = None,
+    peers_timeout_s: float = 30.0,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -69,9 +89,17 @@ def submit(
     reconnect_s: seconds to wait for a daemon that is gone before DaemonGone is raised, also during this call. A daemon
         that can't be reached at first is not waited for.
 
-    Raises CaptureError (and its subclasses, naming the line or tensor), ConfigError for a bad argument,
-    AdmissionRefused, DaemonGone. A failed submit changes no local object, unless it had already read the state to
-    resume.
+    endpoints: of several daemons: the job runs on all of them, a rank on each (docs/burst.md). step() takes the whole
+        batch, and each sample is computed as it is alone; the result is equivalent, not bit-equal. Such a job is not
+        recovered yet when a daemon or a process ends: its steps raise PeersLost, JobFailed or DaemonGone.
+    devices: the same with the daemons of GPUs 0 to devices - 1 on this machine.
+    plan: which layers run on which ranks: a file that `gpumux plan burst --save` wrote, or what
+        gpumux.program.saved_plan.load made of one. Default: every layer on all ranks (data parallel).
+    peers_timeout_s: how long a rank waits for another one before the job fails.
+
+    Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
+    over ranks), ConfigError for a bad argument, AdmissionRefused, DaemonGone. A failed submit changes no local object,
+    unless it had already read the state to resume.
     """
     models = several(model, torch.nn.Module, "model")
     if any(isinstance(m, torch.jit.ScriptModule) for m in models):
@@ -87,6 +115,11 @@ def submit(
     check_microbatches(microbatches)
     check_compile(compile)
     check_rng(rng, seed)
+    several_daemons = daemons_of(endpoint, endpoints, devices)
+    placement = placement_of(plan, several_daemons)
+    if placement is not None:
+        refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
+        timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
 
     def attempt(session: Session) -> Job:
         job: Job | None = None
@@ -112,6 +145,30 @@ def submit(
             raise
         return job
 
+    def on_ranks(session: GangSession, placement: RankPlacement) -> Job:
+        job: Job | None = None
+        alike = cast("Session", session)  # it has what a job uses of one
+        try:
+            table = StateTable(models, optimizers, *devices_of(alike, 6))
+            table.home = table.home or _first_device(example)
+            job_id = uuid.uuid4().hex
+            session.open_job(job_id, spec)
+            job = Job(
+                alike, job_id, spec, table, max_variants=max_variants,
+                clients_generator=draws_from_client(rng, seed, alike, table), over=BurstSplitter(placement),
+                make_remote=cast("Callable[..., Remote]", GangRemote),
+            )  # fmt: skip
+            job.capture(step, example, 4, microbatches, compile)
+            job.start()
+        except BaseException:
+            if job is not None:
+                job.close(drain=False)
+            session.close()
+            raise
+        return job
+
+    if placement is not None:
+        return on_ranks(GangSession.connect(several_daemons, timeout_s), placement)
     return connect_with_retry(attempt, endpoint, reconnect_s if replay_bytes and resume is None else 0.0)
 
 
