@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import duration, emit, emit_json, printable, size, table
+from gpumux.cli.text import duration, emit, emit_json, printable, rank_of, size, table
 from gpumux.errors import NotOwner, UnknownJob
 from gpumux.program.profile import loads, save
 from gpumux.types import Priority
@@ -97,7 +97,10 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
 
 def _state(job: dict[str, Any]) -> str:
     """The job's state; both words for a draining job that is paused."""
-    return f"{job['state']}, paused" if job["paused"] and job["state"] != "paused" else str(job["state"])
+    if job["paused"] and job["state"] != "paused":
+        return f"{job['state']}, paused"
+    gang = job.get("gang")
+    return f"{job['state']}, waits for peers" if gang and gang["waits"] else str(job["state"])
 
 
 def _promise(job: dict[str, Any]) -> str:
@@ -118,7 +121,8 @@ def _promise(job: dict[str, Any]) -> str:
 
 
 def _name(job: dict[str, Any]) -> str:
-    return printable(job["name"])[:32] + (f" ({job['models']} models)" if job["models"] > 1 else "")
+    models = f" ({job['models']} models)" if job["models"] > 1 else ""
+    return printable(job["name"])[:32] + models + rank_of(job)
 
 
 def job_table(jobs: list[dict[str, Any]]) -> str:

@@ -59,3 +59,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def rank_of(job: dict[str, Any]) -> str:
+    """Which rank of a gang the job is, from 0 on, and what part of its time it waited for the others, where that is
+    known; "" if it is in no gang."""
+    gang = job.get("gang")
+    if not gang:
+        return ""
+    waits = f", waits {100 * job['peers']:.0f}%" if job.get("peers") is not None else ""
+    return f" (rank {gang['rank']} of {gang['ranks']}{waits})"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import duration, emit, emit_json, printable, size, table
+from gpumux.cli.text import duration, emit, emit_json, printable, rank_of, size, table
 
 # ---- Rates and shares between two answers to GetStatus, as `gpumux top` shows them.
 
@@ -38,7 +38,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     jobs      high ones first, then by device share, each {job, short, name, uid, priority, state, paused, steps_s,
     device,
               slowdown, max_slowdown, kept, held, held_by, held_for_s, bans, queued, running, steps_done, steps_failed,
-              memory_bytes}; rates of a job that was not there before are None
+              memory_bytes, gang (as in GetStatus), peers: part of the time it waited for other ranks}; rates of a job
+              that was not there before are None
     """
     seconds = after["daemon"]["uptime_s"] - before["daemon"]["uptime_s"]
     earlier = {job["short"]: job for job in before["jobs"]}
@@ -85,8 +86,11 @@ def _job(job: dict[str, Any], earlier: dict[str, Any] | None, seconds: float) ->
     same = ("job", "short", "name", "uid", "priority", "state", "paused", "max_slowdown", "queued", "running")
     counts = ("steps_done", "steps_failed", "memory_bytes")
     known = earlier is not None and seconds > 0.0
+    gang, before = job.get("gang"), earlier.get("gang") if earlier else None
     return {
         **{key: job[key] for key in (*same, *counts)},
+        "gang": gang,
+        "peers": _rate(before["waited_s"], gang["waited_s"], seconds) if gang and before and known else None,
         "steps_s": _rate(earlier["steps_done"], job["steps_done"], seconds) if earlier and known else None,
         "device": _rate(earlier["device_busy_s"], job["device_busy_s"], seconds) if earlier and known else None,
         "slowdown": promise.get("slowdown"),
@@ -240,7 +244,7 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
         held += f" for {job['held_by']}"
     return (
         job["short"],
-        printable(job["name"])[:NAME_CHARS],
+        printable(job["name"])[:NAME_CHARS] + rank_of(job),
         job["priority"],
         state,
         "-" if job["steps_s"] is None else f"{job['steps_s']:.1f}",

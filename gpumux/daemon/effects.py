@@ -21,7 +21,17 @@ from gpumux.errors import DaemonGone, GpumuxError, JobClosed, ProgramError
 from gpumux.program.codec import outline
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.types import Fault, Footprint, JobDied, JobReleased, PieceDone, PieceFailed, ProgramReady, TransferEnded
+from gpumux.types import (
+    CollectiveEnded,
+    Fault,
+    Footprint,
+    JobDied,
+    JobReleased,
+    PieceDone,
+    PieceFailed,
+    ProgramReady,
+    TransferEnded,
+)
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import step_done_form
 
@@ -354,6 +364,7 @@ class Completions:
             PieceDone: feed,
             PieceFailed: feed,
             ProgramReady: feed,
+            CollectiveEnded: feed,
             TransferEnded: feed,
             JobDied: feed,
             JobReleased: feed,

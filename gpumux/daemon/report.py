@@ -12,7 +12,8 @@ windows   by priority, as scheduler/report.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
           memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known),
           device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago, max_slowdown, models (that a
-          step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
+          step trains), gang (None, or {id, rank, ranks, waits (for its peers, now), waited_s, sent_bytes,
+          received_bytes}), promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
           daemon/context.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
           high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
@@ -35,7 +36,7 @@ from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import Records
 from gpumux.device.base import MemoryFigures
 from gpumux.errors import UnknownJob
-from gpumux.metrics.gauges import BanFigures, Figures, GuardFigures, JobFigures, PromiseFigures
+from gpumux.metrics.gauges import BanFigures, Figures, GangFigures, GuardFigures, JobFigures, PromiseFigures
 from gpumux.scheduler import RUNS
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import DeviceInfo, JobId
@@ -161,6 +162,7 @@ def _job(job: dict[str, Any], records: Records, snapshot: dict[str, Any], held: 
         "opened_s_ago": max(0.0, snapshot["now"] - job["opened"]),
         "max_slowdown": job["max_slowdown"],
         "models": job["models"],
+        "gang": job["gang"],
         "promise": _promise_status(job, records, snapshot),
     }
 
@@ -265,6 +267,11 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
+def _gang(job: dict[str, Any]) -> GangFigures | None:
+    gang = job["gang"]
+    return None if gang is None else GangFigures(gang["waited_s"], gang["sent_bytes"], gang["received_bytes"])
+
+
 def _figures(
     job: dict[str, Any], records: Records, named: bool, saved: tuple[float, int], held: MemoryFigures
 ) -> JobFigures:
@@ -285,6 +292,7 @@ def _figures(
         saved=saved[0],
         saved_bytes=saved[1],
         models=job["models"],
+        gang=_gang(job),
     )
 
 

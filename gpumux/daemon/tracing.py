@@ -17,7 +17,7 @@ from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
 from gpumux.scheduler.report import BannedRange, HeldJob, LaunchInfo
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import JobId, LaunchId, PieceDone, PieceFailed, ProgramId, SessionId, StepId
+from gpumux.types import CollectiveEnded, JobId, LaunchId, PieceDone, PieceFailed, ProgramId, SessionId, StepId
 from gpumux.wire import messages
 from gpumux.wire import messages as msg
 
@@ -53,6 +53,9 @@ class Recording:
             self._done(event)  # type: ignore[arg-type]
         elif isinstance(event, PieceFailed):
             self._over(event.launch, now, "failed")
+        elif isinstance(event, CollectiveEnded):
+            waited = 1e3 * (event.ended - event.started)
+            self._happened(event.job, event.ended, f"its peers came, {waited:.3f} ms after its piece had ended")
         elif isinstance(event, ev.PauseRequested):
             self._happened(event.job, now, "paused")
         elif isinstance(event, ev.ResumeRequested):

@@ -141,6 +141,15 @@ NAME_CHARS = 64  # of a job's name, in gpumux_job_info
 
 
 @dataclass(frozen=True, slots=True)
+class GangFigures:
+    """What a rank of a gang exchanged with the others."""
+
+    waited_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobFigures:
     """One job as the metrics show it. `short` is the daemon's own label for it, e.g. "j17"."""
 
@@ -159,6 +168,7 @@ class JobFigures:
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1
+    gang: GangFigures | None = None  # of a rank of a gang
     measured_bytes: int = 0  # the most it held in a recent step, 0 if not known
 
 
@@ -267,6 +277,12 @@ def _families() -> dict[str, Any]:
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
         "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
         "models": gauge("gpumux_job_models", "Models that a step of the job trains.", labels=per_job),
+        "peers": CounterMetricFamily(
+            "gpumux_peers_wait_seconds", "Time a job of a gang waited for other ranks and their data.", labels=per_job
+        ),
+        "exchanged": CounterMetricFamily(
+            "gpumux_collective_bytes", "Bytes a job of a gang exchanged with other ranks.", labels=["job", "direction"]
+        ),
         "saved": gauge(
             "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job
         ),
@@ -305,6 +321,10 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
         families["busy"].add_metric([job.short], job.device_busy_s)
         families["steps"].add_metric([job.short], job.steps_done)
         families["models"].add_metric([job.short], job.models)
+        if job.gang is not None:
+            families["peers"].add_metric([job.short], job.gang.waited_s)
+            families["exchanged"].add_metric([job.short, "sent"], job.gang.sent_bytes)
+            families["exchanged"].add_metric([job.short, "received"], job.gang.received_bytes)
         if job.saved:
             families["saved"].add_metric([job.short], job.saved)
             families["saved_bytes"].add_metric([job.short], job.saved_bytes)

@@ -271,6 +271,22 @@ def take(state: SchedulerState) -> dict[str, Any]:
     }
 
 
+def _gang(job: ScheduledJob) -> dict[str, Any] | None:
+    """Which rank the job is, and what it exchanged with the others; None for a job of no gang."""
+    gang = job.spec.gang
+    if gang is None:
+        return None
+    return {
+        "id": gang.id,
+        "rank": gang.rank,
+        "ranks": gang.ranks,
+        "waits": job.parked(),
+        "waited_s": job.peers_s,
+        "sent_bytes": job.sent_bytes,
+        "received_bytes": job.received_bytes,
+    }
+
+
 def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
     """`queued` steps have no piece launched yet, `running` ones do; `outstanding` counts pieces."""
     charge = state.ledger.charges[job.id]
@@ -286,13 +302,7 @@ def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
         "max_slowdown": job.spec.max_slowdown,
         "max_inflight": job.spec.max_inflight,
         "models": job.spec.models,
-        "gang": None
-        if job.spec.gang is None
-        else {"id": job.spec.gang.id, "rank": job.spec.gang.rank, "ranks": job.spec.gang.ranks},
-        "waits_for_peers": job.parked(),
-        "peers_s": job.peers_s,
-        "sent_bytes": job.sent_bytes,
-        "received_bytes": job.received_bytes,
+        "gang": _gang(job),
         "state": job.state.value,
         "paused": job.paused,
         "opened": job.opened,

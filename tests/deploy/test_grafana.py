@@ -79,7 +79,7 @@ def test_every_metric_an_operator_acts_on_is_shown_or_alerted():
         "gpumux_transfer_bytes_total", "gpumux_transfers_total", "gpumux_job_state_snapshot_bytes",
         "gpumux_job_state_snapshot_timestamp_seconds", "gpumux_replayed_steps_total", "gpumux_restores_total",
         "gpumux_state_snapshot_bytes_total", "gpumux_state_snapshot_seconds_total", "gpumux_state_snapshots_read_total",
-        "gpumux_state_snapshots_total",
+        "gpumux_state_snapshots_total", "gpumux_peers_wait_seconds_total", "gpumux_collective_bytes_total",
     }  # fmt: skip
     assert set(FROZEN) - used == left_out
 

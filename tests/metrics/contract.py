@@ -20,6 +20,8 @@ FROZEN = {
     "gpumux_job_memory_bytes": ("gauge", ("job",)),
     "gpumux_job_steps_total": ("counter", ("job",)),
     "gpumux_job_models": ("gauge", ("job",)),
+    "gpumux_peers_wait_seconds_total": ("counter", ("job",)),
+    "gpumux_collective_bytes_total": ("counter", ("job", "direction")),
     "gpumux_jobs": ("gauge", ("priority", "state")),
     "gpumux_jobs_opened_total": ("counter", ("priority",)),
     "gpumux_launches_total": ("counter", ("priority",)),
