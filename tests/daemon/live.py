@@ -14,9 +14,11 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpumux.client.recovery import open_message
 from gpumux.client.session import Session
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
+from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as msg
 
 # Flags for tests of the daemon's own work, which no device has a part in: the simulated one opens in no time (the CPU's
@@ -95,7 +97,9 @@ def serving(runtime_dir: Path, *flags: str):
 class LiveJob:
     """A job over a session, running one Program at a time."""
 
-    def __init__(self, session: Session, program, *, new_buffers=(), binding=(), priority=0, name="live", inflight=2):
+    def __init__(
+        self, session: Session, program, *, new_buffers=(), binding=(), priority=0, name="live", inflight=2, gang=None
+    ):
         self.session = session
         self.id = uuid.uuid4().hex
         self.heard: list = []
@@ -103,7 +107,8 @@ class LiveJob:
         self.transfers: dict[int, object] = {}
         self.ended: list = []
         session.register(self.id, self._hear)
-        session.call(msg.OpenJob(0, self.id, name, priority, 1.0, 1.1, None, inflight, 0))
+        spec = JobSpec(name, Priority(priority), max_inflight=inflight, gang=gang)
+        session.call(open_message(self.id, spec))
         self.steps = 0
         self.moves = 0
         self.program = program

@@ -127,7 +127,10 @@ def one_rule(life: Any, draw: random.Random) -> None:
         }),
         ("close", {"n": n, "drain": draw.random() < 0.5, "really": really}),
         ("leave", {"really": really, "truly": draw.random() < 0.1}), ("released", {"n": n}),
-        ("ready", {"n": n, "cut": draw.randint(0, 3), "pieces": pieces(draw)}), ("drop", {"n": n}),
+        ("ready", {
+            "n": n, "cut": draw.randint(0, 3), "pieces": pieces(draw), "every": draw.choice((0, 0, 1, 2)),
+        }),
+        ("drop", {"n": n}), ("peers_came", {"n": n, "seconds": draw.uniform(0.0, 2e-3)}),
         ("job_died", {"n": n, "really": really}),
     ]  # fmt: skip
     if not life.any_job():
