@@ -5,15 +5,16 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.access import BUILT_IN, Access, Rule, refuse_priority, refuse_submit, refuse_weight
+from gpumux.access import BUILT_IN, Access, Rule, refuse_gang, refuse_priority, refuse_submit, refuse_weight
 from gpumux.config import Config, load
 from gpumux.errors import AccessDenied, ConfigError, from_code
-from gpumux.types import Peer, Priority
+from gpumux.types import Gang, Peer, Priority
 from gpumux.wire.peers import peer_of
 
 ME = pwd.getpwuid(os.getuid()).pw_name
@@ -145,3 +146,53 @@ def test_refusals_name_the_rule_and_the_remedy():
         assert "rule '" in fault.message
         assert "[access.rules." in fault.remedy
     assert refuse_submit(rule, Priority.LOW, 2.0) is None
+
+
+# ---- gangs: where the store may be
+
+GANG = Gang("ab" * 16, 0, 2, "127.0.0.1:29500")
+
+
+@pytest.mark.parametrize(
+    ("networks", "store", "says"),
+    [
+        ((), "127.0.0.1:29500", ""),
+        ((), "localhost:1", ""),
+        ((), "[::1]:29500", ""),
+        ((), "10.1.2.3:29500", 'stores in [gangs], such as stores = ["10.1.2.3"]'),
+        (("10.0.0.0/8",), "10.1.2.3:29500", ""),
+        (("10.0.0.0/8",), "11.1.2.3:29500", "stores in [gangs]"),
+        (("10.0.0.0/8",), "[fe80::1]:29500", "stores in [gangs]"),
+        (("0.0.0.0/0",), "login.example:29500", "write its address"),
+        ((), "127.0.0.1", "127.0.0.1:29500"),
+        ((), "127.0.0.1:0", "127.0.0.1:29500"),
+        ((), "127.0.0.1:70000", "127.0.0.1:29500"),
+        ((), ":29500", "127.0.0.1:29500"),
+    ],
+)
+def test_a_store_is_on_this_machine_or_in_a_network_that_is_named(networks, store, says):
+    fault = refuse_gang(replace(GANG, store=store), networks)
+    assert (fault is not None and says in fault.remedy) if says else fault is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rank": 2}, {"rank": -1}, {"ranks": 0}, {"ranks": 5000}, {"id": "ab"}, {"id": "AB" * 16}, {"timeout_s": 0.0},
+        {"timeout_s": float("nan")}, {"timeout_s": 1e9},
+    ],
+)  # fmt: skip
+def test_a_gang_that_makes_no_sense_is_refused(changed):
+    fault = refuse_gang(replace(GANG, **changed), ())
+    assert fault is not None
+    assert fault.code == "refused"
+    assert fault.remedy
+
+
+def test_networks_of_stores_come_from_the_file(tmp_path):
+    path = tmp_path / "gpumux.toml"
+    path.write_text('[gangs]\nstores = ["10.0.0.0/8", "192.168.1.7"]')
+    assert load({}, {}, path).stores == ("10.0.0.0/8", "192.168.1.7")
+    path.write_text('[gangs]\nstores = ["everywhere"]')
+    with pytest.raises(ConfigError, match="'everywhere' is no network"):
+        load({}, {}, path)
