@@ -96,13 +96,37 @@ def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Fo
 def _message_bytes(program: Program, one: Collective) -> int:
     """Bytes that a collective needs beside the storages: a copy of what it sends and receives. A sum needs one of all
     its views, one of the part that each other member sends, and one for the sum of these parts."""
-
-    def nbytes(view: int) -> int:
-        return prod(program.views[view].size) * ITEM_BYTES[program.views[view].dtype]
-
-    summed = sum(map(nbytes, one.views))
+    summed = sum(_nbytes(program, view) for view in one.views)
     part = summed if summed <= DIRECT_BYTES else -(-summed // len(one.members))
-    return summed + len(one.members) * part + sum(nbytes(view) for _, view in (*one.sends, *one.receives))
+    return summed + len(one.members) * part + sum(_nbytes(program, view) for _, view in (*one.sends, *one.receives))
+
+
+def _nbytes(program: Program, view: int) -> int:
+    return prod(program.views[view].size) * ITEM_BYTES[program.views[view].dtype]
+
+
+def traffic(program: Program, one: Collective) -> dict[int, tuple[int, int]]:
+    """For each peer of a collective, the bytes of data that the program's rank sends to it and receives from it.
+    Headers are not counted. The formula is that of device/cpu/peers.py."""
+    moved = {rank: [0, 0] for rank in one.members if rank != program.rank}
+    for way, parts in enumerate((one.sends, one.receives)):
+        for rank, view in parts:
+            moved[rank][way] += _nbytes(program, view)
+    counts: dict[str, int] = {}
+    for view in one.views:
+        counts[program.views[view].dtype] = counts.get(program.views[view].dtype, 0) + prod(program.views[view].size)
+    members = len(one.members)
+    for dtype, count in counts.items():
+        item = ITEM_BYTES[dtype]
+        for rank in moved:
+            if count * item <= DIRECT_BYTES:
+                both = count * item
+            else:  # each sends the other its part, and later the sum of its own
+                places = (one.members.index(rank), one.members.index(program.rank))
+                both = sum(((at + 1) * count // members - at * count // members) * item for at in places)
+            moved[rank][0] += both
+            moved[rank][1] += both
+    return {rank: (sent, received) for rank, (sent, received) in moved.items()}
 
 
 def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumux.metrics.gauges import Figures, GuardFigures, JobFigures, PromiseFigures
+from gpumux.metrics.gauges import Figures, GangFigures, GuardFigures, JobFigures, PromiseFigures
 from gpumux.types import DeviceInfo
 
 # Frozen: changing a line breaks users' dashboards. Add; don't rename.
@@ -21,7 +21,7 @@ FROZEN = {
     "gpumux_job_steps_total": ("counter", ("job",)),
     "gpumux_job_models": ("gauge", ("job",)),
     "gpumux_peers_wait_seconds_total": ("counter", ("job",)),
-    "gpumux_collective_bytes_total": ("counter", ("job", "direction")),
+    "gpumux_collective_bytes_total": ("counter", ("direction", "job")),
     "gpumux_jobs": ("gauge", ("priority", "state")),
     "gpumux_jobs_opened_total": ("counter", ("priority",)),
     "gpumux_launches_total": ("counter", ("priority",)),
@@ -75,7 +75,8 @@ FROZEN = {
 DEVICE = DeviceInfo("cpu", "a CPU", 1 << 30, 2, 1, "2.13", {"low": 0.002})
 JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7, saved=1.0, saved_bytes=5, measured_bytes=3000)
 PROMISE = PromiseFigures(1.05, 1.02, 1.04, True, 3, 0.010, 24, 80, 0.5)
-HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promise=PROMISE)
+GANG = GangFigures(0.5, 640, 320)
+HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promise=PROMISE, gang=GANG)
 GUARD = GuardFigures(2, 5, 1, 12.5, {"ban": 0.25, "gap": 0.0})
 
 

@@ -33,16 +33,28 @@ from gpumux.device.sim.gpu import Gpu
 from gpumux.errors import ProgramError
 from gpumux.program import operators as allowlist
 from gpumux.program.codec import decode
-from gpumux.program.cut import cut
-from gpumux.program.ir import DEFAULT, Program, ProgramLimits, aligned, gates, labels, slot_layout
-from gpumux.program.memory import footprint, plan
+from gpumux.program.cut import cut, gated
+from gpumux.program.ir import (
+    DEFAULT,
+    DIRECT_BYTES,
+    Collective,
+    Program,
+    ProgramLimits,
+    aligned,
+    gates,
+    labels,
+    slot_layout,
+)
+from gpumux.program.memory import footprint, plan, traffic
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
-from gpumux.program.validate import state_slots, validate
+from gpumux.program.validate import refuse_rank, state_slots, validate
 from gpumux.types import (
     GENERATOR_BYTES,
+    CollectiveEnded,
     DeviceInfo,
     Fault,
     Footprint,
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -143,7 +155,7 @@ def cut_kernels(
     seconds = [solo_seconds(kernel, spec) + spec.node_gap_s for kernel in kernels]
     target = TARGET_S[priority] if target_s is None else target_s
     if target == inf:
-        return recut(kernels, (0, len(seconds)), spec)
+        return recut(kernels, (*sorted({0, *gates}), len(seconds)), spec)
     minimum = None if priority is Priority.LOW else min(MIN_HIGH_S, target)
     return recut(kernels, cut(seconds, target, min_s=minimum, gates=sorted(gates)), spec)
 
@@ -158,6 +170,40 @@ def piece_seconds(kernels: Sequence[Kernel], spec: GpuSpec, share: float = 1.0) 
     """Seconds that a launch of these kernels takes alone on the device, or on a share of it, with its gaps."""
     gaps = spec.launch_gap_s + max(len(kernels) - 1, 0) * spec.node_gap_s
     return gaps + sum([solo_seconds(kernel, spec, share) for kernel in kernels])
+
+
+# ---- Collectives: this device simulates the time of a rank's own messages. Its peers are not simulated: they are there
+# as soon as the rank is, and send nothing that is looked at.
+
+
+LINK_BANDWIDTH = 25e9  # bytes a second that a rank sends and, at the same time, receives; guess: 200 Gbit/s
+LINK_LATENCY_S = 10e-6  # until the first byte of a message arrives; guess
+
+
+def collective_seconds(program: Program, one: Collective) -> float:
+    """How long the collective takes this rank. A sum in parts has two rounds of messages."""
+    moved = traffic(program, one).values()
+    nbytes = max(sum(sent for sent, _ in moved), sum(received for _, received in moved))
+    rounds = 2 if one.kind == "all_reduce" and nbytes > DIRECT_BYTES else 1
+    return nbytes / LINK_BANDWIDTH + rounds * LINK_LATENCY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The collectives before one operator."""
+
+    seconds: float
+    moved: tuple[tuple[int, int, int], ...]  # by rank: bytes sent and received
+
+
+def exchanges(program: Program) -> dict[int, Exchange]:
+    """By operator, what is exchanged before it."""
+    found: dict[int, Exchange] = {}
+    for one in program.collectives:
+        before = found.get(one.op, Exchange(0.0, ()))
+        moved = tuple((rank, *nbytes) for rank, nbytes in traffic(program, one).items())
+        found[one.op] = Exchange(before.seconds + collective_seconds(program, one), (*before.moved, *moved))
+    return found
 
 
 # ---- Jobs: their programs with cuts, their buffers, and their commands in order.
@@ -217,6 +263,7 @@ class SimProgram:
         self._spec = spec
         self._priority = job.priority
         self._gates = gates(program)
+        self._exchanges = exchanges(program)
         self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)
         self._kernels = kernels_of(self._ops, spec)
@@ -238,6 +285,15 @@ class SimProgram:
         if launch.share not in self._spec.shares:
             return Fault("program", f"no share {launch.share}", f"the device offers {self._spec.shares}")
         return None
+
+    def gated(self, cut: int) -> tuple[int, ...]:
+        """The pieces of a cut that begin with a collective."""
+        return gated(self.cuts[cut].bounds, self._gates)
+
+    def exchange(self, launch: Launch) -> Exchange | None:
+        """What is exchanged after this piece, if anything is."""
+        bounds = self.cuts[launch.cut].bounds
+        return self._exchanges.get(bounds[launch.piece + 1]) if launch.piece + 2 < len(bounds) else None
 
     def kernels(self, launch: Launch) -> tuple[Kernel, ...]:
         return self.cuts[launch.cut].kernels[launch.piece] or NOTHING
@@ -292,6 +348,9 @@ class SimJob:
     ) -> SimProgram | Fault:
         """Load a program. Returns it, or the reason for refusing it."""
         passed = request.passed
+        refusal = refuse_rank(passed.program, self.spec.gang)
+        if refusal is not None:
+            return Fault(refusal.code, refusal.message, refusal.remedy)
         transient = max(self.transient, passed.footprint.transient_bytes)
         charge = sum(request.new_buffers) + request.data_bytes
         wanted = charge + transient - self.transient
@@ -409,6 +468,7 @@ class SimDevice:
         self._ages: dict[LaunchId, int] = {}  # of launches that wait
         self._age = 0
         self._events: list[DeviceEvent] = []
+        self._collectives: list[CollectiveEnded] = []  # under way; `ended` is when they will have
         self._wakeup = -1
         self._readable = False  # the descriptor is readable
         self._total = 0
@@ -436,7 +496,8 @@ class SimDevice:
     def due(self) -> float:
         if self._wakeup < 0:
             return inf
-        return self._clock() if self._readable else self._gpu.next_event()
+        next_exchange = min((one.ended for one in self._collectives), default=inf)
+        return self._clock() if self._readable else min(next_exchange, self._gpu.next_event())
 
     def poll(self) -> list[DeviceEvent]:
         if self._wakeup < 0:
@@ -448,6 +509,11 @@ class SimDevice:
             self._fail_job(job, job.fault or _UNKNOWN)
         for launch, started, ended in self._gpu.advance(self._clock()):
             self._launch_done(self._launches.pop(LaunchId(launch)), started, ended)
+        now = self._clock()
+        over = [one for one in self._collectives if one.ended <= now]
+        over.sort(key=lambda one: one.ended)
+        self._events += over
+        self._collectives = [one for one in self._collectives if one.ended > now]
         events, self._events = self._events, []
         return events
 
@@ -481,7 +547,8 @@ class SimDevice:
         if isinstance(loaded, Fault):
             self._emit(ProgramRefused(job, program, loaded))
         else:
-            self._emit(ProgramReady(job, program, 0, loaded.predicted.seconds, loaded.predicted.bounds))
+            pieces = loaded.predicted
+            self._emit(ProgramReady(job, program, 0, pieces.seconds, pieces.bounds, loaded.gated(0)))
 
     def launch(self, launch: Launch) -> None:
         job = self._jobs.get(launch.job)
@@ -496,6 +563,19 @@ class SimDevice:
             job.fault = fault
             self._wake()
         self._submit(job, launch)
+
+    def join(self, job: JobId, gang: Gang) -> None:
+        """See base.ProcessGroups. No peers are looked for."""
+
+    def leave(self, job: JobId) -> None:
+        """See base.ProcessGroups."""
+
+    def abort(self, job: JobId, fault: Fault) -> None:
+        """See base.ProcessGroups."""
+        held = self._jobs.get(job)
+        if held is not None and held.fault is None:
+            held.fault = fault
+            self._wake()
 
     def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
         held = self._jobs.get(job)
@@ -591,9 +671,17 @@ class SimDevice:
         job.running.popleft()
         self._events.append(PieceDone(launch.launch, started, ended))
         program = job.programs[launch.program]
+        exchange = program.exchange(launch)
+        if exchange is not None:
+            until = ended + exchange.seconds
+            self._collectives.append(
+                CollectiveEnded(launch.job, launch.step, launch.piece + 1, ended, until, exchange.moved)
+            )
         pieces = program.done(launch)
         if pieces is not None:
-            self._events.append(ProgramReady(launch.job, launch.program, program.newest, pieces.seconds, pieces.bounds))
+            newest = program.newest
+            begin = program.gated(newest)
+            self._events.append(ProgramReady(launch.job, launch.program, newest, pieces.seconds, pieces.bounds, begin))
         self._hand_over()
 
     # ---- endings
@@ -614,6 +702,7 @@ class SimDevice:
     def _forget_job(self, job: SimJob) -> None:
         """Forget a job and its commands."""
         self._gpu.drop(job.job, self._clock())
+        self._collectives = [one for one in self._collectives if one.job != job.job]
         for launch in job.running:
             del self._launches[launch.launch]
         for command in job.waiting:

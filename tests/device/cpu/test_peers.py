@@ -12,7 +12,7 @@ from gpumux.device.base import ProcessGroups, ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.program.codec import encode
 from gpumux.program.ir import DIRECT_BYTES, Collective, Program, ProgramBuilder, Tag, TensorRef
-from gpumux.program.memory import footprint, plan
+from gpumux.program.memory import footprint, plan, traffic
 from gpumux.types import Fault, Gang, JobDied, PieceFailed, ProgramId
 from tests.device.cpu.gangs import Rank, gangs, open_ranks, step, summing
 from tests.device.cpu.support import CASE
@@ -83,6 +83,9 @@ def test_sums_are_those_of_float64_for_every_type_and_size(drivers: list[Driver]
         put_values(held, sizes)
         for _ in range(3):  # operator by operator, then as graphs
             step(held)
+            for one in held:
+                program = one.held.programs[one.program]
+                assert one.moved() == traffic(program, program.collectives[0])
             for position, (dtype, size) in enumerate(sizes):
                 parts = [2 * values(rank, dtype, size) for rank in range(ranks)]
                 loose = dtype == "bfloat16"
@@ -393,3 +396,15 @@ def test_a_sum_of_integers_is_not_scaled(drivers: list[Driver]):
     refused = drivers[0].until(ProgramChecked | ProgramRefused, held.job)
     assert isinstance(refused, ProgramRefused)
     assert "scales integers" in refused.fault.message
+
+
+def test_traffic_of_an_exchange_is_what_both_ends_say():
+    programs = [redistributing(rank) for rank in range(3)]
+    for number in range(2):
+        moved = [
+            {peer: nbytes for one in (program.collectives[number],) for peer, nbytes in traffic(program, one).items()}
+            for program in programs
+        ]
+        for rank, peers in enumerate(moved):
+            for peer, (sent, received) in peers.items():
+                assert moved[peer][rank] == (received, sent)
