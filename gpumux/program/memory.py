@@ -95,10 +95,10 @@ def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Fo
 
 def _message_bytes(program: Program, one: Collective) -> int:
     """Bytes that a collective needs beside the storages: a copy of what it sends and receives. A sum needs one of all
-    its views, one of the part that each other member sends, and one for the sum of these parts."""
-    summed = sum(_nbytes(program, view) for view in one.views)
-    part = summed if summed <= DIRECT_BYTES else -(-summed // len(one.members))
-    return summed + len(one.members) * part + sum(_nbytes(program, view) for _, view in (*one.sends, *one.receives))
+    its views, and one of the part that each other member sends."""
+    summed, members = sum(_nbytes(program, view) for view in one.views), len(one.members)
+    part = summed if members == 2 or summed <= DIRECT_BYTES else -(-summed // members)
+    return summed + (members - 1) * part + sum(_nbytes(program, view) for _, view in (*one.sends, *one.receives))
 
 
 def _nbytes(program: Program, view: int) -> int:

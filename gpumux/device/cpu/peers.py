@@ -7,13 +7,15 @@ messages two by two.
 A message is a packet of PACKET_BYTES and, if its data do not fit there, the data. The packet begins with the number of
 the step, of the collective and of the part of it, and the number of bytes. Both ends must agree on all of them: gloo
 would sum tensors of two different collectives without an error, and end the process where a message is longer than
-expected. Messages between two ranks are therefore matched by their order alone, and a difference is found at once.
+expected. So packets are matched by their order alone, and a difference is found at once; data are matched by a tag
+made of all these numbers, and are looked at only after the packet.
 
 all_reduce: the views of one dtype, one after the other, are one flat buffer of N elements. Member i of n (by rank) owns
 the elements [i N // n, (i + 1) N // n). Each member sends every other one its part, adds the parts it receives in the
 order of ranks, times `scale`, and sends the sum to all others. So the bits do not depend on which message comes first,
 and a member sends and receives 2 (n - 1) / n of the buffer where the parts are even. A buffer of at most DIRECT_BYTES,
 whose time is that of the messages, goes to all members whole instead, and each adds it all up: n - 1 times the buffer.
+So does any buffer of two members, for whom both ways move the same bytes.
 
 exchange: all views for one rank travel in one message, each of them dense, in the order in which they stand.
 """
@@ -24,6 +26,7 @@ import os
 import struct
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -42,7 +45,7 @@ from gpumux.types import Gang
 _HEAD = struct.Struct("<qqqq")  # step, sequence, part, bytes of data
 PACKET_BYTES = 1024
 INLINE_BYTES = PACKET_BYTES - _HEAD.size
-_PACKET, _DATA = 0, 1  # gloo's tags
+_PACKET_TAG = 0
 _LOOPBACK = "lo"
 _RESUBMIT = "see why that rank ended (gpumux jobs, its daemon's log), then submit the job again"
 
@@ -55,6 +58,10 @@ class MessageId(NamedTuple):
     step: int
     sequence: int
     part: int
+
+    def tag(self, nbytes: int) -> int:
+        """gloo's tag for its data: 31 bits, not 0."""
+        return (zlib.crc32(_HEAD.pack(*self, nbytes)) & 0x3FFFFFFF) | 0x40000000
 
     def __str__(self) -> str:
         return f"part {self.part} of collective {self.sequence} of step {self.step}"
@@ -97,7 +104,12 @@ class Messages:
         """Send each rank its tensor while those of `receives` are filled. Every tensor is dense and may be sent as soon
         as this returns. Raises PeersLost."""
         packets = {rank: torch.empty(PACKET_BYTES, dtype=torch.uint8) for rank in receives}
-        coming = {rank: self._post(mark, rank, "recv", packet, _PACKET) for rank, packet in packets.items()}
+        coming = {rank: self._post(mark, rank, "recv", packet, _PACKET_TAG) for rank, packet in packets.items()}
+        large = {
+            rank: self._post(mark, rank, "recv", target, mark.tag(target.numel()))
+            for rank, target in receives.items()
+            if target.numel() > INLINE_BYTES
+        }
         going: list[tuple[int, dist.Work]] = []
         for rank, data in sends.items():
             nbytes = data.numel()
@@ -105,18 +117,15 @@ class Messages:
             packet[: _HEAD.size] = torch.frombuffer(bytearray(_HEAD.pack(*mark, nbytes)), dtype=torch.uint8)
             if nbytes <= INLINE_BYTES:
                 packet[_HEAD.size : _HEAD.size + nbytes] = data
-            going.append((rank, self._post(mark, rank, "send", packet, _PACKET)))
+            going.append((rank, self._post(mark, rank, "send", packet, _PACKET_TAG)))
             if nbytes > INLINE_BYTES:
-                going.append((rank, self._post(mark, rank, "send", data, _DATA)))
+                going.append((rank, self._post(mark, rank, "send", data, mark.tag(nbytes))))
             self._count(rank, nbytes, 0)
-        large: dict[int, dist.Work] = {}
         for rank, target in receives.items():
             self._wait(mark, rank, coming[rank])
             packet, nbytes = packets[rank], target.numel()
             check(mark, nbytes, self.rank, rank, packet)
-            if nbytes > INLINE_BYTES:
-                large[rank] = self._post(mark, rank, "recv", target, _DATA)
-            else:
+            if nbytes <= INLINE_BYTES:
                 target.copy_(packet[_HEAD.size : _HEAD.size + nbytes])
             self._count(rank, 0, nbytes)
         for rank, work in (*large.items(), *going):
@@ -167,7 +176,7 @@ def all_reduce(messages: Messages, one: Collective, step: int, tensors: Sequence
     for number, alike in enumerate(by_type.values()):
         dense = len(alike) == 1 and alike[0].is_contiguous()
         flat = alike[0].view(-1) if dense else torch.cat([tensor.reshape(-1) for tensor in alike])
-        if flat.numel() * flat.itemsize <= DIRECT_BYTES:
+        if len(one.members) == 2 or flat.numel() * flat.itemsize <= DIRECT_BYTES:
             _sum_directly(messages, one, MessageId(step, one.sequence, 2 * number), flat)
         else:
             _sum_in_parts(messages, one, MessageId(step, one.sequence, 2 * number), flat)
@@ -182,7 +191,7 @@ def _sum_directly(messages: Messages, one: Collective, mark: MessageId, flat: to
     data = _bytes(flat)
     messages.swap(mark, dict.fromkeys(others, data), {rank: _bytes(part) for rank, part in parts.items()})
     parts[messages.rank] = flat
-    flat.copy_(_sum([parts[rank] for rank in one.members], one.scale))
+    _sum(flat, [parts[rank] for rank in one.members], one.scale)
 
 
 def _sum_in_parts(messages: Messages, one: Collective, mark: MessageId, flat: torch.Tensor) -> None:
@@ -195,7 +204,7 @@ def _sum_in_parts(messages: Messages, one: Collective, mark: MessageId, flat: to
         mark, {rank: _bytes(part) for rank, part in parts.items()}, {rank: _bytes(part) for rank, part in got.items()}
     )
     got[messages.rank] = own
-    own.copy_(_sum([got[rank] for rank in members], one.scale))
+    _sum(own, [got[rank] for rank in members], one.scale)
     data = _bytes(own)
     messages.swap(
         mark._replace(part=mark.part + 1),
@@ -204,12 +213,15 @@ def _sum_in_parts(messages: Messages, one: Collective, mark: MessageId, flat: to
     )
 
 
-def _sum(parts: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-    """The sum in this order, times `scale`, in the type of the parts."""
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total if scale == 1.0 else total.mul_(scale)
+def _sum(into: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
+    """The sum in this order, times `scale`, in the type of the parts, all of which but `into` are overwritten."""
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    if scale != 1.0:
+        total.mul_(scale)
+    if total is not into:
+        into.copy_(total)
 
 
 def exchange(

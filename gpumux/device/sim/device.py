@@ -181,10 +181,11 @@ LINK_LATENCY_S = 10e-6  # until the first byte of a message arrives; guess
 
 
 def collective_seconds(program: Program, one: Collective) -> float:
-    """How long the collective takes this rank. A sum in parts has two rounds of messages."""
+    """How long the collective takes this rank. A sum in parts has two rounds of messages (device/cpu/peers.py)."""
     moved = traffic(program, one).values()
     nbytes = max(sum(sent for sent, _ in moved), sum(received for _, received in moved))
-    rounds = 2 if one.kind == "all_reduce" and nbytes > DIRECT_BYTES else 1
+    members = len(one.members)
+    rounds = 2 if one.kind == "all_reduce" and members > 2 and nbytes > (members - 1) * DIRECT_BYTES else 1
     return nbytes / LINK_BANDWIDTH + rounds * LINK_LATENCY_S
 
 
