@@ -199,7 +199,7 @@ def gates(program: Program) -> list[int]:
     return sorted({collective.op for collective in program.collectives})
 
 
-DIRECT_BYTES = 16 << 10  # a sum of no more goes to every member whole (device/cpu/peers.py)
+DIRECT_BYTES = 64 << 10  # a sum of no more goes to every member whole (device/cpu/peers.py)
 ALIGN = 64  # every buffer starts on this many bytes, as torch's own allocator does
 
 
