@@ -97,6 +97,11 @@ def test_two_daemons_run_one_step_together_and_show_it(made, sessions):
             text = answer.read().decode()
         assert f'gpumux_collective_bytes_total{{direction="sent",job="{entry["short"]}"}} {moved}' in text
         assert "gpumux_peers_wait_seconds_total{" in text
+        asked = []
+        for rank, job in enumerate(jobs):  # two steps in flight on each
+            for slot in range(2):
+                asked.append((job, job.post(struct.pack(f"{COUNT}d", *values(rank, slot)), slot=slot)))
+        assert all(isinstance(job.wait(step), msg.StepDone) for job, step in asked)
         for job in jobs:
             job.close()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -408,3 +411,17 @@ def test_traffic_of_an_exchange_is_what_both_ends_say():
         for rank, peers in enumerate(moved):
             for peer, (sent, received) in peers.items():
                 assert moved[peer][rank] == (received, sent)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler on this machine"
+)
+def test_compiled_programs_see_what_was_exchanged(drivers: list[Driver]):
+    with gangs(3) as gang:
+        held = open_ranks(drivers, gang, [replace(redistributing(rank), kind="compiled") for rank in range(3)])
+        for seed in range(4):
+            put_values(held, [("float32", (5, 3))], seed=seed)
+            step(held)
+            assert torch.equal(held[0].get(0), 6 * values(seed, "float32", (5, 3)).double())
+            assert [held[0].get(1).item(), held[0].get(2).item()] == [11, 22]
