@@ -190,20 +190,20 @@ def collective_seconds(program: Program, one: Collective) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GateExchange:
     """The collectives before one operator."""
 
     seconds: float
     moved: tuple[tuple[int, int, int], ...]  # by rank: bytes sent and received
 
 
-def exchanges(program: Program) -> dict[int, Exchange]:
+def exchanges(program: Program) -> dict[int, GateExchange]:
     """By operator, what is exchanged before it."""
-    found: dict[int, Exchange] = {}
+    found: dict[int, GateExchange] = {}
     for one in program.collectives:
-        before = found.get(one.op, Exchange(0.0, ()))
+        before = found.get(one.op, GateExchange(0.0, ()))
         moved = tuple((rank, *nbytes) for rank, nbytes in traffic(program, one).items())
-        found[one.op] = Exchange(before.seconds + collective_seconds(program, one), (*before.moved, *moved))
+        found[one.op] = GateExchange(before.seconds + collective_seconds(program, one), (*before.moved, *moved))
     return found
 
 
@@ -291,7 +291,7 @@ class SimProgram:
         """The pieces of a cut that begin with a collective."""
         return gated(self.cuts[cut].bounds, self._gates)
 
-    def exchange(self, launch: Launch) -> Exchange | None:
+    def exchange(self, launch: Launch) -> GateExchange | None:
         """What is exchanged after this piece, if anything is."""
         bounds = self.cuts[launch.cut].bounds
         return self._exchanges.get(bounds[launch.piece + 1]) if launch.piece + 2 < len(bounds) else None
