@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from gpumux.device.base import ProgramProfiled
+from gpumux.device.base import ProcessGroups, ProgramProfiled, ProgramRefused
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
 from gpumux.types import Priority
+from tests.device.cpu.gangs import summing
 from tests.device.cuda.running import check, compute_of, in_pieces
 from tests.device.harness import Driver, LoadedJob
 
@@ -55,3 +56,12 @@ def test_steps_are_right_while_jobs_come_and_go(seed: int, driver: Driver, share
     driver.unload(job.job)
     assert all(graph.dropped for graph in compute.graphs[before:])
     assert shared.memory().free_bytes == free
+
+
+def test_a_program_that_exchanges_data_with_other_ranks_is_refused(driver: Driver) -> None:
+    held = driver.open()
+    number = held.try_load(summing(0, 2, [("float32", (6,))]))
+    refused = driver.until(ProgramRefused, held.job)
+    assert (refused.program, refused.fault.code) == (number, "program")
+    assert "exchanges data with other ranks" in refused.fault.message
+    assert not isinstance(driver.device, ProcessGroups)
