@@ -324,6 +324,9 @@ class Peers:
                     task.ended(messages.moved)
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                while self._tasks.get() is None:
+                    pass  # it left before
+                raise PeersLost("the job has left its gang", "open a job for a new gang")
         except GpumuxError as error:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 - the last frame of a thread: the job must not wait for ever

@@ -375,6 +375,20 @@ def test_a_gated_piece_launched_too_early_fails_the_job(drivers: list[Driver]):
         assert "out of order" in failed.fault.message
 
 
+def test_a_job_that_has_left_its_gang_ends_at_its_next_collective(drivers: list[Driver]):
+    with gangs(2) as gang:
+        held = open_ranks(drivers, gang, [summing(r, 2, [("float32", (6,))]) for r in range(2)])
+        put_values(held, [("float32", (6,))])
+        step(held)
+        for one in held:
+            device = one.held.driver.device
+            assert isinstance(device, ProcessGroups)
+            device.leave(one.held.job)
+            device.leave(one.held.job)
+        begin(held[0])
+        assert died(held[0]).message == "the job has left its gang"
+
+
 def refusal(driver: Driver, program: Program, gang: Gang | None) -> Fault:
     held = driver.open(gang=gang)
     number = held.try_load(program)
