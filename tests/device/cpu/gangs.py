@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from gpumux.program.ir import ITEM_BYTES, Collective, Program, ProgramBuilder, TensorRef
-from gpumux.types import CollectiveEnded, Gang, PieceDone, ProgramId
-from tests.device.harness import Driver, LoadedJob
+from gpumux.types import CollectiveEnded, Gang, JobDied, PieceDone, ProgramId
+from tests.device.harness import GIVE_UP_S, Driver, LoadedJob
 
 _ids = itertools.count(1)
 TIMEOUT_S = 60.0
@@ -73,25 +74,48 @@ def open_ranks(
 
 
 def step(ranks: Sequence[Rank], slot: int = 0, scalars: Sequence[float | int] = ()) -> list[list[PieceDone]]:
-    """Run one step on all ranks: what can run before a collective on each of them, then all of them on."""
-    todo = [(rank, rank.held.pieces_of_step(rank.program, scalars, slot)) for rank in ranks]
-    gated = [rank.held.gated[rank.program] for rank in ranks]
+    """Run one step on all ranks: each goes on as soon as its collective has ended, whatever the others wait for."""
+    todo = [rank.held.pieces_of_step(rank.program, scalars, slot) for rank in ranks]
+    gated = [set(rank.held.gated[rank.program]) for rank in ranks]
     done: list[list[PieceDone]] = [[] for _ in ranks]
-    at = [0] * len(ranks)
-    while any(at[i] < len(pieces) for i, (_, pieces) in enumerate(todo)):
-        for i, (rank, pieces) in enumerate(todo):
-            while at[i] < len(pieces) and (
-                at[i] not in gated[i]
-                or (len(rank.ended) and (rank.ended[-1].step, rank.ended[-1].piece) == (pieces[0].step, at[i]))
-            ):
-                rank.held.driver.device.launch(pieces[at[i]])
-                done[i].append(rank.held.driver.done(pieces[at[i]].launch))
-                at[i] += 1
-        for i, (rank, pieces) in enumerate(todo):
-            if at[i] < len(pieces):
-                rank.ended.append(rank.held.driver.until(CollectiveEnded, rank.held.job))
-                assert (rank.ended[-1].step, rank.ended[-1].piece) == (pieces[0].step, at[i])
+    drivers = list({id(rank.held.driver): rank.held.driver for rank in ranks}.values())
+    while any(len(ran) < len(pieces) for ran, pieces in zip(done, todo, strict=True)):
+        waiting = True
+        for rank, pieces, gates, ran in zip(ranks, todo, gated, done, strict=True):
+            if len(ran) in gates and _met(rank, pieces[0].step, len(ran)):
+                gates.remove(len(ran))
+            while len(ran) < len(pieces) and len(ran) not in gates:
+                waiting = False
+                launch = pieces[len(ran)]
+                rank.held.driver.device.launch(launch)
+                ran.append(rank.held.driver.done(launch.launch))
+        if waiting:
+            _wait(drivers)
     return done
+
+
+def _met(rank: Rank, step: int, piece: int) -> bool:
+    """Take the job's CollectiveEnded, if it has come."""
+    unread = rank.held.driver.unread
+    for index, event in enumerate(unread):
+        assert not (isinstance(event, JobDied) and event.job == rank.held.job), event
+        if isinstance(event, CollectiveEnded) and event.job == rank.held.job:
+            assert (event.step, event.piece) == (step, piece)
+            rank.ended.append(event)
+            del unread[index]
+            return True
+    return False
+
+
+def _wait(drivers: Sequence[Driver]) -> None:
+    """Wait until any of the devices has something to say, and hear it."""
+    if len(drivers) == 1:
+        drivers[0].case.wait(drivers[0].device)
+    else:
+        ready, _, _ = select.select([fd for each in drivers for fd in each.device.filenos()], [], [], GIVE_UP_S)
+        assert ready, "the devices said nothing for too long"
+    for driver in drivers:
+        driver.poll()
 
 
 def summing(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -226,6 +228,86 @@ def test_steps_in_several_slots_do_not_mix(drivers: list[Driver]):
         for slot in range(2):
             wanted = in_rank_order([2 * values(rank + 10 * slot, *sizes[0]) for rank in range(2)])
             assert all(torch.equal(one.get(0, slot=slot), wanted) for one in held)
+
+
+ROWS, COLUMNS, RANKS = 4, 9, 3
+
+
+class Move(NamedTuple):
+    """A collective drawn at random: columns [first, last) of each member's matrix are summed, or sent along `ways`."""
+
+    op: int
+    members: tuple[int, ...]
+    first: int
+    last: int
+    scale: float
+    ways: tuple[tuple[int, int], ...]  # (from, to); empty for a sum
+
+
+def drawn(draw: random.Random) -> list[Move]:
+    moves = []
+    for op in sorted(draw.choices(range(1, 5), k=6)):
+        members = tuple(sorted(draw.sample(range(RANKS), draw.choice((2, 3)))))
+        first = draw.randrange(COLUMNS)
+        pairs = [(a, b) for a in members for b in members if a != b]
+        ways = tuple(draw.sample(pairs, draw.randint(1, len(pairs)))) if draw.random() < 0.5 else ()
+        moves.append(Move(op, members, first, draw.randint(first + 1, COLUMNS), draw.choice((1.0, 0.5)), ways))
+    return moves
+
+
+def of_rank(rank: int, moves: Sequence[Move]) -> Program:
+    """input 0, doubled, goes through all moves; results: the matrix, then what was received, in order."""
+    b = ProgramBuilder(rank=rank, ranks=RANKS)
+    x = b.input("float64", (ROWS, COLUMNS))
+    y = b.call("aten.add.Tensor", x, x, dtype="float64", size=(ROWS, COLUMNS))
+    for _ in range(4):  # operators for collectives to stand before
+        b.call("aten.neg.default", x, dtype="float64", size=(ROWS, COLUMNS))
+    got: list[int] = []
+    for number, move in enumerate(moves):
+        width = move.last - move.first
+        part = b.add_view(b.view(y.view).storage, "float64", (ROWS, width), (COLUMNS, 1), move.first)
+        sends = tuple((to, part) for source, to in move.ways if source == rank)
+        sources = [source for source, to in move.ways if to == rank]
+        if rank not in move.members or (move.ways and not sends and not sources):
+            continue
+        if not move.ways:
+            b.collective(Collective(move.op, "all_reduce", number, move.members, (part,), move.scale))
+            continue
+        receives = tuple((source, b.add_tensor("temp", "float64", (ROWS, width))) for source in sources)
+        got += [view for _, view in receives]
+        b.collective(Collective(move.op, "exchange", number, move.members, sends=sends, receives=receives))
+    b.result(b.call("aten.clone.default", y, dtype="float64", size=(ROWS, COLUMNS)))
+    for view in got:
+        size = b.view(view).size
+        b.result(b.call("aten.clone.default", TensorRef(view), dtype="float64", size=size))
+    return b.build()
+
+
+def computed(moves: Sequence[Move]) -> list[list[torch.Tensor]]:
+    """The results of each rank, without any device."""
+    held = [2 * values(rank, "float64", (ROWS, COLUMNS)) for rank in range(RANKS)]
+    got: list[list[torch.Tensor]] = [[] for _ in range(RANKS)]
+    for move in moves:
+        parts = {rank: held[rank][:, move.first : move.last].clone() for rank in move.members}
+        for rank in range(RANKS):
+            got[rank] += [parts[source] for source, to in move.ways if to == rank]
+        if not move.ways:
+            total = in_rank_order(list(parts.values())) * move.scale
+            for rank in move.members:
+                held[rank][:, move.first : move.last] = total
+    return [[held[rank], *got[rank]] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_collectives_give_what_is_computed_without_a_device(drivers: list[Driver], seed: int):
+    moves = drawn(random.Random(seed))
+    with gangs(RANKS) as gang:
+        held = open_ranks(drivers, gang, [of_rank(rank, moves) for rank in range(RANKS)])
+        put_values(held, [("float64", (ROWS, COLUMNS))])
+        for _ in range(3):
+            step(held)
+            for one, wanted in zip(held, computed(moves), strict=True):
+                assert all(torch.equal(one.get(position), each) for position, each in enumerate(wanted))
 
 
 # ---- what they move
