@@ -418,8 +418,8 @@ def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
 
 def _send_load(channel: Channel, load: LoadCommand) -> None:
     """Send a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
-    lists = {"new_buffers": load.new_buffers, "binding": load.binding}
-    description = pack({"program": load.program, "slots": load.slots, "data_bytes": load.nbytes, **lists})
+    sizes = {"data_bytes": load.nbytes, "transient_bytes": load.transient, "new_buffers": load.new_buffers}
+    description = pack({"program": load.program, "slots": load.slots, "binding": load.binding, **sizes})
     fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, load.encoded])
     try:
         channel.send(LOAD, [], (fd, *load.held.fds))

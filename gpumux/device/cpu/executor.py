@@ -28,7 +28,7 @@ from gpumux.device.cpu.peers import Moved, Peers
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.graph import turn_off_optimisation
 from gpumux.device.run.interpreter import CoreWaits, first_lines
-from gpumux.device.run.operands import allocate, over
+from gpumux.device.run.operands import allocate_state, over
 from gpumux.device.run.randomness import move_generator
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.device.workers.channel import (
@@ -63,7 +63,6 @@ from gpumux.device.workers.channel import (
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
-from gpumux.program.memory import plan
 from gpumux.program.profile import dumps
 from gpumux.program.validate import refuse_rank
 from gpumux.types import Gang
@@ -363,7 +362,7 @@ class Executor:
             if refusal is not None:
                 raise refusal
             data = mmap.mmap(data_fd, load["data_bytes"]) if load["data_bytes"] else mmap.mmap(-1, ALIGN)
-            self._buffers.extend(allocate(n) for n in load["new_buffers"])
+            self._buffers.extend(allocate_state(load["new_buffers"]))
             bound = [self._buffer(i) for i in load["binding"]]
             loaded = LoadedProgram(
                 decoded,
@@ -384,7 +383,7 @@ class Executor:
             os.close(data_fd)
         self._programs[program] = loaded
         constants = sum(map(len, decoded.consts))
-        self._heap.loaded(sum(load["new_buffers"]) + load["data_bytes"] + constants, plan(decoded).peak_bytes)
+        self._heap.loaded(sum(load["new_buffers"]) + load["data_bytes"] + constants, load["transient_bytes"])
         gc.collect()
         gc.freeze()
         targets = [op.target for op in decoded.ops]

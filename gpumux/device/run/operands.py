@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -17,7 +18,7 @@ from gpumux.device.run.randomness import RandomStreams, Replays
 from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
 from gpumux.errors import ProgramError
 from gpumux.program.indices import IndexCheck, index_checks
-from gpumux.program.ir import Program, View, slot_layout
+from gpumux.program.ir import Program, View, aligned, slot_layout
 
 
 def allocate(nbytes: int) -> torch.Tensor:
@@ -25,8 +26,20 @@ def allocate(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
+def allocate_state(sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Zeroed buffers of these many bytes, each on a 64-byte boundary. Raises OSError when there is no memory.
+
+    They lie in one mapping, whose pages the kernel clears when they are first written. An optimizer's state, which no
+    client sends, so costs its page faults in the step that makes it, and not while the job is loaded."""
+    starts = [0, *accumulate(map(aligned, sizes))]
+    if starts[-1] == 0:
+        return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
+    memory = mmap.mmap(-1, starts[-1], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return [over(memory, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
+
+
 def over(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:
-    """Bytes of shared memory as a tensor, without a copy."""
+    """Bytes of mapped memory as a tensor, without a copy. The tensor keeps the mapping."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)

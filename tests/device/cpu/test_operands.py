@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 
-from gpumux.device.run.operands import Operands, allocate
+from gpumux.device.run.operands import Operands, allocate, allocate_state
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.check import check
 from gpumux.program.codec import encode
@@ -135,6 +136,29 @@ def test_a_slot_beyond_the_segment_is_refused() -> None:
 
 def test_buffers_start_on_64_bytes() -> None:
     assert all(allocate(n).data_ptr() % 64 == 0 for n in (1, 63, 64, 4097, 1 << 20))
+
+
+def test_state_buffers_are_zero_on_64_bytes_and_share_none() -> None:
+    buffers = allocate_state([1, 0, 63, 64, 4097, 1 << 20])
+    assert [b.numel() for b in buffers] == [1, 0, 63, 64, 4097, 1 << 20]
+    assert all(b.data_ptr() % 64 == 0 and not b.any() for b in buffers)
+    for value, buffer in enumerate(buffers, 1):
+        buffer.fill_(value)
+    assert all((b == value).all() for value, b in enumerate(buffers, 1))
+    assert len({b.untyped_storage().data_ptr() for b in buffers if b.numel()}) == 5
+    assert [b.numel() for b in allocate_state([0, 0])] == [0, 0]
+
+
+def test_state_buffers_take_no_memory_before_they_are_written() -> None:
+    def held() -> int:
+        fields = Path("/proc/self/smaps_rollup").read_text().split()
+        return int(fields[fields.index("Anonymous:") + 1]) << 10
+
+    before = held()
+    buffers = allocate_state([64 << 20, 64 << 20])
+    assert held() - before < 16 << 20
+    buffers[1].fill_(1)
+    assert held() - before > 48 << 20
 
 
 def test_a_buffer_too_small_for_its_slot_is_refused() -> None:
