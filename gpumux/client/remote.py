@@ -124,10 +124,18 @@ def copy_local(
     table: StateTable, buffers: Sequence[int], data: torch.Tensor, homes: Sequence[Home] | None = None
 ) -> None:
     """Write `bytes_of` into `data` (uint8). Bytes that no tensor uses stay as they are."""
+    for start, part in _parts(table, buffers, homes):
+        data[start : start + part.numel()].copy_(part)
+
+
+def _parts(
+    table: StateTable, buffers: Sequence[int], homes: Sequence[Home] | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The bytes that local storages hold of job buffers, each with its place in `bytes_of`."""
     at = 0
     for i, b in enumerate(buffers):
         for storage, start in table.buffers[b].home if homes is None else homes[i]:
-            data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
+            yield at + start, byte_view(storage)
         at += aligned(table.buffers[b].nbytes)
 
 
@@ -253,13 +261,12 @@ class Remote:
         """Job buffers that exist in the daemon, in the daemon's order."""
         return list(self._remote_index)
 
-    def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, int, Any]:
-        """Open a transfer. Returns its number, its segment's number, and the segment's memory (None inline)."""
+    def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, Any]:
+        """Open a transfer. Returns its number, and the daemon's reply (TransferSegment)."""
         self._transfers += 1
         remote = [self._remote_index[b] for b in buffers]
         reply, _ = self.call(m.OpenTransfer, self._transfers, remote, push)
-        memory = self.session.segment(reply.segment, reply.nbytes) if reply.segment and reply.nbytes else None
-        return self._transfers, reply.segment, memory
+        return self._transfers, reply
 
     def _wait_transfer(self, number: int) -> Sequence[Any]:
         ended = lambda: number in self._ended or self.ended is not None  # noqa: E731
@@ -312,18 +319,16 @@ class Remote:
 
     def _put(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
         """Send `data`; by default the local bytes, without another copy of them."""
-        number, segment, memory = self._transfer(buffers, True)
+        number, reply = self._transfer(buffers, True)
         frames = []
-        if memory is None:
+        if not reply.segment:
             frames = [(bytes_of(self._table, buffers) if data is None else data).numpy().tobytes()]
-        elif data is None:
-            copy_local(self._table, buffers, torch.frombuffer(memory, dtype=torch.uint8))
         else:
-            torch.frombuffer(memory, dtype=torch.uint8)[: data.numel()].copy_(data)
-        del memory
+            with self.session.take_segment(reply.segment, reply.nbytes) as segment:
+                for start, part in _parts(self._table, buffers) if data is None else [(0, data)]:
+                    segment.write(start, part.cpu().numpy().data)
         self.session.post(m.FillTransfer(0, self.job, number, len(frames)), frames)
         self._wait_transfer(number)
-        self.session.release_segment(segment)
 
     def pull(self, write: Callable[[int, torch.Tensor], None], wanted: Collection[int] | None = None) -> None:
         """Fetch state (all, or the `wanted` buffers), after the steps submitted so far: `write(job buffer, its bytes)`.
@@ -338,8 +343,9 @@ class Remote:
             opened = following
 
     def _take(
-        self, buffers: Sequence[int], number: int, segment: int, memory: Any, write: Callable[[int, torch.Tensor], None]
+        self, buffers: Sequence[int], number: int, reply: Any, write: Callable[[int, torch.Tensor], None]
     ) -> None:
+        memory = self.session.segment(reply.segment, reply.nbytes) if reply.segment else None
         frames = self._wait_transfer(number)
         if memory is None:
             staging = (
@@ -355,7 +361,7 @@ class Remote:
             write(b, staging[at : at + nbytes])
             at += aligned(nbytes)
         del staging, memory
-        self.session.release_segment(segment)
+        self.session.release_segment(reply.segment)
 
     def _portions(self, buffers: Sequence[int]) -> Iterator[list[int]]:
         """Split buffers, in order, into portions of at most PORTION_BYTES, or of one larger buffer: staging memory need

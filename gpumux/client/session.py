@@ -388,6 +388,12 @@ class Session:
     def segment(self, segment_id: int, nbytes: int) -> memoryview:
         """The shared memory the daemon announced under this id, writable. Mapped until `release_segment` or
         `close`."""
+        segment = self.take_segment(segment_id, nbytes)
+        self._segments[segment_id] = segment
+        return segment.view()
+
+    def take_segment(self, segment_id: int, nbytes: int) -> Segment:
+        """The segment the daemon announced under this id, which the caller closes."""
         self._check_process()
         self._pump.raise_if_dead()
         if not self._has_channel:
@@ -395,9 +401,7 @@ class Session:
         channel = self._connection.channel
         if channel is None:
             raise DaemonGone("the daemon has closed this session's channel", START_IT)
-        segment = channel.take(segment_id, nbytes)
-        self._segments[segment_id] = segment
-        return segment.view()
+        return channel.take(segment_id, nbytes)
 
     def release_segment(self, segment_id: int) -> None:
         """Unmap a segment, once the last view onto it is gone. Idempotent."""

@@ -413,6 +413,7 @@ class Requests:
                 nbytes,
                 f"transfer-{job.short}",
                 lambda made: self._staged(job, transfer, record, made),
+                touch=session.inline or not m.push,  # a local client fills it, page by page, right away
             )
         except GpumuxError:
             del job.transfers[transfer]

@@ -116,9 +116,13 @@ class Segments:
         self.used_bytes = 0
         self.used_by: dict[int, int] = {}  # bytes, by uid
 
-    def create(self, uid: int, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
+    def create(
+        self, uid: int, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None], *,
+        touch: bool = True,
+    ) -> None:  # fmt: skip
         """Make a segment of `nbytes` for a user, and call `then` with it, or with the error: at once for a small one,
-        else in a later turn of the loop. Raises AdmissionRefused over a limit."""
+        else in a later turn of the loop. `touch`: see wire.shared_memory.Segment.create. Raises AdmissionRefused over a
+        limit."""
         mine = self.used_by.get(uid, 0)
         if self.user_limit is not None and mine + nbytes > self.user_limit:
             raise AdmissionRefused(
@@ -134,9 +138,11 @@ class Segments:
         self.used_bytes += nbytes
         self.used_by[uid] = mine + nbytes
         if nbytes <= AT_ONCE_BYTES:
-            self._made(uid, nbytes, then, *_attempt(nbytes, name))
+            self._made(uid, nbytes, then, *_attempt(nbytes, name, touch))
         else:
-            self._offload.submit(lambda: _attempt(nbytes, name), lambda made: self._made(uid, nbytes, then, *made))
+            self._offload.submit(
+                lambda: _attempt(nbytes, name, touch), lambda made: self._made(uid, nbytes, then, *made)
+            )
 
     def _made(
         self,
@@ -160,8 +166,8 @@ class Segments:
             del self.used_by[uid]
 
 
-def _attempt(nbytes: int, name: str) -> tuple[Segment | None, GpumuxError | None]:
+def _attempt(nbytes: int, name: str, touch: bool) -> tuple[Segment | None, GpumuxError | None]:
     try:
-        return Segment.create(nbytes, name), None
+        return Segment.create(nbytes, name, touch=touch), None
     except GpumuxError as error:
         return None, error

@@ -19,6 +19,7 @@ from gpumux.scheduler import events as ev
 from gpumux.types import Fault
 from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
+from gpumux.wire import shared_memory
 from gpumux.wire.limits import Limits
 from gpumux.wire.router import Incoming
 from tests.daemon.stepping import JOB, OTHER, only, step
@@ -386,9 +387,9 @@ def slow_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Segments are made only once this is set."""
     make, go_on = segments._attempt, threading.Event()
 
-    def made(nbytes: int, name: str):
+    def made(nbytes: int, name: str, touch: bool):
         assert go_on.wait(60)
-        return make(nbytes, name)
+        return make(nbytes, name, touch)
 
     monkeypatch.setattr(segments, "_attempt", made)
     yield go_on
@@ -403,6 +404,17 @@ def test_a_large_segment_is_made_beside_the_loop(loaded_large, slow_segments):
     answer = only(running.hear("s"))
     assert isinstance(answer, msg.TransferSegment)
     assert len(running.device.work) == 1
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_only_memory_that_the_daemon_fills_has_its_pages_cleared_ahead(
+    loaded_large, monkeypatch: pytest.MonkeyPatch, push: bool
+):
+    cleared: list[int] = []
+    monkeypatch.setattr(shared_memory, "_touch", lambda _, nbytes: cleared.append(nbytes))
+    loaded_large.say("s", msg.OpenTransfer(5, JOB, 1, [0], push))
+    loaded_large.loop._offload.close()
+    assert cleared == ([] if push else [1 << 20])
 
 
 def test_a_job_that_ends_while_its_segment_is_made_keeps_nothing(loaded_large, slow_segments):

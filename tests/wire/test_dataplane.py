@@ -19,6 +19,25 @@ def test_a_segment_is_shared_and_of_its_full_size():
         assert theirs.view().nbytes == 100_000
 
 
+def test_an_untouched_segment_is_allocated_and_zero_where_nothing_was_written():
+    with Segment.create(3 << 20, touch=False) as segment:
+        assert os.fstat(segment.fd).st_blocks * 512 >= 3 << 20  # allocated, not merely promised
+        segment.write(1 << 20, memoryview(b"abc"))
+        segment.write(5, memoryview(b""))
+        found = bytes(segment.view())
+    assert found[1 << 20 : (1 << 20) + 3] == b"abc"
+    assert not any(found[: 1 << 20])
+    assert not any(found[(1 << 20) + 3 :])
+
+
+def test_a_segment_is_filled_in_as_many_writes_as_the_kernel_wants(monkeypatch: pytest.MonkeyPatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:2], offset))
+    with Segment.create(4096) as segment:
+        segment.write(10, memoryview(b"abcde"))
+        assert bytes(segment.view()[9:16]) == b"\0abcde\0"
+
+
 @pytest.mark.parametrize("size", [0, 50_000, 200_000])
 def test_no_process_can_resize_it(size: int):
     with Segment.create(100_000) as segment, pytest.raises(PermissionError):
