@@ -1,8 +1,8 @@
 """The CPU as a device: each job runs in a process of its own, which the fork server starts. Imports no torch.
 
     CpuDevice --- ForkServer --- forks ---------+-- executor, one a job
-        |                                       +-- checker, one a check
-        +--------- a channel to each executor --+
+        |                                       +-- checkers, of one job's Programs each
+        +--------- a channel to each of them ---+
 
 Launches go straight to the executors; the fork server only starts, kills and reaps processes. When an executor dies,
 the device answers its open commands once both its channel and its process have ended.
@@ -159,8 +159,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             elif fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
             else:
-                self._supervisor.hear()
-                self._supervisor.watch()
+                self._hear_workers()
         if self._schedule.waiting:
             self._hand_over()
         events, self._events = self._events, []

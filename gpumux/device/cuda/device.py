@@ -157,8 +157,7 @@ class CudaDevice(DeviceBase[CudaJob]):
             if fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
             else:
-                self._supervisor.hear()
-                self._supervisor.watch()
+                self._hear_workers()
         try:
             self._worker.finished()
             for completed in self._tracker.completed():

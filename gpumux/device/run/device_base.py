@@ -115,7 +115,7 @@ class DeviceBase(ABC, Generic[J]):
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         self._checks.submit(job, program, encoded)
         if self._fork_server is not None:
-            self._checks.start(self._fork_server)
+            self._checks.start(self._fork_server, self._epoll)
             self._supervisor.watch()
         else:
             self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
@@ -242,14 +242,20 @@ class DeviceBase(ABC, Generic[J]):
     def _fork_server(self) -> ForkServer | None:
         return self._supervisor.server
 
+    def _hear_workers(self) -> None:
+        """Handle what the fork server and the checkers have sent."""
+        self._events.extend(self._checks.hear())
+        self._supervisor.hear()
+        self._supervisor.watch()
+
     def can_fork(self, server: ForkServer) -> None:
-        self._checks.start(server)
+        self._checks.start(server, self._epoll)
 
     def child_exited(self, token: int, status: int | str) -> None:
         self._events.extend(self._checks.exited(token, status))
 
     def fork_server_lost(self, how: str) -> None:
-        for token in self._checks.running:
+        for token in self._checks.processes:
             self._events.extend(self._checks.exited(token, how))
 
 

@@ -8,8 +8,9 @@ longer than a packet is sent as several packets.
     fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                             TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
-                            CUT [program, seconds or None] · JOIN [gang] · LEAVE []
+                             CUT [program, seconds or None] · JOIN [gang] · LEAVE []
     executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED
+    daemon -> checker       CHECK [] +fd
     checker -> daemon       CHECKED · REFUSED
 """
 
@@ -44,8 +45,9 @@ MAX_FDS = 4
     CUT,
     JOIN,
     LEAVE,
-) = range(16)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(16, 25)
+    CHECK,
+) = range(17)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(17, 26)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended

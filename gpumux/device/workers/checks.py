@@ -1,4 +1,8 @@
-"""Runs checks of Programs in short-lived processes. Their number is bounded; further checks are queued. No torch.
+"""Runs checks of Programs in processes of their own. Their number is bounded; further checks are queued. No torch.
+
+A process checks Programs of one job alone, one after another. The Programs of a job (its first step and the later ones,
+its batch shapes) have most operators in common, and a process computes an operator's shapes once for equal operands. A
+Program that misled a checking process could mislead no check but those of its own job, as if both Programs were one.
 
 The result of a check depends only on the Program's bytes and the daemon's settings. Results of checks that passed are
 therefore cached by a digest of the bytes: the jobs of a sweep have equal Programs, and come at the same moment.
@@ -7,6 +11,8 @@ therefore cached by a digest of the bytes: the jobs of a sweep have equal Progra
 from __future__ import annotations
 
 import hashlib
+import os
+import select
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +21,7 @@ from typing import Any
 
 from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.workers import channel as wire
-from gpumux.device.workers.channel import CHECKED, REFUSED, Channel, unpack
+from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel, unpack
 from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.program.ir import ProgramLimits
@@ -23,20 +29,30 @@ from gpumux.types import Fault, Footprint, JobId, ProgramId
 
 CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 6 s
 WALL_S = 240  # limit of a check's wall time, which is longer because checks run at a higher niceness than jobs
+IDLE_S = 10  # a process that has checked a Program waits this long for another one of its job
 MAX_KNOWN = 1024  # cached results
 MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each
 
 
 @dataclass(slots=True)
 class Check:
-    """One check. Its process answers on `channel` just before it ends."""
+    """One check."""
 
     job: JobId
     program: ProgramId
     encoded: bytes
     digest: bytes
-    channel: Channel | None = None
-    token: int = -1
+    again: bool = False  # the process that it was sent to first had ended before it read the Program
+
+
+@dataclass(slots=True)
+class Checker:
+    """A process that checks Programs of one job. It answers on `channel`, which is None once the process is to end, or
+    has ended. `check`: the one under way."""
+
+    job: JobId
+    channel: Channel | None
+    check: Check | None = None
     cancelled: bool = False
 
 
@@ -45,15 +61,16 @@ def digest(encoded: bytes) -> bytes:
 
 
 class Checks:
-    """Checks of all jobs. At most `at_once` processes."""
+    """Checks of all jobs. At most `at_once` processes check, and as many wait for another Program."""
 
     def __init__(self, at_once: int, limits: ProgramLimits, extra_ops: Sequence[str]) -> None:
         self._at_once = at_once
         self._settings: dict[str, Any] = {
             "limits": asdict(limits), "extra_ops": list(extra_ops), "cpu_s": CPU_S, "wall_s": WALL_S,
+            "idle_s": IDLE_S,
         }  # fmt: skip
         self._waiting: deque[Check] = deque()
-        self._running: dict[int, Check] = {}  # by token
+        self._checkers: dict[int, Checker] = {}  # by token; those that wait, in the order in which they began to
         self._passed: dict[tuple[JobId, ProgramId], tuple[bytes, Footprint]] = {}
         self._known: dict[bytes, ProgramChecked] = {}  # by digest, in order of use: the least recently used is first
         self._known_operators = 0
@@ -85,68 +102,113 @@ class Checks:
         found = self._passed.get((job, program))
         return found[1] if found and found[0] == digest(encoded) else None
 
-    def start(self, server: ForkServer) -> None:
-        """Start queued checks, up to the bound."""
-        while self._waiting and len(self._running) < self._at_once:
+    def start(self, server: ForkServer, epoll: select.epoll) -> None:
+        """Start queued checks, up to the bound. Call `hear` when `epoll` reports a channel of their processes."""
+        while self._waiting and len(self.running) < self._at_once:
             check = self._waiting.popleft()
-            ours, theirs = wire.pair()
-            ours.setblocking(False)
-            check.channel = Channel(ours)
             program = memory_file("gpumux-check", [check.encoded])
-            check.token = server.fork("checker", self._settings, (theirs.detach(), program))
-            check.encoded = b""
-            self._running[check.token] = check
+            try:
+                if not any(self._give(checker, check, program) for checker in self._idle(check.job)):
+                    ours, theirs = wire.pair()
+                    ours.setblocking(False)
+                    epoll.register(ours, select.EPOLLIN)
+                    checker = Checker(check.job, Channel(ours))
+                    self._give(checker, check, program)  # the process reads it when it runs
+                    self._checkers[server.fork("checker", self._settings, (theirs.detach(),))] = checker
+            finally:
+                os.close(program)
 
-    def exited(self, token: int, status: int | str) -> list[ProgramChecked | ProgramRefused]:
-        """Handle the end of a process. Returns the result of its check, or nothing if it was no check of these or was
-        cancelled."""
-        check = self._running.pop(token, None)
-        if check is None or check.channel is None:
+    def _idle(self, job: JobId) -> list[Checker]:
+        """Processes that wait for another Program of the job."""
+        return [c for c in self._checkers.values() if c.job == job and c.channel is not None and c.check is None]
+
+    def _give(self, checker: Checker, check: Check, program: int) -> bool:
+        """Send a Program to a process. Returns False if the process is gone."""
+        assert checker.channel is not None
+        try:
+            checker.channel.send(CHECK, [], (program,))
+        except OSError:
+            _dismiss(checker)
+            return False
+        checker.check = check
+        return True
+
+    def hear(self) -> list[ProgramChecked | ProgramRefused]:
+        """The results that processes have sent."""
+        found: list[ProgramChecked | ProgramRefused] = []
+        for token in list(self._checkers):
+            found += self._heard(token)
+        return found
+
+    def _heard(self, token: int) -> list[ProgramChecked | ProgramRefused]:
+        checker = self._checkers[token]
+        if checker.channel is None:
             return []
-        answer = self._read(check.channel, check) or self._died(check, status)
-        check.channel.close()
-        if check.cancelled:
+        try:
+            tag, body, _ = checker.channel.receive()
+        except BlockingIOError:
             return []
+        except EOFError:
+            _dismiss(checker)  # `exited` says how it ended
+            return []
+        check, checker.check = checker.check, None
+        if check is None:
+            _dismiss(checker)  # a sound process answers once for each Program
+            return []
+        answer = _answer(check, tag, unpack(body))
+        if tag == REFUSED:
+            _dismiss(checker)  # it ends
+        self._checkers[token] = self._checkers.pop(token)  # the last to wait
+        for waiting in [c for c in self._checkers.values() if c.channel and c.check is None][: -self._at_once]:
+            _dismiss(waiting)
         if isinstance(answer, ProgramChecked):
             self._passed[check.job, check.program] = (check.digest, answer.footprint)
             self._remember(check.digest, answer)
         return [answer]
 
+    def exited(self, token: int, status: int | str) -> list[ProgramChecked | ProgramRefused]:
+        """Handle the end of a process. Returns the result of its check, or nothing if it had none to do, was cancelled,
+        or is no process of these."""
+        if token not in self._checkers:
+            return []
+        answers = self._heard(token)
+        checker = self._checkers.pop(token)
+        _dismiss(checker)
+        check = checker.check
+        if check is None or checker.cancelled:
+            return answers
+        if status == 0 and not check.again:  # it had waited long enough, and ended while this check was on its way
+            self._waiting.appendleft(replace(check, again=True))
+            return []
+        return [self._died(check, status)]
+
     @property
     def running(self) -> list[int]:
-        """Tokens of the checks under way."""
-        return list(self._running)
+        """Tokens of processes that check a Program."""
+        return [token for token, checker in self._checkers.items() if checker.check is not None]
+
+    @property
+    def processes(self) -> list[int]:
+        """Tokens of all processes."""
+        return list(self._checkers)
 
     def forget(self, job: JobId) -> list[int]:
         """Drop a job's checks. Returns the tokens of the processes to kill."""
         self._waiting = deque(check for check in self._waiting if check.job != job)
         for key in [key for key in self._passed if key[0] == job]:
             del self._passed[key]
-        doomed = [check for check in self._running.values() if check.job == job]
-        for check in doomed:
-            check.cancelled = True
-        return [check.token for check in doomed]
+        doomed = [token for token, checker in self._checkers.items() if checker.job == job]
+        for token in doomed:
+            self._checkers[token].cancelled = True
+            _dismiss(self._checkers[token])
+        return doomed
 
     def close(self) -> None:
         """Drop all checks. Their processes have ended, or end with the fork server."""
-        for check in self._running.values():
-            if check.channel is not None:
-                check.channel.close()
-        self._running.clear()
+        for checker in self._checkers.values():
+            _dismiss(checker)
+        self._checkers.clear()
         self._waiting.clear()
-
-    def _read(self, channel: Channel, check: Check) -> ProgramChecked | ProgramRefused | None:
-        try:
-            tag, body, _ = channel.receive()
-        except (EOFError, BlockingIOError):
-            return None
-        said = unpack(body)
-        if tag == REFUSED:
-            return ProgramRefused(check.job, check.program, Fault(*said))
-        assert tag == CHECKED
-        content_hash, sizes, targets, scalars = said
-        operators = tuple([intern(target) for target in targets])  # thousands, of a few dozen kinds
-        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars))
 
     def _died(self, check: Check, status: int | str) -> ProgramRefused:
         how = ending(status)
@@ -154,3 +216,19 @@ class Checks:
             how = f"took longer than {self._settings['cpu_s']} s"
         fault = Fault("program", f"the check of the program {how}", "submit a smaller step")
         return ProgramRefused(check.job, check.program, fault)
+
+
+def _dismiss(checker: Checker) -> None:
+    """Close the channel of a process, which ends when it next reads from it. Idempotent."""
+    channel, checker.channel = checker.channel, None
+    if channel is not None:
+        channel.close()
+
+
+def _answer(check: Check, tag: int, said: Any) -> ProgramChecked | ProgramRefused:
+    if tag == REFUSED:
+        return ProgramRefused(check.job, check.program, Fault(*said))
+    assert tag == CHECKED
+    content_hash, sizes, targets, scalars = said
+    operators = tuple([intern(target) for target in targets])  # thousands, of a few dozen kinds
+    return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars))

@@ -1,4 +1,4 @@
-"""The fork server's process. It imports torch, forks an executor for each job and a checker for each check, and tells
+"""The fork server's process. It imports torch, forks an executor for each job and checkers of its Programs, and tells
 the daemon how they ended.
 
 Run as `python -m gpumux.device.workers.fork_server_process FD [OPERATOR...]`; the operators are looked up. It stays
@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import traceback
 import warnings
@@ -88,8 +89,8 @@ def settle(parent: int, name: str, keep: Iterable[int]) -> None:
                 pass  # the descriptor that listdir itself used
 
 
-# ---- The checker: a child that checks one Program. Fake execution holds Python's global lock for long, so it needs a
-# process of its own. The kernel ends it if it takes too long, which the daemon learns from its exit status.
+# ---- The checker: a child that checks Programs of one job. Fake execution holds Python's global lock for long, so it
+# needs a process of its own. The kernel ends it if a check takes too long; the daemon learns that from its exit status.
 
 
 def warm_checker() -> None:
@@ -101,36 +102,58 @@ def warm_checker() -> None:
     check(encode(Program(storages, (x, replace(x, storage=1)), (op,), (0,), (1,))))
 
 
-def check_program(settings: dict[str, Any], fds: list[int]) -> None:
-    """Check one Program, in a new fork. `fds`: the channel's descriptor, and one with the encoded Program."""
+def check_programs(settings: dict[str, Any], fds: list[int]) -> None:
+    """Check Programs one after another, in a new fork, until one is refused or none has come for `idle_s`. `fds`: the
+    channel's descriptor. Raises EOFError when the daemon has closed the channel."""
     os.nice(_CHECKER_NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(settings["wall_s"])
-    # Counted from the fork: a child starts with no time of its parent's.
-    resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))
-    channel = Channel(socket.socket(fileno=fds[0]))
-    with mmap.mmap(fds[1], 0, prot=mmap.PROT_READ) as memory:
+    sock = socket.socket(fileno=fds[0])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
+    channel = Channel(sock)
+    passed = True
+    while passed:
+        try:
+            _, _, (program,) = channel.receive()
+        except BlockingIOError:
+            return
+        limit_check(settings["cpu_s"], settings["wall_s"])
+        passed = check_program(channel, settings, program)
+        signal.alarm(0)
+
+
+def limit_check(cpu_s: int, wall_s: int) -> None:
+    """Have the kernel end this process if its next check takes longer."""
+    signal.alarm(wall_s)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most, hard = int(used.ru_utime + used.ru_stime) + cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def check_program(channel: Channel, settings: dict[str, Any], program: int) -> bool:
+    """Check the encoded Program in the descriptor `program`, which this closes. Returns whether it passed."""
+    with mmap.mmap(program, 0, prot=mmap.PROT_READ) as memory:
         encoded = bytes(memory[:])
-    os.close(fds[1])
+    os.close(program)
     try:
         report = check(encoded, ProgramLimits(**settings["limits"]), tuple(settings["extra_ops"]))
     except GpumuxError as error:
         channel.send(REFUSED, [error.code, error.message, error.remedy])
-        return
+        return False
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
         fault = ProgramError(f"the check of the program failed: {error}"[:500], "report the step that made it")
         channel.send(REFUSED, [fault.code, fault.message, fault.remedy])
-        return
+        return False
     footprint = report.footprint
     sizes = [footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes]
     operators = [op.target for op in report.program.ops]
     channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars])
+    return True
 
 
 # ---- The fork server.
 
 
-_CHILDREN = {"executor": executor.main, "checker": check_program}
+_CHILDREN = {"executor": executor.main, "checker": check_programs}
 
 
 class ForkServerProcess:

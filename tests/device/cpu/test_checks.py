@@ -1,14 +1,22 @@
-"""What checks found is remembered by the bytes that were checked, and by no more of them than fit."""
+"""Which processes check what, and that results are remembered by the bytes that were checked."""
 
 from __future__ import annotations
 
+import os
+import resource
+import select
+import signal
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from gpumux.device.base import ProgramChecked
+from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.workers import checks
+from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel
 from gpumux.device.workers.checks import Checks, digest
+from gpumux.device.workers.fork_server_process import limit_check
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
 
@@ -57,3 +65,182 @@ def test_large_ones_make_room_for_each_other(found: Checks, monkeypatch: Any):
         False,
     ]
     assert found._known_operators == 8
+
+
+# ---- Processes
+
+
+class Server:
+    """A fork server that forks nothing: the test holds the ends of the processes' channels."""
+
+    def __init__(self) -> None:
+        self.ends: list[Channel] = []
+
+    def fork(self, kind: str, settings: dict[str, Any], fds: tuple[int, ...]) -> int:
+        assert kind == "checker"
+        sock = socket.socket(fileno=fds[0])
+        sock.setblocking(False)
+        self.ends.append(Channel(sock))
+        return len(self.ends) - 1
+
+    def read(self, token: int) -> bytes:
+        """The Program that a process was sent."""
+        tag, _, (program,) = self.ends[token].receive()
+        assert tag == CHECK
+        encoded = os.pread(program, 100, 0)
+        os.close(program)
+        return encoded
+
+
+class Bench:
+    def __init__(self, at_once: int) -> None:
+        self.checks = Checks(at_once, ProgramLimits(), ())
+        self.server = Server()
+        self.epoll = select.epoll()
+
+    def submit(self, job: JobId, encoded: bytes) -> None:
+        self.checks.submit(job, ProgramId(0), encoded)
+        self.start()
+
+    def start(self) -> None:
+        self.checks.start(self.server, self.epoll)  # type: ignore[arg-type]
+
+    def passes(self, token: int) -> bytes:
+        """A process answers that its Program passed. Returns the Program."""
+        encoded = self.server.read(token)
+        self.server.ends[token].send(CHECKED, [encoded.hex(), [1, 2, 3], ["aten.add.Tensor"], []])
+        assert self.epoll.poll(0)
+        (answer,) = self.checks.hear()
+        assert isinstance(answer, ProgramChecked)
+        assert answer.content_hash == encoded.hex()
+        return encoded
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench(2)
+    yield made
+    made.checks.close()
+    made.epoll.close()
+    for end in made.server.ends:
+        end.close()
+
+
+def test_a_process_checks_programs_of_one_job_alone(bench: Bench) -> None:
+    for encoded in (b"a", b"b"):
+        bench.submit(ONE, encoded)
+        assert bench.passes(0) == encoded
+    bench.submit(OTHER, b"c")
+    assert bench.passes(1) == b"c"
+    assert len(bench.server.ends) == 2
+
+
+def test_programs_of_one_job_that_come_together_are_checked_side_by_side(bench: Bench) -> None:
+    for encoded in (b"a", b"b", b"c"):
+        bench.submit(ONE, encoded)
+    assert bench.passes(1) == b"b"
+    bench.start()
+    assert bench.passes(1) == b"c", "the first that is free takes what waits"
+    assert bench.passes(0) == b"a"
+    assert len(bench.server.ends) == 2
+
+
+def test_the_process_of_a_refused_program_checks_no_other(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.server.read(0)
+    bench.server.ends[0].send(REFUSED, ["program", "bad", ""])
+    (answer,) = bench.checks.hear()
+    assert isinstance(answer, ProgramRefused)
+    bench.submit(ONE, b"b")
+    assert bench.passes(1) == b"b"
+    assert bench.checks.exited(0, 0) == []
+
+
+def test_a_program_that_a_process_had_no_time_to_read_goes_to_another(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.passes(0)
+    bench.submit(ONE, b"b")  # to the same process, which has waited long enough
+    assert bench.checks.exited(0, 0) == []
+    bench.start()
+    assert bench.passes(1) == b"b"
+
+
+def test_a_program_that_two_processes_did_not_answer_is_refused(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    assert bench.checks.exited(0, 0) == []
+    bench.start()
+    (answer,) = bench.checks.exited(1, 0)
+    assert isinstance(answer, ProgramRefused)
+    assert "exited with status 0" in answer.fault.message
+
+
+def test_a_process_that_died_refuses_its_program(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    (answer,) = bench.checks.exited(0, signal.SIGXCPU)
+    assert isinstance(answer, ProgramRefused)
+    assert f"took longer than {checks.CPU_S} s" in answer.fault.message
+
+
+def test_a_process_that_is_gone_is_sent_nothing(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.passes(0)
+    bench.server.ends[0].close()
+    bench.submit(ONE, b"b")
+    assert bench.passes(1) == b"b"
+    assert bench.checks.exited(0, 0) == []
+
+
+def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.passes(0)
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], []])
+    assert bench.checks.hear() == []
+    bench.submit(ONE, b"b")
+    assert bench.passes(1) == b"b"
+
+
+def test_an_answer_that_is_heard_with_the_end_of_its_process_counts(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], []])
+    (answer,) = bench.checks.exited(0, 0)
+    assert isinstance(answer, ProgramChecked)
+
+
+def test_only_so_many_processes_wait_for_another_program(bench: Bench) -> None:
+    jobs = [JobId(str(i) * 32) for i in range(3)]
+    for token, job in enumerate(jobs):
+        bench.submit(job, job.encode())
+        bench.passes(token)
+    with pytest.raises(EOFError):  # the one that has waited longest is told to end
+        bench.server.ends[0].receive()
+    for end in bench.server.ends[1:]:
+        with pytest.raises(BlockingIOError):
+            end.receive()
+
+
+def test_a_job_that_ends_takes_its_processes_along(bench: Bench) -> None:
+    bench.submit(ONE, b"a")
+    bench.passes(0)
+    bench.submit(OTHER, b"b")
+    assert bench.checks.forget(ONE) == [0]
+    assert bench.checks.forget(OTHER) == [1]
+    bench.server.read(1)
+    with pytest.raises(EOFError):
+        bench.server.ends[1].receive()
+    assert bench.checks.hear() == []
+    assert bench.checks.running == [1], "it takes a place until it has ended"
+    assert bench.checks.exited(1, signal.SIGKILL) == []
+    assert bench.checks.footprint(OTHER, ProgramId(0), b"b") is None
+
+
+def test_every_check_has_the_whole_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[Any] = []
+    monkeypatch.setattr(signal, "alarm", set_to.append)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: set_to.append((what, limits)))
+    for hard, most in ((resource.RLIM_INFINITY, 67), (64, 64)):
+        set_to.clear()
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (10, hard))
+        used = resource.struct_rusage((5.5, 2.1, *[0] * 14))
+        monkeypatch.setattr(resource, "getrusage", lambda _, used=used: used)
+        limit_check(60, 240)
+        assert set_to == [240, (resource.RLIMIT_CPU, (most, hard))]

@@ -264,6 +264,18 @@ def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
         device.open()
 
 
+def test_a_job_closed_before_its_checking_process_ends_takes_it_along(driver: Driver, device: CpuDevice) -> None:
+    job = driver.open()
+    device.check(job.job, ProgramId(0), encode(samples.sgd_linear(rows=23)))
+    driver.until(ProgramChecked, job.job)
+    assert len(checkers(device)) == 1, "it waits for another Program"
+    driver.unload(driver.jobs.pop(job.job).job)
+    while device._checks.processes:
+        driver.case.wait(device)
+        driver.poll()
+    assert not checkers(device)
+
+
 def test_equal_programs_are_checked_in_one_process(driver: Driver, device: CpuDevice, monkeypatch: pytest.MonkeyPatch):
     """A second job's check is answered from what the first one's found."""
     forked: list[str] = []
