@@ -208,7 +208,8 @@ class Remote:
     def upload(self, lowered: Uploaded, ranked: Any = None) -> int:
         """Upload a Program. Returns its number in the daemon. Equal Programs on equal buffers are sent once. `ranked`:
         what ranks run of it, in a GangRemote."""
-        key = (codec.content_hash(lowered.program), lowered.binding)
+        encoded = codec.encode(lowered.program)
+        key = (codec.content_hash(encoded), lowered.binding)
         if key in self._numbers:
             return self._numbers[key]
         fresh = [b for b in lowered.binding if b not in self._remote_index]
@@ -219,7 +220,7 @@ class Remote:
         sizes = [self._table.buffers[b].nbytes for b in fresh]
         self._loads.append((lowered, sizes, [index[b] for b in lowered.binding]))
         try:
-            self.load(number)
+            self.load(number, encoded)
         except BaseException:
             self._loads.pop()
             raise
@@ -234,12 +235,13 @@ class Remote:
         """Send a step, whose batch lies in the slot or in `frames`."""
         self.session.post_step(m.Step(self.job, step, number, slot, scalars, len(frames)), frames)
 
-    def load(self, number: int) -> None:
-        """Have the daemon load the recorded Program `number`."""
+    def load(self, number: int, encoded: bytes | None = None) -> None:
+        """Have the daemon load the recorded Program `number`. `encoded`: its bytes, where the caller has them."""
         lowered, sizes, binding = self._loads[number]
         program = lowered.program
         loading = Loading(len(program.ops), program.kind == "compiled")
-        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(program)], meanwhile=loading)
+        frames = [codec.encode(program) if encoded is None else encoded]
+        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=frames, meanwhile=loading)
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, home=self._table.home)
 

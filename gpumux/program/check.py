@@ -7,7 +7,6 @@ the daemon's check alike.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
 from gpumux.program import onednn_lstm, operators
-from gpumux.program.codec import decode
+from gpumux.program.codec import content_hash, decode
 from gpumux.program.fake import FakeOperators
 from gpumux.program.ir import (
     DEFAULT,
@@ -738,7 +737,7 @@ def check(encoded: bytes, limits: ProgramLimits = DEFAULT, extra_ops: Collection
     planned = plan(program)
     return CheckReport(
         program,
-        hashlib.sha256(encoded).hexdigest(),
+        content_hash(encoded),
         footprint(program, planned, run.unseen_bytes),
         planned,
         _notes(program),

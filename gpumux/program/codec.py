@@ -76,22 +76,15 @@ def malformed(what: str) -> ProgramError:
 
 def encode(program: Program) -> bytes:
     """The canonical bytes of `program`. Raises ProgramError if the encoding can't express it."""
-    return b"".join(_parts(program))
-
-
-def content_hash(program: Program) -> str:
-    """sha256 of the canonical encoding, as 64 hex digits."""
-    digest = hashlib.sha256()
-    for part in _parts(program):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _parts(program: Program) -> list[bytes]:
     if program.version != IR_VERSION:
         raise malformed(f"version {program.version!r}, this gpumux writes {IR_VERSION}")
     body = _body(program)
-    return [HEADER.pack(MAGIC, _version(program), len(body)), body, *program.consts]
+    return b"".join([HEADER.pack(MAGIC, _version(program), len(body)), body, *program.consts])
+
+
+def content_hash(encoded: bytes) -> str:
+    """sha256 of a Program's canonical bytes, as 64 hex digits."""
+    return hashlib.sha256(encoded).hexdigest()
 
 
 def _version(program: Program) -> int:

@@ -60,7 +60,7 @@ def test_samples_pass(name):
     encoded = encode(program)
     report = check(encoded)
     assert report.program == program
-    assert report.content_hash == content_hash(program) == hashlib.sha256(encoded).hexdigest()
+    assert report.content_hash == content_hash(encoded) == hashlib.sha256(encoded).hexdigest()
     assert report.footprint.slot_bytes == slot_layout(program).nbytes
     assert report.footprint.transient_bytes == report.plan.peak_bytes
 

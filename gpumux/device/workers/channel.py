@@ -8,7 +8,7 @@ longer than a packet is sent as several packets.
     fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                             TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
-                             CUT [program, seconds or None] · JOIN [gang] · LEAVE []
+                            CUT [program, seconds or None] · JOIN [gang] · LEAVE []
     executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED
     daemon -> checker       CHECK [] +fd
     checker -> daemon       CHECKED · REFUSED
