@@ -1,4 +1,5 @@
-"""State is copied to and from the daemon in portions, through shared memory of a bounded size."""
+"""State is copied to and from the daemon in portions, through shared memory of a bounded size. Programs are encoded
+once."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import nn
 from gpumux import client
 from gpumux.client import remote
 from gpumux.client.remote import Remote
+from gpumux.program import codec
 from gpumux.program.ir import aligned
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemon has
@@ -85,3 +87,12 @@ def test_state_is_copied_in_portions_and_all_of_it(
         assert all(sum(some) <= portion or len([n for n in some if n]) == 1 for some in sizes)
     # While one portion is written, exactly one other is under way.
     assert max(before for _, _, before in moved) == 1
+
+
+def test_a_program_is_encoded_once(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    encoded: list[bytes] = []
+    encode = codec.encode
+    monkeypatch.setattr(codec, "encode", lambda program: encoded.append(encode(program)) or encoded[-1])
+    with client.submit(lambda x: x + 1, example=(torch.zeros(3),), endpoint=endpoint) as job:
+        assert torch.equal(job.step(torch.ones(3)).result(), torch.full((3,), 2.0))
+    assert len(encoded) == 1
