@@ -35,6 +35,12 @@ def fork_server(device: CpuDevice) -> int:
     return device._fork_server.pid
 
 
+def executors(device: CpuDevice) -> list[int]:
+    """The processes that run jobs, by their names."""
+    named = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in children(fork_server(device))]
+    return [pid for pid, name in named if name == "gpumux-executor"]
+
+
 @pytest.fixture(scope="module")
 def as_in_an_executor() -> Iterator[None]:
     """What an executor process sets for itself, put back afterwards."""

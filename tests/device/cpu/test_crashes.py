@@ -20,7 +20,7 @@ from gpumux.program.codec import encode
 from gpumux.program.ir import Program
 from gpumux.types import JobDied, PieceFailed, ProgramId
 from tests.daemon.victim import long
-from tests.device.cpu.support import CASE, children, fork_server
+from tests.device.cpu.support import CASE, children, executors, fork_server
 from tests.device.harness import GIVE_UP_S, Driver, LoadedJob
 from tests.program import samples
 
@@ -132,10 +132,10 @@ def samples_operator(program: Program) -> str:
 
 def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevice) -> None:
     neighbour = Neighbour(driver)
-    before = set(children(fork_server(device)))
+    before = set(executors(device))
     job = driver.open()
     job.load(samples.counter(), [4])
-    (pid,) = set(children(fork_server(device))) - before
+    (pid,) = set(executors(device)) - before
     os.kill(pid, signal.SIGKILL)
     lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     assert isinstance(lost, JobDied)

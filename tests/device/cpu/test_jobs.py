@@ -14,7 +14,7 @@ from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
 from gpumux.types import JobDied, JobId, JobSpec, Priority, ProgramReady
-from tests.device.cpu.support import children, fork_server
+from tests.device.cpu.support import executors
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
@@ -141,7 +141,7 @@ def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours() -> None:
         for priority, nice in ((Priority.LOW, 7), (Priority.HIGH, 0)):
             job = driver.open(priority=priority)
             job.load(samples.counter(), [4])
-            pid = next(reversed(children(fork_server(device))))
+            pid = next(reversed(executors(device)))
             assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + nice
     finally:
         driver.finish()

@@ -14,7 +14,7 @@ import torch
 from gpumux.device.cpu.jobs import OWN_BYTES
 from gpumux.device.run.interpreter import Interpreter, outputs
 from gpumux.program.ir import Op, Program, TensorRef
-from tests.device.cpu.support import CASE, Bench, children, fork_server
+from tests.device.cpu.support import CASE, Bench, executors, fork_server
 from tests.device.harness import Driver
 from tests.program import samples
 
@@ -127,11 +127,10 @@ def test_batches_of_many_shapes_leave_nothing_of_each_other_behind() -> None:
             for _ in range(4):  # operator by operator, then as graphs
                 job.step(program)
             largest = rows << 18
-        executors = [pid for pid in children(fork_server(device)) if resident(pid) > 0]
-        assert len(executors) == 1
+        (executor,) = executors(device)
         before = resident(fork_server(device))
         # Two temporaries of the largest are alive at once; all that was made is 30 times as much.
-        assert resident(executors[0]) - before < 3 * largest + (96 << 20)
+        assert resident(executor) - before < 3 * largest + (96 << 20)
     finally:
         driver.finish()
         device.close()

@@ -14,7 +14,7 @@ from gpumux.device.cpu import device as cpu_device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run import interpreter as stopwatch
 from gpumux.types import JobId, Priority
-from tests.device.cpu.support import children, fork_server
+from tests.device.cpu.support import executors
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
@@ -34,11 +34,11 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
     try:
         assert isinstance(device, Regrading)
         usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
-        before = set(children(fork_server(device)))
+        before = set(executors(device))
         job = driver.open()
         program = job.load(samples.add_one())
         job.step(program)
-        (pid,) = set(children(fork_server(device))) - before
+        (pid,) = set(executors(device)) - before
         assert of_threads(pid) == {min(19, usual + 7)}
         for priority, nice in ((Priority.HIGH, usual), (Priority.LOW, min(19, usual + 7))):
             assert device.may_regrade(priority) is None
@@ -60,10 +60,10 @@ def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(prior
     driver = Driver(CASE, device)
     neighbour = subprocess.Popen(["sh", "-c", "while :; do :; done"])
     try:
-        before = set(children(fork_server(device)))
+        before = set(executors(device))
         job = driver.open(priority=priority)
         program = job.load(samples.dropout(1 << 16))
-        (pid,) = set(children(fork_server(device))) - before
+        (pid,) = set(executors(device)) - before
         for process in (pid, neighbour.pid):
             os.sched_setaffinity(process, {core})
         for now in (priority, Priority.HIGH if priority is Priority.LOW else Priority.LOW):
