@@ -68,7 +68,7 @@ class SlotOperands:
     views: list[torch.Tensor | None]
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # (private copy, its source in the slot)
     results: list[torch.Tensor]
-    pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph: see graph.py
+    pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph (cpu/program.py)
 
 
 class Operands:
