@@ -79,7 +79,7 @@ def running_daemon(
     """Start `gpumux serve`, yield it once it answers, stop it with SIGTERM.
 
     `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default:
-    a new short one, removed at the end). `settings`: variables GPUMUX_* for it. On leaving, a daemon that needs
+    a new short one, removed at the end). `settings`: variables of its environment. On leaving, a daemon that needs
     killing, or ends with another status than 0, raises DaemonFailed; one that the block itself has ended (a test that
     kills it) is left alone.
     """

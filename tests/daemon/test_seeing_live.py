@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,14 +194,21 @@ def test_a_daemon_that_is_killed_leaves_what_it_had_sent(mortal, tmp_path):
 
 
 def test_a_client_that_only_watches_is_not_taken_for_gone():
-    """Both go on for longer than the lease, and say nothing else meanwhile."""
+    """Both, a session each, go on for longer than the lease, and say nothing else meanwhile."""
     path = Path(tempfile.mkdtemp(prefix="gmsee-"))
     config = path / "g.toml"
     config.write_text(
         "[daemon]\nheartbeat_s = 0.2\nlease_s = 5.0\n"
     )  # on a busy machine a process may not run for a second or two
-    with serving(path, "--config", str(config), *QUICK) as daemon, Control(daemon.endpoint, SOON_S) as control:
-        assert control.record(6.0).seconds >= 6.0
-        assert not control.wait(6.0)
-        assert control.status()["sessions"] == 1
+    with (
+        serving(path, "--config", str(config), *QUICK) as daemon,
+        Control(daemon.endpoint, SOON_S) as recording,
+        Control(daemon.endpoint, SOON_S) as waiting,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        waited = beside.submit(waiting.wait, 6.0)
+        assert recording.record(6.0).seconds >= 6.0
+        assert not waited.result()
+        assert waiting.status()["sessions"] == 2
+        assert recording.status()["sessions"] == 2
     shutil.rmtree(path)

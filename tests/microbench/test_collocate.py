@@ -337,9 +337,16 @@ def test_an_unknown_job_is_refused():
 def test_a_worker_runs_what_it_is_asked_and_tells_what_it_can_not():
     with worker.Worker([worker.Task("resnet50:train", "eager", "tiny", "cpu")]) as one:
         one.answer()
-        now = time.monotonic()
-        one.run(now, now + 8.0, [None])  # a busy machine may take long to begin
-        (found,) = one.answer()
+        found = None
+        for seconds in (0.5, 2.0, 8.0):  # a busy machine may take long to begin
+            now = time.monotonic()
+            one.run(now, now + seconds, [None])
+            try:
+                (found,) = one.answer()
+                break
+            except worker.WorkerFailed:
+                continue
+        assert found is not None
         assert found["steps"] > 0
         one.run(now - 2.0, now - 1.0, [None])
         with pytest.raises(worker.WorkerFailed, match="no step ended"):
@@ -378,7 +385,7 @@ class InProcess:
 def test_a_plain_loop_and_a_daemon_take_turns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overhead_cuda, "Worker", InProcess)
     threads = torch.get_num_threads()
-    setting = ways.Setting("cpu", "tiny", 2.0, 0.05)
+    setting = ways.Setting("cpu", "tiny", 1.0, 0.05)
     try:
         measured = overhead_cuda.measure(setting, ["gpt2:infer"], 1, "paced")
     finally:

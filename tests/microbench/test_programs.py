@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from microbench import common
+from microbench import priority as priority_benchmark
+
 Report = dict[str, Any]
 
 QUICK = {
@@ -26,14 +29,13 @@ QUICK = {
         "--greedy-seconds",
         "0.008",
         "--policies",
-        "fifo",
         "paced",
     ],
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
-    "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "32", "--parts", "1", "4"],
+    "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "16", "--parts", "1", "4"],
     "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
@@ -78,16 +80,13 @@ def overhead(report: Report) -> None:
 
 
 def priority(report: Report) -> None:
-    assert report["policies"].keys() == {"fifo", "paced"}
-    for policy in report["policies"].values():
-        samples = policy["samples"]
-        is_figure(policy["alone_s"], 1)
-        is_figure(policy["shared_s"], 1)
-        is_ratio(policy["slowdown"], samples["shared_s"], samples["alone_s"])
-        assert policy["low_steps_per_s"]["median"] >= 0
-    (target,) = report["targets"].values()
-    assert target["value"] == report["policies"]["paced"]["slowdown"]["median"]
-    assert target["target"] == report["policies"]["fifo"]["slowdown"]["median"]
+    (policy,) = report["policies"].values()
+    samples = policy["samples"]
+    is_figure(policy["alone_s"], 1)
+    is_figure(policy["shared_s"], 1)
+    is_ratio(policy["slowdown"], samples["shared_s"], samples["alone_s"])
+    assert policy["low_steps_per_s"]["median"] >= 0
+    assert report["targets"] == {}, "it compares two policies"
 
 
 def rtt(report: Report) -> None:
@@ -203,3 +202,10 @@ def test_it_runs_and_reports(
     for target in report["targets"].values():
         assert {"value", "target", "met"} <= target.keys()
     assert "cores, load" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("paced", "met"), [(1.2, True), (2.0, False)])
+def test_pacing_is_held_against_no_pacing(paced: float, met: bool):
+    measured = {name: {"slowdown": common.figure([value])} for name, value in (("fifo", 2.0), ("paced", paced))}
+    (target,) = priority_benchmark.targets(measured).values()
+    assert target == {"value": paced, "target": 2.0, "met": met}
