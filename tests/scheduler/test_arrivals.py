@@ -32,7 +32,7 @@ from tests.scheduler.scenarios import world as simulated
 from .world import World
 
 LONG = low((FULL._replace(name="long", block_s=300e-6),) * 10, "long")
-STEPS = {"steps": 1000, "warmup_steps": 400}
+STEPS = {"steps": 500, "warmup_steps": 300}
 
 
 def coming(next_s: Callable[[Random], Iterator[float]], kernels: int, *lows: Workload, rate: float = 50) -> Simulation:
@@ -123,7 +123,7 @@ def test_steps_that_can_bear_a_low_piece_leave_it_more_than_one_a_gap() -> None:
         while True:
             yield random.expovariate(10)
 
-    mean, most, harvest = slowed(seldom, 80, LONG, steps={"steps": 600, "warmup_steps": 350})
+    mean, most, harvest = slowed(seldom, 80, LONG, steps={"steps": 300, "warmup_steps": 250})
     assert mean <= 1.05
     assert most <= 1.10
     assert harvest > 0.3
