@@ -74,6 +74,7 @@ class Import:
     line: int
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):

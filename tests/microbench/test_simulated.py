@@ -171,7 +171,7 @@ def test_what_random_arrivals_leave_of_the_promise_and_of_low_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a.json"
-    few = ["--kernels", "20", "--rates", "150", "--steps", "60", "--out", str(out)]
+    few = ["--kernels", "10", "--rates", "150", "--steps", "30", "--out", str(out)]
     assert arrivals.main(few) == 0
     report = json.loads(out.read_text())
     random, regular, paced = report["rows"]
