@@ -121,7 +121,7 @@ def test_without_a_tool_it_stays_interpreted_and_a_line_says_why(
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_full_disk_is_told_in_a_line(
+def test_a_full_disk_is_reported_in_a_line(
     package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:

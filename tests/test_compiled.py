@@ -32,7 +32,7 @@ def make(package: Path) -> Path:
     return directory
 
 
-def test_without_a_compiled_core_it_is_interpreted_and_nothing_is_wrong(package: Path) -> None:
+def test_without_a_compiled_scheduler_it_is_interpreted_and_nothing_is_wrong(package: Path) -> None:
     found = compiled.choose({}, package)
     assert (found.kind, found.directory, found.remedy) == ("interpreted", None, "")
     (package / "scheduler" / "__compiled__").mkdir()
@@ -127,7 +127,7 @@ def test_a_daemon_that_is_to_be_compiled_and_can_not_be_says_what_to_do(package:
     assert "Traceback" not in done.stderr
 
 
-def test_what_was_compiled_and_is_damaged_is_told_of(package: Path) -> None:
+def test_what_was_compiled_and_is_damaged_is_reported(package: Path) -> None:
     (make(package) / f"together__mypyc{compiled.SUFFIX}").write_bytes(b"no library")
     code = "import sys; from gpumux.cli.main import main; sys.exit(main(['serve', '--device', 'sim']))"
     done = run(package, code)
@@ -139,6 +139,6 @@ def test_what_was_compiled_and_is_damaged_is_told_of(package: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_help_works_whatever_the_core_is(package: Path) -> None:
+def test_help_works_whatever_the_scheduler_is(package: Path) -> None:
     code = "import sys; from gpumux.cli.main import main; sys.exit(main(['--help']))"
     assert run(package, code, **COMPILED).returncode == 0

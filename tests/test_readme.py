@@ -81,7 +81,7 @@ def test_the_commands_exist():
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
 
 
-def test_the_kills_and_the_soak_that_are_told_of_are_those_in_the_results():
+def test_the_kills_and_the_soak_it_gives_are_those_in_the_results():
     kills, soak = (json.loads((ROOT / f"microbench/results/cpu-{name}.json").read_text()) for name in ("kills", "soak"))
     (row,) = [line for line in README.splitlines() if "microbench.kills" in line]
     blows, steps, tensors = (

@@ -87,7 +87,7 @@ def test_a_cpu_quota_below_the_cores_is_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(("used", "cache", "level"), [(7 << 30, 6 << 30, OK), (8 << 30, 1 << 20, WARN)])
-def test_page_cache_in_a_memory_limit_is_told_and_counts_as_free(tmp_path, used, cache, level):
+def test_page_cache_in_a_memory_limit_is_shown_and_counts_as_free(tmp_path, used, cache, level):
     root = machine(tmp_path, proc__self__cgroup="0::/box\n")
     box = root / "sys/fs/cgroup/box"
     box.mkdir(parents=True)

@@ -32,7 +32,7 @@ def measured(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_pair_is_told_in_a_table_with_what_it_rests_on(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_is_shown_in_a_table_with_what_it_rests_on(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--high", f"{measured}:think=1ms", "--low", measured, "--policy", "paced", *FEW]) == 0
     out = capsys.readouterr().out
     assert "paced on a simulated a100" in out
@@ -101,7 +101,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_progress_of_a_long_run_is_told_on_stderr(
+def test_progress_of_a_long_run_is_shown_on_stderr(
     measured: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpumux.cli.simulate.PROGRESS_S", 0.0)

@@ -15,7 +15,7 @@ from gpumux.errors import ConfigError
 from tests.client.workload_jobs import nearness
 
 
-def test_each_reason_is_told_and_none_means_bit_equal() -> None:
+def test_each_reason_is_given_and_none_means_bit_equal() -> None:
     table = StateTable([nn.Linear(2, 2)], [])
     assert exactness(table, {"step": 1}) == {"exactness": "bit-equal"}
     told = exactness(table, {"step": 1, "evaluate": 4}, compiled=True)

@@ -82,7 +82,7 @@ def test_a_long_step_is_no_news(job: client.Job, monkeypatch: pytest.MonkeyPatch
     assert lines == []
 
 
-def test_a_long_load_is_told_of() -> None:
+def test_a_long_load_is_logged() -> None:
     clock = iter((0.0, 16.2, 76.2))
     loading = patience.Loading(118, True, lambda: next(clock))
     with told(lambda: None) as lines:

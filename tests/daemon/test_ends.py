@@ -96,7 +96,7 @@ def test_an_end_in_the_middle_of_something_leaves_nothing(daemon, doing, end):
     ],
     ids=["step", "transfer", "program"],
 )
-def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, queued):
+def test_what_the_scheduler_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, queued):
     daemon.load("s", JOB, PROGRAM, 1)
     daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
     daemon.loop.context.feed(JobReleased(JobId(JOB)))
@@ -105,7 +105,7 @@ def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, 
     assert daemon.loop.context.records.jobs == {}
 
 
-def test_a_step_that_the_core_never_heard_of_is_answered_when_its_job_is_forgotten(daemon):
+def test_a_step_that_the_scheduler_never_saw_is_answered_when_its_job_is_forgotten(daemon):
     daemon.load("s", JOB, PROGRAM, 1)
     daemon.loop.context.feed(ev.CloseRequested(JobId(JOB), False, "x"))
     daemon.loop.context.feed(JobReleased(JobId(JOB)))

@@ -86,7 +86,7 @@ def test_it_is_said_by_the_session_whose_job_it_is(daemon: Daemon) -> None:
     assert launched(daemon) == []
 
 
-def test_a_client_is_told_for_which_of_its_jobs_a_step_is_held_and_for_how_long(daemon: Daemon) -> None:
+def test_a_client_learns_for_which_of_its_jobs_a_step_is_held_and_for_how_long(daemon: Daemon) -> None:
     held(daemon, Peer(1000, 1000, 8))
     ((report, _),) = daemon.say("low", msg.JobStats(daemon.ref(), LOW))
     promise = report.body["promise"]
@@ -94,7 +94,7 @@ def test_a_client_is_told_for_which_of_its_jobs_a_step_is_held_and_for_how_long(
     assert promise["held"] in promise["held_s"]
 
 
-def test_of_another_users_job_it_is_told_the_number_alone(daemon: Daemon) -> None:
+def test_of_another_users_job_it_learns_the_number_alone(daemon: Daemon) -> None:
     held(daemon, Peer(1001, 1001, 8))
     ((report, _),) = daemon.say("low", msg.JobStats(daemon.ref(), LOW))
     promise = report.body["promise"]

@@ -241,7 +241,7 @@ def test_a_state_that_is_none_is_refused():
         assert torch.equal(array.state_dict(0)["model"]["1.weight"], array.state_dict(1)["model"]["1.weight"])
 
 
-def test_a_factory_that_fails_is_told_with_the_configuration():
+def test_a_factory_that_fails_is_named_with_the_configuration():
     def factory(config: Config) -> Any:
         return config.missing  # type: ignore[attr-defined]
 

@@ -97,7 +97,7 @@ def test_convolutions_are_taken_as_they_are():
     )
 
 
-def test_convolutions_that_can_not_be_told_are_refused():
+def test_convolutions_that_can_not_be_known_are_refused():
     class Functional(nn.Module):
         def __init__(self) -> None:
             super().__init__()

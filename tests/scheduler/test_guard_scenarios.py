@@ -125,7 +125,7 @@ def test_what_does_not_hurt_is_not_held() -> None:
     assert "not held" in explained(simulation, "low")
 
 
-def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
+def test_a_low_job_whose_pieces_are_too_long_is_explained_so() -> None:
     hog = Kernel("hog", 108, 2e-3, 1, 0)  # one kernel that holds every multiprocessor for two milliseconds
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12), low((hog,)))
     result = simulation.run(steps=500, warmup_steps=200)
@@ -382,7 +382,7 @@ def test_many_low_programs_are_remembered() -> None:
     assert result.harvest > 0.02
 
 
-def test_bans_of_a_cut_that_is_no_longer_run_are_not_told_as_if_they_were_in_force() -> None:
+def test_bans_of_a_cut_that_is_no_longer_run_are_not_explained_as_if_they_were_in_force() -> None:
     simulation = world(high(SENSITIVE), low((LIGHT,) * 24))
     cut = cut_workload(high(SENSITIVE), WHOLE).bounds
     simulation.run(steps=60)
@@ -398,7 +398,7 @@ def test_bans_of_a_cut_that_is_no_longer_run_are_not_told_as_if_they_were_in_for
     assert any(ends)
 
 
-def test_an_expired_ban_is_told_as_one() -> None:
+def test_an_expired_ban_is_explained_as_one() -> None:
     hog = Kernel("hog", 108, 2e-3, 1, 0)
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12), low((hog,)))
     expired = False
@@ -441,7 +441,7 @@ def test_the_explanation_of_a_waiting_low_job_names_the_job_that_is_held_before_
     assert waited
 
 
-def test_a_job_that_allows_no_slowdown_and_has_none_is_not_told_that_its_promise_is_broken() -> None:
+def test_of_a_job_that_allows_no_slowdown_and_has_none_no_broken_promise_is_reported() -> None:
     simulation = world(high((SMALL,) * 16, max_slowdown=1.0))
     simulation.run(steps=300)
     (job,) = simulation.scheduler.snapshot()["jobs"]

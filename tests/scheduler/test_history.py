@@ -80,7 +80,7 @@ def test_it_outlives_the_job() -> None:
     assert world.scheduler.story("a", 99) == world.scheduler.story("nobody") == []
 
 
-def test_a_refused_step_is_told_too() -> None:
+def test_a_refused_step_is_in_the_story_too() -> None:
     world = World()
     world.job("a")
     world.step("a", 4, program=9)

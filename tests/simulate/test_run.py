@@ -104,7 +104,7 @@ def test_a_window_that_never_began_has_no_figures_but_the_steps() -> None:
     assert result.figures()["total_throughput"] is None
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     heard: list[float] = []
     simulate(PAIR, A100, seconds=0.3, progress=lambda simulation: heard.append(simulation.now))
     assert heard == sorted(heard)
@@ -164,7 +164,7 @@ def test_work_is_conserved() -> None:
         assert whole <= job.work_s + 1e-12 <= whole + 2 * job.step_work_s
 
 
-def test_the_core_keeps_its_invariants_in_a_simulation() -> None:
+def test_the_scheduler_keeps_its_invariants_in_a_simulation() -> None:
     simulation = Simulation([*PAIR, step("lo2", [700e-6, 10e-6], LOW, rate=300.0)], A100)
     for moment in range(1, 40):
         simulation.at(moment * 1e-3, simulation.scheduler.check_invariants)
