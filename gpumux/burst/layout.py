@@ -74,13 +74,16 @@ class _Layouts:
         self._of: dict[int, Ranks] = {}  # storage of samples or shares -> ranks of the operator that wrote it last
         self.needed: dict[int, set[int]] = {}  # storage that is the same everywhere -> ranks that need it
         self.everywhere = tuple(range(placement.ranks))
+        self.first = next(iter(placement.layers.values()), placement.default or (0,))
 
     # ---- forward: the ranks of each operator ---------------------------------------------------------
 
     def forward(self) -> None:
-        made: set[int] = set()  # storages that only free operators have written
+        made: set[int] = set()  # storages that only draws, which all ranks make, and free operators have written
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
-            if level is RunLevel.PART and self._is_free(j, pair, made):
+            if level is RunLevel.PART and pair.full.random is not None:
+                made |= pair.full.writes
+            elif level is RunLevel.PART and self._is_free(j, pair, made):
                 self.free[j] = True
                 made |= pair.full.writes
             elif level is RunLevel.PART:
@@ -91,16 +94,22 @@ class _Layouts:
             self.kinds.after(pair, self.plan.outs[j])
 
     def _is_free(self, j: int, pair: OperatorPair, made: Collection[int]) -> bool:
-        """Whether the operator computes something from the batch alone or from its size, or only makes room."""
-        pattern = pair.name in PATTERN_ONLY
-        may = (ValueKind.SIZE, ValueKind.DATA, ValueKind.SAMPLE) if pattern else (ValueKind.SIZE, ValueKind.DATA)
-        if pair.full.random is not None or any(kind not in may for *_, kind in self.plan.outs[j]):
+        """Whether the operator computes something from the batch, its size and numbers drawn alone, or only makes
+        room."""
+        kinds = {kind for *_, kind in self.plan.outs[j]}
+        if not kinds <= {ValueKind.SIZE, ValueKind.DATA, ValueKind.SAMPLE}:
             return False
-        return all(pattern or self._is_common(s) or s in made for s in pair.full.reads)
+        if pair.name in PATTERN_ONLY:
+            return True
+        # What is computed from parameters is computed where they lie.
+        common = ValueKind.SAMPLE not in kinds
+        return all(s in made or self._is_common(s, common) for s in pair.full.reads)
 
-    def _is_common(self, storage: int) -> bool:
-        """Whether any rank can have a value without another one's samples."""
-        return self.record.storages[storage].kind in ("input", "const") or self.kinds[storage] is ValueKind.SAME
+    def _is_common(self, storage: int, same: bool) -> bool:
+        """Whether any rank can have a value without another one's samples. `same`: or a value that is the same
+        everywhere."""
+        given = self.record.storages[storage].kind in ("input", "const")
+        return given or (same and self.kinds[storage] is ValueKind.SAME)
 
     def _ranks(self, j: int, pair: OperatorPair) -> Ranks:
         shares = [s for s in pair.full.reads if self.kinds[s] is ValueKind.SHARE]
@@ -118,7 +127,7 @@ class _Layouts:
         given = [s for s in pair.full.reads if s in self._of]
         if given:
             return self._of[max(given, key=lambda s: (self.record.storages[s].nbytes, -s))]
-        return self.everywhere
+        return self.first
 
     # ---- backward: what is needed where --------------------------------------------------------------
 
@@ -138,6 +147,7 @@ class _Layouts:
                     self.layout.copies[j] = places
                 if pair.full.random is not None:
                     self._need(reads, self.everywhere)
+                    continue
                 for ranks_there in places:
                     self._need(reads, ranks_there)
                     for storage in reads:

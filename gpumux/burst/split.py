@@ -353,21 +353,24 @@ class _Walk:
         if j in self.layout.mixed:
             self.whole(pair.full)
             return
+        places = sorted(self.layout.copies[j]) if on is None else [on]
+        if not pattern:
+            common = [s for s in sorted(pair.full.reads) if self.kinds[s] is ValueKind.SAME]
+            moved = [s for s in sorted(pair.full.reads) if self.kinds[s] in _MOVED and s in self.samples]
+            for ranks in places:  # all of them first: the operator may change what another layout is taken from
+                self.provide(common, frozenset(ranks), pair.full.where)
+                self.gather(moved, ranks, pair.full.where)
         written: set[Holder] = set()
-        for ranks in sorted(self.layout.copies[j]) if on is None else [on]:
+        for ranks in places:
             self.part_on(j, pair, ranks, pattern, written)
         self.note(j, pair, on)
 
     def part_on(self, j: int, pair: OperatorPair, ranks: Ranks, pattern: bool, written: set[Holder]) -> None:
         g = len(ranks)
-        where = pair.full.where
-        common = [s for s in sorted(pair.full.reads) if self.kinds[s] is ValueKind.SAME]
-        if not pattern:
-            self.provide(common, frozenset(ranks), where)
-            moved = [s for s in sorted(pair.full.reads) if self.kinds[s] in _MOVED and s in self.samples]
-            self.gather(moved, ranks, where)
         if g == 1:
-            if j not in self.plan.whole and j not in self.plan.late and (ranks[0], 1, 0) not in written:
+            done = j in self.plan.whole or j in self.plan.late
+            done = done and all(ranks[0] in self.home[s] for s in pair.full.writes)
+            if not done and (ranks[0], 1, 0) not in written:
                 self.write(ranks[0], pair.full, pattern)
             written.add((ranks[0], 1, 0))
             return

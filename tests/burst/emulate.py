@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpumux.burst.placement import RankPlacement
+from gpumux.burst.programs import bytes_moved, share_of
 from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import StateTable, byte_view
@@ -109,7 +110,7 @@ class Ranks:
 
     def run(
         self, programs: list[Program], bindings: Sequence[Sequence[int]], inputs: list[list[torch.Tensor]],
-        scalars: list[Sequence[float]],
+        scalars: Sequence[Sequence[float]],
     ) -> list[list[torch.Tensor]]:  # fmt: skip
         memories, generators = [], []
         for rank, program in enumerate(programs):
@@ -158,25 +159,43 @@ class Ranks:
                     total += tensor
                 for tensor in tensors:
                     tensor.copy_(total * some.scale if some.scale != 1.0 else total)
+            self._count_sum(some, memories[some.members[0]])
             return
         mail: dict[tuple[int, int], list[torch.Tensor]] = {}
         for rank, one in members.items():
             for target, view in one.sends:
                 tensor = memories[rank].tensor(view).clone()
                 mail.setdefault((rank, target), []).append(tensor)
-                self.moved[rank, target] = self.moved.get((rank, target), 0) + tensor.numel() * tensor.element_size()
+                self._count(rank, target, tensor.numel() * tensor.element_size())
         for rank, one in members.items():
             for source, view in one.receives:
                 memories[rank].receive(view, mail[source, rank].pop(0))
         assert not any(mail.values())
 
+    def _count_sum(self, one: Collective, memory: Memory) -> None:
+        """Count a sum as a reduce-scatter and an all-gather over the elements of each type, one behind the other: each
+        member sends every other one the elements that the other adds up, and then those that it added up itself."""
+        elements: dict[torch.dtype, int] = {}
+        for tensor in map(memory.tensor, one.views):
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
+        for dtype, count in elements.items():
+            shares = [share_of(count, len(one.members), place) * dtype.itemsize for place in range(len(one.members))]
+            for rank, own in zip(one.members, shares, strict=True):
+                for target, theirs in zip(one.members, shares, strict=True):
+                    if target != rank:
+                        self._count(rank, target, theirs + own)
+
+    def _count(self, source: int, target: int, nbytes: int) -> None:
+        self.moved[source, target] = self.moved.get((source, target), 0) + nbytes
+
 
 class Gang:
-    """A step over emulated ranks, called as a job's step is. `change`: of each rank's Program before it runs."""
+    """A step over emulated ranks, called as a job's step is. `change`: of each rank's Program before it runs. `over`:
+    splits the step, by the placement."""
 
     def __init__(
         self, model: Any, optimizer: Any, steps: Sequence[Callable[..., Any]], placement: RankPlacement,
-        *, change: Change | None = None,
+        *, change: Change | None = None, over: BurstSplitter | None = None,
     ) -> None:  # fmt: skip
         models = model if isinstance(model, list) else [model]
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -191,13 +210,14 @@ class Gang:
         self.functions = [
             StepFunction(
                 step, self.table, Tracer(self.table, operators.is_allowed, by_device=False), hooks,
-                intern=self._intern, over=BurstSplitter(placement), clients_generator=True,
+                intern=self._intern, over=over or BurstSplitter(placement), clients_generator=True,
             )
             for step in steps
         ]  # fmt: skip
         self.homes: dict[int, tuple[int, ...]] = {}
         self.checked: set[int] = set()
         self.last: RankedStep | None = None
+        self.predicted: dict[tuple[int, int], int] = {}  # bytes that the Programs run so far move
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
@@ -219,6 +239,8 @@ class Gang:
                 validate(program)
                 if not program.collectives:
                     check(encode(program))
+        for way, count in bytes_moved(programs).items():
+            self.predicted[way] = self.predicted.get(way, 0) + count
         programs = [self.change(r, p) for r, p in enumerate(programs)] if self.change else programs
         tensors = list(choice.tensors)
         if choice.program.lowered.words != 0:

@@ -1,0 +1,55 @@
+"""Steps split over ranks compute what plain torch computes, for any placement of their layers."""
+
+import random
+
+import pytest
+
+from gpumux.burst.placement import RankPlacement, data_parallel
+from gpumux.burst.programs import bytes_moved
+from tests.burst.subjects import SUBJECTS, compare, random_placement, traces_of
+
+BOUND = 1e-10
+PLACEMENTS = 6  # of each subject on each number of ranks; `python -m tests.burst.many` runs 200 of each
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_placements_compute_what_plain_torch_computes(name: str, ranks: int) -> None:
+    rng = random.Random(f"{name} {ranks}")
+    for _ in range(PLACEMENTS):
+        placement = random_placement(SUBJECTS[name].layers, ranks, rng)
+        difference, gang = compare(SUBJECTS[name], placement, 3)
+        assert difference.largest <= BOUND, placement
+        assert gang.ranks.moved == gang.predicted, placement
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_layers_on_one_rank_compute_the_same_bits(name: str, ranks: int) -> None:
+    placement = RankPlacement(ranks, dict.fromkeys(SUBJECTS[name].layers, (ranks - 1,)))
+    difference, gang = compare(SUBJECTS[name], placement, 3)
+    assert difference.largest == 0.0
+    assert gang.ranks.moved == {}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_data_parallel_training_sums_gradients_and_moves_nothing_else(name: str) -> None:
+    difference, gang = compare(SUBJECTS[name], data_parallel(2), 3)
+    assert difference.largest <= BOUND
+    assert gang.last is not None
+    kinds = {one.kind for rank in gang.last.ranks for one in rank.lowered.program.collectives}
+    assert kinds == {"all_reduce"}
+
+
+@pytest.mark.parametrize(("name", "placements"), [("vgg", 400), ("inception", 400), ("gan", 200)])
+def test_the_programs_of_a_thousand_random_placements_fit_together(name: str, placements: int) -> None:
+    """Traces are split by burst/ranks.py, whose check_together refuses Programs that could wait for each other."""
+    subject = SUBJECTS[name]
+    traces = traces_of(subject, (2, 4))
+    rng = random.Random(name)
+    crossing = 0
+    for at in range(placements):
+        placement = random_placement(subject.layers, rng.choice((2, 4)), rng)
+        step = traces[at % len(traces)].ranked(placement)
+        crossing += bool(bytes_moved([rank.lowered.program for rank in step.ranks]))
+    assert crossing > placements // 2
