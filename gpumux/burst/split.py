@@ -22,6 +22,7 @@ import torch
 
 from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
 from gpumux.burst.placement import RankPlacement
+from gpumux.burst.proof import REMEDY, Lockstep, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
     OperatorPair,
     RunLevel,
@@ -43,7 +44,6 @@ from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, Tag, TensorRef, View, contiguous_strides, extent
 
-REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
 EXCHANGED = "collective"  # target of a RawOp that is one
 
 # Operators that fill a tensor with random numbers and don't read what was there.
@@ -90,7 +90,10 @@ def split_over_ranks(
         make = _maker(pairs, full, part, plan, g, cuts[g])
         proof = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined)
         splits[g] = _Split(g, part.record, pairs, plan, proof)
-    return _Walk(full, splits, layout, placement=placement, cut=cut).run([a for _, a, _ in returned])
+    walk = _Walk(full, splits, layout, placement=placement, cut=cut)
+    traces = walk.run([a for _, a, _ in returned])
+    prove_ranks(walk.lockstep(traces, [a for _, a, _ in returned]), Loader(full.record, table, tensors, cut))
+    return traces
 
 
 def _maker(
@@ -182,6 +185,8 @@ class _Walk:
         }
         self.batch = self.record.views[source.inputs[min(cut)]].size[0]
         self.ops: list[list[RawOp]] = [[] for _ in self.everyone]
+        self.ats: list[list[int]] = [[] for _ in self.everyone]  # the operator of the whole trace that each is for
+        self.written: dict[int, set[Holder]] = {}  # operator -> the parts of it that ranks run
         self.made: list[set[int]] = [set() for _ in self.everyone]  # storages that a rank has
         self.sequence = 0
         self.home: dict[int, frozenset[int]] = {}  # storage -> the ranks that have it whole
@@ -216,6 +221,18 @@ class _Walk:
         results = [self.result(view) for view in returned]
         held = [frozenset(s for s, ranks in self.home.items() if rank in ranks) for rank in sorted(self.everyone)]
         return RankTraces(self.record, self.ops, held, results, self.layout.homes)
+
+    def lockstep(self, traces: RankTraces, returned: Sequence[int]) -> Lockstep:
+        """What the proof of the split runs."""
+        plans = {g: (split.plan, split.proof) for g, split in self.splits.items()}
+
+        def view_of(parts: int, view: int, part: int) -> int:
+            return self.emitters[parts].part_view(view, part)
+
+        written = {j: parts_written(j, sorted(places), plans, view_of) for j, places in self.written.items()}
+        kept = {self.record.views[v].storage for v in exits(self.full)}
+        kept |= {i for i, storage in enumerate(self.record.storages) if storage.kind == "state"}
+        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept))
 
     # ---- operators on whole values -------------------------------------------------------------------
 
@@ -363,6 +380,7 @@ class _Walk:
         written: set[Holder] = set()
         for ranks in places:
             self.part_on(j, pair, ranks, pattern, written)
+        self.written[j] = written
         self.note(j, pair, on)
 
     def part_on(self, j: int, pair: OperatorPair, ranks: Ranks, pattern: bool, written: set[Holder]) -> None:
@@ -388,6 +406,7 @@ class _Walk:
 
     def put(self, rank: int, op: RawOp) -> None:
         self.ops[rank].append(op)
+        self.ats[rank].append(self.at)
         self.made[rank] |= op.writes
 
     def write(self, rank: int, op: RawOp, pattern: bool) -> None:

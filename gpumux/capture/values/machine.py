@@ -72,6 +72,17 @@ class Machine:
     def forget(self, index: int) -> None:
         self._held.pop(index, None)
 
+    def take(self, other: Machine, index: int, copy: bool) -> None:
+        """Have the elements of another machine's storage `index`: its memory, or a copy."""
+        if index in other._held:
+            held = other._held[index]
+            self._held[index] = held.clone() if copy else held
+
+    def flat(self, index: int) -> torch.Tensor:
+        """All elements of storage `index`."""
+        held = self._held[index]
+        return torch.empty(0, dtype=held.dtype).set_(held.untyped_storage())
+
     def tensor(self, index: int) -> torch.Tensor:
         return self._window(self._record.views[index])
 

@@ -1,0 +1,276 @@
+"""Proof of a step split over ranks: all ranks run in lockstep with the whole step on real numbers, in float64.
+
+What is compared, and with what: every per-sample value that a rank computes, with its samples of the whole step's;
+every sum over ranks, with the whole value (a learning rate of zero would hide a wrong gradient from the state); at the
+end every buffer and result. The first that differs is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
+from gpumux.capture.microbatch.proof import Match, Proof
+from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
+from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
+from gpumux.errors import NotSplittable
+from gpumux.program.ir import ITEM_BYTES
+
+REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
+
+# How far a value may be from the whole step's, relative to its largest element, and relative to the largest gradient
+# (of one that is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
+_BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
+
+
+class Load(Protocol):
+    """Fills state and batch of a machine, with made-up numbers or those of the job."""
+
+    def __call__(self, machine: Machine, made_up: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part of a per-sample result, as operator `j` made it on a rank. `view`: of the whole step; `mine`: of the
+    rank; `match`: how the whole is made of such parts."""
+
+    rank: int
+    parts: int
+    part: int
+    view: int
+    mine: int
+    match: Match
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """What is run. `at`: by rank, the operator of the whole step that each of the rank's operators is for. `written`:
+    by operator of the whole step, what the ranks make for it. `kept`: storages of the whole step whose values outlive
+    it, on every rank that `traces.held` names."""
+
+    pairs: Sequence[OperatorPair]
+    traces: RankTraces
+    at: Sequence[Sequence[int]]
+    written: Mapping[int, Sequence[Written]]
+    results: Sequence[int]
+    kept: frozenset[int]
+
+
+def prove_ranks(run: Lockstep, load: Load) -> None:
+    """Raises NotSplittable unless all ranks together compute what the whole step does."""
+    reason = ""
+    for wide in (True, False):
+        for made_up in (True, False):
+            try:
+                with torch.no_grad():
+                    _Run(run, wide, partial(load, made_up=made_up)).run()
+            except Inconclusive as error:
+                reason = reason or str(error)
+            else:
+                return
+    raise NotSplittable(f"whether the step can be split over ranks could not be tried out: {reason}", REMEDY)
+
+
+class _Run:
+    def __init__(self, run: Lockstep, wide: bool, load: Callable[[Machine], None]) -> None:
+        self._run, self._traces, self._record = run, run.traces, run.traces.record
+        self._relative, self._absolute = _BOUNDS[wide]
+        self._largest = 0.0  # of all gradients and other sums
+        self._whole = Machine(self._record, wide)
+        load(self._whole)
+        changed = frozenset[int]().union(*(pair.full.writes for pair in run.pairs))
+        self._ranks: list[Machine] = []
+        for _ in self._traces.ops:
+            machine = Machine(self._record, wide)
+            for index, storage in enumerate(self._record.storages):
+                if storage.kind in ("state", "input"):
+                    machine.take(self._whole, index, copy=index in changed)
+            self._ranks.append(machine)
+        kept = set(run.kept) | {self._record.views[v].storage for v in run.results}
+        kept |= {self._record.views[v].storage for result in self._traces.results for v in result.views}
+        whole = [(pair.full, j) for j, pair in enumerate(run.pairs)]
+        ranks = [list(zip(*each, strict=True)) for each in zip(self._traces.ops, run.at, strict=True)]
+        self._dead = [_last_uses(each, self._record, kept) for each in (whole, *ranks)]
+        self._next = [0] * len(ranks)
+
+    def run(self) -> None:
+        for j, pair in enumerate(self._run.pairs):
+            self._all_ranks(j)
+            _run_one(self._whole, pair.full)
+            for written in self._run.written.get(j, ()):
+                self._compare_part(pair, written)
+            self._forget(j)
+        self._all_ranks(len(self._run.pairs))
+        self._finish()
+
+    # ---- the ranks -----------------------------------------------------------------------------------
+
+    def _all_ranks(self, j: int) -> None:
+        """Run the operators of all ranks that stand for operator `j`, and their collectives in order."""
+        waiting = dict(self._until_collectives(j, range(len(self._ranks))))
+        while waiting:
+            sequence = min(one.sequence for one, _ in waiting.values())
+            members = {rank: one for rank, (one, _) in waiting.items() if one.sequence == sequence}
+            where = next(where for rank, (_, where) in waiting.items() if rank in members)
+            self._collective(members, where)
+            for rank in members:
+                self._next[rank] += 1
+                del waiting[rank]
+            waiting.update(self._until_collectives(j, members))
+
+    def _until_collectives(self, j: int, ranks: Sequence[int] | Mapping[int, object]) -> Iterator[
+        tuple[int, tuple[RawCollective, str]]
+    ]:  # fmt: skip
+        for rank in ranks:
+            ops, at = self._traces.ops[rank], self._run.at[rank]
+            while self._next[rank] < len(ops) and at[self._next[rank]] == j:
+                op = ops[self._next[rank]]
+                if op.collective is not None:
+                    yield rank, (op.collective, op.where)
+                    break
+                _run_one(self._ranks[rank], op)
+                self._next[rank] += 1
+
+    def _collective(self, members: Mapping[int, RawCollective], where: str) -> None:
+        some = next(iter(members.values()))
+        if tuple(sorted(members)) != some.members:
+            raise _apart(where, f"ranks {sorted(members)} meet for a collective of ranks {list(some.members)}")
+        if some.kind == "all_reduce":
+            for views in zip(*(members[rank].views for rank in some.members), strict=True):
+                values = [self._ranks[rank].tensor(view) for rank, view in zip(some.members, views, strict=True)]
+                total = torch.stack(values).sum(0)
+                for rank, view, value in zip(some.members, views, values, strict=True):
+                    value.copy_(total * members[rank].scale)
+                    self._compare_sum(view, value, where, rank)
+            return
+        mail: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for rank, one in members.items():
+            for target, view in one.sends:
+                mail.setdefault((rank, target), []).append(self._ranks[rank].tensor(view).clone())
+        for rank, one in members.items():
+            for source, view in one.receives:
+                sent = mail.get((source, rank))
+                if not sent or sent[0].shape != self._record.views[view].size:
+                    raise _apart(where, f"rank {rank} awaits other values than rank {source} sends")
+                self._receive(self._ranks[rank], view, sent.pop(0))
+        if any(mail.values()):
+            raise _apart(where, "a rank sends what no other awaits")
+
+    def _receive(self, machine: Machine, view: int, value: torch.Tensor) -> None:
+        v = self._record.views[view]
+        if v.storage not in machine:
+            count = self._record.storages[v.storage].nbytes // ITEM_BYTES[v.dtype]
+            machine.hold(v.storage, torch.zeros(count, dtype=getattr(torch, v.dtype)))
+        machine.tensor(view).copy_(value)
+
+    def _forget(self, j: int) -> None:
+        for machine, dead in zip((self._whole, *self._ranks), self._dead, strict=True):
+            for storage in dead.get(j, ()):
+                machine.forget(storage)
+
+    # ---- comparing -----------------------------------------------------------------------------------
+
+    def _compare_part(self, pair: OperatorPair, written: Written) -> None:
+        view, mine = self._record.views[written.view], self._record.views[written.mine]
+        if pair.name in UNDEFINED or pair.full.random is not None:
+            return
+        whole, part = self._whole.tensor(written.view), self._ranks[written.rank].tensor(written.mine)
+        dim, count, inner = scaled(view, mine, written.parts), written.parts, written.match.inner
+        if count > 1:
+            length = part.shape[dim] // inner
+            outer = whole.unflatten(dim, (inner, length * count)).narrow(dim + 1, written.part * length, length)
+            whole = outer.flatten(dim, dim + 1)
+        ratio = 1.0 if written.match.ratio is None else written.match.ratio
+        if not self._alike(whole, part if ratio == 1.0 else part * ratio, 0.0):
+            raise _differs(f"{pair.name} at {pair.full.where}", written.rank)
+
+    def _compare_sum(self, view: int, total: torch.Tensor, where: str, rank: int) -> None:
+        whole = self._whole.tensor(view)
+        if total.is_floating_point() and total.numel():
+            self._largest = max(self._largest, float(whole.abs().max()))
+        if not self._alike(whole, total, self._largest):
+            shared = self._record.views[view].storage
+            made = next((pair for pair in reversed(self._run.pairs) if shared in pair.full.writes), None)
+            of = "" if made is None else f" of what {made.name} at {made.full.where} makes"
+            raise _differs(f"{where}{of}", rank)
+
+    def _finish(self) -> None:
+        for rank, held in enumerate(self._traces.held):
+            own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
+            for storage in sorted((held & self._run.kept) | own):
+                whole, mine = self._whole.flat(storage), self._ranks[rank].flat(storage)
+                if not self._alike(whole, mine, self._largest):
+                    raise _differs(self._last_writer(storage), rank)
+        for view, result in zip(self._run.results, self._traces.results, strict=True):
+            parts = [self._ranks[rank].tensor(v) for rank, v in zip(result.ranks, result.views, strict=True)]
+            given = parts[0] if result.dim is None else torch.cat(parts, result.dim)
+            if not self._alike(self._whole.tensor(view), given, self._largest):
+                raise _differs(f"{self._last_writer(self._record.views[view].storage)}, which the step returns", None)
+
+    def _last_writer(self, storage: int) -> str:
+        pair = next((pair for pair in reversed(self._run.pairs) if storage in pair.full.writes), None)
+        return "the step" if pair is None else f"{pair.name} at {pair.full.where}"
+
+    def _alike(self, whole: torch.Tensor, given: torch.Tensor, largest: float) -> bool:
+        if whole.shape != given.shape:
+            return False
+        if not (whole.is_floating_point() or whole.is_complex()) or not whole.numel():
+            return torch.equal(whole, given)
+        finite = torch.isfinite(whole)
+        if not bool(finite.all()):  # masks contain infinities
+            if not torch.equal(whole[~finite].nan_to_num(), given[~finite].nan_to_num()):
+                return False
+            whole, given = whole[finite], given[finite]
+        bound = self._relative * float(whole.abs().max()) + self._absolute * largest if whole.numel() else 0.0
+        return not whole.numel() or float((whole - given).abs().max()) <= bound
+
+
+def _run_one(machine: Machine, op: RawOp) -> None:
+    if op.random is not None:
+        machine.draw(op)
+    else:
+        machine.run(op)
+
+
+def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:
+    """The temporary storages that nothing uses after each operator of the whole step."""
+    used: dict[int, int] = {}
+    for op, j in ops:
+        used.update(dict.fromkeys(op.reads | op.writes, j))
+    found: dict[int, list[int]] = {}
+    for storage, j in used.items():
+        if storage not in kept and record.storages[storage].kind == "temp":
+            found.setdefault(j, []).append(storage)
+    return found
+
+
+def _differs(what: str, rank: int | None) -> NotSplittable:
+    on = "" if rank is None else f" on rank {rank}"
+    return NotSplittable(
+        f"split over ranks, the step gives other values than in one piece, first{on} after {what}", REMEDY
+    )
+
+
+def _apart(where: str, why: str) -> NotSplittable:
+    return NotSplittable(f"the ranks do not fit together before {where}: {why}", REMEDY)
+
+
+def parts_written(
+    j: int, places: Sequence[tuple[int, int, int]], plans: Mapping[int, tuple[SplitPlan, Proof]],
+    view_of: Callable[[int, int, int], int],
+) -> list[Written]:  # fmt: skip
+    """What ranks make of operator `j`'s per-sample results. `places`: (rank, number of parts, part)."""
+    found = []
+    for rank, parts, part in places:
+        plan, proof = plans[parts] if parts > 1 else next(iter(plans.values()))
+        for a, b, kind in plan.outs[j]:
+            match = proof.samples.get((j, a))
+            if kind in (ValueKind.SAMPLE, ValueKind.DATA) and match is not None:
+                mine = a if parts == 1 else view_of(parts, b, part)
+                found.append(Written(rank, parts, part, a, mine, match if parts > 1 else Match(1.0)))
+    return found

@@ -1,0 +1,105 @@
+"""The proof of a split finds every mistake, and names where it begins."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from gpumux.burst import split
+from gpumux.burst.placement import RankPlacement, data_parallel
+from gpumux.burst.programs import check_together
+from gpumux.burst.proof import Load, Lockstep, prove_ranks
+from gpumux.errors import NotSplittable, ProgramError
+from gpumux.program.validate import validate
+from tests.burst.emulate import Change
+from tests.burst.mutations import OF_OPERATORS, OF_PROGRAMS, PLACEMENT, drop_a_rescale, swap_sums_on_one_rank
+from tests.burst.subjects import SUBJECTS, Built, Subject, compare
+
+VGG = SUBJECTS["vgg"]
+
+
+def refusal(
+    subject: Subject, placement: RankPlacement, change: Callable[[Lockstep], None], patch: pytest.MonkeyPatch
+) -> NotSplittable:
+    """What the proof says of a split with a mistake."""
+
+    def mistaken(run: Lockstep, load: Load) -> None:
+        change(run)
+        prove_ranks(run, load)
+
+    patch.setattr(split, "prove_ranks", mistaken)
+    with pytest.raises(NotSplittable) as error:
+        compare(subject, placement, 1)
+    return error.value
+
+
+@pytest.mark.parametrize("change", OF_OPERATORS)
+def test_a_mistake_in_a_ranks_operators_is_found_at_capture(
+    change: Callable[[Lockstep], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = refusal(VGG, PLACEMENT, change, monkeypatch)
+    # where it begins is an operator with the user's line, or the sum over ranks
+    assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
+    assert error.remedy
+
+
+def equal_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def build_frozen(model: nn.Module) -> Built:
+    """A step at the beginning of a warm-up: the gradients are all that it computes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return [model], [optimizer], [step]
+
+
+FROZEN = Subject("frozen", equal_layers, build_frozen, lambda: (torch.randn(4, 6),), ("0", "2"))
+
+
+def test_gradients_exchanged_within_a_sum_are_found_where_the_learning_rate_is_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two gradients of one size that change places on one rank would be summed without an error."""
+    error = refusal(FROZEN, data_parallel(2), swap_sums_on_one_rank, monkeypatch)
+    assert "the sum over ranks of what" in str(error)
+
+
+def test_a_rescale_that_is_missing_is_found_where_the_learning_rate_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = RankPlacement(2, {"0": (0, 1), "2": (0,)})
+    error = refusal(FROZEN, placement, drop_a_rescale, monkeypatch)
+    assert "test_proof.py" in str(error)
+
+
+@pytest.mark.parametrize("change", OF_PROGRAMS)
+def test_a_mistake_in_a_ranks_program_is_refused_or_changes_what_is_computed(change: Change) -> None:
+    _, gang = compare(VGG, PLACEMENT, 1)
+    assert gang.last is not None
+    changed = [change(rank, step.lowered.program) for rank, step in enumerate(gang.last.ranks)]
+    assert changed != [step.lowered.program for step in gang.last.ranks]
+    try:
+        for program in changed:
+            validate(program)
+        check_together(changed)
+    except ProgramError:
+        return
+    try:
+        difference, _ = compare(VGG, PLACEMENT, 3, change=change)
+    except AssertionError:  # copies of a parameter differ
+        return
+    assert difference.largest > 1e-6
+
+
+def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
+    for subject, placement in ((VGG, PLACEMENT), (FROZEN, data_parallel(2))):
+        difference, _ = compare(subject, placement, 3)
+        assert difference.largest < 1e-12
