@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from gpumux.capture.microbatch.proof import Match, Proof
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES
+from gpumux.program.ir import ITEM_BYTES, extent
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
 
@@ -83,14 +84,19 @@ class _Run:
         self._largest = 0.0  # of all gradients and other sums
         self._whole = Machine(self._record, wide)
         load(self._whole)
-        changed = frozenset[int]().union(*(pair.full.writes for pair in run.pairs))
         self._ranks: list[Machine] = []
-        for _ in self._traces.ops:
-            machine = Machine(self._record, wide)
+        self._follows: list[set[int]] = []  # by rank: storages whose values are known to be the whole step's
+        for rank in range(len(self._traces.ops)):
+            machine, follows = Machine(self._record, wide), set()
             for index, storage in enumerate(self._record.storages):
-                if storage.kind in ("state", "input"):
-                    machine.take(self._whole, index, copy=index in changed)
+                homes = self._traces.homes.get(storage.key) if storage.kind == "state" else None
+                if storage.kind in ("state", "input") and (homes is None or rank in homes):
+                    machine.take(self._whole, index)
+                    follows.add(index)
+                elif storage.kind == "const":
+                    follows.add(index)
             self._ranks.append(machine)
+            self._follows.append(follows)
         kept = set(run.kept) | {self._record.views[v].storage for v in run.results}
         kept |= {self._record.views[v].storage for result in self._traces.results for v in result.views}
         whole = [(pair.full, j) for j, pair in enumerate(run.pairs)]
@@ -100,32 +106,71 @@ class _Run:
 
     def run(self) -> None:
         for j, pair in enumerate(self._run.pairs):
-            self._all_ranks(j)
-            _run_one(self._whole, pair.full)
+            self._all_ranks(j, pair.full)
+            self._run_whole(pair.full)
+            self._all_ranks(j, None)
             for written in self._run.written.get(j, ()):
                 self._compare_part(pair, written)
             self._forget(j)
-        self._all_ranks(len(self._run.pairs))
+        self._all_ranks(len(self._run.pairs), None)
         self._finish()
 
-    # ---- the ranks -----------------------------------------------------------------------------------
+    # ---- ranks beside the whole step ---------------------------------------------------------------------
+    #
+    # An operator of the whole step that a rank runs as it is, on values that are known to be the whole step's, gives
+    # the whole step's results: it is run once for all. So an optimizer's memory and time do not grow with the ranks.
 
-    def _all_ranks(self, j: int) -> None:
-        """Run the operators of all ranks that stand for operator `j`, and their collectives in order."""
-        waiting = dict(self._until_collectives(j, range(len(self._ranks))))
+    def _run_whole(self, op: RawOp) -> None:
+        following = []
+        for rank, follows in enumerate(self._follows):
+            if self._is_next(rank, op):
+                following.append(rank)
+            else:
+                for storage in op.writes & follows:
+                    self._part_from(rank, storage)
+        _run_one(self._whole, op)
+        for rank in following:
+            self._next[rank] += 1
+            for storage in op.writes:
+                self._follow(rank, storage)
+
+    def _is_next(self, rank: int, op: RawOp) -> bool:
+        """Whether a rank is about to run an operator of the whole step on the whole step's values."""
+        ops, at = self._traces.ops[rank], self._next[rank]
+        return at < len(ops) and ops[at] is op and op.random is None and op.reads <= self._follows[rank]
+
+    def _follow(self, rank: int, storage: int) -> None:
+        self._ranks[rank].take(self._whole, storage)
+        self._follows[rank].add(storage)
+
+    def _part_from(self, rank: int, storage: int) -> None:
+        """Give a rank memory of its own for a value that it or the whole step is about to change alone."""
+        if storage in self._follows[rank]:
+            self._follows[rank].discard(storage)
+            self._ranks[rank].own(storage)
+
+    def _all_ranks(self, j: int, whole: RawOp | None) -> None:
+        """Run the operators of all ranks that stand for operator `j`, and their collectives in order: as far as they
+        come before `whole` has run, or to their end."""
+        waiting = dict(self._until_collectives(j, range(len(self._ranks)), whole))
         while waiting:
             sequence = min(one.sequence for one, _ in waiting.values())
             members = {rank: one for rank, (one, _) in waiting.items() if one.sequence == sequence}
+            expected = next(iter(members.values())).members
             where = next(where for rank, (_, where) in waiting.items() if rank in members)
+            if tuple(sorted(members)) != expected:
+                if whole is not None and any(self._is_next(rank, whole) for rank in expected):
+                    return
+                raise _apart(where, f"ranks {sorted(members)} meet for a collective of ranks {list(expected)}")
             self._collective(members, where)
             for rank in members:
                 self._next[rank] += 1
                 del waiting[rank]
-            waiting.update(self._until_collectives(j, members))
+            waiting.update(self._until_collectives(j, list(members), whole))
 
-    def _until_collectives(self, j: int, ranks: Sequence[int] | Mapping[int, object]) -> Iterator[
-        tuple[int, tuple[RawCollective, str]]
-    ]:  # fmt: skip
+    def _until_collectives(
+        self, j: int, ranks: Sequence[int], whole: RawOp | None
+    ) -> Iterator[tuple[int, tuple[RawCollective, str]]]:
         for rank in ranks:
             ops, at = self._traces.ops[rank], self._run.at[rank]
             while self._next[rank] < len(ops) and at[self._next[rank]] == j:
@@ -133,33 +178,54 @@ class _Run:
                 if op.collective is not None:
                     yield rank, (op.collective, op.where)
                     break
+                if whole is not None and self._is_next(rank, whole):
+                    break
+                for storage in op.writes:
+                    self._part_from(rank, storage)
                 _run_one(self._ranks[rank], op)
                 self._next[rank] += 1
 
+    # ---- collectives -------------------------------------------------------------------------------------
+
     def _collective(self, members: Mapping[int, RawCollective], where: str) -> None:
-        some = next(iter(members.values()))
-        if tuple(sorted(members)) != some.members:
-            raise _apart(where, f"ranks {sorted(members)} meet for a collective of ranks {list(some.members)}")
-        if some.kind == "all_reduce":
-            for views in zip(*(members[rank].views for rank in some.members), strict=True):
-                values = [self._ranks[rank].tensor(view) for rank, view in zip(some.members, views, strict=True)]
-                total = torch.stack(values).sum(0)
-                for rank, view, value in zip(some.members, views, values, strict=True):
-                    value.copy_(total * members[rank].scale)
-                    self._compare_sum(view, value, where, rank)
+        if next(iter(members.values())).kind == "all_reduce":
+            for views in zip(*(members[rank].views for rank in sorted(members)), strict=True):
+                self._sum(members, dict(zip(sorted(members), views, strict=True)), where)
             return
-        mail: dict[tuple[int, int], list[torch.Tensor]] = {}
+        mail: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         for rank, one in members.items():
             for target, view in one.sends:
-                mail.setdefault((rank, target), []).append(self._ranks[rank].tensor(view).clone())
+                mail.setdefault((rank, target), []).append((view, self._ranks[rank].tensor(view).clone()))
         for rank, one in members.items():
             for source, view in one.receives:
                 sent = mail.get((source, rank))
-                if not sent or sent[0].shape != self._record.views[view].size:
+                if not sent or sent[0][1].shape != self._record.views[view].size:
                     raise _apart(where, f"rank {rank} awaits other values than rank {source} sends")
-                self._receive(self._ranks[rank], view, sent.pop(0))
+                given, value = sent.pop(0)
+                storage = self._record.views[view].storage
+                self._part_from(rank, storage)
+                self._receive(self._ranks[rank], view, value)
+                if given == view and self._covers(view) and storage in self._follows[source]:
+                    self._follow(rank, storage)
         if any(mail.values()):
             raise _apart(where, "a rank sends what no other awaits")
+
+    def _sum(self, members: Mapping[int, RawCollective], views: Mapping[int, int], where: str) -> None:
+        total = torch.stack([self._ranks[rank].tensor(view) for rank, view in views.items()]).sum(0)
+        for rank, view in views.items():
+            storage = self._record.views[view].storage
+            self._part_from(rank, storage)
+            value = self._ranks[rank].tensor(view)
+            value.copy_(total * members[rank].scale)
+            self._compare_sum(view, value, where, rank)
+            if self._covers(view):
+                self._follow(rank, storage)
+
+    def _covers(self, view: int) -> bool:
+        """Whether a dense view is all of its storage."""
+        v = self._record.views[view]
+        nbytes = prod(v.size) * ITEM_BYTES[v.dtype]
+        return nbytes == extent(v) == self._record.storages[v.storage].nbytes
 
     def _receive(self, machine: Machine, view: int, value: torch.Tensor) -> None:
         v = self._record.views[view]
@@ -188,6 +254,8 @@ class _Run:
         ratio = 1.0 if written.match.ratio is None else written.match.ratio
         if not self._alike(whole, part if ratio == 1.0 else part * ratio, 0.0):
             raise _differs(f"{pair.name} at {pair.full.where}", written.rank)
+        if written.mine == written.view and self._covers(written.view):
+            self._follow(written.rank, view.storage)
 
     def _compare_sum(self, view: int, total: torch.Tensor, where: str, rank: int) -> None:
         whole = self._whole.tensor(view)
@@ -202,7 +270,7 @@ class _Run:
     def _finish(self) -> None:
         for rank, held in enumerate(self._traces.held):
             own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
-            for storage in sorted((held & self._run.kept) | own):
+            for storage in sorted(((held & self._run.kept) | own) - self._follows[rank]):
                 whole, mine = self._whole.flat(storage), self._ranks[rank].flat(storage)
                 if not self._alike(whole, mine, self._largest):
                     raise _differs(self._last_writer(storage), rank)

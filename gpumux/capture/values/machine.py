@@ -72,11 +72,13 @@ class Machine:
     def forget(self, index: int) -> None:
         self._held.pop(index, None)
 
-    def take(self, other: Machine, index: int, copy: bool) -> None:
-        """Have the elements of another machine's storage `index`: its memory, or a copy."""
-        if index in other._held:
-            held = other._held[index]
-            self._held[index] = held.clone() if copy else held
+    def take(self, other: Machine, index: int) -> None:
+        """Share the memory of another machine's storage `index`."""
+        self._held[index] = other._held[index]
+
+    def own(self, index: int) -> None:
+        """Copy the elements of storage `index`, so that no other machine shares them."""
+        self._held[index] = self._held[index].clone()
 
     def flat(self, index: int) -> torch.Tensor:
         """All elements of storage `index`."""
