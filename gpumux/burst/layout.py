@@ -97,7 +97,7 @@ class _Layouts:
         """Whether the operator computes something from the batch, its size and numbers drawn alone, or only makes
         room."""
         kinds = {kind for *_, kind in self.plan.outs[j]}
-        if not kinds <= {ValueKind.SIZE, ValueKind.DATA, ValueKind.SAMPLE}:
+        if j in self.plan.norms or not kinds <= {ValueKind.SIZE, ValueKind.DATA, ValueKind.SAMPLE}:
             return False
         if pair.name in PATTERN_ONLY:
             return True

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
-from gpumux.capture.microbatch.proof import Match, Proof
+from gpumux.capture.microbatch.proof import Match, Proof, with_given_statistics
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
@@ -24,8 +24,8 @@ from gpumux.program.ir import ITEM_BYTES, extent
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
 
-# How far a value may be from the whole step's, relative to its largest element, and relative to the largest gradient
-# (of one that is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
+# How far a value may be from the whole step's, relative to its largest element, and relative to the largest of others
+# (where it is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
 _BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
 
 
@@ -60,6 +60,9 @@ class Lockstep:
     written: Mapping[int, Sequence[Written]]
     results: Sequence[int]
     kept: frozenset[int]
+    # Batch norms of which each rank has statistics of its own: no value after them is the whole step's. They are
+    # compared with the running statistics in their place.
+    norms: frozenset[int] = frozenset()
 
 
 def prove_ranks(run: Lockstep, load: Load) -> None:
@@ -81,7 +84,7 @@ class _Run:
     def __init__(self, run: Lockstep, wide: bool, load: Callable[[Machine], None]) -> None:
         self._run, self._traces, self._record = run, run.traces, run.traces.record
         self._relative, self._absolute = _BOUNDS[wide]
-        self._largest = 0.0  # of all gradients and other sums
+        self._largest = 0.0  # of all gradients and other sums, in the end also of all that outlives the step
         self._whole = Machine(self._record, wide)
         load(self._whole)
         self._ranks: list[Machine] = []
@@ -107,7 +110,7 @@ class _Run:
     def run(self) -> None:
         for j, pair in enumerate(self._run.pairs):
             self._all_ranks(j, pair.full)
-            self._run_whole(pair.full)
+            self._run_whole(j, pair.full)
             self._all_ranks(j, None)
             for written in self._run.written.get(j, ()):
                 self._compare_part(pair, written)
@@ -120,7 +123,7 @@ class _Run:
     # An operator of the whole step that a rank runs as it is, on values that are known to be the whole step's, gives
     # the whole step's results: it is run once for all. So an optimizer's memory and time do not grow with the ranks.
 
-    def _run_whole(self, op: RawOp) -> None:
+    def _run_whole(self, j: int, op: RawOp) -> None:
         following = []
         for rank, follows in enumerate(self._follows):
             if self._is_next(rank, op):
@@ -128,11 +131,18 @@ class _Run:
             else:
                 for storage in op.writes & follows:
                     self._part_from(rank, storage)
-        _run_one(self._whole, op)
+        self._run_one(self._whole, op, j)
         for rank in following:
             self._next[rank] += 1
             for storage in op.writes:
-                self._follow(rank, storage)
+                if storage in self._whole:  # a batch norm by given statistics leaves none
+                    self._follow(rank, storage)
+
+    def _run_one(self, machine: Machine, op: RawOp, j: int) -> None:
+        if op.random is not None:
+            machine.draw(op)
+        else:
+            machine.run(with_given_statistics(op, self._run.pairs[j].full) if j in self._run.norms else op)
 
     def _is_next(self, rank: int, op: RawOp) -> bool:
         """Whether a rank is about to run an operator of the whole step on the whole step's values."""
@@ -182,7 +192,7 @@ class _Run:
                     break
                 for storage in op.writes:
                     self._part_from(rank, storage)
-                _run_one(self._ranks[rank], op)
+                self._run_one(self._ranks[rank], op, j)
                 self._next[rank] += 1
 
     # ---- collectives -------------------------------------------------------------------------------------
@@ -217,6 +227,8 @@ class _Run:
             self._part_from(rank, storage)
             value = self._ranks[rank].tensor(view)
             value.copy_(total * members[rank].scale)
+            if storage not in self._whole:  # statistics of a batch norm, which the whole step has no tensor for
+                continue
             self._compare_sum(view, value, where, rank)
             if self._covers(view):
                 self._follow(rank, storage)
@@ -268,6 +280,9 @@ class _Run:
             raise _differs(f"{where}{of}", rank)
 
     def _finish(self) -> None:
+        values = [self._whole.flat(storage) for storage in self._run.kept if storage in self._whole]
+        largest = [float(each.abs().max()) for each in values if each.is_floating_point() and each.numel()]
+        self._largest = max(self._largest, *largest, 0.0)
         for rank, held in enumerate(self._traces.held):
             own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
             for storage in sorted(((held & self._run.kept) | own) - self._follows[rank]):
@@ -296,13 +311,6 @@ class _Run:
             whole, given = whole[finite], given[finite]
         bound = self._relative * float(whole.abs().max()) + self._absolute * largest if whole.numel() else 0.0
         return not whole.numel() or float((whole - given).abs().max()) <= bound
-
-
-def _run_one(machine: Machine, op: RawOp) -> None:
-    if op.random is not None:
-        machine.draw(op)
-    else:
-        machine.run(op)
 
 
 def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpumux.burst.norms import BatchNorm, check_batch_norm
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.programs import InputPart, check_together, narrowed
 from gpumux.burst.split import split_over_ranks
@@ -47,8 +48,11 @@ class RankedStep:
 class BurstSplitter:
     """A RankSplitter (capture/step.py) for a placement of layers on ranks (DeepPool, sections 3 and 4)."""
 
-    def __init__(self, placement: RankPlacement) -> None:
-        self.placement = placement
+    def __init__(self, placement: RankPlacement, batch_norm: BatchNorm = "refuse") -> None:
+        """`batch_norm`: what becomes of batch norms in training mode on several ranks (norms.py). Raises ConfigError
+        for another word."""
+        check_batch_norm(batch_norm)
+        self.placement, self.batch_norm = placement, batch_norm
 
     @property
     def ranks(self) -> int:
@@ -62,7 +66,7 @@ class BurstSplitter:
     def split(
         self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
     ) -> RankTraces:
-        return split_over_ranks(full, parts, tensors, self.placement, table)
+        return split_over_ranks(full, parts, tensors, self.placement, table, self.batch_norm)
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> RankedStep:
         assert raw.ranks is not None

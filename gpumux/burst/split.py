@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
+from gpumux.burst.norms import BatchNorm, Statistics, Sum, SyncNorm, values_of_a_channel, without_running
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.proof import REMEDY, Lockstep, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
@@ -61,9 +62,10 @@ def split_over_ranks(
     tensors: list[torch.Tensor],
     placement: RankPlacement,
     table: StateTable,
+    batch_norm: BatchNorm = "refuse",
 ) -> RankTraces:
     """The operators of each rank. `parts`: the trace of the first of g parts of the batch, for each number of ranks g
-    above 1 that a layer has, and at least for one g. Raises NotSplittable."""
+    above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. Raises NotSplittable."""
     cuts = {g: split_positions(tensors, g) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
     returned = [
@@ -73,10 +75,12 @@ def split_over_ranks(
     ]
     classified: dict[int, tuple[list[OperatorPair], SplitPlan]] = {}
     for g, part in parts.items():
-        setting = Setting(cuts[g], fixed(table), gradients)
+        setting = Setting(cuts[g], fixed(table), gradients, norms=True)
         pairs = pair_up(full, part)
         plan = classify(pairs, full.record, part.record, g, setting, exits(full), [a for _, a, _ in returned])
         classified[g] = pairs, plan
+    if batch_norm == "refuse":
+        _refuse_batch_norms(classified)
     _refuse_different({g: plan for g, (_, plan) in classified.items()})
     some = next(iter(parts))
     pairs, plan = classified[some]
@@ -90,10 +94,21 @@ def split_over_ranks(
         make = _maker(pairs, full, part, plan, g, cuts[g])
         proof = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined)
         splits[g] = _Split(g, part.record, pairs, plan, proof)
-    walk = _Walk(full, splits, layout, placement=placement, cut=cut)
+    walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([a for _, a, _ in returned])
     prove_ranks(walk.lockstep(traces, [a for _, a, _ in returned]), Loader(full.record, table, tensors, cut))
     return traces
+
+
+def _refuse_batch_norms(classified: Mapping[int, tuple[list[OperatorPair], SplitPlan]]) -> None:
+    for pairs, plan in classified.values():
+        for j in sorted(plan.norms):
+            raise NotSplittable(
+                f"{pairs[j].full.where}: batch norm in training mode uses the mean and variance of the whole batch, and"
+                " ranks have parts of it",
+                "choose batch_norm='sync' (statistics over the ranks: what one device computes, with two exchanges a"
+                " layer and one in its backward pass) or 'rank' (each rank's own, as DistributedDataParallel)",
+            )
 
 
 def _maker(
@@ -166,6 +181,7 @@ class _Walk:
         *,
         placement: RankPlacement,
         cut: Collection[int],
+        batch_norm: BatchNorm,
     ) -> None:
         some = next(iter(splits.values()))
         source = full.record
@@ -183,6 +199,9 @@ class _Walk:
             )
             for g, s in splits.items()
         }
+        self.batch_norm = batch_norm
+        self.norms = {g: SyncNorm(emitter) for g, emitter in self.emitters.items()}
+        self.statistics: dict[tuple[int, int], Statistics] = {}  # by storage of a saved mean, and number of ranks
         self.batch = self.record.views[source.inputs[min(cut)]].size[0]
         self.ops: list[list[RawOp]] = [[] for _ in self.everyone]
         self.ats: list[list[int]] = [[] for _ in self.everyone]  # the operator of the whole trace that each is for
@@ -232,7 +251,8 @@ class _Walk:
         written = {j: parts_written(j, sorted(places), plans, view_of) for j, places in self.written.items()}
         kept = {self.record.views[v].storage for v in exits(self.full)}
         kept |= {i for i, storage in enumerate(self.record.storages) if storage.kind == "state"}
-        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept))
+        norms = frozenset(self.plan.norms) if self.batch_norm == "rank" else frozenset[int]()
+        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), norms)
 
     # ---- operators on whole values -------------------------------------------------------------------
 
@@ -341,10 +361,14 @@ class _Walk:
                 groups.setdefault((tuple(sorted(ranks)), ratios[len(ranks)][storage]), []).append(storage)
         for (ranks, ratio), storages in groups.items():
             views = tuple(self.over(s) for s in storages)
-            one = RawCollective("all_reduce", self.sequence, ranks, views, ratio)
-            self.sequence += 1
-            for rank in ranks:
-                self.add(rank, one, frozenset(storages), frozenset(storages), "the sum over ranks")
+            self.add_up(ranks, views, ratio, "the sum over ranks")
+
+    def add_up(self, ranks: Ranks, views: tuple[int, ...], scale: float, where: str) -> None:
+        one = RawCollective("all_reduce", self.sequence, ranks, views, scale)
+        self.sequence += 1
+        storages = frozenset(self.record.views[v].storage for v in views)
+        for rank in ranks:
+            self.add(rank, one, storages, storages, where)
 
     def exchange(
         self, sent: Mapping[int, list[tuple[int, int]]], received: Mapping[int, list[tuple[int, int]]], where: str
@@ -379,7 +403,10 @@ class _Walk:
                 self.gather(moved, ranks, pair.full.where)
         written: set[Holder] = set()
         for ranks in places:
-            self.part_on(j, pair, ranks, pattern, written)
+            if j in self.plan.norms:
+                self.norm_on(j, pair, ranks, written)
+            else:
+                self.part_on(j, pair, ranks, pattern, written)
         self.written[j] = written
         self.note(j, pair, on)
 
@@ -403,6 +430,51 @@ class _Walk:
             emitter.extras.clear()
             for op in ops:
                 self.write(rank, op, pattern)
+
+    def norm_on(self, j: int, pair: OperatorPair, ranks: Ranks, written: set[Holder]) -> None:
+        """Write a batch norm in training mode, or its backward pass."""
+        g, running = len(ranks), pair.full.reads & pair.full.writes
+        written |= {(rank, g, i) for i, rank in enumerate(ranks)}
+        updated = {ranks[0]}
+        if g == 1:
+            self.put(ranks[0], pair.full)
+        elif self.batch_norm == "rank":
+            for i, rank in enumerate(ranks):
+                (op,) = self.emitters[g].emit(j, i)
+                self.put(rank, without_running(op, running) if i and running else op)
+        else:
+            ops = [self.emitters[g].emit(j, i)[0] for i in range(g)]
+            forward = bool(running)
+            samples = values_of_a_channel(self.full.record.views[pair.refs[0][0]])
+            saved = pair.outs[1][0] if forward else pair.refs[-2][0]
+            key = self.record.views[saved].storage, g
+            if forward:
+                stages, self.statistics[key] = self.norms[g].forward(ops, samples)
+            else:
+                stages = self.norms[g].backward(ops, samples, self.statistics[key])
+            for stage in stages:
+                if isinstance(stage, Sum):
+                    self.add_up(tuple(sorted(ranks)), stage.views, stage.scale, pair.full.where)
+                    continue
+                for rank, mine in zip(ranks, stage, strict=True):
+                    for op in mine:
+                        self.put(rank, op)
+            updated = set(ranks)
+        for view in dict.fromkeys(a for a, _ in pair.refs):
+            storage = self.record.views[view].storage
+            if storage in running:
+                self.spread(view, ranks[0], self.home[storage] - updated, pair.full.where)
+
+    def spread(self, view: int, source: int, ranks: Collection[int], where: str) -> None:
+        """Copy state that one rank has changed to the others that hold it."""
+        if not ranks:
+            return
+        v = self.record.views[view]
+        fresh = self.emitters[next(iter(self.emitters))].fresh(v.dtype, v.size)
+        sent = {source: [(rank, view) for rank in sorted(ranks)]}
+        self.exchange(sent, {rank: [(source, fresh)] for rank in ranks}, where)
+        for rank in sorted(ranks):
+            self.put(rank, self.copy(view, fresh, where))
 
     def put(self, rank: int, op: RawOp) -> None:
         self.ops[rank].append(op)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpumux.burst.norms import BatchNorm
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.recorder import RankTraces
@@ -67,7 +68,13 @@ def apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
 
 
 def compare(
-    subject: Subject, placement: RankPlacement, steps: int, *, change: Change | None = None, which: Sequence[int] = ()
+    subject: Subject,
+    placement: RankPlacement,
+    steps: int,
+    *,
+    change: Change | None = None,
+    which: Sequence[int] = (),
+    batch_norm: BatchNorm = "refuse",
 ) -> tuple[Difference, Gang]:
     """Run a subject plainly and as a gang from the same weights, random state and batches. Asserts that both leave the
     random generator in one state. `which`: the steps that each call of the loop makes, in turn; all without it."""
@@ -82,7 +89,9 @@ def compare(
     generator = torch.get_rng_state()
     torch.manual_seed(1)
     gang_models, optimizers, gang_steps = subject.build(split)
-    gang = Gang(gang_models, optimizers, gang_steps, placement, change=change)
+    gang = Gang(
+        gang_models, optimizers, gang_steps, placement, change=change, over=BurstSplitter(placement, batch_norm)
+    )
     given = [gang(*batch, which=i) for at, batch in enumerate(batches) for i in turns[at % len(turns)]]
     assert torch.equal(generator, torch.get_rng_state()), "the random generator is elsewhere"
     gang.sync()

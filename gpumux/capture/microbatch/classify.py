@@ -200,6 +200,8 @@ BATCH_NORMS = frozenset(
      "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "batch_norm_with_update")
 )  # fmt: skip
 
+NORM_BACKWARD = "native_batch_norm_backward"
+
 # Losses that divide by the number (or weight) of the labels that are not ignored; that of the whole batch must be used.
 # `reduction` is argument 3 forward and 4 backward, `total_weight` is return 1 forward and argument 6 backward.
 NLL_FORWARD = frozenset(("nll_loss_forward", "nll_loss2d_forward"))
@@ -232,11 +234,13 @@ class RunLevel(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`split`: positions of the batch tensors that are cut into parts. `fixed`: job buffers without parameters.
-    `gradients`: job buffers of gradients that exist before the step."""
+    `gradients`: job buffers of gradients that exist before the step. `norms`: whether parts may have batch norms with
+    statistics of their own, for which the caller provides (plan.norms)."""
 
     split: set[int]
     fixed: set[int]
     gradients: set[int]
+    norms: bool = False
 
 
 @dataclass(slots=True)
@@ -256,6 +260,7 @@ class SplitPlan:
     losses: dict[int, int] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
     divided: dict[int, int] = field(default_factory=dict)  # division inside a part -> storage of its count
+    norms: set[int] = field(default_factory=set)  # batch norms in training mode, forward and backward
 
 
 def training(norm: OperatorPair) -> bool:
@@ -304,6 +309,7 @@ class Values:
         made = [onednn_lstm.workspace_view(pair.full) for pair in pairs]
         self._opaque = {full.views[view].storage for view in made if view is not None}
         self.plan = SplitPlan([], kinds, [])
+        self.norms: set[int] = set()  # storages of statistics that batch norms leave for their backward passes
         self._writers: dict[int, list[int]] = {}
         self.part_read: set[int] = set()
         self.part_wrote: set[int] = set()
@@ -574,8 +580,10 @@ class _Walk(Values):
     def _sample_op(
         self, j: int, pair: OperatorPair, kinds: list[ValueKind]
     ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
-        if pair.name in BATCH_NORMS:
-            self._refuse_batch_norm(pair)
+        if self._is_batch_norm(pair):
+            return self._batch_norm(j, pair)
+        if pair.name == NORM_BACKWARD and self.norms & {self.full.views[a].storage for a, _ in pair.refs}:
+            self.plan.norms.add(j)
         if self.changes_state(pair):
             raise self.refuse(pair, "writes values of single samples into the job's state")
         pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
@@ -609,13 +617,28 @@ class _Walk(Values):
         if pair.full.random is not None:
             raise self.refuse(pair, "draws random numbers over the whole batch")
 
-    def _refuse_batch_norm(self, pair: OperatorPair) -> None:
-        """Raises NotSplittable for batch norm in training mode, except instance norm, which is recorded as batch norm
+    def _is_batch_norm(self, pair: OperatorPair) -> bool:
+        """Whether an operator is a batch norm in training mode, and no instance norm, which is recorded as batch norm
         with the samples along dimension 1."""
+        if pair.name not in BATCH_NORMS or not training(pair):
+            return False
         a, b = pair.refs[0]
-        if training(pair) and scaled(self.full.views[a], self.part.views[b], self.count) != 1:
+        return scaled(self.full.views[a], self.part.views[b], self.count) != 1
+
+    def _batch_norm(self, j: int, pair: OperatorPair) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
+        """A batch norm whose statistics stay with their part. The running ones are known after it as before it."""
+        if not self.setting.norms:
             raise NotSplittable(
                 f"{pair.full.where}: batch norm in training mode uses the mean and variance of the whole batch, "
                 "and parts of it have others",
                 "use layer, group or instance norm, or keep the batch norms in eval(), or submit without microbatches",
             )
+        if pair.name != "native_batch_norm" or pair.full.args[3] is None:
+            raise self.refuse(pair, "normalises by the statistics of the batch and keeps no running ones")
+        (y, *_), (mine, *_) = pair.full.outs, pair.part.outs
+        assert isinstance(y, int)
+        assert isinstance(mine, int)
+        saved = [(a, b, ValueKind.SIZE) for a, b in pair.outs[1:]]
+        self.plan.norms.add(j)
+        self.norms |= {self.full.views[a].storage for a, *_ in saved}
+        return RunLevel.PART, [(y, mine, ValueKind.SAMPLE), *saved]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from gpumux.capture.microbatch.classify import (
+    NORM_BACKWARD,
     NOT_SUMS,
     REMEDY,
     OperatorPair,
@@ -104,6 +105,19 @@ _WIDE_TOLERANCE = 1e-8  # float64: the difference between two orders of summatio
 _NARROW_TOLERANCE = 1e-3  # the step's own types, if it can't be run in float64
 _NOISE = 1e-12
 
+
+def with_given_statistics(op: RawOp, of: RawOp | None = None) -> RawOp:
+    """A batch norm by its running statistics, which are the same for all parts, in place of the batch's. `of`: the
+    operator whose running statistics those are, where it is another."""
+    if op.target == "aten.native_batch_norm.default":
+        writes = op.writes - op.reads
+        args = (*op.args[:3], *(of or op).args[3:5], False, *op.args[6:])
+        return replace(op, args=args, outs=(op.outs[0], None, None), writes=writes)
+    if op.target == f"aten.{NORM_BACKWARD}.default":
+        return replace(op, args=(*op.args[:5], None, None, False, *op.args[8:]))
+    return op
+
+
 Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with made-up numbers
 
 
@@ -163,7 +177,7 @@ class _Run:
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
             if level is RunLevel.TAIL:
                 continue
-            self._whole(pair.full)
+            self._whole(with_given_statistics(pair.full) if j in self.plan.norms else pair.full)
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
                 self._compare(j, pair)
@@ -207,7 +221,7 @@ class _Run:
                 self.machine.put(ops[0], self._drawn(pair, part))
                 continue
             for op in ops:
-                self.machine.run(op)
+                self.machine.run(with_given_statistics(op) if j in self.plan.norms else op)
 
     def _drawn(self, pair: OperatorPair, part: int) -> list[torch.Tensor]:
         """The part's piece of the numbers drawn for the whole batch."""
