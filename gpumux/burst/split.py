@@ -202,7 +202,7 @@ class _Walk:
         self.batch_norm = batch_norm
         self.norms = {g: SyncNorm(emitter) for g, emitter in self.emitters.items()}
         self.statistics: dict[tuple[int, int], Statistics] = {}  # by storage of a saved mean, and number of ranks
-        self.batch = self.record.views[source.inputs[min(cut)]].size[0]
+        self.batch = next(iter(self.emitters.values())).samples
         self.ops: list[list[RawOp]] = [[] for _ in self.everyone]
         self.ats: list[list[int]] = [[] for _ in self.everyone]  # the operator of the whole trace that each is for
         self.written: dict[int, set[Holder]] = {}  # operator -> the parts of it that ranks run
@@ -544,15 +544,17 @@ class _Walk:
 
     def matched(self, j: int, a: int) -> tuple[int | None, int] | None:
         """(power, inner) of a per-sample result, None if it is not known."""
-        power, inner = None, 1
+        powers, inners = set[int](), {1}
         for g, split in self.splits.items():
             match: Match | None = split.proof.samples.get((j, a))
             if match is None:
                 return None
-            inner = max(inner, match.inner)
+            inners.add(match.inner)
             if match.ratio is not None:
-                power = round(log(match.ratio, g))
-        return power, inner
+                powers.add(round(log(match.ratio, g)))
+        if len(powers) > 1 or len(inners) > 2:
+            return None
+        return next(iter(powers), None), max(inners)
 
     # ---- moving per-sample values --------------------------------------------------------------------
 

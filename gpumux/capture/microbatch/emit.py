@@ -41,6 +41,11 @@ class PartEmitter:
             for s in pair.full.writes
         }
 
+    @property
+    def samples(self) -> int:
+        """How many samples the whole batch has."""
+        return self.record.views[self.record.inputs[min(self._split)]].size[0]
+
     # ---- storages and views --------------------------------------------------------------------------
 
     def view(self, view: View) -> int:

@@ -247,8 +247,10 @@ class _Run:
             if kind in (ValueKind.SAMPLE, ValueKind.DATA):
                 whole, parts = self._values(a, b)
                 match = self._along(a, b, whole, parts)
-                if match is not None:
+                if match is not None and not self._fits_any_order(whole, parts):
                     self._samples[j, a] = match
+                elif match is not None:
+                    continue
                 elif not (whole.is_floating_point() or whole.is_complex()):
                     continue  # positions differ in a part and in the batch; the values picked by them are compared
                 else:
@@ -265,7 +267,15 @@ class _Run:
 
     def _along(self, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> Match | None:
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
-        return along(whole, parts, dim, self.tolerance) if dim >= 0 else None  # a workspace has no dimension of samples
+        return along(whole, parts, dim, self.tolerance) if dim >= 0 else None  # a workspace of oneDNN has none
+
+    def _fits_any_order(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+        """Whether these numbers do not show in which order parts lie: a mask that is true everywhere now, of more rows
+        than the batch has samples."""
+        if whole.is_floating_point() or whole.is_complex() or not whole.numel():
+            return False
+        longest = max(n for n, m in zip(whole.shape, parts[0].shape, strict=True) if n != m)
+        return longest > self.emitter.samples and bool((whole == whole.flatten()[0]).all())
 
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
