@@ -72,6 +72,7 @@ class _Layouts:
         self.free = [False] * len(pairs)
         self.layout = Layout([None] * len(pairs))
         self._of: dict[int, Ranks] = {}  # storage of samples or shares -> ranks of the operator that wrote it last
+        self._seen: dict[int, set[Ranks]] = {}  # the same storage -> where it has been read since, and so lies as well
         self.needed: dict[int, set[int]] = {}  # storage that is the same everywhere -> ranks that need it
         self.everywhere = tuple(range(placement.ranks))
         self.first = next(iter(placement.layers.values()), placement.default or (0,))
@@ -91,6 +92,9 @@ class _Layouts:
                 ranks = self._ranks(j, pair)
                 self.layout.on[j] = ranks
                 self._of.update(dict.fromkeys(pair.full.writes, ranks))
+                for storage in pair.full.reads if pair.name not in PATTERN_ONLY else ():
+                    self._seen.setdefault(storage, set()).add(ranks)
+                self._seen.update({storage: {ranks} for storage in pair.full.writes})
             self.kinds.after(pair, self.plan.outs[j])
 
     def _is_free(self, j: int, pair: OperatorPair, made: Collection[int]) -> bool:
@@ -112,6 +116,7 @@ class _Layouts:
         return given or (same and self.kinds[storage] is ValueKind.SAME)
 
     def _ranks(self, j: int, pair: OperatorPair) -> Ranks:
+        """The ranks of an operator: of its layer, or where the fewest bytes are missing of what it reads."""
         shares = [s for s in pair.full.reads if self.kinds[s] is ValueKind.SHARE]
         if shares and pair.name not in PATTERN_ONLY:
             places = {self._of.get(s, _WHOLE) for s in shares}
@@ -125,9 +130,12 @@ class _Layouts:
         if planned is not None:
             return planned
         given = [s for s in pair.full.reads if s in self._of]
-        if given:
-            return self._of[max(given, key=lambda s: (self.record.storages[s].nbytes, -s))]
-        return self.first
+        if not given:
+            return self.first
+        sizes = {s: self.record.storages[s].nbytes for s in given}
+        by_size = sorted(given, key=lambda s: (-sizes[s], s))
+        possible = dict.fromkeys(self._of[s] for s in by_size)
+        return min(possible, key=lambda ranks: sum(sizes[s] for s in given if ranks not in self._seen[s]))
 
     # ---- backward: what is needed where --------------------------------------------------------------
 

@@ -15,7 +15,8 @@ MOST_RANKS = 64
 class RankPlacement:
     """`layers`: the ranks of each planned layer, by the module's path as named_modules has it ("features.0"; with
     several models "model0.features.0"). A rank at place i holds part i of the batch there. Modules inside a planned one
-    belong to it; operators of no planned layer run where their input is. Raises ConfigError for ranks that can't be."""
+    belong to it; operators of no planned layer run where most of their input is. Raises ConfigError for ranks that
+    can't be."""
 
     ranks: int
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -55,11 +56,23 @@ def data_parallel(ranks: int) -> RankPlacement:
     return RankPlacement(ranks, default=tuple(range(ranks)))
 
 
+def nested(first: int, count: int) -> tuple[int, ...]:
+    """`count` ranks from `first` on, in an order of parts in which each rank that is also among fewer of them, or more,
+    keeps all samples that it can: doubled ranks split each part in two, and the rank that had it keeps the first. The
+    plan's cost model counts on that (plan/costs.py, moved_share)."""
+    factor = next((n for n in range(2, count + 1) if count % n == 0), 1)
+    if factor == 1:
+        return (first,)
+    fewer = nested(first, count // factor)
+    others = iter(range(first + len(fewer), first + count))
+    return tuple([rank for kept in fewer for rank in (kept, *(next(others) for _ in range(factor - 1)))])
+
+
 def planned(plan: SavedPlan) -> RankPlacement:
     """The placement of a plan that `gpumux plan burst --save` wrote. A layer's ranks are those of its computation.
     Raises ConfigError for a plan whose layers have no names of modules."""
     layers: dict[str, tuple[int, ...]] = {}
     for row in plan.rows:
         if not row.transfer:
-            layers[plan.layers[row.layer].name] = tuple(range(row.first, row.first + row.gpus))
+            layers[plan.layers[row.layer].name] = nested(row.first, row.gpus)
     return RankPlacement(plan.gpus, layers)
