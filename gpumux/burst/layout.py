@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpumux.burst.placement import RankPlacement
-from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, ValueKind
+from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, ValueKind, call_refs, refs_of
+from gpumux.capture.recorder import RawOp
 from gpumux.capture.state import StateTable
-from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import RawTrace
-from gpumux.capture.values.machine import PATTERN_ONLY
+from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 
 Ranks = tuple[int, ...]  # in the order of the parts of the batch that they hold
 
@@ -139,8 +140,9 @@ class _Layouts:
 
     # ---- backward: what is needed where --------------------------------------------------------------
 
-    def backward(self) -> None:
-        wanted: dict[int, set[Ranks]] = {}  # storage of free operators -> where it is used
+    def backward(self, returned: Collection[int]) -> None:
+        # storage of free operators -> where it is used
+        wanted = {self.record.views[view].storage: {self.first} for view in returned}
         for j in reversed(range(len(self.pairs))):
             pair, level = self.pairs[j], self.plan.levels[j]
             reads = () if pair.name in PATTERN_ONLY else pair.full.reads
@@ -188,17 +190,39 @@ class _Layouts:
             ranks = {*planned, *(self.needed.get(storage, ()) if storage is not None else ())}
             of_parameter[i] = found.setdefault(place.buffer, set())
             of_parameter[i] |= ranks
-        others = [(i, place.buffer) for i, place in self.full.entry.gradients]
-        for optimizer in self.full.entry.optimizers:
-            for (kind, key), tree in optimizer:
-                if kind == "p":
-                    leaves = [leaf for leaf in frozen_leaves(tree) if isinstance(leaf, DeviceLeaf)]
-                    others += [(key, leaf.place.buffer) for leaf in leaves]
-        for i, buffer in others:
+        for i, buffer in self.full.entry.of_parameters():
             found.setdefault(buffer, set()).update(of_parameter.get(i, ()))
         for buffer, storage in self.record.state_storage.items():
             found.setdefault(buffer, set()).update(self.needed.get(storage, ()))
+        self._beside_others(found)
         self.layout.homes = {buffer: tuple(sorted(ranks)) or self.everywhere for buffer, ranks in found.items()}
+
+    def _beside_others(self, found: dict[int, set[int]]) -> None:
+        """Put buffers that no layer uses (a moving average of the weights) where what is written to them is."""
+        lies = {storage: found[buffer] for buffer, storage in self.record.state_storage.items() if found.get(buffer)}
+        for pair, level in zip(self.pairs, self.plan.levels, strict=True):
+            for views in entries_of(pair.full) if level is not RunLevel.PART else ():
+                storages = {self.record.views[v].storage for v in views}
+                sizes = {s: self.record.storages[s].nbytes for s in storages}
+                places = [lies[s] for s in sorted(storages) if s in lies and sizes[s] == max(sizes.values())]
+                if places:
+                    lies.update({s: places[0] for s in storages & pair.full.writes if s not in lies})
+        for buffer, storage in self.record.state_storage.items():
+            found[buffer] |= lies.get(storage, set())
+
+
+def entries_of(op: RawOp) -> list[list[int]]:
+    """The views of an operator's arguments and results: of each entry, if it is one over lists of tensors."""
+    lists = [arg for arg in (*op.args, *op.outs) if isinstance(arg, tuple) and arg]
+    if op.target.startswith(("aten._foreach_", "aten._fused_")) and lists:
+        length = len(lists[0])
+        same = [each for each in lists if len(each) == length]
+        return [[v for each in same for v in _views(each[e])] for e in range(length)]
+    return [[*call_refs(op), *outs_of(op.outs)]]
+
+
+def _views(arg: Any) -> list[int]:
+    return [arg] if type(arg) is int else list(refs_of(arg))
 
 
 def lay_out(
@@ -208,11 +232,12 @@ def lay_out(
     placement: RankPlacement,
     split: Collection[int],
     table: StateTable,
+    returned: Collection[int],
 ) -> Layout:
     """Where the operators and buffers of a step are, under a placement. `split`: positions of the batch tensors that
-    are cut into parts."""
+    are cut into parts. `returned`: views that the step returns."""
     found = _Layouts(full, pairs, plan, placement=placement, split=split)
     found.forward()
-    found.backward()
+    found.backward(returned)
     found.homes(table)
     return found.layout

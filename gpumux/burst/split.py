@@ -66,6 +66,31 @@ def split_over_ranks(
 ) -> RankTraces:
     """The operators of each rank. `parts`: the trace of the first of g parts of the batch, for each number of ranks g
     above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. Raises NotSplittable."""
+    try:
+        return _split(full, parts, tensors, placement, table, batch_norm)
+    except NotSplittable as error:
+        message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
+        raise NotSplittable(message, remedy) from error
+
+
+def _of_ranks(text: str) -> str:
+    """What the analysis of microbatches says, in the words of ranks."""
+    for theirs, ours in (
+        ("use fewer microbatches", "give the layers fewer ranks"), ("without microbatches", "without a plan"),
+        ("submit the step without them", "submit the step without a plan"), ("microbatches", "parts"),
+    ):  # fmt: skip
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _split(
+    full: RawTrace,
+    parts: Mapping[int, RawTrace],
+    tensors: list[torch.Tensor],
+    placement: RankPlacement,
+    table: StateTable,
+    batch_norm: BatchNorm,
+) -> RankTraces:
     cuts = {g: split_positions(tensors, g) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
     returned = [
@@ -85,7 +110,7 @@ def split_over_ranks(
     some = next(iter(parts))
     pairs, plan = classified[some]
     cut = cuts[some]
-    layout = lay_out(full, pairs, plan, placement, cut, table)
+    layout = lay_out(full, pairs, plan, placement, cut, table, [a for _, a, _ in returned])
     splits: dict[int, _Split] = {}
     for at, (g, part) in enumerate(parts.items()):
         pairs, plan = classified[g]
@@ -328,6 +353,12 @@ class _Walk:
             missing = sorted(ranks - self.home[storage])
             if not missing:
                 continue
+            if self.record.storages[storage].kind == "state":
+                raise NotSplittable(
+                    f"{where} computes with state of the job that lies on other ranks",
+                    "give modules whose parameters meet outside of forward and backward (weights and a moving average"
+                    " of them) the same ranks in the plan",
+                )
             view, source = self.over(storage), min(self.home[storage])
             for rank in missing:
                 sent.setdefault(source, []).append((rank, view))

@@ -462,7 +462,13 @@ def lower_rank(raw: RawTrace, rank: int, table: StateTable, keep: frozenset[int]
     dropped = {place.buffer for _, place in (*raw.entry.dropped, *end.structure.dropped)}
     dropped -= end.structure.buffers(table, ALL)
     here = {b for b, homes in ranks.homes.items() if rank not in homes}
-    left = [(place, view) for place, view in end.copies if views[view].storage in ranks.held[rank]]
+    params = [table.place(param) for param in table.params]
+    homes = {b: ranks.homes.get(place.buffer) for i, b in end.structure.of_parameters() if (place := params[i])}
+    away = {b for b, there in homes.items() if there is not None and rank not in there}
+    left = [
+        (place, view) for place, view in end.copies
+        if views[view].storage in ranks.held[rank] and place.buffer not in away
+    ]  # fmt: skip
     mine = [view for result in ranks.results for r, view in zip(result.ranks, result.views, strict=True) if r == rank]
     program, build = _program(
         ranks.record,

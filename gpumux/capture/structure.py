@@ -65,6 +65,15 @@ class Structure:
         leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
         return [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)] + [place for _, place in self.gradients]
 
+    def of_parameters(self) -> list[tuple[int, int]]:
+        """(parameter, job buffer) of each gradient, and of each tensor that an optimizer keeps for one parameter."""
+        found = [(i, place.buffer) for i, place in self.gradients]
+        for optimizer in self.optimizers:
+            for (kind, key), tree in optimizer:
+                leaves = frozen_leaves(tree) if kind == "p" else ()
+                found += [(key, leaf.place.buffer) for leaf in leaves if isinstance(leaf, DeviceLeaf)]
+        return found
+
     def buffers(self, table: StateTable, parts: Collection[Part]) -> set[int]:
         """The job buffers that hold these parts of the state."""
         places: list[Place | None] = []
