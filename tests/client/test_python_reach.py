@@ -468,6 +468,17 @@ class SlottedSettings:
     scale: float = 1.0
 
 
+def typed_in(source: str, name: str | None = "typed_in") -> Callable[[], Any]:
+    """What makes the class `Typed` of this source, as it is if it was typed in or made by exec."""
+
+    def make() -> Any:
+        space: dict[str, Any] = {} if name is None else {"__name__": name}
+        exec(source, space)  # noqa: S102
+        return space["Typed"]
+
+    return make
+
+
 CASES: dict[str, Callable[[], Work]] = {
     "attribute of a function": held(with_k, lambda t: t(), lambda t: setattr(t, "k", 3.0)),
     "code of a function": held(one, lambda t: t(), other_code),
@@ -523,6 +534,16 @@ CASES: dict[str, Callable[[], Work]] = {
     "list in an optimizer's group": optimizer_change(lambda o: first_is_three(o.param_groups[0]["tags"])),
     "list of an optimizer": optimizer_change(lambda o: first_is_three(o.table)),
     "an optimizer's defaults": optimizer_change(lambda o: o.defaults.update(lr=0.3)),
+    "class of no module": held(typed_in("class Typed:\n    scale = 1.0"), lambda t: t.scale, scale_of),
+    "class that exec makes": held(typed_in("class Typed:\n    scale = 1.0", None), lambda t: t.scale, scale_of),
+    "metaclass of no module": held(
+        typed_in("class Kind(type):\n    scale = 1.0\nclass Typed(metaclass=Kind): ..."), lambda t: t.scale,
+        lambda t: scale_of(type(t)),
+    ),
+    "types.new_class": held(lambda: with_scale(types.new_class("New")), lambda t: t().scale, scale_of),
+    "make_dataclass": held(
+        lambda: dataclasses.make_dataclass("Made", [("scale", float, 1.0)])(), lambda t: t.scale, scale_of
+    ),
     "getattr of a string": attribute_by_string,
     "getattr of a computed name": method_by_computed_name,
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import builtins
 import collections
 import dataclasses
 import enum
@@ -112,9 +113,21 @@ def of_code(code: types.CodeType, space: dict[str, Any] | None = None) -> Origin
 
 def of_class(cls: type) -> Origin:
     module = sys.modules.get(cls.__module__)
-    if module is None:  # classes made by exec; C types may have any value
-        return Origin.OWN if any(isinstance(v, types.FunctionType) for v in vars(cls).values()) else Origin.LIBRARY
+    if module is None or (module in _MAKERS and vars(module).get(cls.__name__) is not cls):
+        return Origin.OWN if any(map(_made_in_python, cls.__mro__)) else Origin.LIBRARY
     return _of_module(module)
+
+
+# The module of a class that `exec` makes without `__name__`, and of those that `types.new_class` makes.
+_MAKERS = (builtins, types)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_BY_A_STATEMENT = frozenset(("__dict__", "__weakref__", "__slots__"))  # C's types rarely have one
+
+
+def _made_in_python(cls: type) -> bool:
+    """Whether a class was made by Python, not by C, whose types may say any module. A metaclass has all of these from
+    `type`."""
+    return bool(cls.__flags__ & _HEAP_TYPE) and (issubclass(cls, type) or not _BY_A_STATEMENT.isdisjoint(vars(cls)))
 
 
 def _of_module(module: types.ModuleType) -> Origin:
