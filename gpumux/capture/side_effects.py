@@ -21,10 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture.state import UNRETURNED, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
-from gpumux.capture.watch.fingerprint import Fingerprint
-from gpumux.errors import CaptureError
+from gpumux.capture.watch.fingerprint import Change, Fingerprint
+from gpumux.errors import CaptureError, NotRepeatable
 
-_MISSING = object()
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
 _Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
 
 
@@ -95,7 +101,7 @@ class SideEffects:
         self._fingerprint = fingerprint
         self._buffers = [(m, dict(m._buffers)) for m in fingerprint.modules]
         self._params = [(m, dict(m._parameters)) for m in fingerprint.modules]
-        self._spaces = [(name, s, skip, dict(s)) for name, s, skip in fingerprint.spaces]
+        self._spaces = [(space, dict(space.entries)) for space in fingerprint.spaces]
         self._fields = [(label, o, {n: _field(o, n) for n in names}) for label, o, names in fingerprint.fields]
         self._lists = [(label, items, list(items)) for label, items in fingerprint.lists]
         self._cells = [(name, c, _content(c)) for name, c in fingerprint.cells]
@@ -251,11 +257,46 @@ class SideEffects:
         """Whether a place holds a tensor or a number of the trace, or held such a number before."""
         return value is not old and (self._holds(value) or _has_symbol(old))
 
+    def refuse_deleted(self) -> None:
+        """Raises NotRepeatable if the step deletes an attribute or a global that was there before it."""
+        for place in self._constants():
+            if place.value is _MISSING:
+                raise NotRepeatable(
+                    f"the step deletes {place.name} while it runs",
+                    "put None, or False, there instead, and have it there before you submit",
+                )
+
+    def unwatched(self) -> list[Change]:
+        """The numbers, flags and texts that the trace changed in attributes and globals which are not watched, because
+        code has them that was not known or because their names are computed."""
+        found = list(self._constants())
+        known = {name for name, _ in self._fingerprint.values()} if found else set()
+        return [
+            Change(p.name, p.old, p.value, False, p.with_value(p.old), p.with_value(p.value))
+            for p in found
+            if p.name not in known
+        ]
+
+    def _constants(self, everywhere: bool = False) -> Iterator[_Place]:
+        """The attributes and globals that the trace deleted, or in which it put a constant in the place of another or
+        of nothing. `everywhere`: also those of libraries, and entries of dictionaries."""
+        for (name, space, skip, own), before in self._spaces:
+            if own or everywhere:
+                for key in [key for key in dict.fromkeys([*before, *space]) if key not in skip]:
+                    old, value = before.get(key, _MISSING), space.get(key, _MISSING)
+                    if old is not value and _constant(value) and (_constant(old) or value is _MISSING):
+                        yield _Place(name(key), space, key, value, old, _put_back)
+        for label, owner, fields in self._fields:
+            for key, old in fields.items():
+                value = _field(owner, key)
+                if old is not value and _constant(value) and _constant(old):
+                    yield _Place(f"{label}.{key}", owner, key, value, old, _assign)
+
     def _places(self) -> list[_Place]:
         return [*self._entries(), *self._variables(), *self._attributes()]
 
     def _entries(self) -> Iterator[_Place]:
-        for name, space, skip, before in self._spaces:
+        for (name, space, skip, _), before in self._spaces:
             for key, value in list(space.items()):
                 old = before.get(key, _MISSING)
                 if key not in skip and self._left(value, old):
@@ -286,6 +327,12 @@ class SideEffects:
             optimizer.state.update(state)
         for put in self.restorers():
             put()
+        for place in list(self._constants(everywhere=True)):
+            place.with_value(place.old)()
+
+
+def _constant(value: Any) -> bool:
+    return value is None or value is _MISSING or type(value) in (bool, int, float, str)
 
 
 def _holds_fake(value: Any, depth: int = 3, also: Callable[[Any], bool] = lambda value: False) -> bool:

@@ -481,6 +481,7 @@ class StepFunction:
         missing. Raises CaptureError or a subclass. Does not change the job."""
         undo: list[Callable[[], None]] = []
         self._kept.clear()
+        first = self._first_changes is None
         for _ in range(MAX_TRACES):
             try:
                 return self._choose(args, kwargs, state)
@@ -495,6 +496,8 @@ class StepFunction:
                     if change.variable is not None:
                         self._kept.setdefault(change.variable, change)
                 over.apply()
+                if first and not self._first_changes and not over.changes:
+                    self._first_changes = None  # the next trace finds everything as this one did
             except CaptureError:
                 self._undo(undo)
                 raise

@@ -502,6 +502,15 @@ class TraceAgain(Exception):
         self.changes = changes
 
 
+def _changes_variables(changes: Sequence[Change]) -> NotRepeatable:
+    names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
+    return NotRepeatable(
+        f"the step changes Python variables while it runs: {names}",
+        "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
+        " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
+    )
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -634,6 +643,7 @@ class Tracer:
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
                 self._refuse_met(met, fingerprint, observer.found)
+                self._refuse_unwatched(left, fingerprint, observer.found)
                 rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
                 moves_all = moved(fingerprint.changes(before), scope)
@@ -685,12 +695,7 @@ class Tracer:
         if moves:
             raise Moves(moves)
         if stuck:
-            names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in stuck[:3])
-            raise NotRepeatable(
-                f"the step changes Python variables while it runs: {names}",
-                "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
-                " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
-            )
+            raise _changes_variables(stuck)
         raw.flags = changes
         raw.left = left.left(self.table.home)
         fingerprint.leaves.update(left.names())
@@ -710,6 +715,18 @@ class Tracer:
             raise TraceOver(lambda: fingerprint.extend(executed))  # variables of code that was not known may hold them
         if refused is not None:
             raise refused from error
+
+    def _refuse_unwatched(self, left: SideEffects, fingerprint: Fingerprint, executed: Executed) -> None:
+        """Raises TraceOver, with the values from before the trace put back, if it changed attributes or globals that
+        only code has which it showed first. Raises NotRepeatable if it deleted some, or changed some that nothing
+        watches."""
+        left.refuse_deleted()
+        found = left.unwatched()
+        if found and fingerprint.lacks(executed):
+            raise TraceOver(lambda: fingerprint.extend(executed))
+        counted = [change for change in found if type(change.old) in (bool, int, float)]  # others are filled once
+        if counted and fingerprint.computes_names:
+            raise _changes_variables(counted)
 
     def _whole(self, met: Met, old: torch.Tensor, places: list[tuple[str, Any, Any]]) -> bool:
         return self.outside is not None and self.outside.whole(old, places, met.names(old))

@@ -83,7 +83,7 @@ def _identity(owner: Any, key: Any) -> tuple[int, Any]:
 def _places(fingerprint: Fingerprint, names: Iterable[str]) -> Iterator[tuple[Any, Any]]:
     """(owner, key) of the variables with these names that may be bound anew."""
     known = frozenset(names)
-    for name, space, skip in fingerprint.spaces:
+    for name, space, skip, _ in fingerprint.spaces:
         yield from ((space, key) for key in list(space) if key not in skip and name(key) in known)
     for module in fingerprint.modules:
         for kind in (module._parameters, module._buffers):

@@ -137,6 +137,7 @@ class Fingerprint:
         self.modules = walk.modules
         self.other_optimizers = walk.other_optimizers
         self.spaces = walk.spaces
+        self.computes_names = walk.computes_names
         self.fields = walk.fields
         self.lists = walk.lists
         self.listed = walk.listed

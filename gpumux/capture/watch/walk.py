@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import builtins
 import collections
 import dataclasses
@@ -18,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -185,6 +186,25 @@ _GLOBAL_HOOKS = [
     if name.startswith("_global_") and name.endswith("_hooks") and isinstance(hooks, dict)
 ]
 _PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
+_CONSTANTS = (bool, int, float, str, type(None))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+# Python's ways to names that no code has as such.
+_BY_COMPUTED_NAMES = frozenset(
+    ("setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__", "globals", "exec")
+)
+
+
+class Space(NamedTuple):
+    """A dictionary in which a step may leave something: attributes, globals, or a dictionary of the user's. `name`: of
+    an entry; `skip`: keys that are handled elsewhere; `own`: attributes of the user's own objects, or globals of the
+    user's code, not all of which are watched."""
+
+    name: Callable[[Any], str]
+    entries: dict[Any, Any]
+    skip: frozenset[str] = frozenset()
+    own: bool = False
 
 
 class Walk:
@@ -215,6 +235,11 @@ class Walk:
         if {"environ", "getenv"} & self._names:
             self.watches.append(watches.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
 
+    @property
+    def computes_names(self) -> bool:
+        """Whether the step's code may write attributes or globals whose names it does not have."""
+        return not _BY_COMPUTED_NAMES.isdisjoint(self._names)
+
     @staticmethod
     def matters(code: types.CodeType, space: dict[str, Any]) -> bool:
         """Whether a function that ran must be walked."""
@@ -230,9 +255,8 @@ class Walk:
         self.watches: list[Watch] = []
         self.modules: list[torch.nn.Module] = []
         self.other_optimizers: list[tuple[str, Any]] = []  # optimizers that are reached but were not submitted
-        # Places in which a step may leave tensors. Spaces: attributes, globals and dictionaries, each with a function
-        # that names an entry, and with keys that are handled elsewhere. Fields: slots and attributes of classes.
-        self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
+        # Places in which a step may leave tensors. Fields: slots and attributes of classes.
+        self.spaces: list[Space] = []
         self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
         self.lists: list[tuple[str, Any]] = []
         self.listed: list[tuple[dict[str, Any], str]] = []  # libraries' attributes that hold numbers
@@ -256,7 +280,8 @@ class Walk:
         for i, p in enumerate(self._params):
             self._named_entries(f"parameter {i}", p.__dict__)
         for space, names in list(self._globals.values()):
-            self.watches.append(watches.entries("", space, list(names)))
+            if names:
+                self.watches.append(watches.entries("", space, list(names)))
         if self._functions:
             self.watches.append(watches.codes(self._functions))
         if self._objects:
@@ -332,7 +357,7 @@ class Walk:
         self._bounded(label, dict.__len__(value))
         kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         if watches.shows_all(value, kind):
-            self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
+            self.spaces.append(Space(lambda key: f"{label}[{key!r}]", value))
         self.watches.append(watches.items(label, value))
         self._items(label, list(dict.items(value)))
 
@@ -362,7 +387,7 @@ class Walk:
             self.watches.append(bytes_of)
         whole = dataclasses.is_dataclass(cls) and not self._names.isdisjoint(_ALL_FIELDS)
         if space is not None:
-            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
+            self.spaces.append(Space(lambda key: f"{label}.{key}", space, own=True))
             if _unwalked(cls, _PLAIN_BASES) or whole:
                 self._entries(label, space, list(space))
             else:
@@ -386,7 +411,7 @@ class Walk:
         elif isinstance(value, (*_CONTAINERS, *SCALARS)) or watches.fixed(value):
             return
         if space is not None:
-            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
+            self.spaces.append(Space(lambda key: f"{label}.{key}", space, own=isinstance(value, _NAMESPACES)))
         if type(value).__module__.split(".")[0] == "torch":
             if isinstance(value, torch.amp.GradScaler) and space and value.is_enabled() and space["_scale"] is None:
                 # As its first use makes it, so that a trace finds it made.
@@ -435,7 +460,8 @@ class Walk:
             )
         self.modules.append(module)
         space = module.__dict__
-        self.spaces.append((lambda key: f"{label}.{key}", space, _STRUCTURE))
+        own = of_class(type(module)) is not Origin.LIBRARY
+        self.spaces.append(Space(lambda key: f"{label}.{key}", space, _STRUCTURE, own))
         if "training" in space:
             self.watches.append(watches.entries(label, space, ["training"], flag=True))
         else:  # a wrapper that returns another module's
@@ -480,7 +506,7 @@ class Walk:
                     self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
         self._dictionary(f"{label}.defaults", optimizer.defaults)
         cls, space = type(optimizer), optimizer.__dict__
-        self.spaces.append((lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
+        self.spaces.append(Space(lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
         if of_class(cls) is not Origin.LIBRARY:
             self._class(label, cls, space)
             self._named_entries(label, space, _OF_OPTIMIZERS)
@@ -511,7 +537,7 @@ class Walk:
         self._functions.append(fn)
         self._code(fn.__code__, fn.__globals__)
         if fn.__dict__:
-            self.spaces.append((lambda key: f"{label}.{key}", fn.__dict__, frozenset(("__wrapped__",))))
+            self.spaces.append(Space(lambda key: f"{label}.{key}", fn.__dict__, frozenset(("__wrapped__",)), own=True))
             self._named_entries(label, fn.__dict__, frozenset(("__wrapped__",)))
         for name, box in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append((name, box))
@@ -530,10 +556,10 @@ class Walk:
         names = [n for n in found if n in space]
         for name in found:
             self._imported(name, space)
-        if names:
+        if names or "globals" in found:
             if id(space) not in self._globals:
                 self._globals[id(space)] = (space, {})
-                self.spaces.append((str, space, frozenset()))
+                self.spaces.append(Space(str, space, own=of_code(code, space) is Origin.OWN))
             self._globals[id(space)][1].update(dict.fromkeys(names))
             for name in names:
                 self._visit(name, space[name])
@@ -563,10 +589,11 @@ class Walk:
             data = [k for k in named if not isinstance(vars(base)[k], _METHODS)]
             if named:
                 self.watches.append(watches.class_attributes(base.__name__, base, named))
-            if data:
-                self.fields.append((base.__name__, base, tuple(data)))
-                if space is not None:
-                    self.watches.append(watches.optional(label, space, data))
+            constants = [k for k, v in vars(base).items() if k not in named and type(v) in _CONSTANTS and k[:2] != "__"]
+            if data or constants:
+                self.fields.append((base.__name__, base, (*data, *constants)))
+            if data and space is not None:
+                self.watches.append(watches.optional(label, space, data))
             for key in named:
                 self._visit(f"{base.__name__}.{key}", vars(base)[key])
 

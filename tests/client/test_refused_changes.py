@@ -1,0 +1,130 @@
+"""What a trace changes in Python is put back where its step is refused, or where only the trace showed the code."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumux import client, errors
+from tests.client.parity import Work, check
+from tests.client.python_changes import DATA, net, work
+
+COUNTER = 0
+
+
+class Held:
+    shared = True
+
+    def __init__(self) -> None:
+        self.fresh = True
+        self.count = 0
+
+
+def delete(thing: Any) -> None:
+    if hasattr(thing, "fresh"):
+        del thing.fresh
+
+
+def count_globally(thing: Any) -> None:
+    globals()["".join(("COUN", "TER"))] += 1
+
+
+def count_by_a_computed_name(thing: Any) -> None:
+    name = "".join(("cou", "nt"))
+    setattr(thing, name, thing.__dict__[name] + 1)
+
+
+def add(thing: Any) -> None:
+    setattr(thing, "".join(("oth", "er")), 3)
+
+
+def change_the_class(thing: Any) -> None:
+    setattr(type(thing), "".join(("sha", "red")), False)
+
+
+def refused(change: Callable[[Any], None], thing: Any, endpoint: str, reads: bool = True) -> errors.GpumuxError:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        change(thing)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss if not reads or loss > 100 else 2 * loss
+
+    with pytest.raises(errors.GpumuxError) as caught:
+        client.submit(step, example=DATA[0], model=model, optimizer=opt, endpoint=endpoint)
+    return caught.value
+
+
+@pytest.mark.parametrize("change", [delete, count_globally, count_by_a_computed_name, add, change_the_class])
+@pytest.mark.parametrize("make", [Held, lambda: types.SimpleNamespace(fresh=True, count=0)])
+def test_a_refused_submit_leaves_attributes_and_globals_as_they_were(
+    change: Callable[[Any], None], make: Callable[[], Any], endpoint: str
+) -> None:
+    if change is change_the_class and make is not Held:
+        pytest.skip("a class of Python's own can't be changed")
+    thing = make()
+    assert isinstance(refused(change, thing, endpoint), errors.DataDependent)
+    assert (vars(thing), COUNTER, Held.shared) == ({"fresh": True, "count": 0}, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(delete, "thing.fresh"), (count_globally, "COUNTER (0 -> 1)"), (count_by_a_computed_name, "thing.count (0 -> 1)")],
+)
+def test_a_change_that_later_steps_would_not_make_is_refused_by_name(
+    change: Callable[[Any], None], name: str, endpoint: str
+) -> None:
+    thing = Held()
+    error = refused(change, thing, endpoint, reads=False)
+    assert isinstance(error, errors.NotRepeatable)
+    assert name in error.message
+    assert error.remedy
+    assert (vars(thing), COUNTER) == ({"fresh": True, "count": 0}, 0)
+
+
+class FirstItem:
+    """Its flag, counter and class attribute are in code that nothing names."""
+
+    every = 2.0
+
+    def __init__(self) -> None:
+        self.first = True
+        self.calls = 0
+
+    def __getitem__(self, i: int) -> float:
+        factor = (3.0 if self.first else 1.0) * type(self).every
+        self.first = False
+        type(self).every = 1.0
+        self.calls += 1
+        return factor
+
+
+class Turned:
+    def __init__(self) -> None:
+        self.on = False
+
+    def __getitem__(self, i: int) -> float:
+        self.on = not self.on
+        return 2.0 if self.on else 1.0
+
+
+@pytest.mark.parametrize("kind", [FirstItem, Turned])
+def test_what_only_the_first_trace_shows_begins_at_its_own_value(kind: type[Any], endpoint: str) -> None:
+    def make() -> Work:
+        FirstItem.every = 2.0
+        model, thing = net(), kind()
+        made = work(model, lambda x, y: F.cross_entropy(model(x), y) * thing[0], lambda: None)
+        loop = made.loop
+        made.loop = lambda *run: [*loop(*run), dict(vars(thing))]
+        return made
+
+    check(make, endpoint)
