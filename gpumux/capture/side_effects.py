@@ -19,18 +19,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumux.capture.state import UNRETURNED, unreturned
+from gpumux.capture.state import ABSENT, UNRETURNED, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable
 
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_MISSING = _Missing()
+_MISSING = ABSENT
 _Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
 
 

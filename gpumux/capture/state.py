@@ -154,7 +154,14 @@ def _alike(old: Any, new: Any) -> Any:
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
 Reading = tuple[Any, ...]
 Identity = Callable[[torch.Tensor], Any]
-ABSENT = object()  # the reading of a name that does not exist
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()  # the reading of a name that does not exist
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -42,9 +42,11 @@ from gpumux.capture.tracer import (
     TraceAgain,
     Tracer,
     ValueCheck,
+    first_call_differs,
     first_difference,
     refuse_odd_tensors,
     same_but_for_the_optimizer,
+    same_but_for_variables,
     same_for_these_numbers,
     without_collection,
 )
@@ -474,6 +476,8 @@ class StepFunction:
         self._late: set[Variable] = set()  # numbers that no trace had watched before it ran
         self._warned = False
         self._first_changes: list[Change] | None = None  # None before the first trace
+        self._again: TraceAgain | None = None  # of the present call: a trace that changed what later ones find changed
+        self._switches = False  # whether constants that it puts where there were none are replayed, as flags are
         self._kept: dict[Variable, Change] = {}  # of the present call: what traces changed that were made once more
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
@@ -482,10 +486,12 @@ class StepFunction:
         undo: list[Callable[[], None]] = []
         self._kept.clear()
         first = self._first_changes is None
+        self._again = None
         for _ in range(MAX_TRACES):
             try:
                 return self._choose(args, kwargs, state)
             except TraceAgain as again:
+                self._again = self._again or again
                 self._first_changes = [*(self._first_changes or ()), *again.changes]
                 undo += [change.restore for change in again.changes]
             except TraceOver as over:
@@ -498,9 +504,12 @@ class StepFunction:
                 over.apply()
                 if first and not self._first_changes and not over.changes:
                     self._first_changes = None  # the next trace finds everything as this one did
-            except CaptureError:
+            except CaptureError as error:
                 self._undo(undo)
-                raise
+                undo.clear()
+                if self._again is None or self._switches or not isinstance(error, NotRepeatable):
+                    raise
+                self._again, self._switches = None, True
             self._cases.clear()
         self._undo(undo)
         raise NotRepeatable(
@@ -735,7 +744,11 @@ class StepFunction:
             self._first_changes = self._first_changes or []
             while True:
                 try:
-                    return self._trace_case(case, args, kwargs, state, may_change)
+                    found = self._trace_case(case, args, kwargs, state, may_change)
+                    if self._again is not None and not same_but_for_variables(self._again.trace, found):
+                        raise first_call_differs(self._again.changes)
+                    self._again = None
+                    return found
                 except Moves as moves:
                     for variable in moves.variables:
                         if variable in self._kept:  # it was counted already
@@ -790,7 +803,7 @@ class StepFunction:
         if same_for_these_numbers(with_symbols, plain):
             return with_symbols
         if not known:
-            raise TraceAgain([])  # the first trace may have changed what was not yet watched
+            raise TraceAgain([], with_symbols)  # the first trace may have changed what was not yet watched
         log.debug("%s: its numbers stay constants: the step does something else with symbols", self.name)
         return None
 
@@ -805,7 +818,7 @@ class StepFunction:
         parts = {count: self._trace_part(case, args, kwargs, state, count) for count in self._parts}
         difference = first_difference(first, second)
         if difference is not None and not known:
-            raise TraceAgain([])  # the first trace may have changed what was not yet watched
+            raise TraceAgain([], first)  # the first trace may have changed what was not yet watched
         if difference is not None:
             raise NotRepeatable(
                 f"{self.name} does not do the same thing twice: {difference}",
@@ -879,7 +892,7 @@ class StepFunction:
         movable = lambda v: settled and v not in out and self._failures[v] < _TRIES  # noqa: E731
         found = self._tracer.trace(
             self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
-            Lift(case.lifted, symbols, movable, expected),
+            Lift(case.lifted, symbols, movable, expected, self._switches),
         )  # fmt: skip
         self._late.clear()  # what this trace did not change, the one before it did not either
         return found

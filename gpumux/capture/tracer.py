@@ -428,8 +428,28 @@ def _results(raw: RawTrace) -> list[str]:
 
 def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
     """Whether two traces of a step do the same, when each formula counts as its value."""
-    same: bool = _described(symbolic) == _described(plain)
+    same: bool = (_described(symbolic), symbolic.moved) == (_described(plain), plain.moved)
     return same
+
+
+def same_but_for_variables(first: RawTrace, later: RawTrace) -> bool:
+    """Whether two traces of a step do the same, whatever they leave in Python variables."""
+    same: bool = _described(first) == _described(later)
+    return same
+
+
+def first_call_differs(changes: Sequence[Change]) -> NotRepeatable:
+    """The error of a step that does something else at its first call because of what it changes there."""
+    if changes:
+        names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
+        what = f"changes {names}, and does something else from then on"
+    else:
+        what = "does something else when it is traced again, by a variable that its code reaches by no name"
+    return NotRepeatable(
+        f"the step {what}",
+        "do what it does only once before you submit, or let a flag decide that is there (self.first = False in the"
+        " step is replayed)",
+    )
 
 
 def _described(raw: RawTrace) -> Any:
@@ -457,7 +477,6 @@ def _described(raw: RawTrace) -> Any:
     storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
     return (
         ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
-        raw.moved,
     )  # fmt: skip
 
 
@@ -494,12 +513,13 @@ _capturing = threading.RLock()  # one trace at a time, because it replaces funct
 
 
 class TraceAgain(Exception):
-    """The first trace changed Python variables (a lazily filled configuration). They keep their new values, and
-    another trace must not change them again. Never raised to users."""
+    """The first trace, `trace`, changed Python variables (a lazily filled configuration). They keep their new values,
+    and another trace must not change them again. Never raised to users."""
 
-    def __init__(self, changes: list[Change]) -> None:
+    def __init__(self, changes: list[Change], trace: RawTrace) -> None:
         super().__init__("traced once more")
         self.changes = changes
+        self.trace = trace
 
 
 def _changes_variables(changes: Sequence[Change]) -> NotRepeatable:
@@ -558,20 +578,20 @@ class Tracer:
             scope = Scope(source.user_line)
             plain = fingerprint.read()
             with fingerprint.replaced(partial(symbol, scope)) if lift.symbols else nullcontext():
-                raw = self._trace(
+                raw, again = self._trace(
                     fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device,
                     lift, scope,
                 )  # fmt: skip
-            if raw is None:
-                raise TraceAgain([change for change in fingerprint.changes(plain) if not change.flag])
+            if again:
+                raise TraceAgain([change for change in fingerprint.changes(plain) if not change.flag], raw)
             return raw
 
     def _trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
         host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool, by_device: bool, lift: Lift,
         scope: Scope,
-    ) -> RawTrace | None:  # fmt: skip
-        """None if the step changed variables, which keep their new values."""
+    ) -> tuple[RawTrace, bool]:  # fmt: skip
+        """The trace, and whether the step changed variables, which keep their new values."""
         tape = RngTape()
 
         def unknown(tensor: torch.Tensor) -> Exception:
@@ -648,10 +668,10 @@ class Tracer:
                 replaced = left.replaced_buffers()
                 moves_all = moved(fingerprint.changes(before), scope)
                 replays = left.replays(scope)
-                switches = fingerprint.switched(before)
+                switches = fingerprint.switched(before, lift.switches)
                 replays += [LeftNumbers(switch.put, (switch.new,), _LEAF) for switch in switches]
                 for switch in switches:
-                    switch.put(not switch.new)
+                    switch.put(switch.old)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replays, raw.moved = replays + self._counted(rec, counters), moves_all
@@ -689,7 +709,7 @@ class Tracer:
         if stuck and may_change and not moves:
             for switch in switches:
                 switch.put(switch.new)
-            return None
+            return raw, True
         for change in changes:
             change.restore()
         if moves:
@@ -699,7 +719,7 @@ class Tracer:
         raw.flags = changes
         raw.left = left.left(self.table.home)
         fingerprint.leaves.update(left.names())
-        return raw
+        return raw, False
 
     def _refuse_met(
         self, met: Met, fingerprint: Fingerprint, executed: Executed, error: Exception | None = None

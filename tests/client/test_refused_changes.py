@@ -117,6 +117,100 @@ class Turned:
         return 2.0 if self.on else 1.0
 
 
+class FlagOfClass:
+    first = True
+
+    def factor(self) -> float:
+        found = 2.0 if self.first else 1.0
+        self.first = False
+        return found
+
+
+class CounterOfClass:
+    count = 0
+
+    def factor(self) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+class LastOfClass:
+    last: int | None = None
+
+    def factor(self) -> float:
+        found = 1.0 if self.last is None else 2.0
+        self.last = 3
+        return found
+
+
+class Named:
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def factor(self) -> float:
+        found = 1.0 if self.name is None else 2.0
+        self.name = "used"
+        return found
+
+
+class OnlyFilled:
+    def __init__(self) -> None:
+        self.table: dict[str, float] = {}
+
+    def factor(self) -> float:
+        return self.table.setdefault("factor", 2.0)
+
+
+@pytest.mark.parametrize("kind", [FlagOfClass, CounterOfClass, LastOfClass, Named, OnlyFilled])
+def test_the_first_call_does_what_it_does_in_the_plain_loop(kind: type[Any], endpoint: str) -> None:
+    def make() -> Work:
+        model, thing = net(), kind()
+        made = work(model, lambda x, y: F.cross_entropy(model(x), y) * thing.factor(), lambda: None)
+        loop = made.loop
+        made.loop = lambda *run: [*loop(*run), dict(vars(thing))]
+        return made
+
+    check(make, endpoint)
+
+
+def in_a_dictionary(thing: Any) -> float:
+    found = 1.0 if "seen" in thing.table else 2.0
+    thing.table["seen"] = 1
+    return found
+
+
+def in_a_set(thing: Any) -> float:
+    found = 1.0 if thing.names else 2.0
+    thing.names.add("seen")
+    return found
+
+
+def by_an_attribute(thing: Any) -> float:
+    found = 1.0 if hasattr(thing, "done") else 2.0
+    thing.done = True
+    return found
+
+
+def by_a_text(thing: Any) -> float:
+    found = 1.0 if thing.name == "used" else 2.0
+    thing.name = "used"
+    return found
+
+
+@pytest.mark.parametrize("use", [in_a_dictionary, in_a_set, by_an_attribute, by_a_text])
+def test_a_first_call_of_its_own_that_no_flag_shows_is_refused(use: Callable[[Any], float], endpoint: str) -> None:
+    model, thing = net(), types.SimpleNamespace(table={}, names=set(), name="new")
+    before = repr(thing)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * use(thing)
+
+    with pytest.raises(errors.NotRepeatable, match="something else from then on") as caught:
+        client.submit(step, example=DATA[0][:1], model=model, endpoint=endpoint)
+    assert caught.value.remedy
+    assert repr(thing) == before
+
+
 @pytest.mark.parametrize("kind", [FirstItem, Turned])
 def test_what_only_the_first_trace_shows_begins_at_its_own_value(kind: type[Any], endpoint: str) -> None:
     def make() -> Work:

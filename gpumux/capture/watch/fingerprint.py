@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import UNRETURNED, Identity, Reading, Watch, has_memory, layout, left_at
+from gpumux.capture.state import ABSENT, UNRETURNED, Identity, Reading, Watch, has_memory, layout, left_at
 from gpumux.capture.symbols import Number
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
@@ -55,10 +55,29 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A variable that a step leaves True where it was False, or the other way round."""
+    """A variable that a step leaves True where it was False, or another constant where it was not."""
 
-    put: Callable[[bool], None]
-    new: bool
+    put: Callable[[Any], None]
+    old: Any
+    new: Any
+
+
+_FLAG = frozenset((bool,))
+_NOTHING = frozenset((type(None), type(ABSENT)))
+_CONSTANTS = frozenset((int, float, str))
+
+
+def _turned(old: Any, new: Any, constants: bool) -> bool:
+    """Whether a variable was turned like a switch. `constants`: also from None, or from nothing, to a constant."""
+    before, now = type(old), type(new)
+    if old is new or now is type(ABSENT):
+        return False
+    if now in _FLAG and (before in _FLAG or old is ABSENT):
+        return True
+    return constants and (
+        (before in _NOTHING | _FLAG and now in _CONSTANTS | _NOTHING | _FLAG)
+        or (before in _CONSTANTS and now in _NOTHING | _FLAG)
+    )
 
 
 class _Lifted:
@@ -310,15 +329,16 @@ class Fingerprint:
                 if _variable(watch, name) == variable:
                     watch.put(i, value)  # type: ignore[misc]
 
-    def switched(self, before: list[Reading]) -> list[Switch]:
+    def switched(self, before: list[Reading], constants: bool = False) -> list[Switch]:
         """The variables that held True or False in an earlier reading and hold the other one now. A step may change
-        them: there are few combinations of them, so its captures end."""
+        them: there are few combinations of them, so its captures end. `constants`: also those that held nothing, or
+        None, and hold a number or a text."""
         return [
-            Switch(partial(w.put, i), b)
+            Switch(partial(w.put, i), a, b)
             for w, old, new in zip(self.watches, before, self.read(), strict=True)
             if w.put is not None and not w.flag and len(old) == len(new)
             for i, (a, b) in list(enumerate(zip(old, new, strict=True)))[w.at]
-            if type(a) is type(b) is bool and a is not b
+            if _turned(a, b, constants)
         ]
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:

@@ -269,7 +269,16 @@ def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
             else:
                 space[key] = value
 
-    return Watch(label, partial(map, space.get, names, repeat(ABSENT)), lambda i: f"{label}.{names[i]}", restore)
+    def put(i: int, value: Any) -> None:
+        restore((*read()[:i], value, *read()[i + 1 :]))
+
+    def read() -> Reading:
+        return tuple(map(space.get, names, repeat(ABSENT)))
+
+    return Watch(
+        label, partial(map, space.get, names, repeat(ABSENT)), lambda i: f"{label}.{names[i]}", restore,
+        put=put, home=space,
+    )  # fmt: skip
 
 
 _ELEMENTS: tuple[Any, ...] = (list, set, collections.deque, tuple, frozenset)
