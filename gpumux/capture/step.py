@@ -672,6 +672,7 @@ class StepFunction:
             self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
             self._refuse_views(case.fingerprint, {place.buffer for place, _ in phase.raw.moved_data})
             self._refuse_state_dictionaries(case.fingerprint)
+            self._refuse_arrays(case.fingerprint)
             phases.insert(0, phase) if phase.of_numbers else phases.append(phase)
             variants = [one for one in phases if one.of_numbers]
             if len(variants) > 1:
@@ -718,6 +719,22 @@ class StepFunction:
                 " memory: later steps would read the new values there",
                 "keep a copy in a buffer of a module: .clone()",
             )
+
+    def _refuse_arrays(self, fingerprint: Fingerprint) -> None:
+        """Raises CaptureError if the step reads a numpy array over memory of the job's state, which no step brings up
+        to date."""
+        arrays = [(name, value) for name, value in fingerprint.values() if isinstance(value, numpy.ndarray)]
+        for name, array in arrays:
+            address = array.__array_interface__["data"][0]
+            for of, tensor in self._table.tensors:
+                with without_fetching():
+                    storage = tensor.untyped_storage()
+                if array.nbytes and 0 <= address - storage.data_ptr() < storage.nbytes():
+                    raise CaptureError(
+                        f"the step reads {name}, a numpy array over the memory of {of}, which is a copy of what steps"
+                        " in the daemon go on from",
+                        "let the step read the tensor itself, or a copy: .clone().numpy()",
+                    )
 
     def _refuse_state_dictionaries(self, fingerprint: Fingerprint) -> None:
         """Raises CaptureError if the step reads an optimizer's state, or an entry of it, by a Python variable: the

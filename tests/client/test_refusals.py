@@ -924,3 +924,23 @@ def test_the_remedies_for_a_tensor_that_was_replaced_by_another_work(name: str, 
         assert job.step(X, Y).result().isfinite()
         job.sync()
         assert getattr(model[1], name) is not old
+
+
+@pytest.mark.parametrize("sets_data", [False, True])
+@pytest.mark.parametrize("read", [lambda a: torch.from_numpy(a).sum(), lambda a: float(a[0])], ids=["tensor", "number"])
+def test_an_array_over_a_weight_that_the_step_reads_is_named(
+    read: Callable[[Any], Any], sets_data: bool, endpoint: str
+) -> None:
+    """It shows what the weight was when the script last fetched it."""
+    model = nn.Linear(6, 3)
+    arrays = {"bias": model.bias.detach().numpy()}
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum() * read(arrays["bias"])
+        if sets_data:
+            model.bias.data = 0.5 * model.bias.data
+        return loss
+
+    error = refusal(step, endpoint, errors.CaptureError, model=model)
+    assert "arrays['bias'], a numpy array over the memory of bias" in error.message
+    assert "clone" in error.remedy
