@@ -11,7 +11,7 @@ trace, and each step that runs puts their new values there: a `LeftNumbers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,10 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumux.capture.state import ABSENT, UNRETURNED, unreturned
+from gpumux.capture import source
+from gpumux.capture.state import ABSENT, UNRETURNED, StateTable, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
-from gpumux.errors import CaptureError, NotRepeatable
+from gpumux.errors import CaptureError, NotRepeatable, UnknownTensor
 
 _MISSING = ABSENT
 _Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
@@ -42,6 +43,29 @@ class _Place(NamedTuple):
     def with_value(self, value: Any) -> Callable[[], None]:
         """A function that puts this value there."""
         return self.setter(self.space, self.key, value)
+
+
+class LeftValue(NamedTuple):
+    """A value with tensors that a trace left in a place, where `old` was before."""
+
+    name: str
+    value: Any
+    old: Any
+
+    def path_to(self, tensor: torch.Tensor) -> str | None:
+        """The place of a tensor in a container, "" if the value is the tensor itself."""
+        return _path_to(tensor, self.value)
+
+
+def _path_to(tensor: torch.Tensor, value: Any, depth: int = 3) -> str | None:
+    if value is tensor:
+        return ""
+    if depth and isinstance(value, (tuple, list, dict)) and len(value) <= 1000:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            path = _path_to(tensor, item, depth - 1)
+            if path is not None:
+                return f"[{key!r}]{path}"
+    return None
 
 
 class _Rebound(NamedTuple):
@@ -83,6 +107,84 @@ def _has_symbol(value: Any) -> bool:
 def _replay(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbers:
     leaves, spec = pytree.tree_flatten(value)
     return LeftNumbers(put, tuple(scope.lift(leaf) if is_symbol(leaf) else leaf for leaf in leaves), spec)
+
+
+# ---- errors about what a step leaves
+
+
+_IN_PLACE = (
+    "keep each tensor in a variable of its own (self.h = h.detach(); self.c = c.detach()), or write it into a list or"
+    " dictionary that is there before you submit and stays: state[0] = h.detach(), P[k] = P[k] - lr * g[k]"
+)
+
+
+def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
+    anew = [c for c in changes if type(c.new) in (list, tuple, dict) and type(c.old) in (type(c.new), type(None))]
+    held = [c for c in anew if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(c.new))]
+    if held:
+        names = ", ".join(f"a new {type(c.new).__name__} of tensors into {c.name}" for c in held[:3])
+        return NotRepeatable(f"the step puts {names}", _IN_PLACE)
+    names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
+    return NotRepeatable(
+        f"the step changes Python variables while it runs: {names}",
+        "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
+        " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"another {type(value).__name__}"
+
+
+def first_call_differs(changes: Sequence[Change]) -> NotRepeatable:
+    """The error of a step that does something else at its first call because of what it changes there."""
+    if changes:
+        names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
+        what = f"changes {names}, and does something else from then on"
+    else:
+        what = "does something else when it is traced again, by a variable that its code reaches by no name"
+    return NotRepeatable(
+        f"the step {what}",
+        "do what it does only once before you submit, or let a flag decide that is there (self.first = False in the"
+        " step is replayed)",
+    )
+
+
+def left_by_another_call(
+    lefts: Sequence[LeftValue], tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]
+) -> UnknownTensor:
+    """The error of a step that reads what an earlier call left in a Python variable."""
+    found = ((one, path) for one in lefts if (path := one.path_to(tensor)) is not None)
+    left, path = next(found, (None, ""))
+    name = source.name_of(tensor, fn) if left is None else left.name + path
+    said = f"{source.user_line()} uses {name}, a tensor"
+    if left is not None and path:
+        return UnknownTensor(
+            f"{said} that an earlier call of the step left in a new {type(left.value).__name__}", _IN_PLACE
+        )
+    old = left.old if left is not None and isinstance(left.old, torch.Tensor) else None
+    place = table.lookup(old) if old is not None else None
+    if old is None:
+        return UnknownTensor(
+            f"{said} that an earlier call of the step left where there was none before",
+            "put a tensor of this shape there before you submit (self.average = torch.zeros(())), pass it as an"
+            " argument of the step, or make it a buffer of a module",
+        )
+    kind = f"of shape {tuple(old.shape)} and type {str(old.dtype).removeprefix('torch.')}"
+    if (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+        kind = "that shares memory with another tensor"
+        kind += f", {table.buffers[place[0]].name}" if place is not None else ", or is held in several places"
+    return UnknownTensor(
+        f"{said} that an earlier call of the step put in the place of one {kind}",
+        "put a tensor of the same shape and type there before you submit, of its own memory: .clone() it"
+        " (copy.deepcopy of a state_dict)",
+    )
+
+
+# ---- places before and after a trace
 
 
 class SideEffects:
@@ -132,7 +234,7 @@ class SideEffects:
         `whole`: whether these places, (name, owner, key), are all that hold a tensor. Restores the old ones. Raises
         CaptureError."""
         found: dict[int, list[_Place]] = {}
-        for place in self._places():
+        for place in [*self._places(), *self._items()]:
             if isinstance(place.old, torch.Tensor) and isinstance(place.value, FakeTensor):
                 found.setdefault(id(place.old), []).append(place)
         pairs = []
@@ -192,6 +294,10 @@ class SideEffects:
             if self._changed(items, old):
                 yield from (f"{label}[{i}]" for i, item in enumerate(items) if self._holds(item))
 
+    def present(self) -> list[LeftValue]:
+        """What the trace left, and where."""
+        return [LeftValue(p.name, p.value, p.old) for p in [*self._places(), *self._items()]]
+
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
         tensors. Raises CaptureError for a list whose other items the step moves."""
@@ -236,7 +342,9 @@ class SideEffects:
         for label, items, old in self._lists:
             if len(items) == len(old):
                 for i, (value, was) in enumerate(zip(list(items), old, strict=True)):
-                    if value is not was and (is_symbol(was) or (_of_numbers(value) and self._holds(value))):
+                    number = is_symbol(was) or (_of_numbers(value) and self._holds(value))
+                    tensor = isinstance(was, torch.Tensor) and isinstance(value, FakeTensor)
+                    if value is not was and (number or tensor):
                         yield _Place(f"{label}[{i}]", items, i, value, was, _put_back)
 
     def _changed(self, items: Any, old: list[Any]) -> bool:

@@ -31,6 +31,7 @@ from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, re
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.recorder import RankTraces
+from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
@@ -42,7 +43,6 @@ from gpumux.capture.tracer import (
     TraceAgain,
     Tracer,
     ValueCheck,
-    first_call_differs,
     first_difference,
     refuse_odd_tensors,
     same_but_for_the_optimizer,

@@ -30,7 +30,7 @@ from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import RankTraces, RawOp, Recorder, TraceRecord
-from gpumux.capture.side_effects import LeftNumbers, SideEffects
+from gpumux.capture.side_effects import LeftNumbers, LeftValue, SideEffects, changes_variables, left_by_another_call
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
@@ -39,7 +39,7 @@ from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name,
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
-from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
+from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, raised_in_step
 from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
 
 # ---- refusals of batches, and of what a trace did
@@ -438,20 +438,6 @@ def same_but_for_variables(first: RawTrace, later: RawTrace) -> bool:
     return same
 
 
-def first_call_differs(changes: Sequence[Change]) -> NotRepeatable:
-    """The error of a step that does something else at its first call because of what it changes there."""
-    if changes:
-        names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
-        what = f"changes {names}, and does something else from then on"
-    else:
-        what = "does something else when it is traced again, by a variable that its code reaches by no name"
-    return NotRepeatable(
-        f"the step {what}",
-        "do what it does only once before you submit, or let a flag decide that is there (self.first = False in the"
-        " step is replayed)",
-    )
-
-
 def _described(raw: RawTrace) -> Any:
     record = raw.record
 
@@ -522,22 +508,6 @@ class TraceAgain(Exception):
         self.trace = trace
 
 
-def _changes_variables(changes: Sequence[Change]) -> NotRepeatable:
-    names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
-    return NotRepeatable(
-        f"the step changes Python variables while it runs: {names}",
-        "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
-        " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
-    )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) < 60 and "\n" not in text else f"another {type(value).__name__}"
-
-
 _NOTHING_LIFTED = Lift()
 _LEAF = pytree.tree_structure(False)
 
@@ -559,6 +529,7 @@ class Tracer:
         self._device = device
         self._restorers: list[Callable[[], None]] = []
         self._warned = False  # of objects of the batch that a step changes
+        self._left: list[LeftValue] = []  # of the traces whose tensors still lie in variables
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
 
     @property
@@ -595,12 +566,7 @@ class Tracer:
         tape = RngTape()
 
         def unknown(tensor: torch.Tensor) -> Exception:
-            return UnknownTensor(
-                f"{source.user_line()} uses {source.name_of(tensor, fn)}, a tensor that an earlier call of the step"
-                " left where there was none before",
-                "put a tensor of this shape there before you submit (self.average = torch.zeros(())), pass it as an"
-                " argument of the step, or make it a buffer of a module",
-            )
+            return left_by_another_call(self._left, tensor, self.table, fn)
 
         before = fingerprint.read()
         met = Met(self.table, self.outside, fn=fn, fingerprint=fingerprint, before=before)
@@ -608,8 +574,9 @@ class Tracer:
         observer = Observer()
         layers = Layers(self.table.models)
         rec = Recorder(
-            scope, tape, lookup=met.lookup, unknown=unknown, refused=met.refuse, allowed=self._allowed,
-            observer=observer, device=self._device, layers=layers, gpu=self.table.gpu, constant=constant_value,
+            scope, tape, lookup=met.lookup, unknown=unknown, refused=met.refuse,
+            allowed=self._allowed, observer=observer, device=self._device, layers=layers, gpu=self.table.gpu,
+            constant=constant_value,
         )  # fmt: skip
         scaling = Scaling(
             self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
@@ -715,8 +682,9 @@ class Tracer:
         if moves:
             raise Moves(moves)
         if stuck:
-            raise _changes_variables(stuck)
+            raise changes_variables(stuck)
         raw.flags = changes
+        self._left += left.present()
         raw.left = left.left(self.table.home)
         fingerprint.leaves.update(left.names())
         return raw, False
@@ -746,7 +714,7 @@ class Tracer:
             raise TraceOver(lambda: fingerprint.extend(executed))
         counted = [change for change in found if type(change.old) in (bool, int, float)]  # others are filled once
         if counted and fingerprint.computes_names:
-            raise _changes_variables(counted)
+            raise changes_variables(counted)
 
     def _whole(self, met: Met, old: torch.Tensor, places: list[tuple[str, Any, Any]]) -> bool:
         return self.outside is not None and self.outside.whole(old, places, met.names(old))
@@ -788,6 +756,7 @@ class Tracer:
         for put in reversed(self._restorers):
             put()
         self._restorers.clear()
+        self._left.clear()
 
     # ---- before the step ---------------------------------------------------------------------------
 

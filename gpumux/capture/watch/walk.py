@@ -196,7 +196,7 @@ _BY_COMPUTED_NAMES = frozenset(
 )
 
 
-class Space(NamedTuple):
+class Entries(NamedTuple):
     """A dictionary in which a step may leave something: attributes, globals, or a dictionary of the user's. `name`: of
     an entry; `skip`: keys that are handled elsewhere; `own`: attributes of the user's own objects, or globals of the
     user's code, not all of which are watched."""
@@ -256,7 +256,7 @@ class Walk:
         self.modules: list[torch.nn.Module] = []
         self.other_optimizers: list[tuple[str, Any]] = []  # optimizers that are reached but were not submitted
         # Places in which a step may leave tensors. Fields: slots and attributes of classes.
-        self.spaces: list[Space] = []
+        self.spaces: list[Entries] = []
         self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
         self.lists: list[tuple[str, Any]] = []
         self.listed: list[tuple[dict[str, Any], str]] = []  # libraries' attributes that hold numbers
@@ -357,7 +357,7 @@ class Walk:
         self._bounded(label, dict.__len__(value))
         kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         if watches.shows_all(value, kind):
-            self.spaces.append(Space(lambda key: f"{label}[{key!r}]", value))
+            self.spaces.append(Entries(lambda key: f"{label}[{key!r}]", value))
         self.watches.append(watches.items(label, value))
         self._items(label, list(dict.items(value)))
 
@@ -387,7 +387,7 @@ class Walk:
             self.watches.append(bytes_of)
         whole = dataclasses.is_dataclass(cls) and not self._names.isdisjoint(_ALL_FIELDS)
         if space is not None:
-            self.spaces.append(Space(lambda key: f"{label}.{key}", space, own=True))
+            self.spaces.append(Entries(lambda key: f"{label}.{key}", space, own=True))
             if _unwalked(cls, _PLAIN_BASES) or whole:
                 self._entries(label, space, list(space))
             else:
@@ -411,7 +411,7 @@ class Walk:
         elif isinstance(value, (*_CONTAINERS, *SCALARS)) or watches.fixed(value):
             return
         if space is not None:
-            self.spaces.append(Space(lambda key: f"{label}.{key}", space, own=isinstance(value, _NAMESPACES)))
+            self.spaces.append(Entries(lambda key: f"{label}.{key}", space, own=isinstance(value, _NAMESPACES)))
         if type(value).__module__.split(".")[0] == "torch":
             if isinstance(value, torch.amp.GradScaler) and space and value.is_enabled() and space["_scale"] is None:
                 # As its first use makes it, so that a trace finds it made.
@@ -461,7 +461,7 @@ class Walk:
         self.modules.append(module)
         space = module.__dict__
         own = of_class(type(module)) is not Origin.LIBRARY
-        self.spaces.append(Space(lambda key: f"{label}.{key}", space, _STRUCTURE, own))
+        self.spaces.append(Entries(lambda key: f"{label}.{key}", space, _STRUCTURE, own))
         if "training" in space:
             self.watches.append(watches.entries(label, space, ["training"], flag=True))
         else:  # a wrapper that returns another module's
@@ -506,7 +506,7 @@ class Walk:
                     self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
         self._dictionary(f"{label}.defaults", optimizer.defaults)
         cls, space = type(optimizer), optimizer.__dict__
-        self.spaces.append(Space(lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
+        self.spaces.append(Entries(lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
         if of_class(cls) is not Origin.LIBRARY:
             self._class(label, cls, space)
             self._named_entries(label, space, _OF_OPTIMIZERS)
@@ -537,7 +537,9 @@ class Walk:
         self._functions.append(fn)
         self._code(fn.__code__, fn.__globals__)
         if fn.__dict__:
-            self.spaces.append(Space(lambda key: f"{label}.{key}", fn.__dict__, frozenset(("__wrapped__",)), own=True))
+            self.spaces.append(
+                Entries(lambda key: f"{label}.{key}", fn.__dict__, frozenset(("__wrapped__",)), own=True)
+            )
             self._named_entries(label, fn.__dict__, frozenset(("__wrapped__",)))
         for name, box in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append((name, box))
@@ -559,7 +561,7 @@ class Walk:
         if names or "globals" in found:
             if id(space) not in self._globals:
                 self._globals[id(space)] = (space, {})
-                self.spaces.append(Space(str, space, own=of_code(code, space) is Origin.OWN))
+                self.spaces.append(Entries(str, space, own=of_code(code, space) is Origin.OWN))
             self._globals[id(space)][1].update(dict.fromkeys(names))
             for name in names:
                 self._visit(name, space[name])

@@ -214,21 +214,23 @@ def values(label: str, space: dict[Any, Any], *, buffers: bool = False) -> Watch
 
 
 def items(label: str, space: dict[Any, Any]) -> Watch:
-    """A user's dictionary: its keys, in order, and its values. Entries that a trace or a step left in it are ignored (a
+    """A user's dictionary: its keys, in order, and its values. Entries that a trace or a step adds to it are ignored (a
     hook may collect activations)."""
 
     # An OrderedDict keeps an order of its own.
     kind: Any = collections.OrderedDict if isinstance(space, collections.OrderedDict) else dict
 
+    own = {k for k, v in kind.items(space) if not isinstance(v, UNRETURNED)}
+
     def read() -> Reading:
-        return tuple([x for k, v in kind.items(space) if not isinstance(v, UNRETURNED) for x in (k, v)])
+        return tuple([x for k, v in kind.items(space) if k in own or not isinstance(v, UNRETURNED) for x in (k, v)])
 
     def name(i: int) -> str:
         keys = list(kind.keys(space))
         return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
 
     def restore(old: Reading) -> None:
-        left = {k: v for k, v in kind.items(space) if isinstance(v, UNRETURNED)}
+        left = {k: v for k, v in kind.items(space) if isinstance(v, UNRETURNED) and k not in own}
         kind.clear(space)
         kind.update(space, left)
         kind.update(space, zip(old[::2], old[1::2], strict=True))
