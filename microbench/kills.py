@@ -111,7 +111,7 @@ class Phoenix:
                 os.kill(pid, signal.SIGKILL)
 
     def _executors(self) -> list[int]:
-        return [pid for child in watch.children(self.process.pid) for pid in watch.children(child)]
+        return watch.executors(self.process.pid)
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from typing import Protocol
 
 import torch
 
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
-from gpumux.capture.microbatch.proof import Match, Proof, with_given_statistics
+from gpumux.capture.microbatch.proof import Match, Proof, largest_of, with_given_statistics
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
@@ -304,13 +304,14 @@ class _Run:
             return False
         if not (whole.is_floating_point() or whole.is_complex()) or not whole.numel():
             return torch.equal(whole, given)
-        finite = torch.isfinite(whole)
-        if not bool(finite.all()):  # masks contain infinities
+        size = largest_of(whole)
+        if not isfinite(size):  # masks contain infinities
+            finite = torch.isfinite(whole)
             if not torch.equal(whole[~finite].nan_to_num(), given[~finite].nan_to_num()):
                 return False
             whole, given = whole[finite], given[finite]
-        bound = self._relative * float(whole.abs().max()) + self._absolute * largest if whole.numel() else 0.0
-        return not whole.numel() or float((whole - given).abs().max()) <= bound
+            size = largest_of(whole)
+        return largest_of(whole - given) <= self._relative * size + self._absolute * largest
 
 
 def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:

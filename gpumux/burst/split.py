@@ -13,6 +13,7 @@ takes its part: each sample draws what it draws alone, and generators stay in st
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log, prod
@@ -63,11 +64,14 @@ def split_over_ranks(
     placement: RankPlacement,
     table: StateTable,
     batch_norm: BatchNorm = "refuse",
+    known: dict[Any, Proof] | None = None,
 ) -> RankTraces:
     """The operators of each rank. `parts`: the trace of the first of g parts of the batch, for each number of ranks g
-    above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. Raises NotSplittable."""
+    above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. `known`: proofs of splits by what they
+    are about, to which new ones are added: the phases of an optimizer differ behind the gradients alone. Raises
+    NotSplittable."""
     try:
-        return _split(full, parts, tensors, placement, table, batch_norm)
+        return _split(full, parts, tensors, placement, table, batch_norm, {} if known is None else known)
     except NotSplittable as error:
         message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
         raise NotSplittable(message, remedy) from error
@@ -90,6 +94,7 @@ def _split(
     placement: RankPlacement,
     table: StateTable,
     batch_norm: BatchNorm,
+    known: dict[Any, Proof],
 ) -> RankTraces:
     cuts = {g: split_positions(tensors, g) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
@@ -117,12 +122,30 @@ def _split(
         plan.shares |= layout.summed
         joined = [(a, b[at]) for _, a, b in returned if _per_sample(full, plan, a)]
         make = _maker(pairs, full, part, plan, g, cuts[g])
-        proof = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined)
-        splits[g] = _Split(g, part.record, pairs, plan, proof)
+        about = g, _before_sums(full.record, part.record, pairs, plan), frozenset(plan.shares), tuple(joined)
+        if about not in known:
+            known[about] = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True)
+        splits[g] = _Split(g, part.record, pairs, plan, known[about])
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([a for _, a, _ in returned])
     prove_ranks(walk.lockstep(traces, [a for _, a, _ in returned]), Loader(full.record, table, tensors, cut))
     return traces
+
+
+def _before_sums(full: TraceRecord, part: TraceRecord, pairs: list[OperatorPair], plan: SplitPlan) -> Any:
+    """All that a proof of a split depends on: the operators before the sums over parts, and what they work on."""
+
+    def seen(record: TraceRecord, op: RawOp) -> Any:
+        views = [*refs_of((op.args, tuple(value for _, value in op.kwargs))), *outs_of(op.outs)]
+        on = [(record.views[v], record.storages[record.views[v].storage]) for v in views]
+        return op.target, repr(op.args), repr(op.kwargs), repr(op.outs), op.random, [(v, repr(s)) for v, s in on]
+
+    found = [
+        (j, level, seen(full, pair.full), seen(part, pair.part))
+        for j, (pair, level) in enumerate(zip(pairs, plan.levels, strict=True))
+        if level is not RunLevel.TAIL
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _refuse_batch_norms(classified: Mapping[int, tuple[list[OperatorPair], SplitPlan]]) -> None:

@@ -145,11 +145,13 @@ def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
         return data_parallel(len(daemons))
     if isinstance(plan, (str, Path)):
         plan = load(Path(plan))
-    if not isinstance(plan, SavedPlan):
+    if isinstance(plan, SavedPlan):
+        plan = planned(plan)
+    if not isinstance(plan, RankPlacement):
         raise ConfigError(f"plan is a {type(plan).__name__}", "give a file that `gpumux plan burst --save` wrote")
-    if plan.gpus != len(daemons):
-        raise ConfigError(f"the plan is for {plan.gpus} devices, and {len(daemons)} are given", "give as many daemons")
-    return planned(plan)
+    if plan.ranks != len(daemons):
+        raise ConfigError(f"the plan is for {plan.ranks} devices, and {len(daemons)} are given", "give as many daemons")
+    return plan
 
 
 def refuse_with_ranks(**given: bool) -> None:

@@ -43,7 +43,7 @@ class GangSession:
         self.sessions = tuple(sessions)
         self.remotes: list[Remote] = []
         host = _own_address(sessions)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.gang = Gang(uuid.uuid4().hex, 0, len(sessions), f"{host}:{self._store.port}", timeout_s)
         self.on_end: Callable[[], None] = _nothing  # called when one rank has ended
         self._changed = threading.Condition(threading.RLock())
@@ -132,6 +132,7 @@ class GangSession:
     def close(self) -> None:
         for session in self.sessions:
             session.close()
+        self._store = None  # which closes its port
 
     # ---- messages --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from gpumux.burst.norms import BatchNorm, check_batch_norm
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.ranks import BurstSplitter
 from gpumux.capture.batch.containers import flatten
@@ -46,8 +47,9 @@ def submit(
     seed: int | None = None, max_variants: int | None = None, microbatches: int = 1, compile: bool = False,  # noqa: A002
     rng: str | None = None, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
-    plan: str | Path | SavedPlan | None = None, endpoints: Sequence[str] | None = None, devices: int | None = None,
-    peers_timeout_s: float = 30.0,
+    plan: str | Path | SavedPlan | RankPlacement | None = None, endpoints: Sequence[str] | None = None,
+    devices: int | None = None,
+    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse",
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -94,7 +96,10 @@ def submit(
         recovered yet when a daemon or a process ends: its steps raise PeersLost, JobFailed or DaemonGone.
     devices: the same with the daemons of GPUs 0 to devices - 1 on this machine.
     plan: which layers run on which ranks: a file that `gpumux plan burst --save` wrote, or what
-        gpumux.program.saved_plan.load made of one. Default: every layer on all ranks (data parallel).
+        gpumux.program.saved_plan.load made of one, or a gpumux.burst.placement.RankPlacement. Default: every layer on
+        all ranks (data parallel).
+    batch_norm: over several daemons, "refuse" a batch norm in training mode, take each "rank"'s own statistics (as
+        DistributedDataParallel does), or "sync" them (what one device computes).
     peers_timeout_s: how long a rank waits for another one before the job fails.
 
     Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
@@ -117,6 +122,7 @@ def submit(
     check_rng(rng, seed)
     several_daemons = daemons_of(endpoint, endpoints, devices)
     placement = placement_of(plan, several_daemons)
+    check_batch_norm(batch_norm)
     if placement is not None:
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
@@ -155,7 +161,7 @@ def submit(
             session.open_job(job_id, spec)
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants,
-                clients_generator=draws_from_client(rng, seed, alike, table), over=BurstSplitter(placement),
+                clients_generator=draws_from_client(rng, seed, alike, table), over=BurstSplitter(placement, batch_norm),
                 make_remote=cast("Callable[..., Remote]", GangRemote),
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)

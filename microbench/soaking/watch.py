@@ -57,6 +57,20 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def executors(daemon: int) -> list[int]:
+    """The processes of a daemon that run jobs, by their names: processes that check Programs stand beside them."""
+    found: list[int] = []
+    for child in children(daemon):
+        for pid in children(child):
+            try:
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
+            if name == "gpumux-executor":
+                found.append(pid)
+    return found
+
+
 def descendants(pid: int) -> list[int]:
     found = children(pid)
     return found + [d for child in found for d in descendants(child)]

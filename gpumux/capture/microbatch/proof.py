@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 import torch
 
@@ -63,13 +64,22 @@ def total(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, 
     if whole.dtype == torch.bool:
         return None
     stacked = torch.stack([p.to(torch.float64) if not p.is_complex() else p for p in parts])
-    scale = max((float(p.abs().max()) for p in parts if p.numel()), default=0.0)
-    if scale <= noise and whole.numel() and float(whole.abs().max()) <= noise:
+    scale = max((largest_of(p) for p in parts), default=0.0)
+    if scale <= noise and whole.numel() and largest_of(whole) <= noise:
         return Match(None)
     ratio = _ratio(whole, stacked.sum(0), len(parts), tolerance, scale)
     if ratio is None or (not whole.is_floating_point() and not whole.is_complex() and ratio not in (0, 1)):
         return None
     return Match(None if ratio == 0 else ratio)
+
+
+def largest_of(values: torch.Tensor) -> float:
+    """The largest magnitude, in one pass: nan or infinity if there is one, 0 if there are no elements."""
+    if not values.numel():
+        return 0.0
+    if not (values.is_floating_point() or values.is_complex()):
+        return float(values.abs().max())
+    return float(torch.linalg.vector_norm(values, float("inf")))
 
 
 def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float, scale: float = 0.0) -> float | None:
@@ -78,22 +88,22 @@ def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float
         return 1.0 if torch.equal(whole.to(made.dtype), made) else None
     if not (whole.is_floating_point() or whole.is_complex()):
         return 1.0 if torch.equal(whole.to(torch.float64), made.to(torch.float64)) else None
-    finite = torch.isfinite(whole)
-    if not torch.equal(finite, torch.isfinite(made)):
-        return None
-    if not bool(finite.all()):  # masks contain infinities
+    whole = whole.to(made.dtype)
+    biggest, largest = largest_of(made), largest_of(whole)
+    if not isfinite(biggest + largest):  # masks contain infinities
+        finite = torch.isfinite(whole)
+        if not torch.equal(finite, torch.isfinite(made)):
+            return None
         if not torch.equal(whole[~finite].nan_to_num(), made[~finite].nan_to_num()):
             return None
         whole, made = whole[finite], made[finite]
-    whole, made = whole.to(made.dtype), made
-    biggest = float(made.abs().max()) if made.numel() else 0.0
-    largest = float(whole.abs().max()) if whole.numel() else 0.0
+        biggest, largest = largest_of(made), largest_of(whole)
     if biggest == 0.0 and largest == 0.0:
         return 0.0
     for power in _POWERS:
         ratio = float(count) ** power
         bound = tolerance * max(largest, ratio * biggest, ratio * scale)
-        if float((whole - ratio * made).abs().max()) <= bound:
+        if largest_of(torch.sub(whole, made, alpha=ratio)) <= bound:
             return ratio
     return None
 
@@ -138,18 +148,28 @@ def prove(
     make: Callable[[], PartEmitter],
     load: Load,
     results: list[tuple[int, int]],
+    spread: bool = False,
 ) -> Proof:
     """Prove a split on real numbers. `results`: (whole view, part view) of per-sample values that the step returns.
-    Raises NotSplittable."""
+    `spread`: look at elements spread over a large sum only, for a caller that compares all of them itself. Raises
+    NotSplittable."""
     reason = ""
     for wide in (True, False):
         for made_up in (True, False):
             try:
                 with torch.no_grad():
-                    return _Run(pairs, plan, make(), wide=wide, results=results).run(load, made_up)
+                    return _Run(pairs, plan, make(), wide=wide, results=results, spread=spread).run(load, made_up)
             except Inconclusive as error:
                 reason = reason or str(error)
     raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
+
+
+_SPREAD = 1 << 16  # about so many elements of a large sum
+
+
+def _spread(values: torch.Tensor) -> torch.Tensor:
+    """Elements spread evenly over a tensor, in no step with its rows."""
+    return values.flatten()[:: values.numel() // _SPREAD | 1]
 
 
 class _Run:
@@ -161,8 +181,10 @@ class _Run:
         *,
         wide: bool,
         results: list[tuple[int, int]],
+        spread: bool,
     ) -> None:
         self.pairs, self.plan, self.emitter, self.results = pairs, plan, emitter, results
+        self._spread = spread
         self.record = emitter.record
         self.machine = Machine(self.record, wide)
         self.tolerance = _WIDE_TOLERANCE if wide else _NARROW_TOLERANCE
@@ -279,10 +301,16 @@ class _Run:
 
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
-        if not all(bool(torch.isfinite(t).all()) for t in (whole, *parts)):
+        if self._spread and whole.numel() > _SPREAD:
+            some = [_spread(t) for t in (whole, *parts)]
+            match = total(some[0], some[1:], self.tolerance, 0.0)
+            if match is not None and match.ratio is not None:
+                self._matches[storage] = match
+                return
+        if not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
         inputs = [self.machine.tensor(v) for v, _ in pair.refs if self.record.views[v].storage in self.machine]
-        largest = max((float(t.abs().max()) for t in inputs if t.is_floating_point() and t.numel()), default=0.0)
+        largest = max((largest_of(t) for t in inputs if t.is_floating_point()), default=0.0)
         match = total(whole, parts, self.tolerance, _NOISE * largest)
         if match is None or (match.ratio is None and pair.name in NOT_SUMS):
             raise NotSplittable(

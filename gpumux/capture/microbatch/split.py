@@ -150,6 +150,10 @@ class Loader:
         self._tensors = tensors
         self._split = split
         self._params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
+        self._dtypes: dict[int, set[str]] = {}  # in which each storage is read
+        for op in record.ops:
+            for v in call_refs(op):
+                self._dtypes.setdefault(record.views[v].storage, set()).add(record.views[v].dtype)
 
     def __call__(self, machine: Machine, made_up: bool) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -181,15 +185,10 @@ class Loader:
         return typed.to(flat.view(self._dtype(index)).dtype)
 
     def _dtype(self, index: int) -> torch.dtype:
-        found = {
-            self._record.views[v].dtype
-            for op in self._record.ops
-            for v in call_refs(op)
-            if self._record.views[v].storage == index
-        }
+        found = self._dtypes.get(index, {"uint8"})
         if len(found) > 1:
             raise Inconclusive(f"state is read as {' and '.join(sorted(found))}")
-        dtype: torch.dtype = getattr(torch, found.pop() if found else "uint8")
+        dtype: torch.dtype = getattr(torch, next(iter(found)))
         return dtype
 
     def _input(

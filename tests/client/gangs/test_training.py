@@ -1,0 +1,215 @@
+"""Jobs on several real daemons train what the plain loop trains."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client, errors
+from gpumux.burst.placement import RankPlacement
+from microbench.daemon import RunningDaemon
+from microbench.soaking.watch import executors
+from tests.burst.subjects import SUBJECTS, apart, random_placement, tensors_of
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    return [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(count)]
+
+
+def until(predicate: Callable[[], bool]) -> None:
+    """Ask again until the predicate holds, at most a minute."""
+    give_up = time.monotonic() + 60
+    while not predicate():
+        assert time.monotonic() < give_up
+        threading.Event().wait(0.05)
+
+
+SPLIT = RankPlacement(2, {"0": (0, 1), "2": (1,)})
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, endpoints: list[str]) -> None:
+    subject = SUBJECTS[name]
+    placement = random_placement(subject.layers, ranks, random.Random(ranks))
+    torch.manual_seed(0)
+    plain = subject.make()
+    split = copy.deepcopy(plain)
+    data = [subject.batch() for _ in range(4)]
+    models, _, steps = subject.build(plain)
+    torch.manual_seed(1)
+    wanted = [step(*batch) for batch in data for step in steps]
+    generator = torch.get_rng_state()
+    mine, optimizers, functions = subject.build(split)
+    torch.manual_seed(1)
+    with client.submit(
+        functions[0], example=data[0], model=mine, optimizer=optimizers, plan=placement, endpoints=endpoints[:ranks]
+    ) as job:
+        others = [job.add(function, example=data[0]) for function in functions[1:]]
+        given = [call(*batch) for batch in data for call in (job.step, *others)]
+        results = [future.result() for future in given]
+        assert job.stats()["exactness"] == "equivalent"
+        assert len(job.stats()["ranks"]) == ranks
+    assert torch.equal(generator, torch.get_rng_state())
+    assert apart(tensors_of(wanted), tensors_of(results)) < 1e-10
+    state = [[t for m in each for t in m.state_dict().values()] for each in (models, mine)]
+    assert apart(*state) < 1e-10
+
+
+def test_the_loop_around_it_is_the_same_as_ever(endpoints: list[str]) -> None:
+    """Another step for evaluation, state_dict, reading and loading the model between steps, a scheduler."""
+    data = batches(6)
+    torch.manual_seed(0)
+    plain = mlp()
+    split = copy.deepcopy(plain)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, split)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in optimizers]
+    step = training(plain, optimizers[0])
+    wanted = []
+    for batch in data:
+        wanted.append(step(*batch).detach())
+        schedulers[0].step()
+    with torch.no_grad():
+        scores = plain(data[0][0])
+    with client.submit(
+        training(split, optimizers[1]), example=data[0], model=split, optimizer=optimizers[1], plan=SPLIT,
+        endpoints=endpoints[:2],
+    ) as job:  # fmt: skip
+        evaluate = job.add(torch.no_grad()(lambda x: split(x)), example=(data[0][0],))
+        losses = []
+        for i, batch in enumerate(data):
+            losses.append(job.step(*batch))
+            schedulers[1].step()
+            if i == 3:
+                job.load_state(job.state_dict())
+            if i == 4:
+                assert apart([split[0].weight], [job.state_dict()["model"]["0.weight"]]) == 0
+        assert apart([scores], [evaluate(data[0][0]).result()]) < 1e-10
+        assert apart(wanted, [loss.result() for loss in losses]) < 1e-10
+    assert apart(list(plain.parameters()), list(split.parameters())) < 1e-10
+
+
+def test_the_jobs_of_each_daemon_say_their_rank(daemons: list[RunningDaemon]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = batches(1)
+    with client.submit(
+        training(model, optimizer), example=batch, model=model, optimizer=optimizer, name="gang",
+        endpoints=[daemon.endpoint for daemon in daemons[:2]],
+    ) as job:  # fmt: skip
+        job.step(*batch).result()
+        for rank, daemon in enumerate(daemons[:2]):
+            (found,) = [one for one in daemon.status()["jobs"] if one["name"] == "gang"]
+            assert (found["job"], found["gang"]["rank"], found["gang"]["ranks"]) == (job.id, rank, 2)
+
+
+def test_a_rank_that_dies_fails_the_steps_that_wait_and_leaves_no_job_behind(daemons: list[RunningDaemon]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = batches(1)
+    job = client.submit(
+        training(model, optimizer), example=batch, model=model, optimizer=optimizer, name="dies", plan=SPLIT,
+        endpoints=[daemon.endpoint for daemon in daemons[:2]],
+    )  # fmt: skip
+    job.step(*batch).result()
+    (executor,) = executors(daemons[1].process.pid)
+    os.kill(executor, signal.SIGKILL)
+    with pytest.raises(errors.GpumuxError) as error:
+        job.step(*batch).result(60)
+    assert error.value.remedy
+    job.close(drain=False)
+    for daemon in daemons[:2]:
+        until(lambda daemon=daemon: all(one["name"] != "dies" for one in daemon.status()["jobs"]))
+
+
+def test_a_daemon_that_is_not_there_leaves_no_job_on_the_others(daemons: list[RunningDaemon]) -> None:
+    model = mlp()
+    (batch,) = batches(1)
+    with pytest.raises(errors.DaemonGone):
+        client.submit(
+            lambda x: model(x), example=(batch[0],), model=model, name="alone",
+            endpoints=[daemons[0].endpoint, f"ipc://{daemons[0].directory}/none.sock"],
+        )  # fmt: skip
+    assert all(one["name"] != "alone" for one in daemons[0].status()["jobs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"endpoints": []}, "endpoints is"),
+        ({"endpoints": "ipc:///a"}, "endpoints is"),
+        ({"endpoints": ["ipc:///a", "ipc:///a"]}, "different ones"),
+        ({"endpoints": ["ipc:///a"], "endpoint": "ipc:///b"}, "all say where"),
+        ({"devices": 0}, "devices is"),
+        ({"plan": RankPlacement(2)}, "one daemon"),
+        ({"plan": RankPlacement(3), "endpoints": ["ipc:///a", "ipc:///b"]}, "3 devices"),
+        ({"plan": 3, "endpoints": ["ipc:///a", "ipc:///b"]}, "plan is a int"),
+        ({"microbatches": 2, "endpoints": ["ipc:///a", "ipc:///b"]}, "microbatches= is given"),
+        ({"resume": "x", "endpoints": ["ipc:///a", "ipc:///b"]}, "resume= is given"),
+        ({"peers_timeout_s": 0, "endpoints": ["ipc:///a", "ipc:///b"]}, "peers_timeout_s is"),
+        ({"batch_norm": "group", "endpoints": ["ipc:///a", "ipc:///b"]}, "batch_norm is"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments: dict[str, Any], said: str) -> None:
+    model = mlp()
+    with pytest.raises(errors.ConfigError, match=said) as error:
+        client.submit(lambda x: model(x), example=(torch.zeros(2, 6),), model=model, **arguments)
+    assert error.value.remedy
+
+
+def test_a_batch_norm_is_refused_unless_one_way_is_chosen(endpoints: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    data = batches(3)
+    with pytest.raises(errors.NotSplittable, match="batch norm"):
+        client.submit(
+            training(model, optimizers[1]), example=data[0], model=model, optimizer=optimizers[1],
+            endpoints=endpoints[:2],
+        )  # fmt: skip
+    step = training(plain, optimizers[0])
+    wanted = [step(*batch).detach() for batch in data]
+    with client.submit(
+        training(model, optimizers[1]), example=data[0], model=model, optimizer=optimizers[1], batch_norm="sync",
+        endpoints=endpoints[:2],
+    ) as job:  # fmt: skip
+        given = [job.step(*batch).result() for batch in data]
+    assert apart(wanted, given) < 1e-10
+    assert apart(list(plain.state_dict().values()), list(model.state_dict().values())) < 1e-10
