@@ -3,15 +3,15 @@ they fit together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 
 from gpumux.errors import ProgramError
 from gpumux.program.ir import ITEM_BYTES, Collective, Out, Program, Storage, TensorRef, View, extent
+from gpumux.program.memory import traffic
 from gpumux.program.validate import op_args, out_views, tensor_refs
 
 # ---- inputs: a rank is sent the samples that its operators read
@@ -177,36 +177,11 @@ def _apart(what: str) -> ProgramError:
 
 
 def bytes_moved(programs: Sequence[Program]) -> dict[tuple[int, int], int]:
-    """Bytes that each rank sends to each other one in a step: (source, target) -> bytes. A sum over n members is a
-    reduce-scatter and an all-gather, with which each member sends the others' parts, and then its own sum to each."""
+    """Bytes that each rank sends to each other one in a step: (source, target) -> bytes."""
     found: dict[tuple[int, int], int] = {}
     for rank, program in enumerate(programs):
         for one in program.collectives:
-            for target, sent in _sent(program, one):
-                found[rank, target] = found.get((rank, target), 0) + sent
+            for target, (sent, _) in traffic(program, one).items():
+                if sent:
+                    found[rank, target] = found.get((rank, target), 0) + sent
     return found
-
-
-def _sent(program: Program, one: Collective) -> Iterator[tuple[int, int]]:
-    def size(view: int) -> int:
-        return prod(program.views[view].size) * ITEM_BYTES[program.views[view].dtype]
-
-    for target, view in one.sends:
-        yield target, size(view)
-    if one.kind == "all_reduce":
-        place, count = one.members.index(program.rank), len(one.members)
-        totals: dict[str, int] = {}
-        for view in one.views:
-            dtype = program.views[view].dtype
-            totals[dtype] = totals.get(dtype, 0) + prod(program.views[view].size)
-        for dtype, elements in totals.items():
-            for other, target in enumerate(one.members):
-                if target != program.rank:
-                    share = share_of(elements, count, other) + share_of(elements, count, place)
-                    yield target, share * ITEM_BYTES[dtype]
-
-
-def share_of(elements: int, count: int, place: int) -> int:
-    """How many of the elements of a sum the member at `place` of `count` adds up: even shares, the first ones larger by
-    one where they can't be even."""
-    return elements // count + (place < elements % count)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from gpumux.burst.placement import RankPlacement
-from gpumux.burst.programs import bytes_moved, share_of
+from gpumux.burst.programs import bytes_moved
 from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import StateTable, byte_view
@@ -19,7 +20,7 @@ from gpumux.capture.tracer import Tracer
 from gpumux.program import operators
 from gpumux.program.check import check
 from gpumux.program.codec import decode, encode
-from gpumux.program.ir import Collective, Complex, Program, ScalarRef, Tag, TensorRef, View
+from gpumux.program.ir import DIRECT_BYTES, Collective, Complex, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.validate import validate
 
 
@@ -173,17 +174,21 @@ class Ranks:
         assert not any(mail.values())
 
     def _count_sum(self, one: Collective, memory: Memory) -> None:
-        """Count a sum as a reduce-scatter and an all-gather over the elements of each type, one behind the other: each
-        member sends every other one the elements that the other adds up, and then those that it added up itself."""
+        """Count a sum as the executors carry it out: the elements of each type, one behind the other, whole to every
+        member if they are few; otherwise each member sends every other one the elements that the other adds up, and
+        then those that it added up itself."""
         elements: dict[torch.dtype, int] = {}
         for tensor in map(memory.tensor, one.views):
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
+        members = len(one.members)
         for dtype, count in elements.items():
-            shares = [share_of(count, len(one.members), place) * dtype.itemsize for place in range(len(one.members))]
+            edges = [place * count // members for place in range(members + 1)]
+            shares = [(stop - start) * dtype.itemsize for start, stop in pairwise(edges)]
             for rank, own in zip(one.members, shares, strict=True):
                 for target, theirs in zip(one.members, shares, strict=True):
                     if target != rank:
-                        self._count(rank, target, theirs + own)
+                        whole = count * dtype.itemsize
+                        self._count(rank, target, whole if whole <= DIRECT_BYTES else theirs + own)
 
     def _count(self, source: int, target: int, nbytes: int) -> None:
         self.moved[source, target] = self.moved.get((source, target), 0) + nbytes

@@ -15,6 +15,7 @@ from torch import nn
 from gpumux.burst.norms import BatchNorm
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.ranks import BurstSplitter, RankedStep
+from gpumux.capture.lower import lower
 from gpumux.capture.recorder import RankTraces
 from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace
@@ -303,7 +304,7 @@ class Traces:
         splitter = BurstSplitter(placement)
         parts = {g: self.parts[g] for g in splitter.counts}
         raw = replace(self.full, ranks=splitter.split(self.full, parts, self.tensors, self.table))
-        return splitter.programs(raw, self.table, frozenset(), True)
+        return splitter.programs(raw, self.table, frozenset(), lower(raw, self.table, frozenset()))
 
 
 def traces_of(subject: Subject, numbers: Sequence[int], steps: int = 1) -> list[Traces]:
