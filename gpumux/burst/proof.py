@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
-from gpumux.capture.microbatch.proof import Match, Proof, largest_of, with_given_statistics
+from gpumux.capture.microbatch.proof import Match, Proof, largest_difference, largest_of, with_given_statistics
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
@@ -221,7 +221,10 @@ class _Run:
             raise _apart(where, "a rank sends what no other awaits")
 
     def _sum(self, members: Mapping[int, RawCollective], views: Mapping[int, int], where: str) -> None:
-        total = torch.stack([self._ranks[rank].tensor(view) for rank, view in views.items()]).sum(0)
+        parts = [self._ranks[rank].tensor(view) for rank, view in views.items()]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
         for rank, view in views.items():
             storage = self._record.views[view].storage
             self._part_from(rank, storage)
@@ -272,7 +275,7 @@ class _Run:
     def _compare_sum(self, view: int, total: torch.Tensor, where: str, rank: int) -> None:
         whole = self._whole.tensor(view)
         if total.is_floating_point() and total.numel():
-            self._largest = max(self._largest, float(whole.abs().max()))
+            self._largest = max(self._largest, largest_of(whole))
         if not self._alike(whole, total, self._largest):
             shared = self._record.views[view].storage
             made = next((pair for pair in reversed(self._run.pairs) if shared in pair.full.writes), None)
@@ -281,7 +284,7 @@ class _Run:
 
     def _finish(self) -> None:
         values = [self._whole.flat(storage) for storage in self._run.kept if storage in self._whole]
-        largest = [float(each.abs().max()) for each in values if each.is_floating_point() and each.numel()]
+        largest = [largest_of(each) for each in values if each.is_floating_point()]
         self._largest = max(self._largest, *largest, 0.0)
         for rank, held in enumerate(self._traces.held):
             own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
@@ -311,7 +314,7 @@ class _Run:
                 return False
             whole, given = whole[finite], given[finite]
             size = largest_of(whole)
-        return largest_of(whole - given) <= self._relative * size + self._absolute * largest
+        return largest_difference(whole, given) <= self._relative * size + self._absolute * largest
 
 
 def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:

@@ -176,13 +176,12 @@ class Loader:
             return 0.01 * torch.randn(typed.shape, generator=draw, dtype=torch.float32).to(typed.dtype)
         if not made_up:
             return typed
-        wide = typed.double()
-        typed = wide * (1 + 0.1 * torch.rand(wide.shape, generator=draw, dtype=wide.dtype))  # variances stay positive
+        drawn = torch.rand(typed.shape, generator=draw)
+        made = drawn.mul_(0.1).add_(1.0).mul_(typed)  # variances stay positive
         if buffer in self._params:
-            typed += (
-                0.1 * (float(wide.std(correction=0)) or 0.5) * torch.randn(wide.shape, generator=draw, dtype=wide.dtype)
-            )
-        return typed.to(flat.view(self._dtype(index)).dtype)
+            spread = float(typed.std(correction=0)) or 0.5
+            made += torch.randn(typed.shape, generator=draw).mul_(0.1 * spread)
+        return made.to(typed.dtype)
 
     def _dtype(self, index: int) -> torch.dtype:
         found = self._dtypes.get(index, {"uint8"})
