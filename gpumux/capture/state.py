@@ -7,6 +7,7 @@ removed: a Program binds to them by number.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import types
 import weakref
@@ -313,6 +314,12 @@ def _between_processes(storage: torch.UntypedStorage) -> bool:
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     """A flat uint8 tensor over a local storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def raw_bytes(flat: torch.Tensor) -> memoryview:
+    """The bytes of a flat uint8 tensor on the CPU, which must live as long as they are used. Not by Tensor.numpy(),
+    which marks its storage for ever as one that another library may write (resizable() is False)."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
 def share_bytes(one: torch.Tensor, start: int, other: torch.Tensor, other_start: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpumux.capture.lower import Lowered, LoweredRank
-from gpumux.capture.state import StateTable, byte_view
+from gpumux.capture.state import StateTable, byte_view, raw_bytes
 from gpumux.client.session import Loading, Session, Waits
 from gpumux.errors import DaemonGone, GpumuxError, from_code
 from gpumux.program import codec
@@ -328,7 +328,8 @@ class Remote:
         else:
             with self.session.take_segment(reply.segment, reply.nbytes) as segment:
                 for start, part in _parts(self._table, buffers) if data is None else [(0, data)]:
-                    segment.write(start, part.cpu().numpy().data)
+                    here = part.cpu()
+                    segment.write(start, raw_bytes(here))
         self.session.post(m.FillTransfer(0, self.job, number, len(frames)), frames)
         self._wait_transfer(number)
 

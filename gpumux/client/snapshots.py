@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import torch
 
-from gpumux.capture.state import Place, StateTable
+from gpumux.capture.state import Place, StateTable, raw_bytes
 from gpumux.capture.step import State
 from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf
 from gpumux.client.replay import ReplayLog
@@ -85,7 +85,8 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(raw_bytes(flat))
 
 
 def _tree(frozen: Any, state: State, index: Mapping[int, int]) -> Any:

@@ -460,7 +460,7 @@ class KeepsHidden(nn.Module):
 def test_a_tensor_kept_in_an_attribute_between_calls_is_named(endpoint: str) -> None:
     model = KeepsHidden()
     error = refusal(lambda x, y: model(x), endpoint, errors.UnknownTensor, model=model)
-    assert "hidden`" in error.message
+    assert "uses model.hidden, a tensor that an earlier call of the step left" in error.message
     assert model.hidden is None, "no tensor of the trace is left in the user's model"
 
 

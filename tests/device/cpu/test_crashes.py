@@ -152,7 +152,7 @@ def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: D
     program = job.load(samples.counter(), [4])
     launches = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
     old = fork_server(device)
-    executors = children(old)
+    running = executors(device)
     os.kill(old, signal.SIGKILL)
     lost = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == job.job)
     assert isinstance(lost, JobDied)
@@ -162,8 +162,8 @@ def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: D
     for event in driver.unread:
         if isinstance(event, PieceFailed):
             assert event.launch in launches
-    assert executors
-    assert not [pid for pid in executors if Path(f"/proc/{pid}/exe").exists()]
+    assert running
+    assert not [pid for pid in running if Path(f"/proc/{pid}/exe").exists()]
     assert fork_server(device) != old
     Neighbour(driver).check()
 
