@@ -32,7 +32,8 @@ from gpumux.errors import BuildFailed, GpumuxError
 # The modules that run for every event. Others run seldom, hold data that the daemon makes, too, or produce sentences.
 MODULES = (
     "jobs", "policy", "scheduler", "state", "windows", "guard.bans", "guard.budget", "guard.costs",
-    "guard.decisions", "guard.device_view", "guard.guard", "guard.high_job", "guard.learning", "guard.timing",
+    "guard.collectives", "guard.decisions", "guard.device_view", "guard.guard", "guard.high_job", "guard.learning",
+    "guard.timing",
 )  # fmt: skip
 # To compute as the interpreter does: floats are rounded after each operation (a fused one differs in the last bit), and
 # integers wrap.

@@ -159,7 +159,8 @@ class ProgramReady:
 class CollectiveEnded(NamedTuple):
     """The data before a gated piece have been exchanged, from `started` (the piece before had ended) to `ended`. It
     comes after the PieceDone of the piece before. `moved`: for each peer its rank and the bytes sent to and received
-    from it, without headers."""
+    from it, without headers. `exchange_s`: of that time, what the exchange took when the peers were there; the rest the
+    rank waited for them."""
 
     job: JobId
     step: StepId
@@ -167,6 +168,7 @@ class CollectiveEnded(NamedTuple):
     started: float
     ended: float
     moved: tuple[tuple[int, int, int], ...] = ()
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,8 @@ def _ban(ban: WasBanned) -> Event:
     if ban.end > ban.first:
         where = f"operators [{ban.first}, {ban.end}) of {ban.high}"
         args["range"] = f"[{ban.first}, {ban.end})"
+    elif ban.first:
+        where = f"the collective before operator {ban.first} of {ban.high}"
     if ban.share < 1.0:
         args["share"] = ban.share
     return _span(f"banned from {where}", "ban", ban.since, ban.until, **args)

@@ -134,10 +134,12 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
         kept, slack = "kept" if found["kept"] else "broken", high.budget.slack
+        gang = job.spec.gang
+        part = "" if gang is None else f", its part of {job.spec.max_slowdown:.4g} for all {gang.ranks} ranks"
         lines.append(
             f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
             f" ({high.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
-            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
+            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100{part}: {kept}. {high.over} of all its"
             f" {high.steps} steps took more than what is promised on average."
         )
     if not high.trust.trusted:
@@ -261,7 +263,7 @@ def _ban(state: SchedulerState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_operators(state, ban.high, ban.operators, ban.program)} of job {_name(state, ban.high)}:"
+        f"it would run into {_banned_range(state, ban)} of job {_name(state, ban.high)}:"
         f" that range {_takes(ban.ratio)} ({ban.samples} samples); banned {_while(state, ban)}"
     )
 
@@ -397,10 +399,17 @@ def _banned(state: SchedulerState, ban: Ban) -> str:
     again = f", renewed {often(ban.failures)}" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
-        f"Banned: job {_name(state, ban.low)}{share} while {_operators(state, ban.high, ban.operators, ban.program)} of"
-        f" job {_name(state, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
+        f"Banned: job {_name(state, ban.low)}{share} while {_banned_range(state, ban)} of job {_name(state, ban.high)}"
+        f" {'runs' if ban.of_collective else 'run'}: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
         f" {_while(state, ban)}{again}."
     )
+
+
+def _banned_range(state: SchedulerState, ban: Ban) -> str:
+    if not ban.of_collective:
+        return _operators(state, ban.high, ban.operators, ban.program)
+    operator = ban.operators[0]
+    return f"the collective before {_operators(state, ban.high, (operator, operator + 1), ban.program)}"
 
 
 def _range(state: SchedulerState, high: JobId, costs: HighCosts, piece: int) -> str:

@@ -514,7 +514,7 @@ def collective_ended(state: SchedulerState, event: CollectiveEnded) -> None:
         job.received_bytes += received
     record(state, job.id, head.id, "met", event.piece, seconds * 1e3)
     if state.guard is not None:
-        state.guard.peers_came(job, event.piece, state.now)
+        state.guard.peers_came(job, event, state.now)
     return refresh(state, job)
 
 

@@ -605,8 +605,9 @@ class WasHeld(NamedTuple):
 
 
 class WasBanned(NamedTuple):
-    """`low` was banned from running beside operators [first, end) of `high`, which took `ratio` times as long with
-    it; on a `share`."""
+    """`low` was banned from running beside operators [first, end) of `high`, or beside the collective before `first`
+    where both are the same, which took `ratio` times as long with it; on a `share`. Both are 0 for peers that may not
+    know the range."""
 
     high: str
     low: str

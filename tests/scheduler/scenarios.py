@@ -86,7 +86,7 @@ STEP_S = 1e-3
 
 def known_high_job(name: str, gaps: list[float] | None = None, since: float = inf) -> HighJob:
     """A high job that is known by now and has no violations left; `since`: when it became idle, inf if it is not."""
-    made = HighJob(SimpleNamespace(id=JobId(name), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
+    made = HighJob(SimpleNamespace(id=JobId(name), paused=False, spec=SimpleNamespace(max_slowdown=1.05, gang=None)))  # type: ignore[arg-type]
     made.budget.begin_step(STEP_S)
     made.steps, made.calibrating, made.budget.violations_left, made.idle_since = LEARNING_STEPS, 0, 0.0, since
     made.costs = HighCosts(f"of {name}", (0, 1), (STEP_S,))

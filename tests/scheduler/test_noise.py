@@ -123,7 +123,7 @@ def test_one_dear_launch_in_noise_is_not_believed_and_several_in_a_row_are() -> 
 
 def known(confirmations: int) -> HighJob:
     """A job whose steps, alone, show that so many late ones in a row have other causes than low work."""
-    track = HighJob(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
+    track = HighJob(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05, gang=None)))  # type: ignore[arg-type]
     track.adopt(HighCosts("key", (0, 1), (SOLO_S,)))
     for baseline in track.costs.steps:
         for _ in range(ENOUGH_SAMPLES):

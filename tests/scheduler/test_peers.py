@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.types import CollectiveEnded
+from gpumux.scheduler.guard.bans import Ban
+from gpumux.types import CollectiveEnded, Gang
 from tests.scheduler.scenarios import known_by_now
 
 from .world import World
@@ -247,3 +248,147 @@ def test_a_piece_that_starts_late_after_its_gate_is_charged_to_the_low_work_that
     finish(world, "high", 3e-3)  # alone it takes 1 ms
     assert low.met_arrival
     assert low.charged == pytest.approx(2e-3, rel=0.1)
+
+
+# ---- the guard: an exchange is a range of its own
+
+
+AWAITED_S, EXCHANGE_S, LOW_S = 1e-3, 20e-3, 8e-3
+LOST_S = 5e-3  # more than a step may lose
+
+
+def sensitive(lost_s: float) -> World:
+    """A high job that is known by now, and a low piece that ran beside four of its exchanges, which lost `lost_s` by
+    it."""
+    world = World("guarded")
+    world.job("high", "high", PIECES, gated=(1,))
+    exchanges(world, range(40))
+    known_by_now(world)
+    world.job("low", "low", (LOW_S,), max_inflight=64)
+    met = 0
+    for number in range(40, 80):
+        met += meet(world, number, lost_s)
+        if met == 4 or world.scheduler.snapshot()["guard"]["bans"]:
+            break
+    return world
+
+
+def exchanges(world: World, numbers: range) -> None:
+    """Whole steps of the high job, without low work."""
+    for number in numbers:
+        parked(world, number)
+        world.met("high", AWAITED_S + EXCHANGE_S, EXCHANGE_S)
+        finish(world, "high")
+
+
+def meet(world: World, number: int, lost_s: float) -> bool:
+    """A whole step of the high job, beside a step of the low one if that may run as soon as the high job waits. Whether
+    it did."""
+    parked(world, number)
+    world.steps("low", number)
+    runs = bool(world.launches)
+    if runs:
+        finish(world, "low", AWAITED_S + LOW_S)
+        lasts = EXCHANGE_S + lost_s
+        world.met("high", lasts - LOW_S, lasts)
+    else:
+        world.met("high", AWAITED_S + EXCHANGE_S, EXCHANGE_S)
+    finish(world, "high")
+    while world.jobs["low"].out:
+        finish(world, "low", LOW_S)
+    return runs
+
+
+def until_a_probe(world: World, ban: Ban) -> int:
+    """Steps of the high job until the ban may be probed: it has expired, and the job may lose something again. The
+    number of the next one."""
+    high, number = world.scheduler._state.guard.high_jobs["high"], 80
+    while world.now <= ban.until or high.budget.violations_left < 1.0:
+        exchanges(world, range(number, number + 1))
+        number += 1
+    return number
+
+
+def test_low_work_is_banned_from_a_collective_that_suffers_and_the_explanation_names_it() -> None:
+    world = sensitive(LOST_S)
+    (ban,) = world.scheduler.snapshot()["guard"]["bans"]
+    assert (ban["high"], ban["low"], ban["operators"]) == ("high", "low", [1, 1])
+    assert ban["ratio"] > 2.0
+    parked(world, 80)
+    world.steps("low", 80)
+    assert ran(world) == []
+    (held,) = world.scheduler.held()
+    assert held.reason == "ban"
+    assert "it would run into the collective before operator 1 of job 'high'" in "\n".join(
+        world.scheduler.explain("low")
+    )
+    assert "Banned: job 'low' while the collective before operator 1 of job 'high' runs" in "\n".join(
+        world.scheduler.explain("high")
+    )
+    world.met("high", AWAITED_S + EXCHANGE_S, EXCHANGE_S)
+    world.finish()
+
+
+def test_low_work_beside_a_collective_that_does_not_suffer_is_not_banned() -> None:
+    world = sensitive(0.0)
+    assert world.scheduler.snapshot()["guard"]["bans"] == []
+
+
+def test_a_ban_from_a_collective_is_lifted_once_a_launch_shows_that_it_no_longer_suffers() -> None:
+    world = sensitive(LOST_S)
+    (ban,) = world.scheduler._state.guard.bans.active
+    number = until_a_probe(world, ban)
+    assert meet(world, number, 0.0), "one launch is made to find out"
+    assert ban.lifted
+    assert world.scheduler.snapshot()["guard"]["bans"] == []
+
+
+def test_a_ban_from_a_collective_is_lengthened_if_it_still_suffers() -> None:
+    world = sensitive(LOST_S)
+    (ban,) = world.scheduler._state.guard.bans.active
+    first = ban.until - ban.since
+    number = until_a_probe(world, ban)
+    probed = world.now
+    assert meet(world, number, LOST_S)
+    assert not meet(world, number + 1, LOST_S)
+    assert (ban.failures, ban.lifted) == (1, False)
+    assert ban.until - probed > 1.9 * first
+
+
+def test_peers_that_come_late_are_no_cost_of_the_low_work_beside_them() -> None:
+    world = World("guarded")
+    world.job("high", "high", PIECES, gated=(1,))
+    exchanges(world, range(40))
+    known_by_now(world)
+    world.job("low", "low", (LOW_S,), max_inflight=64)
+    for number in range(40, 60):
+        parked(world, number)
+        world.steps("low", number)
+        while world.jobs["low"].out:
+            finish(world, "low", LOW_S)
+        world.met("high", 5 * AWAITED_S + EXCHANGE_S, EXCHANGE_S)
+        finish(world, "high")
+    high = world.scheduler._state.guard.high_jobs["high"]
+    assert world.scheduler.snapshot()["guard"]["bans"] == []
+    assert max(high.ratios) == pytest.approx(1.0)
+
+
+def test_the_exchange_belongs_to_the_steps_time() -> None:
+    world = World("guarded")
+    world.job("high", "high", PIECES, gated=(1,))
+    exchanges(world, range(10))
+    assert world.scheduler._state.guard.high_jobs["high"].solo_step() == pytest.approx(2e-3 + EXCHANGE_S)
+
+
+def test_the_ranks_of_a_gang_share_what_was_promised_for_it() -> None:
+    world = World("guarded")
+    world.job("alone", "high", PIECES, max_slowdown=1.2)
+    world.job("rank", "high", PIECES, max_slowdown=1.2, gang=Gang("g", 1, 4, "127.0.0.1:1", 1.0))
+    for name, promised in (("alone", 1.2), ("rank", 1.05)):
+        for number in range(10):
+            world.step(name, number)
+            finish(world, name)
+            finish(world, name)
+        (guard,) = [job["guard"] for job in world.scheduler.snapshot()["jobs"] if job["name"] == name]
+        assert guard["promised"] == pytest.approx(promised)
+    assert "its part of 1.2 for all 4 ranks" in "\n".join(world.scheduler.explain("rank"))

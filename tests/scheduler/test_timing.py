@@ -37,7 +37,7 @@ REACH_S = 25e-6
 
 
 def track(**budget: Any) -> HighJob:
-    made = HighJob(SimpleNamespace(id="j", spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
+    made = HighJob(SimpleNamespace(id="j", spec=SimpleNamespace(max_slowdown=1.05, gang=None)))  # type: ignore[arg-type]
     made.budget.begin_step(STEP_S)
     for name, value in budget.items():
         setattr(made.budget, name, value)

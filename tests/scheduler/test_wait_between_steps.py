@@ -108,7 +108,8 @@ def test_the_gaps_a_wait_has_passed_are_counted_from_any_that_it_had_passed_befo
 def test_a_job_whose_step_comes_is_not_idle_and_of_many_idle_ones_the_newest_are_considered():
     scene = DeviceView()
     tracks = [
-        HighJob(SimpleNamespace(id=str(n), paused=False, spec=SimpleNamespace(max_slowdown=1.05))) for n in range(7)
+        HighJob(SimpleNamespace(id=str(n), paused=False, spec=SimpleNamespace(max_slowdown=1.05, gang=None)))
+        for n in range(7)
     ]
     for when, track in enumerate(tracks):
         track.arrivals.add(100.0)

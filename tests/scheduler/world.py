@@ -225,13 +225,14 @@ class World:
         """Jobs that wait for their peers with nothing on the device."""
         return [job for job, view in self.jobs.items() if not view.out and any(item.waits for item in view.items)]
 
-    def met(self, job: str, seconds: float = 1e-4) -> list[cmd.Command]:
-        """The peers of a job that waits for them have come, after so long."""
+    def met(self, job: str, seconds: float = 1e-4, exchange_s: float = 0.0) -> list[cmd.Command]:
+        """The peers of a job that waits for them have come and data were exchanged, after so long in all."""
         item = next(item for item in self.jobs[job].items if item.waits)
         item.met += 1
         started = self.now
         self.elapse(seconds)
-        return self.give(CollectiveEnded(job, item.id, item.launched, started, self.now, ((1, 8, 16),)), after=0.0)
+        moved = ((1, 8, 16),)
+        return self.give(CollectiveEnded(job, item.id, item.launched, started, self.now, moved, exchange_s), after=0.0)
 
     def fail(self, launch: int) -> list[cmd.Command]:
         piece = self.launches.pop(launch)

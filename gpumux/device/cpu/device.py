@@ -475,8 +475,8 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         executor.programs[program].recut(cut, bounds)
         return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds), tuple(gated))]
     if tag == EXCHANGED:
-        step, piece, started, ended, moved = said
-        return [CollectiveEnded(job, step, piece, started, ended, tuple(map(tuple, moved)))]
+        step, piece, started, ended, moved, exchange_s = said
+        return [CollectiveEnded(job, step, piece, started, ended, tuple(map(tuple, moved)), exchange_s)]
     if tag == FAILED:
         executor.failure = Fault(*said[1:])  # reported when the process has ended
         return []

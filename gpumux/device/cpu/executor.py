@@ -318,9 +318,10 @@ class Executor:
         if self._peers is not None:
             self._peers.leave()
 
-    def _exchanged(self, step: int, piece: int, started: float, moved: Moved) -> None:
+    def _exchanged(self, step: int, piece: int, started: float, moved: Moved, exchange_s: float) -> None:
         """Report that the collectives before a piece have ended. Called by the thread of the peers."""
-        self._channel.send(EXCHANGED, [step, piece, started, monotonic(), [(r, *n) for r, n in moved.items()]])
+        bytes_by_rank = [(rank, *nbytes) for rank, nbytes in moved.items()]
+        self._channel.send(EXCHANGED, [step, piece, started, monotonic(), bytes_by_rank, exchange_s])
 
     def _lost(self, error: GpumuxError) -> None:
         """End the process: the job has lost its peers. Called by the thread of the peers; the main one may run."""

@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -109,12 +110,23 @@ def _make_considerate(threads: set[str]) -> None:
 
 
 class Messages:
-    """Messages to and from other ranks, and the bytes of data that went each way. All tensors are flat bytes."""
+    """Messages to and from other ranks, the bytes of data that went each way, and the seconds of waiting until all
+    peers had come to them, as their packets show. All tensors are flat bytes."""
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, timeout_s: float, clock: Callable[[], float] = monotonic) -> None:
         self.rank = rank
-        self._timeout_s = timeout_s
+        self._timeout_s, self._clock = timeout_s, clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here."""
         self.moved: Moved = {}
+        self._waited_s, self._began = 0.0, self._clock()
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds since `begin` without those in which a peer was awaited."""
+        return max(0.0, self._clock() - self._began - self._waited_s)
 
     def swap(self, mark: MessageId, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """Send each rank its tensor while those of `receives` are filled. Every tensor is dense and may be sent as soon
@@ -137,8 +149,11 @@ class Messages:
             if nbytes > INLINE_BYTES:
                 going.append((rank, self._post(mark, rank, "send", data, mark.tag(nbytes))))
             self._count(rank, nbytes, 0)
+        posted = self._clock()
+        for rank, packet_came in coming.items():
+            self._wait(mark, rank, packet_came)
+        self._waited_s += self._clock() - posted
         for rank, target in receives.items():
-            self._wait(mark, rank, coming[rank])
             packet, nbytes = packets[rank], target.numel()
             check(mark, nbytes, self.rank, rank, packet)
             if nbytes <= INLINE_BYTES:
@@ -290,7 +305,7 @@ def _unpack(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 class _Task(NamedTuple):
     run: Callable[[Messages], None]
-    ended: Callable[[Moved], None]
+    ended: Callable[[Moved, float], None]
 
 
 class Peers:
@@ -304,8 +319,9 @@ class Peers:
         # No reason to keep a process that ends: the job is over then.
         threading.Thread(target=self._run, name="gpumux-peers", daemon=True).start()
 
-    def begin(self, run: Callable[[Messages], None], ended: Callable[[Moved], None]) -> None:
-        """Have the thread carry out `run`, then call `ended` with the bytes that it moved."""
+    def begin(self, run: Callable[[Messages], None], ended: Callable[[Moved, float], None]) -> None:
+        """Have the thread carry out `run`, then call `ended` with the bytes that it moved, and the seconds that this
+        took when the peers were there."""
         self._tasks.put(_Task(run, ended))
 
     def leave(self) -> None:
@@ -319,9 +335,9 @@ class Peers:
                     join(self.gang)
                 messages = Messages(self.gang.rank, self.gang.timeout_s)
                 while (task := self._tasks.get()) is not None:
-                    messages.moved = {}
+                    messages.begin()
                     task.run(messages)
-                    task.ended(messages.moved)
+                    task.ended(messages.moved, messages.exchange_s)
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 while self._tasks.get() is None:

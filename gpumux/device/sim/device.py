@@ -676,7 +676,9 @@ class SimDevice:
         if exchange is not None:
             until = ended + exchange.seconds
             self._collectives.append(
-                CollectiveEnded(launch.job, launch.step, launch.piece + 1, ended, until, exchange.moved)
+                CollectiveEnded(
+                    launch.job, launch.step, launch.piece + 1, ended, until, exchange.moved, exchange.seconds
+                )
             )
         pieces = program.done(launch)
         if pieces is not None:

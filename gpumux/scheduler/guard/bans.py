@@ -23,9 +23,10 @@ Why: TypeAlias = Literal["tail", "price"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ban:
-    """`operators` are [start, end) of the high program with key `program`; `ratio` is the time of that range beside the
-    low program over its time alone. `why`: one launch beside it costs more than a step may lose (tail), or other ranges
-    give more low work for the same loss (price). Times are seconds on the scheduler's clock."""
+    """`operators` are [start, end) of the high program with key `program`, or empty: the collectives before `start`.
+    `ratio` is the time of that range beside the low program over its time alone. `why`: one launch beside it costs more
+    than a step may lose (tail), or other ranges give more low work for the same loss (price). Times are seconds on the
+    scheduler's clock."""
 
     high: JobId
     low: JobId
@@ -40,6 +41,10 @@ class Ban:
     failures: int = 0
     probing: bool = False  # a probe is out
     lifted: bool = False
+
+    @property
+    def of_collective(self) -> bool:
+        return self.operators[0] == self.operators[1]
 
 
 class Bans:

@@ -65,9 +65,10 @@ class RecentLaunches:
         self.last_end = 0.0
         self.open: LowLaunches = []  # launches that a running high piece may still be charged to
 
-    def add(self, launch: LowLaunch, high_out: bool) -> None:
-        """A launch ended. `high_out`: high pieces are out that it may have delayed; later ones it can't delay."""
-        if high_out:
+    def add(self, launch: LowLaunch, high_out: bool, parked: bool) -> None:
+        """A launch ended. `high_out`: high pieces are out that it may have delayed; later ones it can't delay.
+        `parked`: a high job waits for its peers, whose exchange it may have delayed."""
+        if high_out or parked:
             self.launches.appendleft(launch)
             self.last_end = max(self.last_end, launch.ended)
             launch.latest_end = self.last_end
@@ -211,7 +212,9 @@ class DeviceView:
                 since, arrivals = high.idle_since, high.arrivals
                 high.passed = arrivals.count_passed(now - since, high.passed)
                 high.earliest_arrival = since + (0.0 if arrivals.unpredictable else arrivals.earliest(high.passed))
-            soonest = min(soonest, high.earliest_arrival)
+            # Where something is banned, each launch is looked at.
+            banned = high.gate is not None and high.gate.banned
+            soonest = min(soonest, now if banned else high.earliest_arrival)
         self._next_arrival, self._next_look = soonest, min(soonest, self._idle_changes)
 
     def _choose_idle(self, now: float) -> None:

@@ -62,13 +62,14 @@ from gpumux.scheduler.guard.timing import (
     may_explore,
     may_explore_now,
     may_explore_unknown,
+    may_probe,
     next_step_loss,
     next_timed_launch,
     overlap_cost,
 )
 from gpumux.scheduler.jobs import JobStep, LowKey, LowPiece, ScheduledJob, Span
 from gpumux.scheduler.windows import Outstanding, Windows
-from gpumux.types import DeviceInfo, JobId, LaunchId, Priority
+from gpumux.types import CollectiveEnded, DeviceInfo, JobId, LaunchId, Priority
 
 _HIGH: Final = Priority.HIGH
 
@@ -354,6 +355,13 @@ class SlowdownGuard:
         for high in view.idle:
             if high.waits_for is decision.job and decision.step.id <= high.waits_for_step and not high.parked:
                 continue  # its next step comes only after this low step
+            ban = high.gate.ban(key) if high.gate is not None else None
+            if ban is not None:
+                if view.low_out or not may_probe(high, ban, view.now):
+                    until = ban.until if ban.until > view.now else inf
+                    decision.hold_for(high, Hold("ban", high.job.id, ban=ban, until=until))
+                    return
+                decision.probe, decision.probed, decision.exploring = ban, high, high
             arrival = expected_arrival(high, key)
             if end < arrival:
                 decision.relies_on_arrivals = True
@@ -391,14 +399,15 @@ class SlowdownGuard:
             self.view.became_busy(high)
             high.step_arrived(step, delay, now, self.learner.low_reported)
 
-    def peers_came(self, job: ScheduledJob, piece: int, now: float) -> None:
+    def peers_came(self, job: ScheduledJob, event: CollectiveEnded, now: float) -> None:
         """The collective before this piece of the job's step has ended."""
         self.view.changed()
         high = self.high_jobs.get(job.id)
         if high is not None and high.parked:
+            self.learner.exchange_ended(high, event.ended, event.exchange_s)
             self.view.expect_high_work()
             self.view.became_busy(high)
-            high.peers_came(piece, now)
+            high.peers_came(event.piece, now, event.exchange_s)
 
     def client_waits(self, job: ScheduledJob, step: JobStep, before: list[HighJob]) -> None:
         """A client waits for this step of the low job, and gives these high jobs a step only after it."""

@@ -229,6 +229,55 @@ class ArrivalTrust:
             self._causes.clear()
 
 
+# ---- The gates of a rank's programs, at which it waits for its peers and then exchanges data with them.
+
+
+MOST_GATES: Final = 1024  # of a job that are remembered
+MOST_LOW: Final = 64  # low programs of which a gate remembers what they cost its exchange
+
+
+class Gate:
+    """What is known of one gate: the gate before `operator` of the program with key `program`. `arrivals`: its pauses,
+    from the piece before it to the end of the exchange; `exchange`: what that takes alone once the peers are there."""
+
+    __slots__ = ("_beside", "arrivals", "exchange", "operator", "program")
+
+    def __init__(self, program: str, operator: int) -> None:
+        self.program, self.operator = program, operator
+        self.arrivals = InterArrivals()
+        self.exchange = Baseline()
+        self._beside: dict[LowKey, RangeCost] = {}
+
+    def beside(self, key: LowKey) -> RangeCost:
+        """What the exchange loses in a second beside this low program."""
+        found = self._beside.get(key)
+        if found is None:
+            if len(self._beside) == MOST_LOW:
+                del self._beside[next(iter(self._beside))]
+            found = self._beside[key] = RangeCost()
+        return found
+
+    def ban(self, key: LowKey) -> Ban | None:
+        """The ban of this low program, if there is one."""
+        found = self._beside.get(key)
+        if found is None or found.ban is None:
+            return None
+        if found.ban.lifted:
+            found.ban = None
+        return found.ban
+
+    @property
+    def banned(self) -> bool:
+        """Whether any low program is banned."""
+        return any(self.ban(key) is not None for key in self._beside)
+
+    def probes_missed(self) -> None:
+        """An exchange has ended: a probe that did not run beside it has shown nothing."""
+        for cost in self._beside.values():
+            if cost.ban is not None:
+                cost.ban.probing = False
+
+
 # ---- The job.
 
 
@@ -246,7 +295,6 @@ UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ 
 RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
 USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
 QUEUED_STEPS: Final = 64  # steps over which it is averaged how many came while another one ran
-MOST_GATES: Final = 1024  # gates of a job whose pauses are remembered
 RECENT_STEPS: Final = 256  # steps whose slowdown is reported
 OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
@@ -266,7 +314,7 @@ class HighJob:
     __slots__ = (
         "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "budget", "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
-        "from_idle", "gate_arrivals", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
+        "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
         "least_need", "over", "parked", "passed", "peers_s", "pieces", "probed_step", "queued_part", "ratios",
         "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version", "steps",
         "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step", "watched_until", "watching",
@@ -276,10 +324,14 @@ class HighJob:
         self.job = job
         self.costs: HighCosts | None = None  # of the newest step launched
         self.step_costs: dict[StepId, HighCosts] = {}  # of each step that has pieces out
-        self.budget = SlowdownBudget(job.spec.max_slowdown)
+        # All ranks of a gang together may lose what was promised: each sum waits for the latest of them, another one
+        # each time, so a step loses up to what its ranks lose in all.
+        ranks = job.spec.gang.ranks if job.spec.gang is not None else 1
+        self.budget = SlowdownBudget(1.0 + (job.spec.max_slowdown - 1.0) / ranks)
         self.step_arrivals = InterArrivals()
         self.arrivals = self.step_arrivals  # pauses like the one it is in: before steps, or before one collective's end
-        self.gate_arrivals: dict[tuple[str, int], InterArrivals] = {}  # by program and the operator after the gate
+        self.gates: dict[tuple[str, int], Gate] = {}  # by program and the operator after the gate
+        self.gate: Gate | None = None  # at which it waits for its peers
         self.trust = ArrivalTrust()
         # Decisions to hold low work for this job:
         self.version = Version()  # of everything they depend on
@@ -289,7 +341,7 @@ class HighJob:
         self.idle_since = inf  # inf: it is not idle
         self.earliest_arrival = 0.0  # no step is expected before this time, if it is in the future
         self.passed = 0  # known pauses that are no longer than this one, as of the last look
-        self.parked = False  # it is idle in the middle of a step: it waits for its peers
+        self.parked = False  # it is idle in the middle of a step, at `gate`
         self.idle_from = 0.0  # when the job became idle before its newest step came
         self.arrived = 0.0  # when a step last found the job idle
         self.waits_for: ScheduledJob | None = (
@@ -300,7 +352,7 @@ class HighJob:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
         self.resumed_at = 0  # the newest piece that its peers came to; 0: none
-        self.peers_s = 0.0  # it waited for its peers
+        self.peers_s = 0.0  # it waited for its peers, without exchanging data
         self.shared = False  # low work ran beside it
         self.beside_high = False  # another high job's work ran beside it
         self.tried = False  # low work was launched to find out what it costs
@@ -408,25 +460,25 @@ class HighJob:
         self.arrivals.add(now - self.idle_since)
         self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
 
-    def wait_for_peers(self, gate: tuple[str, int], ended: float) -> None:
-        """The step has come to this gate, and goes on when its peers have. Until then the job is idle, and its pauses
-        before this gate tell for how long."""
-        arrivals = self.gate_arrivals.get(gate)
-        if arrivals is None:
-            if len(self.gate_arrivals) == MOST_GATES:
-                del self.gate_arrivals[next(iter(self.gate_arrivals))]
-            arrivals = self.gate_arrivals[gate] = InterArrivals()
-        arrivals.set_predictable(self.trust.trusted)
-        self.arrivals, self.parked = arrivals, True
+    def wait_for_peers(self, program: str, operator: int, ended: float) -> None:
+        """The step has come to the gate before this operator, and goes on when its peers have. Until then the job is
+        idle, and its pauses at this gate tell for how long."""
+        gate = self.gates.get((program, operator))
+        if gate is None:
+            if len(self.gates) == MOST_GATES:
+                del self.gates[next(iter(self.gates))]
+            gate = self.gates[program, operator] = Gate(program, operator)
+        self.gate, self.arrivals, self.parked = gate, gate.arrivals, True
+        self.arrivals.set_predictable(self.trust.trusted)
         self.idle_since, self.earliest_arrival, self.passed = ended, 0.0, 0
 
-    def peers_came(self, piece: int, now: float) -> None:
-        """The step goes on with this piece."""
+    def peers_came(self, piece: int, now: float, exchange_s: float) -> None:
+        """The step goes on with this piece; the exchange took so many seconds once the peers were there."""
         self.changed()
         self.arrivals.add(now - self.idle_since)
-        self.peers_s += now - self.idle_since
+        self.peers_s += max(0.0, now - self.idle_since - exchange_s)
         self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
-        self.arrivals, self.parked, self.resumed_at = self.step_arrivals, False, piece
+        self.gate, self.arrivals, self.parked, self.resumed_at = None, self.step_arrivals, False, piece
 
     def end_step(self, step: JobStep, ended: float) -> None:
         """The step's last piece is done: update baselines, budget and arrival trust, and begin a calibration where one

@@ -12,6 +12,7 @@ from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
+from gpumux.scheduler.guard.collectives import exchange_ended
 from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
@@ -198,7 +199,7 @@ class CostLearner:
             if low.charged_ranges is not None:
                 for range_cost in low.charged_ranges:
                     update_speed(range_cost, low.speed)
-        view.recent.add(low, bool(windows.high.launches))
+        view.recent.add(low, bool(windows.high.launches), any(high.parked for high in view.idle_jobs))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
         """A high launch ended."""
@@ -313,9 +314,19 @@ class CostLearner:
     def _park(self, high: HighJob, program: str, operator: int, ended: float) -> None:
         """A high job waits for its peers before this operator of a program."""
         self._view.expect_high_work()
-        high.wait_for_peers((program, operator), ended)
+        high.wait_for_peers(program, operator, ended)
         self._view.became_idle(high)
         high.changed()
+
+    def exchange_ended(self, high: HighJob, ended: float, exchange_s: float) -> None:
+        """The exchange at the gate where the high job waits ended, and took `exchange_s` once its peers were there."""
+        view, began = self._view, ended - exchange_s
+        found: LowLaunches = []
+        if view.low_launches or view.recent.last_end > began:
+            found = beside(view.low_launches, view.recent, began, ended)
+        if high.gate is not None and exchange_s > 0.0:
+            exchange_ended(high, high.gate, self._bans, exchange_s, found, ended)
+            high.gate.probes_missed()
 
     def forget(self, job: ScheduledJob) -> None:
         """The job is closing, or changes its class."""
@@ -375,7 +386,7 @@ def recut_bans(bans: Bans, high: JobId, costs: HighCosts, cuts: Collection[HighC
     if mine:
         still = costs.bans()
         for ban in mine:
-            if ban not in still:
+            if ban not in still and not ban.of_collective:
                 bans.lift(ban)
     for cut in cuts:
         cut.drop_lifted_bans()

@@ -51,6 +51,12 @@ def may_explore_now(high: HighJob) -> bool:
     return high.budget.balance > 0.0 and high.explored_step < high.steps
 
 
+def may_probe(high: HighJob, ban: Ban, now: float) -> bool:
+    """Whether one launch is made to find out if what it was banned from still suffers."""
+    bears = high.steps < LEARNING_STEPS or (high.budget.violations_left >= 1.0 and high.explored_step < high.steps)
+    return bears and ban.until <= now and not ban.probing
+
+
 def may_explore(
     high: HighJob,
     plan: LaunchPlan | None,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpumux.device.base import ProcessGroups, ProgramChecked, ProgramRefused
+from gpumux.device.cpu import peers
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.program.codec import encode
 from gpumux.program.ir import DIRECT_BYTES, Collective, Program, ProgramBuilder, Tag, TensorRef
@@ -504,8 +505,8 @@ def test_traffic_of_an_exchange_is_what_both_ends_say():
             {peer: nbytes for one in (program.collectives[number],) for peer, nbytes in traffic(program, one).items()}
             for program in programs
         ]
-        for rank, peers in enumerate(moved):
-            for peer, (sent, received) in peers.items():
+        for rank, mine in enumerate(moved):
+            for peer, (sent, received) in mine.items():
                 assert moved[peer][rank] == (received, sent)
 
 
@@ -521,3 +522,48 @@ def test_compiled_programs_see_what_was_exchanged(drivers: list[Driver]):
             step(held)
             assert torch.equal(held[0].get(0), 6 * values(seed, "float32", (5, 3)).double())
             assert [held[0].get(1).item(), held[0].get(2).item()] == [11, 22]
+
+
+class Slow:
+    """Message i is complete so many seconds after it is waited for, on a clock of its own."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.now = 0.0
+        self._seconds = list(seconds)
+
+    def clock(self) -> float:
+        return self.now
+
+    def post(self, data: torch.Tensor, rank: int, tag: int) -> Slow:
+        return self
+
+    def wait(self) -> None:
+        self.now += self._seconds.pop(0)
+
+
+def test_waiting_for_a_peer_is_told_from_the_exchange_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packet of peer 1 comes after 5 s, that of peer 2 after 2 s more; the data take 1 s and 3 s, and what is sent
+    none."""
+    slow = Slow([5.0, 2.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(peers.dist, "isend", slow.post)
+    monkeypatch.setattr(peers.dist, "irecv", slow.post)
+    monkeypatch.setattr(peers, "check", lambda *packet: None)
+    messages = peers.Messages(0, 1.0, slow.clock)
+    slow.now = 100.0
+    messages.begin()
+    data = {rank: torch.zeros(2 * peers.INLINE_BYTES, dtype=torch.uint8) for rank in (1, 2)}
+    messages.swap(peers.MessageId(0, 0, 0), data, {rank: torch.zeros_like(each) for rank, each in data.items()})
+    assert slow.now == 111.0
+    assert messages.exchange_s == 4.0
+    messages.begin()
+    assert messages.exchange_s == 0.0
+
+
+def test_an_exchange_takes_no_longer_than_the_wait_for_it(drivers: list[Driver]) -> None:
+    with gangs(2) as gang:
+        held = open_ranks(drivers, gang, [summing(rank, 2, [("float32", (1 << 16,))]) for rank in range(2)])
+        put_values(held, [("float32", (1 << 16,))])
+        step(held)
+        for one in held:
+            (ended,) = one.ended
+            assert 0.0 < ended.exchange_s <= ended.ended - ended.started

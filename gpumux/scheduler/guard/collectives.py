@@ -1,0 +1,76 @@
+"""What low work costs the collectives of a high job that is a rank of a gang.
+
+Between two pieces of its step such a job waits for its peers (a pause of it, in which low work may run) and then
+exchanges data with them. The exchange is a range of its own: it may suffer where the operators around it don't, since
+sums of gradients are the most sensitive part of a step (DeepPool, section 5). Low work is banned from the whole pause
+before it, since nothing says when the exchange will begin.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gpumux.scheduler.guard.bans import Ban, Bans, Why
+from gpumux.scheduler.guard.costs import MIN_SAMPLES, RangeCost
+from gpumux.scheduler.guard.device_view import LowLaunch, LowLaunches
+from gpumux.scheduler.guard.high_job import Gate, HighJob
+
+LEAST_S: Final = 20e-6  # a shorter exchange tells nothing
+LEAST_OVERLAP: Final = 0.25  # of an exchange: a charge for a shorter overlap is spread over this much
+MOST_RATE: Final = 0.99  # of the seconds beside low work that may be lost
+
+
+def exchange_ended(high: HighJob, gate: Gate, bans: Bans, seconds: float, found: LowLaunches, now: float) -> None:
+    """The exchange at the gate took `seconds`, with these low launches beside it (`overlap` says for how long)."""
+    baseline = gate.exchange
+    if not found:
+        baseline.add(seconds)
+        return
+    high.shared = True
+    if not baseline.known:
+        if high.watching and not high.calibrating:
+            high.calibrate(1)
+        return
+    excess = seconds - baseline.value
+    high.excess += excess
+    high.budget.used += excess - baseline.late
+    if not high.watching or max(seconds, baseline.value) < LEAST_S:
+        return
+    overlap = sum([low.overlap for low in found])
+    least = LEAST_OVERLAP * baseline.value
+    for low in found:
+        cost = gate.beside(low.key)
+        cost.add(min(excess * low.overlap / overlap / max(low.overlap, least), MOST_RATE))
+        _judge(high, gate, bans, low, cost, now)
+
+
+def _judge(high: HighJob, gate: Gate, bans: Bans, low: LowLaunch, cost: RangeCost, now: float) -> None:
+    """Impose, lengthen or lift the ban of this low work beside the exchange. It is banned if one launch costs more than
+    a step may lose, or if what the exchange loses is dearer than the pause before it is worth to low work."""
+    budget, ban = high.budget, gate.ban(low.key)
+    if not cost.to_judge(budget.slack):
+        return
+    rate = max(cost.newest if ban is not None else min(cost.mean, cost.median), 0.0)
+    ratio = 1.0 / (1.0 - rate)
+    loss = rate * min(min(low.step.pieces), gate.exchange.value * ratio)
+    why: Why | None = None
+    if ratio > 1.0 + budget.slack:
+        if loss > budget.limit:
+            why = "tail"
+        elif loss * budget.price > gate.arrivals.usual:
+            why = "price"
+    if ban is None:
+        if why and cost.count >= MIN_SAMPLES:
+            cost.ban = Ban(
+                high=high.job.id, low=low.job.id, operators=(gate.operator, gate.operator), program=gate.program,
+                share=low.key.share, ratio=ratio, samples=cost.count, why=why, since=now,
+            )  # fmt: skip
+            bans.impose(cost.ban, high.solo_step())
+    elif why:
+        ban.ratio, ban.samples = ratio, ban.samples + 1
+        bans.lengthen(ban, now, high.solo_step())
+    else:
+        bans.lift(ban)
+        cost.ban = None
+        cost.restart()
+        cost.add(rate)
