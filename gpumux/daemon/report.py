@@ -255,7 +255,7 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     if job["priority"] != "high" or known is None:
         return None
     return PromiseFigures(
-        target=known["promised"],
+        target=job["max_slowdown"],
         slowdown=known["slowdown"],
         slowdown_p99=known["slowdown_p99"],
         kept=bool(known["kept"]),

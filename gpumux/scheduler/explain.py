@@ -134,12 +134,10 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
         kept, slack = "kept" if found["kept"] else "broken", high.budget.slack
-        gang = job.spec.gang
-        part = "" if gang is None else f", its part of {job.spec.max_slowdown:.4g} for all {gang.ranks} ranks"
         lines.append(
             f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
             f" ({high.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
-            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100{part}: {kept}. {high.over} of all its"
+            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
             f" {high.steps} steps took more than what is promised on average."
         )
     if not high.trust.trusted:

@@ -21,9 +21,8 @@ guard       None under a policy without one, else
     low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":
     slowdown, slowdown_p99   of its newest steps over the same alone, None while unknown; `steps` of them
-    promised        what its steps may take over the same alone: max_slowdown (at least 1 + LEAST_SLOWDOWN), or a
-                    rank's part of it
-    kept            mean within that and p99 within twice the slack, None while unknown
+    kept            mean within max_slowdown and p99 within twice the slack (at least LEAST_SLOWDOWN), None while
+                    unknown
     steps_over      steps slower than that, ever; `steps_total` of them
     solo_step_seconds, baseline_samples, estimate_samples
     host_wait_seconds        the device waited for the host with a piece of the job due
@@ -118,7 +117,6 @@ def job_figures(guard: SlowdownGuard, job: ScheduledJob, now: float) -> dict[str
     costs, budget = high.costs, high.budget
     return {
         **slowdown_figures(high),
-        "promised": 1.0 + high.budget.slack,
         "steps_over": high.over,
         "steps_total": high.steps,
         "solo_step_seconds": high.solo_step(),

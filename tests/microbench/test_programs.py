@@ -23,6 +23,7 @@ QUICK = {
     "copies": ["--repeats", "3"],
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
+    "gangs": ["--ranks", "2", "--low", "small-kernels-b4", "--steps", "50", "--warm-up", "100"],
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "16", "--parts", "1", "4"],
     "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
@@ -135,6 +136,19 @@ def core_rate(report: Report) -> None:
         is_figure(figure, 1)
 
 
+def gangs(report: Report) -> None:
+    """On a virtual clock, so this is what the guard does, and no time of this machine."""
+    apart, together = report["runs"]
+    assert (apart["guard"], together["guard"]) == ("apart", "together")
+    assert apart["slowdown"] > 1.2
+    assert together["slowdown"] <= report["max_slowdown"] == 1.1
+    assert together["slowdown_p99"] <= 1.25
+    assert together["low"] > 0.2
+    assert together["bans"] > 0
+    (target,) = report["targets"].values()
+    assert target == {"target": 1.1, "value": together["slowdown"], "met": True}
+
+
 def microbatches(report: Report) -> None:
     assert report["parts"].keys() == {"1", "4"}
     for part in report["parts"].values():
@@ -182,7 +196,7 @@ def leaves(value: object) -> list[object]:
 
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
-    "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
+    "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
 }  # fmt: skip
 
 

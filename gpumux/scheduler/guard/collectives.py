@@ -20,11 +20,20 @@ LEAST_OVERLAP: Final = 0.25  # of an exchange: a charge for a shorter overlap is
 MOST_RATE: Final = 0.99  # of the seconds beside low work that may be lost
 
 
+def cost_of_exchange(gate: Gate, cost: RangeCost, seconds: float) -> tuple[float, float]:
+    """What the exchange is expected to lose by a launch of `seconds` in the pause before it, and what it seldom loses
+    more of. `cost`: what it loses in a second beside that low work."""
+    rate, most = min(max(cost.mean, 0.0), MOST_RATE), min(max(cost.bound, 0.0), MOST_RATE)
+    alone = gate.exchange.value
+    return rate * min(seconds, alone / (1.0 - rate)), most * min(seconds, alone / (1.0 - most))
+
+
 def exchange_ended(high: HighJob, gate: Gate, bans: Bans, seconds: float, found: LowLaunches, now: float) -> None:
     """The exchange at the gate took `seconds`, with these low launches beside it (`overlap` says for how long)."""
     baseline = gate.exchange
     if not found:
-        baseline.add(seconds)
+        if high.alone_on_all_ranks:
+            baseline.add(seconds)
         return
     high.shared = True
     if not baseline.known:

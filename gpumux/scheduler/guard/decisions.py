@@ -121,6 +121,8 @@ class LaunchDecision:
     exploring: HighJob | None = None  # the high job beside which it would show something new
     relies_on_arrivals = False  # it is allowed because no step of an idle high job is expected
     unknown = False  # the piece has never run beside a high job that runs
+    in_pause_of: HighJob | None = None  # a high job that waits for its peers, whose exchange it may run beside
+    pause_cost = 0.0  # what it is expected to cost that one
     # Why the piece is held, and what that depends on:
     hold: Hold | None = None
     high: HighJob | None = None  # the job it is held for

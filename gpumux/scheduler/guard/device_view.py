@@ -212,9 +212,9 @@ class DeviceView:
                 since, arrivals = high.idle_since, high.arrivals
                 high.passed = arrivals.count_passed(now - since, high.passed)
                 high.earliest_arrival = since + (0.0 if arrivals.unpredictable else arrivals.earliest(high.passed))
-            # Where something is banned, each launch is looked at.
-            banned = high.gate is not None and high.gate.banned
-            soonest = min(soonest, now if banned else high.earliest_arrival)
+            # Where the exchange may suffer, each launch is looked at.
+            suffers = high.gate is not None and (high.calibrating or high.gate.suffers)
+            soonest = min(soonest, now if suffers else high.earliest_arrival)
         self._next_arrival, self._next_look = soonest, min(soonest, self._idle_changes)
 
     def _choose_idle(self, now: float) -> None:
@@ -224,6 +224,8 @@ class DeviceView:
             if high.idle_since == inf or high.job.paused:
                 continue
             leaves = high.idle_since + high.arrivals.longest
+            if high.gate is not None and high.calibrating:
+                leaves = inf  # it comes back, and what it takes alone is to be learned
             if now <= leaves:
                 self.idle.append(high)
                 self._idle_changes = min(self._idle_changes, leaves)

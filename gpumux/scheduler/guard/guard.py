@@ -24,7 +24,9 @@ from typing import Final
 
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.bans import Ban, Bans
+from gpumux.scheduler.guard.collectives import cost_of_exchange
 from gpumux.scheduler.guard.costs import (
+    MIN_SAMPLES,
     MOMENTS,
     NOISE_FLOOR_S,
     ON_ARRIVAL,
@@ -50,6 +52,7 @@ from gpumux.scheduler.guard.high_job import (
     LEAST_PRICE,
     AwaitedSteps,
     CostsByProgram,
+    Gate,
     HighJob,
 )
 from gpumux.scheduler.guard.learning import DEFAULT_TARGET_S, LEAST_SPEED, CostLearner, Cutting
@@ -362,6 +365,11 @@ class SlowdownGuard:
                     decision.hold_for(high, Hold("ban", high.job.id, ban=ban, until=until))
                     return
                 decision.probe, decision.probed, decision.exploring = ban, high, high
+            elif high.gate is not None:
+                hold = self._before_exchange(decision, high, high.gate, key, end - view.free_at)
+                if hold is not None:
+                    decision.hold_for(high, hold)
+                    return
             arrival = expected_arrival(high, key)
             if end < arrival:
                 decision.relies_on_arrivals = True
@@ -379,6 +387,30 @@ class SlowdownGuard:
                 latest = hold
                 decision.hold_for(high, hold)
                 decision.earliest_arrival = 0.0 if high.arrivals.unpredictable else arrival
+
+    def _before_exchange(
+        self, decision: LaunchDecision, high: HighJob, gate: Gate, key: LowKey, seconds: float
+    ) -> Hold | None:
+        """Why a launch of `seconds` in a pause of the high job has to wait for the exchange that ends it; None: it has
+        not."""
+        if high.calibrating:
+            return Hold("calibration", high.job.id)
+        if not gate.exchange.known:
+            return None
+        cost = gate.known_cost(key)
+        if cost is None or cost.count < MIN_SAMPLES:
+            if not may_explore_unknown(high):
+                return Hold("learning", high.job.id)
+            decision.exploring = high
+            return None
+        expected, upper = cost_of_exchange(gate, cost, seconds)
+        refused = high.budget.refuses(
+            expected, upper, avoidable=expected, pending=high.pause_cost, gain=seconds, next_step=False
+        )
+        if refused:
+            return Hold(refused, high.job.id)
+        decision.in_pause_of, decision.pause_cost = high, expected
+        return None
 
     # ---- what happens
 
@@ -407,7 +439,7 @@ class SlowdownGuard:
             self.learner.exchange_ended(high, event.ended, event.exchange_s)
             self.view.expect_high_work()
             self.view.became_busy(high)
-            high.peers_came(event.piece, now, event.exchange_s)
+            high.peers_came(event.piece, now)
 
     def client_waits(self, job: ScheduledJob, step: JobStep, before: list[HighJob]) -> None:
         """A client waits for this step of the low job, and gives these high jobs a step only after it."""

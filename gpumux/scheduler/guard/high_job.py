@@ -257,6 +257,10 @@ class Gate:
             found = self._beside[key] = RangeCost()
         return found
 
+    def known_cost(self, key: LowKey) -> RangeCost | None:
+        """The same, None if it never ran beside it."""
+        return self._beside.get(key)
+
     def ban(self, key: LowKey) -> Ban | None:
         """The ban of this low program, if there is one."""
         found = self._beside.get(key)
@@ -267,9 +271,9 @@ class Gate:
         return found.ban
 
     @property
-    def banned(self) -> bool:
-        """Whether any low program is banned."""
-        return any(self.ban(key) is not None for key in self._beside)
+    def suffers(self) -> bool:
+        """Whether low work was seen to cost the exchange anything: then each launch before it is looked at."""
+        return any(cost.mean > 0.0 or cost.ban is not None for cost in self._beside.values())
 
     def probes_missed(self) -> None:
         """An exchange has ended: a probe that did not run beside it has shown nothing."""
@@ -282,6 +286,7 @@ class Gate:
 
 
 FIRST_SOLO_STEPS: Final = 3  # steps without low work that a job begins with
+FIRST_RANKS_STEPS: Final = 6  # the same of a job on several devices
 SOLO_EVERY: Final = 64  # steps after which another one without low work is wanted
 CALIBRATION_TRIES: Final = 4  # steps a calibration may take: low work that is still out spoils some
 HELD_LONG_STEPS: Final = 16  # steps for which low work was held: from then on more may be explored
@@ -315,8 +320,8 @@ class HighJob:
         "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "budget", "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
         "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
-        "least_need", "over", "parked", "passed", "peers_s", "pieces", "probed_step", "queued_part", "ratios",
-        "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version", "steps",
+        "least_need", "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
+        "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version", "steps",
         "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step", "watched_until", "watching",
     )  # fmt: skip
 
@@ -324,14 +329,13 @@ class HighJob:
         self.job = job
         self.costs: HighCosts | None = None  # of the newest step launched
         self.step_costs: dict[StepId, HighCosts] = {}  # of each step that has pieces out
-        # All ranks of a gang together may lose what was promised: each sum waits for the latest of them, another one
-        # each time, so a step loses up to what its ranks lose in all.
-        ranks = job.spec.gang.ranks if job.spec.gang is not None else 1
-        self.budget = SlowdownBudget(1.0 + (job.spec.max_slowdown - 1.0) / ranks)
+        self.budget = SlowdownBudget(job.spec.max_slowdown)
+        self.ranks = job.spec.gang.ranks if job.spec.gang is not None else 1
         self.step_arrivals = InterArrivals()
         self.arrivals = self.step_arrivals  # pauses like the one it is in: before steps, or before one collective's end
         self.gates: dict[tuple[str, int], Gate] = {}  # by program and the operator after the gate
         self.gate: Gate | None = None  # at which it waits for its peers
+        self.pause_cost = 0.0  # seconds that low launches in this pause are expected to cost the exchange
         self.trust = ArrivalTrust()
         # Decisions to hold low work for this job:
         self.version = Version()  # of everything they depend on
@@ -352,7 +356,6 @@ class HighJob:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
         self.resumed_at = 0  # the newest piece that its peers came to; 0: none
-        self.peers_s = 0.0  # it waited for its peers, without exchanging data
         self.shared = False  # low work ran beside it
         self.beside_high = False  # another high job's work ran beside it
         self.tried = False  # low work was launched to find out what it costs
@@ -371,7 +374,7 @@ class HighJob:
         self.queued_part = 0.0  # part of its steps that come while another one runs
         self.late_steps = 0  # steps in a row beside low work that lost more than they may
         # Learning:
-        self.calibrating = FIRST_SOLO_STEPS  # steps without low work still wanted
+        self.calibrating = FIRST_SOLO_STEPS if self.ranks == 1 else FIRST_RANKS_STEPS  # steps without low work, wanted
         self.calibration_tries = 0
         self.last_solo_step = 0  # `steps` when there last was one
         self.watching = True  # launches beside the step that runs are charged, and learned from
@@ -435,6 +438,13 @@ class HighJob:
         held_long = self.steps - last_launch_step >= HELD_LONG_STEPS
         return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER
 
+    @property
+    def alone_on_all_ranks(self) -> bool:
+        """Whether no rank runs low work beside the step that runs. Low work of any rank makes the steps of all of them
+        longer, and ranks don't tell each other of it, but count the same steps: those in which they learn what a step
+        takes alone have the same numbers."""
+        return self.ranks == 1 or self.steps < FIRST_RANKS_STEPS or self.steps % SOLO_EVERY == 0
+
     # ---- what happens
 
     def adopt(self, costs: HighCosts) -> None:
@@ -470,13 +480,12 @@ class HighJob:
             gate = self.gates[program, operator] = Gate(program, operator)
         self.gate, self.arrivals, self.parked = gate, gate.arrivals, True
         self.arrivals.set_predictable(self.trust.trusted)
-        self.idle_since, self.earliest_arrival, self.passed = ended, 0.0, 0
+        self.idle_since, self.earliest_arrival, self.passed, self.pause_cost = ended, 0.0, 0, 0.0
 
-    def peers_came(self, piece: int, now: float, exchange_s: float) -> None:
-        """The step goes on with this piece; the exchange took so many seconds once the peers were there."""
+    def peers_came(self, piece: int, now: float) -> None:
+        """The step goes on with this piece."""
         self.changed()
         self.arrivals.add(now - self.idle_since)
-        self.peers_s += max(0.0, now - self.idle_since - exchange_s)
         self.idle_from, self.idle_since, self.arrived = self.idle_since, inf, now
         self.gate, self.arrivals, self.parked, self.resumed_at = None, self.step_arrivals, False, piece
 
@@ -485,9 +494,9 @@ class HighJob:
         is due."""
         costs, budget, shared = self.costs, self.budget, self.shared
         assert costs is not None
-        seconds, from_idle, beside_high = ended - self.began - self.peers_s, self.from_idle, self.beside_high
+        seconds, from_idle, beside_high = ended - self.began, self.from_idle, self.beside_high
         baseline = costs.steps[1 if from_idle else 0]
-        if not shared and not beside_high:
+        if not shared and not beside_high and self.alone_on_all_ranks:
             if baseline.known:
                 budget.solo_step_ended(seconds - baseline.value)
             if baseline.add(seconds):
@@ -531,7 +540,7 @@ class HighJob:
         self.step_costs.pop(step.id, None)
         self.arrival_programs.clear()
         self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
-        self.resumed_at, self.peers_s = 0, 0.0
+        self.resumed_at = 0
 
     def _update_trust(self, excess: float) -> None:
         trust, budget, before = self.trust, self.budget, self.trust.trusted
@@ -548,7 +557,9 @@ class HighJob:
         """A step ended, `solo` if without low work: count it, and begin a calibration if it is time."""
         if solo:
             self.last_solo_step = self.steps
-        if self.calibrating:
+        if self.ranks > 1:
+            self.calibrating = int(self.alone_on_all_ranks)
+        elif self.calibrating:
             self.calibration_tries += 1
             if solo:
                 self.calibrating -= 1

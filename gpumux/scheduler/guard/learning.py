@@ -121,6 +121,8 @@ class CostLearner:
             decision.relies_on_arrivals, decision.expected, decision.exposed,
         )  # fmt: skip
         low.kinds, low.idle_costs = decision.kinds, decision.idle_costs
+        if decision.in_pause_of is not None:
+            decision.in_pause_of.pause_cost += decision.pause_cost
         if decision.beside is not None:
             for running in decision.beside:
                 placement = running.costs.placements.get(step.program.key)
