@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -257,14 +258,10 @@ class SideEffects:
         """Fill the places that were empty, or held a tensor of another shape, and in which the step leaves a tensor
         whose value is known. Returns functions that restore them; if there are any, all other places are restored."""
         fills: list[tuple[_Place, torch.Tensor]] = []
-        for place in self._places():
-            old, new = place.old, place.value
-            if not isinstance(new, FakeTensor) or new.requires_grad:
-                continue
-            if isinstance(old, UNRETURNED) or (isinstance(old, torch.Tensor) and old.shape == new.shape):
-                continue
-            if (isinstance(old, torch.Tensor) or old is None or old is _MISSING) and (found := value(new)) is not None:
-                fills.append((place, found))
+        for new, places in self._whole():
+            empty = [p for p in places if _empty(p.old, new)]
+            if empty and (found := value(new)) is not None:
+                fills += [(place, found) for place in empty]
         if not fills:
             return []
         for put in self.restorers():
@@ -272,6 +269,27 @@ class SideEffects:
         for place, found in fills:
             place.with_value(found)()
         return [place.with_value(place.old) for place, _ in fills]
+
+    def _whole(self) -> list[tuple[FakeTensor, list[_Place]]]:
+        """The tensors without a graph that the trace left, each with its places. Not those that share memory with
+        what the trace left elsewhere: a copy of the value would be written to alone."""
+        places = self._places()
+        holders: dict[int, set[int]] = {}
+        for holder in [
+            *(p.value for p in places),
+            *(items for _, items, old in self._lists if self._changed(items, old)),
+        ]:
+            for leaf in pytree.tree_leaves(holder):
+                if isinstance(leaf, FakeTensor):
+                    holders.setdefault(leaf.untyped_storage()._cdata, set()).add(id(holder))
+        found: dict[int, tuple[FakeTensor, list[_Place]]] = {}
+        for place in places:
+            new = place.value
+            if not isinstance(new, FakeTensor) or new.requires_grad:
+                continue
+            if len(holders[new.untyped_storage()._cdata]) == 1:
+                found.setdefault(id(new), (new, []))[1].append(place)
+        return list(found.values())
 
     def refuse_other_optimizers(self) -> None:
         """Raises CaptureError if the step used an optimizer that was not submitted."""
@@ -298,10 +316,22 @@ class SideEffects:
         """What the trace left, and where."""
         return [LeftValue(p.name, p.value, p.old) for p in [*self._places(), *self._items()]]
 
-    def left(self, home: torch.device | None) -> list[Callable[[], None]]:
-        """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
-        tensors. Raises CaptureError for a list whose other items the step moves."""
-        found = [p.with_value(unreturned(p.name, p.value, home, self._number)) for p in self._places()]
+    def left(
+        self, home: torch.device | None, value: Callable[[FakeTensor], torch.Tensor | None]
+    ) -> list[Callable[[], None]]:
+        """A function for each of these places, which puts an `Unreturned` there, or the value if that is known. `home`:
+        the device of the job's tensors. Raises CaptureError for a list whose other items the step moves."""
+        found: list[Callable[[], None]] = []
+        known: set[int] = set()
+        for new, places in self._whole():
+            if (constant := value(new)) is not None:
+                found.append(partial(_put_copy, places, constant))
+                known.add(id(new))
+        found += [
+            p.with_value(unreturned(p.name, p.value, home, self._number))
+            for p in self._places()
+            if id(p.value) not in known
+        ]
         for label, items, old in self._lists:
             if not self._changed(items, old):
                 continue
@@ -454,6 +484,20 @@ def _content(cell: Any) -> Any:
 
 def _field(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING)
+
+
+def _put_copy(places: Sequence[_Place], value: torch.Tensor) -> None:
+    """Put one copy of a value into these places, as the script may write into what a step left."""
+    copy = value.clone()
+    for place in places:
+        place.with_value(copy)()
+
+
+def _empty(old: Any, new: torch.Tensor) -> bool:
+    """Whether a place that held `old` is filled by its first tensor, or by the first one of this shape."""
+    if isinstance(old, UNRETURNED):
+        return False
+    return old is None or old is _MISSING or (isinstance(old, torch.Tensor) and old.shape != new.shape)
 
 
 def _setter(place: _Place) -> Callable[[Any], None]:

@@ -112,7 +112,7 @@ def _unreturned(given: Any) -> StaleState:
     return StaleState(
         f"{place} was set by a step that ran in the daemon, and its values are not here",
         f"return it from the step (return loss, {place}) and take it from the result; a value that steps go on from"
-        " belongs in a buffer of the model (register_buffer)",
+        " belongs in a buffer of the model (register_buffer), or is made before you submit",
     )
 
 

@@ -647,7 +647,11 @@ class Tracer:
                 ]
                 raw.moved_data = self._moved_data(rec)
                 raw.executed, raw.on_batch = observer.found, on_batch
-                filled = self._settle(left, rec)
+                taken = {
+                    new.untyped_storage()._cdata for new in [*(new for _, new in replaced), *(r.new for r in rebound)]
+                }
+                known = partial(self._known, rec, taken)
+                filled = left.settle(known)
                 if filled:
                     raise TraceOver(_nothing, filled, changes=changes)
                 self._restorers += left.restorers()
@@ -685,7 +689,7 @@ class Tracer:
             raise changes_variables(stuck)
         raw.flags = changes
         self._left += left.present()
-        raw.left = left.left(self.table.home)
+        raw.left = left.left(self.table.home, known)
         fingerprint.leaves.update(left.names())
         return raw, False
 
@@ -746,10 +750,12 @@ class Tracer:
                 found.append(LeftNumbers(partial(_fill, tensor), (new,), pytree.tree_structure(0)))
         return found
 
-    def _settle(self, left: SideEffects, rec: Recorder) -> list[Callable[[], None]]:
-        if self.outside is None or self.table.gpu:
-            return []
-        return left.settle(lambda fake: constant_value(rec.record, rec.view_of(fake)))
+    def _known(self, rec: Recorder, taken: set[int], fake: FakeTensor) -> torch.Tensor | None:
+        """The value of a tensor that the step makes from constants, where a GPU does not make it otherwise. `taken`:
+        the memory of tensors that become state."""
+        if self.outside is None or self.table.gpu or fake.untyped_storage()._cdata in taken:
+            return None
+        return constant_value(rec.record, rec.view_of(fake))
 
     def tidy(self) -> None:
         """Remove the fake tensors that traces left in the user's attributes and variables."""

@@ -99,3 +99,104 @@ def test_the_content_at_the_time_of_the_reading_counts(endpoint: str) -> None:
         return Work([model], [], [(step, DATA[0])], simple_loop(DATA, 2))
 
     check(make, endpoint)
+
+
+class Ready(nn.Module):
+    """Its mask is made at the first use, which a flag marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.mask = (torch.arange(4) % 2).float()
+            self.ready = True
+        found: Tensor = self.inner(x) * self.mask
+        return found
+
+
+def test_a_constant_that_a_flag_guards_is_there_in_later_steps(endpoint: str) -> None:
+    def make() -> Work:
+        model = Ready()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            found = [run(*DATA[i % 3]) for i in range(3)]
+            return [*found, model.mask.clone(), *(run(*DATA[i % 3]) for i in range(3))]
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_constants_that_share_memory_are_not_copied_apart(endpoint: str) -> None:
+    class Held:
+        whole: Tensor | None = None
+        part: Tensor
+
+    model, held = nn.Linear(8, 4), Held()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if held.whole is None:
+            held.whole = torch.arange(8).float()
+            held.part = held.whole[:4]
+        found: Tensor = model(x) * held.part
+        return found
+
+    with pytest.raises(errors.UnknownTensor, match=r"held\.part"):
+        client.submit(step, example=DATA[0], model=model, endpoint=endpoint)
+
+
+def test_one_constant_under_two_names_stays_one(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = nn.Linear(8, 4), dict[str, Tensor]()
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            held["a"] = held["b"] = torch.arange(4).float()
+            found: Tensor = model(x) * held["a"]
+            return found
+
+        def loop(run: Any) -> list[Any]:
+            found: list[Any] = []
+            for i in range(3):
+                found.append(run(*DATA[i]))
+                held["a"].add_(1.0)
+                found.append(held["b"].clone())
+            return found
+
+        return Work([model], [], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_constant_that_each_step_leaves_is_the_scripts_to_write(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = nn.Linear(8, 4), {"mask": torch.ones(4)}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            found: Tensor = model(x) * held["mask"]
+            held["mask"] = (torch.arange(4) % 2).float()
+            return found
+
+        def loop(run: Any) -> list[Any]:
+            found: list[Any] = []
+            for i in range(6):
+                found += [run(*DATA[i % 3]), held["mask"].clone()]
+                if i == 2:
+                    held["mask"].fill_(3.0)
+                if i == 4:
+                    held["mask"] = torch.full((4,), 2.0)
+            return found
+
+        return Work([model], [], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
