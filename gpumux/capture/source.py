@@ -382,7 +382,12 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
     name = type(optimizer).__name__
     where = reader() if optimizer is None else f"{user_line()} (inside {name}.step)"
     remedy = _ON_DEVICE.format("read")
-    if whole_number:
+    if where.endswith("GradScaler.get_scale"):
+        remedy = (
+            "compare in the loop, around the step: before = scaler.get_scale(); job.step(x, y); if scaler.get_scale()"
+            " >= before: scheduler.step()"
+        )
+    elif whole_number:
         remedy += (
             "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
             " tensor: queue.index_copy_(1, (ptr + torch.arange(n)) % size, new)"
