@@ -45,13 +45,30 @@ class _Plain:
         pass
 
 
+def _script_state(given: dict[str, Any]) -> Any:
+    """What a refused submit must leave as it is: models, optimizers, gradients and the random generator."""
+    held = [given.get("model"), given.get("optimizer")]
+    flat = [one for each in held for one in (each if isinstance(each, (list, tuple)) else [each])]
+    modules = [one for one in flat if isinstance(one, nn.Module)]
+    gradients = [p.grad for m in modules for p in m.parameters()]
+    flags = [[m.training for m in one.modules()] for one in modules]
+    return settled([flat, gradients, flags, torch.get_rng_state()])
+
+
 class _Through:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.jobs: list[client.Job] = []
 
     def __call__(self, step: Callable[..., Any], example: Any, **given: Any) -> Callable[..., Any]:
-        self.jobs.append(client.submit(step, example=example, endpoint=self.endpoint, **given))
+        before = _script_state(given)
+        try:
+            self.jobs.append(client.submit(step, example=example, endpoint=self.endpoint, **given))
+        except errors.GpumuxError as error:
+            changed = difference(before, _script_state(given), "state")
+            if changed is not None:
+                raise AssertionError(f"a refused submit changed the script's state: {changed}") from error
+            raise
         return self.jobs[-1].step
 
     def add(self, step: Callable[..., Any], example: Any) -> Callable[..., Any]:
@@ -124,10 +141,12 @@ def run_through(script: Script, endpoint: str) -> Any:
 
 
 def _run(script: Script, train: Train) -> Any:
+    """What the script returns, and the state of torch's generator at its end."""
     with one_thread():
         random.seed(0)
         torch.manual_seed(0)
-        return settled(script(train))
+        found = settled(script(train))
+        return [found, torch.get_rng_state()]
 
 
 @contextmanager
