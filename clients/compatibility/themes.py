@@ -7,6 +7,7 @@ from clients.compatibility import (
     bad_input,
     batches,
     changing_numbers,
+    first_use,
     libraries,
     optimizers,
     outside_tensors,
@@ -18,7 +19,7 @@ from clients.compatibility import (
 THEMES = sorted(
     module.__name__.rpartition(".")[2]
     for module in (
-        architectures, bad_input, batches, changing_numbers, libraries, optimizers, outside_tensors, refusals, results,
-        training,
+        architectures, bad_input, batches, changing_numbers, first_use, libraries, optimizers, outside_tensors,
+        refusals, results, training,
     )
 )  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, UnknownTensor
 
 _MISSING = ABSENT
+MOST_ITEMS = 100  # of a tuple whose tensors are followed
 _Setter: TypeAlias = Callable[[Any, Any, Any], Callable[[], None]]
 
 
@@ -58,6 +60,41 @@ class LeftValue(NamedTuple):
         return _path_to(tensor, self.value)
 
 
+class TupleEntry:
+    """A tuple in a variable, as a dictionary of its items: a new item is put there in a new tuple."""
+
+    def __init__(self, owner: Any, key: Any) -> None:
+        self.owner = owner
+        self.key = key
+
+    def __getitem__(self, key: int) -> Any:
+        held = self.owner[self.key]
+        if type(held) is not tuple:
+            raise KeyError(self.key)
+        return held[key]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        held = self.owner[self.key]
+        self.owner[self.key] = (*held[:key], value, *held[key + 1 :])
+
+
+def _parts(place: _Place) -> Iterator[_Place]:
+    """The places of the tensors that a step replaces by others there: the place itself, or the items of a tuple."""
+    value, old = place.value, place.old
+    if isinstance(old, torch.Tensor) and isinstance(value, FakeTensor):
+        yield place
+    elif type(old) is tuple and type(value) is tuple and len(old) == len(value) <= MOST_ITEMS:
+        owner = TupleEntry(place.space, 0 if place.key is None else place.key)
+        items = [
+            _Place(f"{place.name}[{i}]", owner, i, new, was, place.setter)
+            for i, (new, was) in enumerate(zip(value, old, strict=True))
+            if new is not was
+        ]
+        parts = [list(_parts(item)) for item in items]
+        if all(parts):
+            yield from chain.from_iterable(parts)
+
+
 def _path_to(tensor: torch.Tensor, value: Any, depth: int = 3) -> str | None:
     if value is tensor:
         return ""
@@ -67,6 +104,15 @@ def _path_to(tensor: torch.Tensor, value: Any, depth: int = 3) -> str | None:
             if path is not None:
                 return f"[{key!r}]{path}"
     return None
+
+
+def _pairs(name: str, value: Any, old: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, new, old) of the tensors in a value or in a tuple where there were others before."""
+    if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+        yield name, value, old
+    elif type(value) is type(old) is tuple:
+        for i, (new, was) in enumerate(zip(value, old, strict=False)):
+            yield from _pairs(f"{name}[{i}]", new, was)
 
 
 class _Rebound(NamedTuple):
@@ -114,8 +160,9 @@ def _replay(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbers
 
 
 _IN_PLACE = (
-    "keep each tensor in a variable of its own (self.h = h.detach(); self.c = c.detach()), or write it into a list or"
-    " dictionary that is there before you submit and stays: state[0] = h.detach(), P[k] = P[k] - lr * g[k]"
+    "keep tensors in variables or in a tuple of them (self.hidden = (h.detach(), c.detach())) that are there before you"
+    " submit, each of its own memory, or write them into a list or dictionary that is there before you submit and"
+    " stays: state[0] = h.detach(), P[k] = P[k] - lr * g[k]"
 )
 
 
@@ -161,25 +208,32 @@ def left_by_another_call(
     found = ((one, path) for one in lefts if (path := one.path_to(tensor)) is not None)
     left, path = next(found, (None, ""))
     name = source.name_of(tensor, fn) if left is None else left.name + path
-    said = f"{source.user_line()} uses {name}, a tensor"
-    if left is not None and path:
+    pairs = [] if left is None else list(_pairs(left.name, left.value, left.old))
+    others = [one for one in pairs if (one[1].shape, one[1].dtype) != (one[2].shape, one[2].dtype)]
+    mine = [one for one in pairs if one[1] is tensor]
+    if left is not None and path and not mine:
         return UnknownTensor(
-            f"{said} that an earlier call of the step left in a new {type(left.value).__name__}", _IN_PLACE
+            f"{source.user_line()} uses {name}, a tensor that an earlier call of the step left in a new"
+            f" {type(left.value).__name__}",
+            _IN_PLACE,
         )
-    old = left.old if left is not None and isinstance(left.old, torch.Tensor) else None
-    place = table.lookup(old) if old is not None else None
-    if old is None:
+    if not mine:
         return UnknownTensor(
-            f"{said} that an earlier call of the step left where there was none before",
+            f"{source.user_line()} uses {name}, a tensor that an earlier call of the step left where there was none"
+            " before",
             "put a tensor of this shape there before you submit (self.average = torch.zeros(())), pass it as an"
             " argument of the step, or make it a buffer of a module",
         )
-    kind = f"of shape {tuple(old.shape)} and type {str(old.dtype).removeprefix('torch.')}"
-    if (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+    name, _, old = next(iter([*others, *mine]))  # the items of a tuple are followed all together
+    if others:
+        kind = f"of shape {tuple(old.shape)} and type {str(old.dtype).removeprefix('torch.')}"
+    else:
+        place = table.lookup(old)
+        known = table.buffers[place[0]].name if place is not None else name
         kind = "that shares memory with another tensor"
-        kind += f", {table.buffers[place[0]].name}" if place is not None else ", or is held in several places"
+        kind += f", {known}" if known != name else ", or is held in several places"
     return UnknownTensor(
-        f"{said} that an earlier call of the step put in the place of one {kind}",
+        f"{source.user_line()} uses {name}, a tensor that an earlier call of the step put in the place of one {kind}",
         "put a tensor of the same shape and type there before you submit, of its own memory: .clone() it"
         " (copy.deepcopy of a state_dict)",
     )
@@ -234,18 +288,26 @@ class SideEffects:
         """The tensors that variables held before the trace and in whose places the step puts new ones of the same kind.
         `whole`: whether these places, (name, owner, key), are all that hold a tensor. Restores the old ones. Raises
         CaptureError."""
-        found: dict[int, list[_Place]] = {}
-        for place in [*self._places(), *self._items()]:
-            if isinstance(place.old, torch.Tensor) and isinstance(place.value, FakeTensor):
-                found.setdefault(id(place.old), []).append(place)
+        places = [*self._places(), *self._items()]
+        parts = {id(place): list(_parts(place)) for place in places}
+        found: dict[int, list[tuple[_Place, _Place]]] = {}  # of each old tensor: (part, place)
+        for place in places:
+            for part in parts[id(place)]:
+                found.setdefault(id(part.old), []).append((part, place))
+        stays = {key for key, group in found.items() if not self._alike([part for part, _ in group], whole)}
+        while True:  # a tuple is bound anew as a whole, or not at all
+            kept = {id(place) for key in stays for _, place in found[key]}
+            more = {key for key, group in found.items() if any(id(place) in kept for _, place in group)}
+            if more == stays:
+                break
+            stays = more
         pairs = []
-        for places in found.values():
-            name, new, old = places[0].name, places[0].value, places[0].old
-            alike = (new.shape, new.dtype) == (old.shape, old.dtype) and all(p.value is new for p in places)
-            if not alike or not whole(old, [(p.name, p.space, 0 if p.key is None else p.key) for p in places]):
+        for key, group in found.items():
+            if key in stays:
                 continue
-            for place in places:
-                place.with_value(old)()
+            name, new, old = group[0][0].name, group[0][0].value, group[0][0].old
+            for _, place in group:
+                place.with_value(place.old)()
             if new.requires_grad != old.requires_grad:
                 raise CaptureError(
                     f"the step puts a tensor that keeps its graph in the place of {name}",
@@ -253,6 +315,13 @@ class SideEffects:
                 )
             pairs.append(_Rebound(name, old, new))
         return pairs
+
+    @staticmethod
+    def _alike(parts: Sequence[_Place], whole: Callable[[torch.Tensor, list[tuple[str, Any, Any]]], bool]) -> bool:
+        """Whether these places all get one tensor of the same kind as the old one, which nothing else holds."""
+        new, old = parts[0].value, parts[0].old
+        alike = (new.shape, new.dtype) == (old.shape, old.dtype) and all(p.value is new for p in parts)
+        return alike and whole(old, [(p.name, p.space, 0 if p.key is None else p.key) for p in parts])
 
     def settle(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[Callable[[], None]]:
         """Fill the places that were empty, or held a tensor of another shape, and in which the step leaves a tensor
@@ -372,10 +441,10 @@ class SideEffects:
         for label, items, old in self._lists:
             if len(items) == len(old):
                 for i, (value, was) in enumerate(zip(list(items), old, strict=True)):
+                    place = _Place(f"{label}[{i}]", items, i, value, was, _put_back)
                     number = is_symbol(was) or (_of_numbers(value) and self._holds(value))
-                    tensor = isinstance(was, torch.Tensor) and isinstance(value, FakeTensor)
-                    if value is not was and (number or tensor):
-                        yield _Place(f"{label}[{i}]", items, i, value, was, _put_back)
+                    if value is not was and (number or any(_parts(place))):
+                        yield place
 
     def _changed(self, items: Any, old: list[Any]) -> bool:
         """Whether the trace left a tensor or a number in a list."""

@@ -34,6 +34,7 @@ from gpumux.capture.fetching import (
     without_fetching,
     without_modes,
 )
+from gpumux.capture.side_effects import MOST_ITEMS, TupleEntry
 from gpumux.capture.state import Followed, Part, Place, StateTable, has_memory
 from gpumux.capture.watch.checksums import Checksums
 from gpumux.capture.watch.fingerprint import Fingerprint
@@ -76,23 +77,48 @@ class _Attributes:
 
 
 def _identity(owner: Any, key: Any) -> tuple[int, Any]:
+    if isinstance(owner, TupleEntry):
+        return _identity(owner.owner, owner.key)[0], (_identity(owner.owner, owner.key)[1], key)
     inner = owner.cell if isinstance(owner, _Variable) else owner.owner if isinstance(owner, _Attributes) else owner
     return id(inner), key
 
 
-def _places(fingerprint: Fingerprint, names: Iterable[str]) -> Iterator[tuple[Any, Any]]:
-    """(owner, key) of the variables with these names that may be bound anew."""
-    known = frozenset(names)
-    for name, space, skip, _ in fingerprint.spaces:
-        yield from ((space, key) for key in list(space) if key not in skip and name(key) in known)
+def _places(fingerprint: Fingerprint, names: Iterable[str], inside: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, owner, key) of the variables with these names that may be bound anew. `inside`: those of the names that
+    are of items of tuples."""
+    known, any_inside = frozenset(names), bool(inside)
+    for name, owner, key in _variables(fingerprint):
+        if name in known:
+            yield name, owner, key
+        elif any_inside:
+            yield from _entries(name, owner, key, known)
     for module in fingerprint.modules:
         for kind in (module._parameters, module._buffers):
-            yield from ((kind, key) for key in list(kind))
+            yield from (("", kind, entry) for entry in list(kind))
+
+
+def _entries(name: str, owner: Any, key: Any, known: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    try:
+        held = owner[key]
+    except (KeyError, IndexError, AttributeError, ValueError):  # a variable without a value
+        return
+    if type(held) is tuple and len(held) <= MOST_ITEMS:
+        for i in range(len(held)):
+            if f"{name}[{i}]" in known:
+                yield f"{name}[{i}]", TupleEntry(owner, key), i
+            else:
+                yield from _entries(f"{name}[{i}]", TupleEntry(owner, key), i, known)
+
+
+def _variables(fingerprint: Fingerprint) -> Iterator[tuple[str, Any, Any]]:
+    """(name, owner, key) of all variables that may be bound anew."""
+    for name, space, skip, _ in fingerprint.spaces:
+        yield from ((name(key), space, key) for key in list(space) if key not in skip)
     for label, owner, fields in fingerprint.fields:
-        yield from ((_Attributes(owner), name) for name in fields if f"{label}.{name}" in known)
+        yield from ((f"{label}.{name}", _Attributes(owner), name) for name in fields)
     for label, items in fingerprint.lists:
-        yield from ((items, i) for i in range(len(items)) if f"{label}[{i}]" in known)
-    yield from ((_Variable(cell), 0) for name, cell in fingerprint.cells if name in known)
+        yield from ((f"{label}[{i}]", items, i) for i in range(len(items)))
+    yield from ((name, _Variable(cell), 0) for name, cell in fingerprint.cells)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -245,11 +271,12 @@ class Outside:
             table.followed.add(met)
             fingerprint.watch_also([gradients_wanted(met), gradients_there(met)])
             followed: set[int] = set()
-            for owner, key in _places(fingerprint, held):
+            for name, owner, key in _places(fingerprint, held, inside):
                 value = owner[key]
                 if id(value) in mine:
                     table.holders_outside[_identity(owner, key)] = (owner, key, value)
                     followed.add(id(value))
+                    inside.discard(name)
             for name, tensor in held.items():
                 if id(tensor) not in followed or name in inside:
                     found = table.lookup(tensor)
