@@ -31,6 +31,7 @@
     +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
     +-- DeviceLost              the device failed beyond repair; the daemon ends
+    +-- RankLost                a process of a measured group did not come, ended or stopped answering
     +-- EndpointBusy            another daemon holds the endpoint or device
     +-- BuildFailed             the core can't be compiled
     +-- TrialFailed             a trial of a sweep: the user's factory, data, step or score raises
@@ -186,6 +187,12 @@ class DaemonGone(GpumuxError):
 
 class DeviceLost(GpumuxError):
     code = "device_lost"
+
+
+class RankLost(GpumuxError):
+    """A process of a group did not come, ended early or stopped answering."""
+
+    code = "rank_lost"
 
 
 class EndpointBusy(GpumuxError):

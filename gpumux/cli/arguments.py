@@ -9,7 +9,8 @@ from math import inf, isfinite
 from gpumux import config
 
 _PLAN = """\
-What to know before asking for GPUs. Nothing here needs a daemon or a GPU, but for `plan profile --device cuda`.
+What to know before asking for GPUs. Nothing here needs a daemon or a GPU, but for --device cuda of `plan profile` and
+`plan network`.
 
 MODEL is module:factory (a function of yours that returns a torch module, or one and its example arguments) or a
 built-in: alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Where only its layers' times are wanted
@@ -18,6 +19,7 @@ built-in: alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Wh
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2     how many GPUs each layer should have
   gpumux plan profile my.models:net --input 3,224,224 -o net.json          time every layer here
+  gpumux plan network --ranks 4 -o here.json                               measure what `burst --network` takes
   gpumux plan batch alexnet --memory 12GB                                  mini-batch and convolution algorithms
   gpumux plan gpus --speedup 3 --overhead 0.1                              GPUs for a speed-up
   gpumux plan servers --parameters 180MB --workers 8 --compute 0.5 --bandwidth 1Gb,10Gb
@@ -34,6 +36,7 @@ examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --save plan.json
                                           then see what sharing gives: gpumux simulate --plan plan.json --low vgg16-b4
   gpumux plan burst net.json --gpus 64 --global-batch 256 --network 200g --algorithm deeppool --json
+  gpumux plan burst net.json --gpus 4 --global-batch 32 --network here.json     measured (gpumux plan network)
   gpumux plan burst inception_v3 --gpus 8 --global-batch 32 --figures pictures/
   gpumux plan burst my.models:net --input 3,224,224 --gpus 2 --global-batch 16 --profile b8.json --profile b16.json
                                           with what the steps of a job that trains it took (gpumux jobs profile)
@@ -46,6 +49,26 @@ examples:
   gpumux plan profile my.models:net --input 3,224,224 --batches 1,2,4,8 --threads 1 -o net.json
   gpumux plan profile vgg16 --gpu-model h200 -o vgg16.json            modelled for a GPU that is not there
   gpumux plan profile vgg16 --profile b8.json -o vgg16.json           from a job's steps (gpumux jobs profile)
+"""
+_NETWORK = """\
+Measures the network that a plan assumes, with torch.distributed: gloo for --device cpu, NCCL for --device cuda (written
+and never run). Ranks send to the next and receive from the one before at the same time, and sum with all-reduce, among
+2, 4 ... and all ranks, at sizes from 8 bytes up. `gpumux plan burst --network FILE` then takes transfers and sums as
+measured; it plans for as many GPUs as there were ranks, or fewer.
+
+Without --rank all ranks are processes of this machine, on the loopback device. Across machines start the command once
+for each rank, as with torchrun, all with the same options; rank 0 keeps the store at HOST:PORT, prints and writes.
+GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the network interface where a machine has several. Connections are neither
+encrypted nor authenticated: use a network that you trust. More ranks than cores wait for a core as well as for the
+network, and the output says so. Let nothing else run meanwhile.
+
+examples:
+  gpumux plan network --ranks 4 -o here.json
+  gpumux plan network --ranks 2 --largest 64MiB --rounds 20 -o here.json --json
+  gpumux plan network --rank 0 --ranks 2 --store 10.0.0.1:29500 -o two.json      on 10.0.0.1
+  gpumux plan network --rank 1 --ranks 2 --store 10.0.0.1:29500                  on the other machine
+
+exit codes: 0 done, 1 a rank did not come within --limit or was lost, 64 wrong usage, 78 wrong input, 130 interrupted
 """
 _BATCH = """\
 For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest
@@ -185,6 +208,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     _burst(verb("burst", "how many GPUs each layer should have", _BURST))
     _profile(verb("profile", "time a model's layers", _PROFILE))
+    _network(verb("network", "measure bandwidth and latency among ranks", _NETWORK))
     _batch(verb("batch", "mini-batch and convolution algorithms for a CNN", _BATCH))
     _gpus(verb("gpus", "GPUs for a speed-up, and the overhead they tolerate", _GPUS))
     _servers(verb("servers", "parameter servers, and what does without them", _SERVERS))
@@ -235,7 +259,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
     flag("--amplification", metavar="LIMIT", type=limit, default=2.0, help="GPU time over one GPU's (default 2; none)")
     flag("--counts", metavar="N,N,...", type=wholes, help="GPU counts a layer may have (default: powers of two)")
     flag("--algorithm", choices=("optimal", "deeppool"), default="optimal", help="default optimal")
-    flag("--network", metavar="NAME", help="nvswitch (default), 200g or 25g")
+    flag("--network", metavar="NAME", help="nvswitch (default), 200g, 25g, or a file of `gpumux plan network`")
     flag("--bandwidth", metavar="RATE", type=rate, help="of one GPU, instead of --network's: 25GB, 200Gb")
     flag("--latency", metavar="SECONDS", type=ratio, help="instead of --network's")
     flag(
@@ -270,6 +294,20 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     flag("--batches", metavar="N,N,...", type=wholes, help="batch sizes (default 1,2,4,8,16,32)")
     flag("--repeats", metavar="N", type=whole, help="runs of each layer, after one to warm up (default 5)")
     flag("--threads", metavar="N", type=whole, help="intra-op threads on the CPU")
+
+
+def _network(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--ranks", metavar="N", type=_two, required=True, help="processes that exchange")
+    flag("-o", "--out", metavar="FILE", help="where to write it (not on ranks 1 and up)")
+    flag("--rank", metavar="I", type=natural, help="be this one of ranks started by hand, from 0 (with --store)")
+    flag("--store", metavar="HOST:PORT", help="where rank 0 waits for the others (with --rank)")
+    flag("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default cpu)")
+    flag("--largest", metavar="SIZE", type=size, default=size("4MiB"), help="the largest message (default 4MiB)")
+    flag("--rounds", metavar="N", type=whole, default=9, help="whose medians are taken (default 9)")
+    flag(
+        "--limit", metavar="SECONDS", type=above_zero, default=60.0, help="to wait for ranks, and for any one operation"
+    )
 
 
 def _batch(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from gpumux.plan import baselines, costs, plot
 from gpumux.plan.costs import Network, powers_of_two
 from gpumux.plan.graph import members, reduce
 from gpumux.plan.layers import ModelProfile
+from gpumux.plan.network import measured
 from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
 from gpumux.program.saved_plan import save
@@ -80,7 +81,11 @@ def run(args: argparse.Namespace) -> int:
 def _network(args: argparse.Namespace) -> Network:
     if args.bandwidth is not None and args.latency is not None:
         idle_option(args, ["network"], "beside both --bandwidth and --latency", "what either does not say")
-    found = costs.preset(args.network or NETWORK)
+    name = args.network or NETWORK
+    if name not in costs.PRESETS and (Path(name).suffix == ".json" or Path(name).is_file()):
+        idle_option(args, ["bandwidth", "latency"], "beside a measured --network", "a preset, which they replace")
+        return measured.load(Path(name)).network(Path(name).stem)
+    found = costs.preset(name)
     if args.bandwidth is not None:
         found = replace(found, name="given", bandwidth=args.bandwidth, source="given")
     if args.latency is not None:
@@ -183,6 +188,9 @@ def _notes(args: argparse.Namespace, query: PlanQuery, profile: ModelProfile, cu
         f"layer times of {graph.device} ({sources}); network {link.name}: {link.bandwidth / 1e9:g} GB/s a GPU, "
         f"{link.latency * 1e6:g} us ({link.source})"
     ]
+    if link.sums:
+        among = _listed([each.gpus for each in link.sums])
+        notes.append(f"all-reduces as measured among {among} ranks; between these numbers on a straight line")
     if query.overlap:
         notes.append(f"{query.overlap:.0%} of each layer's backward time hides the sync of its gradients")
     largest = min(layer.times[-1].samples for layer in graph.layers)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import idle_option, is_file, model_profile
-from gpumux.cli.text import emit, emit_json, milliseconds, table
+from gpumux.cli.text import emit, emit_json, milliseconds, size, table
 from gpumux.errors import ConfigError
 from gpumux.plan.layers import ModelProfile, save
+from gpumux.plan.network import measured, ranks
+from gpumux.plan.network.measured import MeasuredNetwork
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
@@ -20,15 +23,40 @@ MEASURING = ("device", "repeats", "threads")  # options that only apply to measu
 
 
 def run(args: argparse.Namespace) -> int:
-    verbs = {"burst": burst.run, "profile": _profile, **advise.VERBS}
+    verbs = {"burst": burst.run, "profile": _profile, "network": _network, **advise.VERBS}
     return verbs[args.verb](args)
+
+
+def _new_file(name: str) -> Path:
+    """The path of a file that is written at the end. Raises ConfigError if it has no directory."""
+    out = Path(name)
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is no directory", "name a file in one that exists")
+    return out
+
+
+def _progress(verb: str) -> Callable[[int, int, str], None]:
+    """Says on stderr how far it is, at most once a PROGRESS_S unless that is a terminal."""
+    shown_at = time.monotonic()
+
+    def progress(done: int, whole: int, what: str) -> None:
+        nonlocal shown_at
+        if sys.stderr.isatty() or time.monotonic() - shown_at >= PROGRESS_S:
+            shown_at = time.monotonic()
+            end = "\r" if sys.stderr.isatty() else "\n"
+            sys.stderr.write(f"gpumux: {done} of {whole} {verb}, now {what}".ljust(78) + end)
+
+    return progress
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
 
 
 def _profile(args: argparse.Namespace) -> int:
     """Measure (or model) and write a profile."""
-    out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is no directory", "name a file in one that exists")
+    out = _new_file(args.out)
     if args.profile:
         idle_option(args, MEASURING, "with --profile", "measuring layers here")
         if args.batches:
@@ -64,15 +92,6 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         idle_option(args, ["threads"], "with --device cuda", "measuring on the CPU")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here", "use --device cpu, or --gpu-model to have times modelled")
-    shown_at = time.monotonic()
-
-    def progress(done: int, whole: int, what: str) -> None:
-        nonlocal shown_at
-        if sys.stderr.isatty() or time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            end = "\r" if sys.stderr.isatty() else "\n"
-            sys.stderr.write(f"gpumux: {done} of {whole} measured, now {what}".ljust(78) + end)
-
     before = torch.get_num_threads()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -84,9 +103,73 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
             batches=args.batches or BATCHES,
             repeats=args.repeats or REPEATS,
             whole=args.whole,
-            progress=progress,
+            progress=_progress("measured"),
         )
     finally:
         torch.set_num_threads(before)
-        if sys.stderr.isatty():
-            sys.stderr.write("\n")
+        _end_progress()
+
+
+# ---- `gpumux plan network`.
+
+
+def _network(args: argparse.Namespace) -> int:
+    """Measure the network among ranks, here or as one of several, and write it to a file."""
+    if (args.rank is None) != (args.store is None):
+        raise ConfigError("--rank and --store belong together", "give both to be one of several ranks, or neither")
+    follows = args.rank is not None and args.rank > 0
+    if follows and args.out is not None:
+        raise ConfigError(f"-o on rank {args.rank}", "rank 0 writes the file: leave it out here")
+    if not follows and args.out is None:
+        raise ConfigError("no file for the result", "name one: -o net.json")
+    out = None if args.out is None else _new_file(args.out)
+    asked = ranks.Measurement(args.ranks, args.device, int(args.largest), args.rounds, args.limit)
+    progress = _progress("rounds")
+    try:
+        if args.rank is None:
+            found: MeasuredNetwork | None = ranks.measure_here(asked, progress)
+        else:
+            found = ranks.measure_as(asked, args.rank, args.store, progress)
+    finally:
+        _end_progress()
+    if found is None or out is None:
+        return 0
+    link = found.network(out.stem)  # refuses a measurement without lines before a file is written
+    measured.save(found, out)
+    if args.json:
+        lines = [(each, each.line()) for each in found.series]
+        emit_json({"file": str(out), "backend": found.backend, "device": found.device, "ranks": found.ranks,
+                   "machines": list(found.machines), "versions": dict(found.versions), "note": found.note,
+                   "bandwidth": link.bandwidth, "latency": link.latency,
+                   "lines": [{"kind": each.kind, "ranks": each.ranks, "delay_s": line.delay,
+                              "bandwidth": line.bandwidth, "residual": line.residual, "worst": line.worst}
+                             for each, line in lines]})  # fmt: skip
+    else:
+        emit(_described(found, out))
+    return 0
+
+
+def _described(found: MeasuredNetwork, out: Path) -> str:
+    """A measured network as text: each series' line, how far its points are from it, and some of them."""
+    machines = dict.fromkeys(found.machines)
+    sizes = found.series[0].points
+    shown = [0, len(sizes) // 2, len(sizes) - 1]
+    rows = []
+    for each in sorted(found.series, key=lambda each: (each.kind != "transfer", each.ranks)):
+        line = each.line()
+        points = [f"{each.points[i].median * 1e6:.0f} us" for i in shown]
+        rows.append(
+            (each.kind, str(each.ranks), f"{line.delay * 1e6:.0f} us", f"{line.bandwidth / 1e9:.3g} GB/s",
+             f"x {line.residual:.2f}", f"x {line.worst:.2f}", *points)
+        )  # fmt: skip
+    header = ("OPERATION", "RANKS", "DELAY", "BANDWIDTH", "RESIDUAL", "WORST", *(size(sizes[i].nbytes) for i in shown))
+    notes = [
+        "delay + bytes / bandwidth is the line through the medians; RESIDUAL, WORST: by what factors they lie off it",
+        *([found.note] if found.note else []),
+        f"plan with it: gpumux plan burst MODEL --network {out}",
+    ]
+    head = (
+        f"{out}: {found.backend} among {found.ranks} ranks on {found.device}, medians of {found.rounds} rounds"
+        f" ({'; '.join(machines)}; torch {found.versions.get('torch', 'unknown')})"
+    )
+    return "\n".join([head, table(header, rows), "", *notes])

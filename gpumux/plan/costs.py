@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, lcm
 from operator import add, itemgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,30 +22,71 @@ from gpumux.plan.layers import Timing
 # propagation delay, full bisection.
 
 
+class SumCost(NamedTuple):
+    """What an all-reduce among so many GPUs takes: `delay` seconds, and `a_byte` seconds for each byte of gradients."""
+
+    gpus: int
+    delay: float
+    a_byte: float
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """`bandwidth`: bytes a second that one GPU sends and, at the same time, receives. `latency`: seconds until the
-    first byte arrives, software included. Raises ConfigError for invalid values."""
+    first byte arrives, software included. `sums`: measured all-reduces, by rising number of GPUs; without any, the cost
+    of an all-reduce follows from bandwidth and latency. Raises ConfigError for invalid values."""
 
     name: str
     bandwidth: float
     latency: float
     source: str = "given"
+    sums: tuple[SumCost, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(f"a network of {self.bandwidth} bytes/s", "give more than 0")
         if not (isfinite(self.latency) and self.latency >= 0):
             raise ConfigError(f"a network latency of {self.latency} s", "give 0 or more")
+        sizes = [each.gpus for each in self.sums]
+        if sizes != sorted(set(sizes)) or any(gpus < 2 for gpus in sizes):
+            raise ConfigError(f"all-reduces among {sizes} GPUs", "give each number once, rising, from 2 up")
+        if not all(isfinite(term) and term >= 0 for each in self.sums for term in each[1:]):
+            raise ConfigError("an all-reduce that takes less than no time", "give seconds of 0 or more")
 
     def seconds(self, nbytes: float) -> float:
         """One transfer in which the busiest GPU sends or receives `nbytes`; 0 for 0 bytes."""
         return nbytes / self.bandwidth + self.latency if nbytes else 0.0
 
     def all_reduce(self, nbytes: float, gpus: int) -> float:
-        """Sum `nbytes` of gradients over `gpus` by reduce-scatter and all-gather, each of which moves (gpus - 1)/gpus
-        of them through every GPU. 0 on one GPU."""
-        return 2 * self.seconds((gpus - 1) / gpus * nbytes)
+        """Sum `nbytes` of gradients over `gpus`: as measured, or by reduce-scatter and all-gather, each of which moves
+        (gpus - 1)/gpus of them through every GPU. 0 on one GPU. Raises ConfigError for more GPUs than were measured."""
+        if not self.sums:
+            return 2 * self.seconds((gpus - 1) / gpus * nbytes)
+        if gpus == 1 or not nbytes:
+            return 0.0
+        _, delay, a_byte = self.sum_cost(gpus)
+        return a_byte * nbytes + delay
+
+    def sum_cost(self, gpus: int) -> SumCost:
+        """The terms of an all-reduce among 2 or more GPUs. Between two measured numbers of GPUs they lie on a straight
+        line. Raises ConfigError outside of what was measured."""
+        if not self.sums:
+            return SumCost(gpus, 2 * self.latency, 2 * (gpus - 1) / gpus / self.bandwidth)
+        place = bisect_left(self.sums, (gpus,))
+        if place < len(self.sums) and self.sums[place].gpus == gpus:
+            return self.sums[place]
+        if place in (0, len(self.sums)):
+            raise ConfigError(
+                f"network {self.name} was measured among {', '.join(str(each.gpus) for each in self.sums)} ranks, and"
+                f" this is about {gpus} GPUs",
+                f"measure it there (gpumux plan network --ranks {gpus}), plan for {self.sums[-1].gpus} or fewer, or"
+                " give --bandwidth and --latency",
+            )
+        low, high = self.sums[place - 1], self.sums[place]
+        share = (gpus - low.gpus) / (high.gpus - low.gpus)
+        return SumCost(
+            gpus, low.delay + share * (high.delay - low.delay), low.a_byte + share * (high.a_byte - low.a_byte)
+        )
 
 
 def moved_share(source: int, target: int) -> float:
@@ -75,7 +116,8 @@ def preset(name: str) -> Network:
     """The preset called `name`. Raises ConfigError for another."""
     if name not in PRESETS:
         raise ConfigError(
-            f"no network is called {name!r}", f"use one of {', '.join(PRESETS)}, or give --bandwidth and --latency"
+            f"no network is called {name!r}",
+            f"use one of {', '.join(PRESETS)}, a file that `gpumux plan network` wrote, or --bandwidth and --latency",
         )
     return PRESETS[name]
 
@@ -166,6 +208,8 @@ class ProfiledCosts:
                 f"a global batch of {self.batch} does not divide among {wrong[0]} GPUs",
                 _divisors_remedy(self.batch, self.counts),
             )
+        if self.counts[-1] > 1:
+            self.network.sum_cost(self.counts[-1])
 
     def comp(self, layer: int, g: int) -> float:
         return self.graph.layers[layer].at(self.batch // g).seconds
@@ -190,14 +234,15 @@ class ProfiledCosts:
         and `sync` except for rounding, and faster: computed for all layers at once."""
         times = [layer.times for layer in self.graph.layers]
         sizes = [layer.parameter_bytes for layer in self.graph.layers]
-        delay, overlap = 2 * self.network.latency, self.overlap
+        overlap = self.overlap
         found = []
         for g in self.counts:
             forward, backward = self._timings(times, self.batch // g)
-            a_byte = 2 * (g - 1) / g / self.network.bandwidth
             if g == 1:
                 found.append(list(map(add, forward, backward)))
-            elif not overlap:
+                continue
+            _, delay, a_byte = self.network.sum_cost(g)
+            if not overlap:
                 found.append([ahead + back + (a_byte * size + delay if size else 0.0)
                               for ahead, back, size in zip(forward, backward, sizes, strict=True)])  # fmt: skip
             else:

@@ -75,12 +75,12 @@ def over_networks(
     query: PlanQuery, efficiency: SampleEfficiency, bandwidths: Sequence[float] = BANDWIDTHS
 ) -> list[tuple[float, Scaled]]:
     """Every strategy on the largest count at every bandwidth in bytes a second, with the network's own latency (figure
-    3)."""
+    3). All-reduces follow from these: measured ones are of another bandwidth."""
     return [
         (bandwidth, each)
         for bandwidth in bandwidths
         for each in scaled(
-            replace(query, network=replace(query.network, bandwidth=bandwidth)), query.counts[-1], efficiency
+            replace(query, network=replace(query.network, bandwidth=bandwidth, sums=())), query.counts[-1], efficiency
         )
     ]
 

@@ -11,8 +11,11 @@ import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
 from gpumux.plan import layers, plot
+from gpumux.plan.network import measured as network
+from gpumux.plan.network import ranks
 from gpumux.plan.query import PlanQuery
 from gpumux.program import saved_plan
+from tests.plan.network.networks import measured
 
 PNG = b"\x89PNG"
 CNN = ["clients.models.cnn:cnn", "--input", "1,8,8"]
@@ -400,3 +403,100 @@ def test_cuda_is_refused_where_there_is_none(tmp_path: Path, capsys: pytest.Capt
         pytest.skip("there is a CUDA device")
     assert main(["plan", "profile", "alexnet", "--device", "cuda", "-o", str(tmp_path / "x.json")]) == EX_CONFIG
     assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- A measured network.
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> str:
+    path = tmp_path / "here.json"
+    network.save(measured(ranks=4), path)
+    return str(path)
+
+
+def test_a_plan_takes_a_measured_network(profile: str, here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "burst", profile, *SMALL, "--network", here]) == 0
+    out = capsys.readouterr().out
+    assert "network here: 0.25 GB/s a GPU, 400 us (measured among 4 ranks by gloo on cpu" in out
+    assert "all-reduces as measured among 2, 4 ranks" in out
+
+
+def test_a_plan_on_a_measured_network_is_drawn(
+    profile: str, here: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "burst", profile, *SMALL, "--network", here, "--figures", str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "networks.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--gpus", "8", "--global-batch", "8"], EX_CONFIG, "measured among 2, 4 ranks, and this is about 8 GPUs"),
+        ([*SMALL, "--latency", "1"], EX_CONFIG, "--latency has no effect beside a measured --network"),
+        ([*SMALL, "--network", "absent.json"], EX_CONFIG, "absent.json"),
+        ([*SMALL, "--network", "ethernet"], EX_CONFIG, "no network is called 'ethernet'"),
+    ],
+)
+def test_a_measured_network_that_can_not_be_taken_is_refused(
+    profile: str, here: str, options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "burst", profile, "--network", here, *options]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def instead_of_measuring(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Measurement]:
+    """What is to be measured, for which there are known times: those of a busy machine may lie on no line."""
+    asked = []
+
+    def measure(measurement: ranks.Measurement, progress: object) -> network.MeasuredNetwork:
+        asked.append(measurement)
+        return measured(ranks=measurement.ranks)
+
+    monkeypatch.setattr(ranks, "measure_here", measure)
+    return asked
+
+
+def test_a_measured_network_is_described_and_written(
+    instead_of_measuring: list[ranks.Measurement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two.json"
+    options = ["--ranks", "2", "--largest", "1MiB", "--rounds", "3", "-o", str(path)]
+    assert main(["plan", "network", *options]) == 0
+    assert instead_of_measuring == [ranks.Measurement(2, "cpu", 1 << 20, 3, 60.0)]
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}: gloo among 2 ranks on cpu, medians of 5 rounds")
+    assert re.search(r"transfer +2 +200 us +0\.5 GB/s +x 1\.00 +x 1\.00 +200 us", out)
+    assert re.search(r"all-reduce +2 +400 us +0\.167 GB/s +x 1\.00 +x 1\.00 +400 us", out)
+    assert network.load(path) == measured(ranks=2)
+
+
+def test_a_measured_network_as_json(
+    instead_of_measuring: list[ranks.Measurement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "network", "--ranks", "4", "-o", str(tmp_path / "n.json"), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [(each["kind"], each["ranks"]) for each in body["lines"]] == [
+        ("transfer", 2), ("all-reduce", 2), ("transfer", 4), ("all-reduce", 4)
+    ]  # fmt: skip
+    assert (body["ranks"], body["file"]) == (4, str(tmp_path / "n.json"))
+    assert body["bandwidth"] == pytest.approx(0.25e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--ranks", "1", "-o", "n.json"], EX_USAGE, "--ranks"),
+        (["--ranks", "2"], EX_CONFIG, "no file for the result"),
+        (["--ranks", "2", "-o", "nowhere/n.json"], EX_CONFIG, "nowhere is no directory"),
+        (["--ranks", "2", "--rank", "0", "-o", "n.json"], EX_CONFIG, "--rank and --store belong together"),
+        (["--ranks", "2", "--rank", "1", "--store", "h:1", "-o", "n.json"], EX_CONFIG, "rank 0 writes the file"),
+        (["--ranks", "2", "--largest", "8B", "-o", "n.json"], EX_CONFIG, "a largest size of 8 B"),
+    ],
+)
+def test_a_measurement_that_can_not_be_is_refused(
+    options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "network", *options]) == code
+    assert said in capsys.readouterr().err
