@@ -1,0 +1,277 @@
+"""Steps a second of one job over several daemons, beside torch's DistributedDataParallel over gloo.
+
+Both split every batch evenly over 1, 2 or 4 ranks of one thread each; every layer is on all ranks. Blocks of steps
+through gpumux and of DistributedDataParallel alternate, and while one runs the other waits without a core. A block is
+measured from its first step to the answer of its last one, in gpumux by the client, whose time is part of it.
+DistributedDataParallel's ranks have their parts of the batches in memory; gpumux's client copies each batch to its
+ranks. The mark is for as many ranks as there are cores.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clients.models.transformer import DigitsTransformer
+from clients.models.vgg import EDGE, vgg
+from gpumux import client
+from microbench import common
+from microbench.daemon import running_daemon
+
+TARGET = 0.9  # steps a second over DistributedDataParallel's
+BATCHES = 8  # different ones, in turn
+
+
+@dataclass(frozen=True)
+class Model:
+    """`edge`: pixels of its images."""
+
+    make: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    batch: int
+    edge: int
+
+
+MODELS = {
+    "vgg": Model(
+        lambda: vgg("small", dropout=0.0), lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), 64, EDGE
+    ),
+    "transformer": Model(
+        lambda: DigitsTransformer(256, 8, 6, dropout=0.0), lambda params: torch.optim.AdamW(params, lr=1e-4), 32, 8
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
+    arguments.add_argument("--repeats", type=int, default=9, help="blocks of each kind")
+    arguments.add_argument("--steps", type=int, default=20, help="steps a block")
+    arguments.add_argument("--warm-up", type=int, default=20, help="steps before the first block")
+    arguments.add_argument("--rank", nargs=3, metavar=("RANK", "RANKS", "PORT"), help="be a DistributedDataParallel's")
+    args = arguments.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.rank:
+        be_rank(MODELS[args.models[0]], *map(int, args.rank))
+        return 0
+    facts = common.machine()
+    models = {
+        name: {str(ranks): measure(name, ranks, args.repeats, args.steps, args.warm_up) for ranks in args.ranks}
+        for name in args.models
+    }
+    print(common.describe(facts))
+    print(show(models))
+    result: dict[str, Any] = {"machine": facts, "threads": 1, "steps": args.steps, "models": models}
+    result["targets"] = targets(models, facts["cores"])
+    for name, target in result["targets"].items():
+        verdict = "met" if target["met"] else "MISSED"
+        print(f"{name}: {target['value']:.2f} against {target['target']:.2f}: {verdict}")
+    common.report("burst", args.out, result)
+    return 0
+
+
+def targets(models: dict[str, dict[str, dict[str, Any]]], cores: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, by_ranks in models.items():
+        for ranks, measured in by_ranks.items():
+            if 1 < int(ranks) <= cores:
+                value = measured["ratio"].median
+                said = f"{name} on {ranks} ranks, over DistributedDataParallel"
+                found[said] = {"value": value, "target": TARGET, "met": value >= TARGET}
+    return found
+
+
+def show(models: dict[str, dict[str, dict[str, Any]]]) -> str:
+    rows = []
+    for name, by_ranks in models.items():
+        for ranks, m in by_ranks.items():
+            rows.append(
+                [
+                    f"{name}, {ranks} ranks", f"{m['steps_per_s'].median:.2f}", f"{m['ddp_steps_per_s'].median:.2f}",
+                    f"{m['ratio'].median:.2f}", f"{m['ratio'].low:.2f}", f"{m['ratio'].high:.2f}",
+                    str(max(m["collectives"])), f"{max(m['sent_bytes']) / 1e6:.2f}",
+                    f"{1e3 * max(m['waited_s']):.1f}",
+                ]
+            )  # fmt: skip
+    header = ["", "steps/s", "DDP's", "ratio", "lowest", "highest", "collectives", "MB sent", "waits ms"]
+    return common.table(header, rows)
+
+
+def measure(name: str, ranks: int, repeats: int, steps: int, warm_up: int) -> dict[str, Any]:
+    """Steps a second of each block, ours and theirs, and what each rank exchanged in a step."""
+    with over_daemons(MODELS[name], ranks) as ours, distributed(name, ranks) as theirs:
+        for run in (ours.run, theirs):
+            run(warm_up)
+        before = ours.exchanged()
+        rates: dict[str, list[float]] = {"steps_per_s": [], "ddp_steps_per_s": []}
+        for _ in range(repeats):
+            rates["steps_per_s"].append(steps / ours.run(steps))
+            rates["ddp_steps_per_s"].append(steps / theirs(steps))
+        each = [
+            {key: (new[key] - old[key]) / (repeats * steps) for key in new}
+            for old, new in zip(before, ours.exchanged(), strict=True)
+        ]
+        collectives = ours.collectives()
+    ratio = [a / b for a, b in zip(*rates.values(), strict=True)]
+    return {
+        **{key: common.figure(values) for key, values in rates.items()},
+        "ratio": common.figure(ratio),
+        "samples": rates,
+        "collectives": collectives,
+        **{key: [rank[key] for rank in each] for key in ("sent_bytes", "waited_s")},
+    }
+
+
+# ---- through gpumux
+
+
+class Ours:
+    def __init__(self, job: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self._job, self._batches, self._at = job, batches, 0
+
+    def run(self, steps: int) -> float:
+        """Seconds that so many steps take."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            last = self._job.step(*self._batches[self._at % BATCHES])
+            self._at += 1
+        last.result()
+        return time.perf_counter() - began
+
+    def exchanged(self) -> list[dict[str, float]]:
+        """By rank, the bytes it has sent and the seconds it has waited for the others."""
+        gangs = [rank["gang"] for rank in self._job.stats()["ranks"]]
+        return [{key: gang[key] for key in ("sent_bytes", "waited_s")} for gang in gangs]
+
+    def collectives(self) -> list[int]:
+        """By rank, the most of a Program: an optimizer's first step has one of its own."""
+        programs = [part.program for gang in self._job._remote.programs.values() for part in gang.parts]
+        found: dict[int, int] = {}
+        for program in programs:
+            found[program.rank] = max(found.get(program.rank, 0), len(program.collectives))
+        return [found[rank] for rank in sorted(found)]
+
+
+@contextmanager
+def over_daemons(model: Model, ranks: int) -> Iterator[Ours]:
+    net, batches = model.make(), batches_of(model)
+    optimizer = model.optimizer(net.parameters())
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(running_daemon()).endpoint for _ in range(ranks)]
+        job = stack.enter_context(
+            client.submit(
+                step_of(net, optimizer), example=batches[0], model=net, optimizer=optimizer, name="burst",
+                endpoints=endpoints,
+            )
+        )  # fmt: skip
+        yield Ours(job, batches)
+
+
+def batches_of(model: Model) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(model.batch, 1, model.edge, model.edge, generator=draws),
+            torch.randint(0, 10, (model.batch,), generator=draws),
+        )
+        for _ in range(BATCHES)
+    ]
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+# ---- DistributedDataParallel
+
+
+@contextmanager
+def distributed(name: str, ranks: int) -> Iterator[Callable[[int], float]]:
+    """A function that has a DistributedDataParallel's ranks run steps and returns their seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "microbench.burst", "--models", name, "--rank"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    children = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+    def run(steps: int) -> float:
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write(f"{steps}\n")
+            child.stdin.flush()
+        return max(answer(child) for child in children)
+
+    try:
+        yield run
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.close()
+        if sum(abs(child.wait(60)) for child in children):
+            raise RuntimeError("a rank of DistributedDataParallel failed")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def answer(child: subprocess.Popen[str]) -> float:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a rank of DistributedDataParallel ended with status {child.wait()}")
+    return float(line)
+
+
+def be_rank(model: Model, rank: int, ranks: int, port: int) -> None:
+    """Train this rank's part of each batch, so many steps for each number that comes."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    try:
+        torch.manual_seed(0)
+        net = DistributedDataParallel(model.make())
+        step = step_of(net, model.optimizer(net.parameters()))
+        parts = [tuple(t.tensor_split(ranks)[rank].clone() for t in batch) for batch in batches_of(model)]
+        at = 0
+        for line in sys.stdin:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(int(line)):
+                step(*parts[at % BATCHES])
+                at += 1
+            print(time.perf_counter() - began, flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
