@@ -23,9 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 from gpumux.burst.ranks import RankedStep
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import StateTable
-from gpumux.client.recovery import open_message
 from gpumux.client.remote import Remote, RemoteProgram
-from gpumux.client.session import Handler, Payload, Session, Waits
+from gpumux.client.session import Handler, Payload, Session, Waits, open_message
 from gpumux.client.transport import resolve_endpoint
 from gpumux.errors import ConfigError, GpumuxError, NotSplittable
 from gpumux.types import Gang, JobSpec

@@ -451,8 +451,7 @@ class Job:
             self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.program.lowered.counts[0]]
             if recorder is not None:
-                # From the slot, because the batch itself may lie on a GPU.
-                entry = recorder.step(step, program, scalars, program.slots[slot].inputs)
+                entry = recorder.step(step, program, scalars, program.laid(slot, inputs))
             self._remote.post_step(step, number, slot, scalars, frames)
         except BaseException:
             self._pending.forget(step)

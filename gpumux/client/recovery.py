@@ -20,7 +20,7 @@ import torch
 from gpumux.capture.state import StateTable
 from gpumux.capture.watch.checksums import Checksums
 from gpumux.client.future import Pending
-from gpumux.client.remote import Remote, RemoteProgram, bytes_of, lay, size_of
+from gpumux.client.remote import Remote, RemoteProgram, StateRead, bytes_of, lay, size_of, snapshot_bytes
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
 from gpumux.client.snapshots import SnapshotMetadata, Snapshots
@@ -35,10 +35,9 @@ from gpumux.errors import (
     NotOwner,
     UnknownJob,
 )
-from gpumux.program.ir import aligned
-from gpumux.types import GENERATOR_BYTES, JobSpec
+from gpumux.types import JobSpec
 from gpumux.wire import messages as m
-from gpumux.wire.messages import MAX_ASKED, FindKept, ReadSnapshot, Replay, SnapshotRead
+from gpumux.wire.messages import MAX_ASKED, FindKept, ReadSnapshot
 
 T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
@@ -225,7 +224,7 @@ class Recovery:
         self._reconnect_s = reconnect_s
         self._crashed_at = -2  # the newest answered step when the job's process died
         self._crashes = 0  # crashes since then, with no further step answered
-        self._device = _device_facts(session)
+        self._device = session.device_facts
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
         self.recorder = recorder
         self.snapshots: Snapshots | None = None
@@ -413,20 +412,20 @@ class Recovery:
         pending.hold()
         # A session on which an earlier attempt opened the job is closed as well: the daemon then drops what it loaded.
         if self.session.dead is not None or self._opened is self.session:
-            fresh = Session.connect(self.session.endpoint, CONNECT_S)
+            fresh = self.session.reconnect(CONNECT_S)
             old, self.session = self.session, fresh
             old.close()
-            if _device_facts(fresh) != self._device:
+            if fresh.device_facts != self._device:
                 log.warning(
                     "job %r: the daemon runs %s now and ran %s before: its results are no longer bit-equal to one run",
-                    self._name, _device_facts(fresh), self._device,
+                    self._name, fresh.device_facts, self._device,
                 )  # fmt: skip
-                self._device = _device_facts(fresh)
+                self._device = fresh.device_facts
         session = self.session
         session.unregister(self._id)
         remote.reset(session)
         session.register(self._id, pending.on_message)
-        session.call(open_message(self._id, self._spec), timeout=None)
+        session.open_job(self._id, self._spec, None)
         self._opened = session
         point, lost = self._restore(self.recorder.log)
         steps = 0
@@ -453,11 +452,10 @@ class Recovery:
         lost."""
         candidates = replay.candidates(min(self._pending.held, default=None))
         numbers = [n for n in candidates if n != BEGINNING]
-        read: SnapshotRead | None = None
-        frames: list[bytes] = []
+        read: StateRead | None = None
         if numbers:
             try:
-                read, frames = self.session.call(ReadSnapshot(0, self._id, numbers[:MAX_ASKED]), timeout=None)
+                read = self._remote.read_snapshot(numbers[:MAX_ASKED])
             except (UnknownJob, ConfigError) as error:
                 if BEGINNING not in candidates:
                     raise JobFailed(
@@ -472,32 +470,11 @@ class Recovery:
             log.error("job %r: snapshot %s is damaged; %d is used", self._name, ", ".join(map(str, read.bad)), point)
         again = list(replay.since(point))
         later = {entry.what.program for entry in again if isinstance(entry.what, LoadEntry)}
-        earlier = [number for number in range(len(self._remote.loads)) if number not in later]
-        for number in earlier:
-            self._remote.load(number)
-        generator = b""
-        if read is not None:
-            generator = self._fill(read, frames, sum(self._remote.loads[number] for number in earlier))
-        steps = sum(isinstance(entry.what, StepEntry) for entry in again)
-        self.session.call(Replay(0, self._id, steps, 1), [generator], timeout=None)
+        for number in range(self._remote.loads):
+            if number not in later:
+                self._remote.load(number)
+        self._remote.restore(read, sum(isinstance(entry.what, StepEntry) for entry in again))
         return point, [n for n in numbers if n > point]
-
-    def _fill(self, read: SnapshotRead, frames: list[bytes], count: int) -> bytes:
-        """Push the snapshot's buffers, the first `count` of the job. Returns the state of its generator."""
-        data = snapshot_bytes(self.session, read, frames)
-        buffers = self._remote.resident()[:count]
-        end = sum(aligned(self._table.buffers[b].nbytes) for b in buffers)
-        if end + GENERATOR_BYTES + read.notes != data.numel():
-            raise JobFailed(
-                f"snapshot {read.snapshot} of job {self._name!r} holds {data.numel()} bytes where the job has {end}",
-                "somebody else wrote it; submit the job again",
-            )
-        if buffers:
-            self._remote.put(buffers, data[:end])
-        generator = data[end : end + GENERATOR_BYTES].numpy().tobytes()
-        del data
-        self.session.release_segment(read.segment)
-        return generator
 
     def _ended_for_now(self) -> bool:
         """Whether the job ended in a way that it may be recovered from."""
@@ -514,32 +491,6 @@ class Recovery:
         frames = program.fill(slot, ran.batch)
         pending.again(step, ran.program, slot)
         remote.post_step(step, ran.program, slot, ran.scalars, frames)
-
-
-def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:
-    """The request to open a job."""
-    gang = spec.gang
-    if gang is not None:
-        return m.OpenGangJob(
-            0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
-            spec.seed, spec.models, gang.id, gang.rank, gang.ranks, gang.store, gang.timeout_s,
-        )  # fmt: skip
-    return m.OpenJob(
-        0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
-        spec.seed, spec.models,
-    )  # fmt: skip
-
-
-def snapshot_bytes(session: Session, read: SnapshotRead, frames: list[bytes]) -> torch.Tensor:
-    """The bytes of a snapshot as a tensor over the shared segment, or the frame, that they came in."""
-    memory = session.segment(read.segment, read.nbytes) if read.segment else bytearray(frames[0])
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _device_facts(session: Session) -> str:
-    """The properties of the daemon's device that results depend on."""
-    device = session.welcome.device
-    return f"{device['kind']} {device['name']}, torch {device['torch_version']}, {device['threads']} threads"
 
 
 # ---- resuming a job whose client is gone: find its snapshot, and open the job under its id
@@ -579,13 +530,13 @@ def find_kept(session: Session, name: str) -> KeptJob:
     return KeptJob(found.job, max(found.snapshots), snapshot)
 
 
-def open_job(session: Session, message: m.OpenJob | m.OpenGangJob, returning: bool) -> None:
+def open_job(session: Session, job: str, spec: JobSpec, returning: bool) -> None:
     """Open a job. `returning`: the daemon may still be closing the same job of an earlier client, so try again for
     PUT_AWAY_S seconds. Raises what the daemon refuses with."""
     give_up = time.monotonic() + PUT_AWAY_S
     while True:
         try:
-            session.call(message)
+            session.open_job(job, spec)
             return
         except (JobClosed, NotOwner):
             if not returning or time.monotonic() > give_up:

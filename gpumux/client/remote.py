@@ -16,9 +16,10 @@ import torch
 from gpumux.capture.lower import Lowered, LoweredRank
 from gpumux.capture.state import StateTable, byte_view, raw_bytes
 from gpumux.client.session import Loading, Session, Waits
-from gpumux.errors import DaemonGone, GpumuxError, from_code
+from gpumux.errors import DaemonGone, GpumuxError, JobFailed, from_code
 from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
+from gpumux.types import GENERATOR_BYTES
 from gpumux.wire import messages as m
 
 Home = list[tuple[torch.UntypedStorage, int]]  # storages of a buffer, and the byte of it at which each begins
@@ -70,6 +71,10 @@ class RemoteProgram:
             for at, v in zip(self.layout.results, self.program.results, strict=True)
         ]
         return Slot(inputs, results)
+
+    def laid(self, slot: int, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors of a batch that lies in a slot: the slot's own, because those of `batch` may lie on a GPU."""
+        return self.slots[slot].inputs
 
     def fill(self, slot: int, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """Copy a batch into a slot, once. Returns the frames to send (none when memory is shared)."""
@@ -169,6 +174,63 @@ class SendObserver(Protocol):
         ...
 
 
+def portions(table: StateTable, buffers: Sequence[int]) -> Iterator[list[int]]:
+    """Split job buffers, in order, into portions of at most PORTION_BYTES, or of one larger buffer: staging memory need
+    not be as large as the state."""
+    some: list[int] = []
+    held = 0
+    for b in buffers:
+        nbytes = aligned(table.buffers[b].nbytes)
+        if held and held + nbytes > PORTION_BYTES:  # empty ones go with others
+            yield some
+            some, held = [], 0
+        some.append(b)
+        held += nbytes
+    if some:
+        yield some
+
+
+def to_push(
+    table: StateTable, buffers: Sequence[int], observer: SendObserver | None, *, first: bool
+) -> Iterator[tuple[list[int], torch.Tensor | None]]:
+    """Portions of job buffers to send, with their bytes; None: their local bytes, without another copy of them. The
+    observer is told of each portion before it is sent, because a recovery repeats what failed on the way. `first`: as
+    in Remote.push."""
+    parameters = _parameters(table) if first and observer is not None else frozenset()
+    for kept in (False, True):
+        for some in portions(table, [b for b in buffers if (b in parameters) is kept]):
+            data = None if kept or observer is None else bytes_of(table, some)
+            if observer is not None:
+                observer.pushed(some, data)
+            yield some, data
+
+
+def _parameters(table: StateTable) -> frozenset[int]:
+    """The buffers in which nothing but parameters lies, on the CPU. No step puts other tensors in their place."""
+    parameters = {t.untyped_storage()._cdata for t in table.params}
+    return frozenset(
+        i
+        for i, buffer in enumerate(table.buffers)
+        if buffer.home and all(s._cdata in parameters and s.device.type == "cpu" for s, _ in buffer.home)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateRead:
+    """A snapshot that was read, one part from each daemon: the reply, and the frames of the state where it shares no
+    memory. `bad`: numbers of damaged snapshots."""
+
+    snapshot: int
+    bad: list[int]
+    parts: list[tuple[m.SnapshotRead, Sequence[bytes]]]
+
+
+def snapshot_bytes(session: Session, read: m.SnapshotRead, frames: Sequence[bytes]) -> torch.Tensor:
+    """The bytes of a snapshot as a tensor over the shared segment, or the frame, that they came in."""
+    memory = session.segment(read.segment, read.nbytes) if read.segment else bytearray(frames[0])
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class Remote:
     """Every request of a job to its daemon, but steps."""
 
@@ -206,8 +268,19 @@ class Remote:
     # ---- programs --------------------------------------------------------------------------------
 
     def upload(self, lowered: Uploaded, ranked: Any = None) -> int:
-        """Upload a Program. Returns its number in the daemon. Equal Programs on equal buffers are sent once. `ranked`:
-        what ranks run of it, in a GangRemote."""
+        """Upload a Program and the state that it is the first to use. Returns its number in the daemon. `ranked`: what
+        ranks run of it, in a GangRemote."""
+        before, known = self.loads, set(self._remote_index)
+        number = self.add(lowered)
+        if number == before:
+            if self._observer is not None:
+                self._observer.loaded(number)
+            self.push([b for b in lowered.binding if b not in known and self._table.buffers[b].filled], first=True)
+        return number
+
+    def add(self, lowered: Uploaded) -> int:
+        """Have the daemon load a Program, without the state of its buffers. Returns its number in the daemon. Equal
+        Programs on equal buffers are sent once."""
         encoded = codec.encode(lowered.program)
         key = (codec.content_hash(encoded), lowered.binding)
         if key in self._numbers:
@@ -226,9 +299,6 @@ class Remote:
             raise
         self._remote_index = index
         self._numbers[key] = number
-        if self._observer is not None:
-            self._observer.loaded(number)
-        self.push([b for b in fresh if self._table.buffers[b].filled], first=True)
         return number
 
     def post_step(self, step: int, number: int, slot: int, scalars: list[Any], frames: Sequence[Any]) -> None:
@@ -246,9 +316,9 @@ class Remote:
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, home=self._table.home)
 
     @property
-    def loads(self) -> Sequence[int]:
-        """The number of new buffers of each Program, by its number."""
-        return [len(sizes) for _, sizes, _ in self._loads]
+    def loads(self) -> int:
+        """How many Programs the job has. Their numbers are below it."""
+        return len(self._loads)
 
     def reset(self, session: Session) -> None:
         """Use another session, whose daemon has none of the job's Programs and state."""
@@ -294,29 +364,15 @@ class Remote:
     def push(self, buffers: Sequence[int], *, first: bool = False) -> None:
         """Copy local state to the daemon, in order with the steps submitted so far. `first`: it is sent for the first
         time, so that the job has not fetched into its local memory yet."""
-        parameters = self._parameters() if first and self._observer is not None else frozenset()
-        for kept in (False, True):
-            for some in self._portions([b for b in buffers if (b in parameters) is kept]):
-                data = None if kept or self._observer is None else bytes_of(self._table, some)
-                if self._observer is not None:  # before sending: a recovery repeats what failed on the way
-                    self._observer.pushed(some, data)
-                self._put(some, data)
+        for some, data in to_push(self._table, buffers, self._observer, first=first):
+            self._put(some, data)
 
-    def _parameters(self) -> frozenset[int]:
-        """The buffers in which nothing but parameters lies, on the CPU. No step puts other tensors in their place."""
-        parameters = {t.untyped_storage()._cdata for t in self._table.params}
-        return frozenset(
-            i
-            for i, buffer in enumerate(self._table.buffers)
-            if buffer.home and all(s._cdata in parameters and s.device.type == "cpu" for s, _ in buffer.home)
-        )
-
-    def put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
-        """Copy bytes (one tensor, each buffer on 64 of them) to the daemon's buffers."""
+    def put(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
+        """Copy bytes (one tensor, each buffer on 64 of them) to the daemon's buffers. None: the local bytes."""
         at = 0
-        for some in self._portions(buffers):
-            nbytes = sum(aligned(self._table.buffers[b].nbytes) for b in some)
-            self._put(some, data[at : at + nbytes])
+        for some in portions(self._table, buffers):
+            nbytes = size_of(self._table, some)
+            self._put(some, None if data is None else data[at : at + nbytes])
             at += nbytes
 
     def _put(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
@@ -337,9 +393,9 @@ class Remote:
         """Fetch state (all, or the `wanted` buffers), after the steps submitted so far: `write(job buffer, its bytes)`.
         No step of the job may be submitted meanwhile: what is fetched in portions would belong to different steps. A
         portion is on its way while another is written."""
-        portions = list(self._portions([b for b in self.resident() if wanted is None or b in wanted]))
-        opened = self._transfer(portions[0], False) if portions else None
-        for some, coming in zip_longest(portions, portions[1:]):
+        split = list(portions(self._table, [b for b in self.resident() if wanted is None or b in wanted]))
+        opened = self._transfer(split[0], False) if split else None
+        for some, coming in zip_longest(split, split[1:]):
             assert opened is not None
             following = self._transfer(coming, False) if coming is not None else None
             self._take(some, *opened, write)
@@ -366,20 +422,39 @@ class Remote:
         del staging, memory
         self.session.release_segment(reply.segment)
 
-    def _portions(self, buffers: Sequence[int]) -> Iterator[list[int]]:
-        """Split buffers, in order, into portions of at most PORTION_BYTES, or of one larger buffer: staging memory need
-        not be as large as the state."""
-        some: list[int] = []
-        held = 0
-        for b in buffers:
-            nbytes = aligned(self._table.buffers[b].nbytes)
-            if held and held + nbytes > PORTION_BYTES:  # empty ones go with others
-                yield some
-                some, held = [], 0
-            some.append(b)
-            held += nbytes
-        if some:
-            yield some
+    # ---- state that the daemon kept
+
+    def read_snapshot(self, numbers: Sequence[int]) -> StateRead:
+        """Read the first whole one of these snapshots of the job. Raises UnknownJob if none is, and ConfigError if the
+        daemon keeps none."""
+        read, frames = self.session.call(m.ReadSnapshot(0, self.job, list(numbers)), timeout=None)
+        return StateRead(read.snapshot, list(read.bad), [(read, frames)])
+
+    def forget_read(self, read: StateRead) -> None:
+        """Free the memory of a snapshot that is not used."""
+        for one, _ in read.parts:
+            self.session.release_segment(one.segment)
+
+    def restore(self, read: StateRead | None, steps: int) -> None:
+        """Put back the state of a snapshot and its generator, into the buffers of the Programs loaded so far. None:
+        there is none. `steps`: how many steps will be run again."""
+        generator = b""
+        if read is not None:
+            ((found, frames),) = read.parts
+            data = snapshot_bytes(self.session, found, frames)
+            buffers = self.resident()[: sum(len(sizes) for _, sizes, _ in self._loads[: len(self.programs)])]
+            end = size_of(self._table, buffers)
+            if end + GENERATOR_BYTES + found.notes != data.numel():
+                raise JobFailed(
+                    f"snapshot {found.snapshot} of job {self.job} holds {data.numel()} bytes where the job has {end}",
+                    "somebody else wrote it; submit the job again",
+                )
+            if buffers:
+                self.put(buffers, data[:end])
+            generator = data[end : end + GENERATOR_BYTES].numpy().tobytes()
+            del data
+            self.session.release_segment(found.segment)
+        self.session.call(m.Replay(0, self.job, steps, 1), [generator], timeout=None)
 
     def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:
         self._ended[done.transfer] = (done, frames)

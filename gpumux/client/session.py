@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from gpumux.client.transport import START_IT, Connection, Pump, handshake, hello, resolve_endpoint
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, SimulatedDeviceWarning, from_code
+from gpumux.types import JobSpec
 from gpumux.wire import messages as m
 from gpumux.wire.channel import FROM_DAEMON, ClientChannel
 from gpumux.wire.codec import decode, decode_step_done, encode, encode_alone
@@ -258,7 +259,21 @@ class Session:
         """Whether tensors must travel as payload frames (tcp)."""
         return not self.welcome.channel
 
+    @property
+    def device_facts(self) -> str:
+        """The properties of the daemon's device that results depend on."""
+        device = self.welcome.device
+        return f"{device['kind']} {device['name']}, torch {device['torch_version']}, {device['threads']} threads"
+
+    def reconnect(self, timeout: float) -> Session:
+        """Another session with the daemon at this endpoint, which may be another one. Raises what `connect` raises."""
+        return Session.connect(self.endpoint, timeout)
+
     # ---- sending ---------------------------------------------------------------------------------
+
+    def open_job(self, job: str, spec: JobSpec, timeout: float | None = 60.0) -> None:
+        """Open a job. Raises what the daemon refuses with."""
+        self.call(open_message(job, spec), timeout=timeout)
 
     def call(
         self,
@@ -294,6 +309,10 @@ class Session:
         ref, answer = self._mailbox.expect()
         self._send(_with_ref(msg, ref), ())
         return Asked(answer, lambda: self._mailbox.forget(ref))
+
+    def wait_reply(self, asked: Asked) -> None:
+        """Wait for the answer of a request that `ask` sent."""
+        self.wait(lambda: asked.reply() is not None)
 
     def post(self, msg: Message, frames: Payload = ()) -> None:
         """Send without waiting. If `msg` is a request, a Refusal of it goes to its job's handler."""
@@ -457,6 +476,20 @@ class Session:
     def _leave_to_parent(self) -> None:
         self.forked = True
         self._connection.close_channel_in_child()
+
+
+def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:
+    """The request to open a job."""
+    gang = spec.gang
+    if gang is not None:
+        return m.OpenGangJob(
+            0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
+            spec.seed, spec.models, gang.id, gang.rank, gang.ranks, gang.store, gang.timeout_s,
+        )  # fmt: skip
+    return m.OpenJob(
+        0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
+        spec.seed, spec.models,
+    )  # fmt: skip
 
 
 def _with_ref(msg: Any, ref: int) -> Any:
@@ -723,12 +756,25 @@ CONNECT_S = 10.0  # timeout of one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
-def connect_with_retry(attempt: Callable[[Session], T], endpoint: str | None, reconnect_s: float) -> T:
-    """Connect, and return what `attempt` makes of the session. If the daemon ends meanwhile, connect to the next one
-    within `reconnect_s` seconds and try again (0: do not). `attempt` must leave nothing behind when it fails.
+class Closable(Protocol):
+    """A session with one daemon or several."""
+
+    @property
+    def dead(self) -> GpumuxError | None: ...
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Closable)
+
+
+def connect_with_retry(attempt: Callable[[S], T], connect: Callable[[float], S], reconnect_s: float) -> T:
+    """Connect by `connect(timeout)`, and return what `attempt` makes of the session. If the daemon ends meanwhile,
+    connect to the next one within `reconnect_s` seconds and try again (0: do not). `attempt` must leave nothing behind
+    when it fails.
 
     Raises DaemonGone if there is no daemon at the start, and any error of `attempt` on a session that is still open."""
-    session = Session.connect(endpoint)
+    session = connect(CONNECT_S)
     for left in range(TRIES - 1, -1, -1):
         try:
             return attempt(session)
@@ -737,16 +783,16 @@ def connect_with_retry(attempt: Callable[[Session], T], endpoint: str | None, re
             session.close()
             if gone is None or not left or not reconnect_s:
                 raise
-        session = _another(endpoint, gone, reconnect_s)
+        session = _another(connect, gone, reconnect_s)
     raise AssertionError("unreachable")
 
 
-def _another(endpoint: str | None, gone: DaemonGone, reconnect_s: float) -> Session:
+def _another(connect: Callable[[float], S], gone: DaemonGone, reconnect_s: float) -> S:
     log.warning("%s; waiting for it to come back, to submit again", gone.message)
     started, pause = time.monotonic(), FIRST_PAUSE_S
     while True:
         try:
-            session = Session.connect(endpoint, CONNECT_S)
+            session = connect(CONNECT_S)
         except DaemonGone as error:
             if time.monotonic() - started > reconnect_s:
                 raise DaemonGone(

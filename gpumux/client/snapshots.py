@@ -340,8 +340,7 @@ class Snapshots:
     def _advance(self, session: Session) -> None:
         """Wait until the snapshot under way enters its next state."""
         if self._asked is not None:
-            asked = self._asked
-            session.wait(lambda: asked.reply() is not None)
+            session.wait_reply(self._asked)
             self._take(session)
         elif self._taking:
             session.wait(lambda: bool(self._news))

@@ -30,7 +30,7 @@ from gpumux.client.arguments import (
 )
 from gpumux.client.gang import GangRemote, GangSession
 from gpumux.client.job import Job
-from gpumux.client.recovery import find_kept, open_job, open_message
+from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.tracebacks import folded
@@ -136,7 +136,7 @@ def submit(
             if kept is not None:
                 kept.snapshot.put_back(table)
             job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
-            open_job(session, open_message(job_id, spec), kept is not None)
+            open_job(session, job_id, spec, kept is not None)
             snapshot = kept.snapshot if kept is not None else None
             clients_generator = draws_from_client(rng, seed, session, table)
             job = Job(
@@ -175,7 +175,8 @@ def submit(
 
     if placement is not None:
         return on_ranks(GangSession.connect(several_daemons, timeout_s), placement)
-    return connect_with_retry(attempt, endpoint, reconnect_s if replay_bytes and resume is None else 0.0)
+    retry_s = reconnect_s if replay_bytes and resume is None else 0.0
+    return connect_with_retry(attempt, lambda timeout: Session.connect(endpoint, timeout), retry_s)
 
 
 def _first_device(example: Any) -> torch.device | None:

@@ -23,7 +23,7 @@ from gpumux.client import snapshots
 from gpumux.client.arguments import job_spec, whole
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job, WriteNotes
-from gpumux.client.recovery import KeptJob, find_kept, open_job, open_message
+from gpumux.client.recovery import KeptJob, find_kept, open_job
 from gpumux.client.session import Session, devices_of
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.errors import ConfigError, GpumuxError, JobClosed, NotFusible
@@ -165,7 +165,7 @@ class _JobOptions:
     ) -> Job:  # fmt: skip
         spec = replace(self.spec, models=models)
         job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
-        open_job(session, open_message(job_id, spec), kept is not None)
+        open_job(session, job_id, spec, kept is not None)
         snapshot = None if kept is None else kept.snapshot
         return Job(
             session, job_id, spec, table, max_variants=self.max_variants, replay_bytes=self.replay_bytes,

@@ -41,6 +41,9 @@ class FakeDaemon:
         self._asked.append(answer)
         return Asked(answer, lambda: None)
 
+    def wait_reply(self, asked: Asked) -> None:
+        self.wait(lambda: asked.reply() is not None)
+
     def call(self, message: Any, frames: Any = (), timeout: float | None = None) -> Any:
         if self.dead is not None:
             raise self.dead

@@ -14,8 +14,7 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpumux.client.recovery import open_message
-from gpumux.client.session import Session
+from gpumux.client.session import Session, open_message
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
 from gpumux.types import JobSpec, Priority
