@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -23,44 +23,73 @@ from torch._C._distributed_c10d import TCPStore
 from gpumux.burst.ranks import RankedStep
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import StateTable
-from gpumux.client.remote import Remote, RemoteProgram
-from gpumux.client.session import Handler, Payload, Session, Waits, open_message
+from gpumux.client.recovery import snapshot_interval_s
+from gpumux.client.remote import Remote, RemoteProgram, SendObserver, StateRead, error_of, to_push
+from gpumux.client.session import CONNECT_S, Asked, Handler, Payload, Session, Waits
 from gpumux.client.transport import resolve_endpoint
-from gpumux.errors import ConfigError, GpumuxError, NotSplittable
+from gpumux.errors import (
+    ConfigError,
+    DaemonGone,
+    ExecutorCrashed,
+    GpumuxError,
+    JobClosed,
+    NotSplittable,
+    PeersLost,
+    UnknownJob,
+    from_code,
+)
+from gpumux.program.ir import aligned
 from gpumux.types import Gang, JobSpec
 from gpumux.wire import messages as m
 from gpumux.wire.messages import Message, Welcome
 
+T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
+
+END_S = 60.0  # how long daemons may take to end a job that has ended on one rank
+# Ends of a rank that may follow from another rank's, the likelier the later.
+_FOLLOWS: Final = (DaemonGone.code, ExecutorCrashed.code, PeersLost.code)
 
 
 class GangSession:
-    """The sessions with all daemons of a gang, in the order of their ranks. It has the methods of a Session that a job
-    uses. `gang`: what the daemons are told of it, for rank 0."""
+    """The sessions with all daemons of a gang, in the order of their ranks, for one job. It has the methods of a
+    Session that a job uses. `gang`: what the daemons are told of it, for rank 0.
+
+    When the job ends on one rank, or a daemon is gone, the job is closed on the other ranks: their processes would wait
+    for that one until their time is over. `dead` says why the gang ended, once no daemon has the job any more."""
 
     def __init__(self, sessions: Sequence[Session], timeout_s: float) -> None:
         self.sessions = tuple(sessions)
+        self.welcome = _common_welcome(sessions)
         self.remotes: list[Remote] = []
+        self.dead: GpumuxError | None = None
         host = _own_address(sessions)
         self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.gang = Gang(uuid.uuid4().hex, 0, len(sessions), f"{host}:{self._store.port}", timeout_s)
-        self.on_end: Callable[[], None] = _nothing  # called when one rank has ended
         self._changed = threading.Condition(threading.RLock())
-        self._answers: dict[tuple[str, int], dict[int, tuple[m.StepDone, Sequence[Any]]]] = {}
+        self._job = ""
+        self._handler: Handler = _drop
+        self._answers: dict[int, dict[int, tuple[m.StepDone, Sequence[Any]]]] = {}  # by step and rank
+        self._saved: dict[int, dict[int, m.SnapshotSaved]] = {}  # by snapshot and rank
+        self._ends: dict[int, m.JobEnded] = {}  # by rank
+        self._refused: list[m.JobEnded] = []  # the reasons of steps that a rank did not run, as ends
+        self._draining = False  # the job is being closed by its user
+        self._ending = False  # it is being closed because a rank has ended
+        self._told_to_close: set[int] = set()  # ranks that end because another one did
         stop = threading.Event()
         weakref.finalize(self, stop.set).atexit = False
-        for session in self.sessions:
-            listen = partial(_listen, session, stop, weakref.ref(self))
+        for each in self.sessions:
+            listen = partial(_listen, each, stop, weakref.ref(self))
             threading.Thread(target=listen, name="gpumux-rank", daemon=True).start()
 
     @classmethod
-    def connect(cls, endpoints: Sequence[str], timeout_s: float) -> GangSession:
-        """Open a session with each daemon. Raises what Session.connect raises, and ConfigError for daemons that can't
-        be ranks of one job."""
+    def connect(cls, endpoints: Sequence[str], timeout_s: float, connect_s: float = CONNECT_S) -> GangSession:
+        """Open a session with each daemon, each within `connect_s` seconds. Raises what Session.connect raises, and
+        ConfigError for daemons that can't be ranks of one job."""
         sessions: list[Session] = []
         try:
             for endpoint in endpoints:
-                sessions.append(Session.connect(endpoint))
+                sessions.append(Session.connect(endpoint, connect_s))
             kinds = [str(session.welcome.device["kind"]) for session in sessions]
             if len(set(kinds)) > 1:
                 raise ConfigError(
@@ -72,11 +101,15 @@ class GangSession:
                 session.close()
             raise
 
-    # ---- what a Session has ----------------------------------------------------------------------
+    def reconnect(self, timeout: float) -> GangSession:
+        """Sessions with the same daemons for a new gang, after the job of this one has ended on all of them. Raises
+        what `connect` raises."""
+        with self._changed:
+            self._end()
+            self._changed.wait_for(lambda: self.dead is not None)
+        return GangSession.connect([session.endpoint for session in self.sessions], self.gang.timeout_s, timeout)
 
-    @property
-    def welcome(self) -> Welcome:
-        return self.sessions[0].welcome
+    # ---- what a Session has ----------------------------------------------------------------------
 
     @property
     def holds_low_work(self) -> bool:
@@ -87,32 +120,68 @@ class GangSession:
         return self.sessions[0].forked
 
     @property
-    def dead(self) -> GpumuxError | None:
-        """The error that ended one of the sessions, None while all are open."""
-        return next((session.dead for session in self.sessions if session.dead is not None), None)
-
-    @property
     def endpoint(self) -> str:
         return ",".join(session.endpoint for session in self.sessions)
 
+    @property
+    def device_facts(self) -> str:
+        return "; ".join(session.device_facts for session in self.sessions)
+
+    def open_job(self, job: str, spec: JobSpec, timeout: float | None = 60.0) -> None:
+        """Open a job's rank at each daemon. Raises what a daemon refuses with; all sessions are closed then, so that no
+        daemon keeps the job."""
+        try:
+            for rank, session in enumerate(self.sessions):
+                session.open_job(job, replace(spec, gang=replace(self.gang, rank=rank)), timeout)
+        except BaseException:
+            self.close()
+            raise
+
     def register(self, job_id: str, handler: Handler) -> None:
+        self._job, self._handler = job_id, handler
         for rank, session in enumerate(self.sessions):
-            session.register(job_id, partial(self._on_message, rank, handler))
+            session.register(job_id, partial(self._on_message, rank))
 
     def unregister(self, job_id: str) -> None:
         for session in self.sessions:
             session.unregister(job_id)
 
-    def call(
+    def each(self, request: Callable[[int], T]) -> list[T]:
+        """The results of a request for each rank. If one fails because the gang has ended, the error is the gang's: the
+        rank's own may be a mere consequence."""
+        try:
+            return [request(rank) for rank in range(len(self.sessions))]
+        except GpumuxError as error:
+            with self._changed:
+                if self.forked or not (self._ends or any(session.dead is not None for session in self.sessions)):
+                    raise
+                self._draining = False  # not all ranks were told
+                self._end()
+                self._changed.wait_for(lambda: self.dead is not None)
+                raise self._reason() from error
+
+    def call_each(
         self,
         msg: Message,
         frames: Payload = (),
         timeout: float | None = 60.0,
         meanwhile: Callable[[], float] | None = None,
-    ) -> tuple[Any, list[bytes]]:
+    ) -> list[tuple[Any, list[bytes]]]:
+        """Send a request to every rank. Returns their answers."""
+        if isinstance(msg, m.CloseJob):
+            self._draining = True
+        return self.each(lambda rank: self.sessions[rank].call(msg, frames, timeout, meanwhile))
+
+    def call(self, msg: Message, frames: Payload = (), timeout: float | None = 60.0) -> tuple[Any, list[bytes]]:
         """Send a request to every rank, and return the answer of the first."""
-        answers = [session.call(msg, frames, timeout, meanwhile) for session in self.sessions]
-        return answers[0]
+        return self.call_each(msg, frames, timeout)[0]
+
+    def ask(self, msg: Message) -> GangAsked:
+        """As Session.ask, of every rank."""
+        return GangAsked(self.each(lambda rank: self.sessions[rank].ask(msg)))
+
+    def wait_reply(self, asked: GangAsked) -> None:
+        self.each(lambda rank: self.sessions[rank].wait_reply(asked.parts[rank]))
 
     def post(self, msg: Message, frames: Payload = ()) -> None:
         for session in self.sessions:
@@ -124,60 +193,141 @@ class GangSession:
             if self._changed.wait_for(lambda: predicate() or self.dead is not None, timeout):
                 if predicate():
                     return True
-                assert self.dead is not None
-                raise self.dead
+                raise self._reason()
             return False
 
     def close(self) -> None:
+        with self._changed:
+            self._ending = True
+            self.dead = self.dead or DaemonGone("this session is closed", "open another")
+            self._changed.notify_all()
         for session in self.sessions:
             session.close()
         self._store = None  # which closes its port
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def open_job(self, job: str, spec: JobSpec) -> None:
-        """Open a job's rank at each daemon. Raises what a daemon refuses with; none of them keeps the job then."""
-        for rank, session in enumerate(self.sessions):
-            session.call(open_message(job, replace(spec, gang=replace(self.gang, rank=rank))))
-
-    def _on_message(self, rank: int, handler: Handler, message: Any, frames: list[bytes]) -> None:
+    def _on_message(self, rank: int, message: Any, frames: list[bytes]) -> None:
         """Handle a message of one rank, in the thread that received it."""
         with self._changed:
             if isinstance(message, m.StepDone):
-                self._answered(rank, handler, message, frames)
+                self._answered(rank, message, frames)
             elif isinstance(message, m.TransferDone):
                 self.remotes[rank].on_transfer(message, frames)
+            elif isinstance(message, m.SnapshotSaved):
+                self._was_saved(rank, message)
+            elif isinstance(message, m.StepFailed):  # the others may have run the step: the gang is of no use now
+                self._refused.append(m.JobEnded(message.job, message.code, message.message, message.remedy))
+                self._end()
+            elif isinstance(message, m.JobEnded):
+                self._ends[rank] = self.remotes[rank].ended = message
+                self._end()
+                self._decide()
             else:
-                if isinstance(message, m.JobEnded):
-                    self.remotes[rank].ended = message
-                handler(message, frames)
-                if isinstance(message, m.JobEnded):
-                    self.on_end()
+                self._handler(message, frames)
             self._changed.notify_all()
 
-    def _answered(self, rank: int, handler: Handler, done: m.StepDone, frames: list[bytes]) -> None:
-        key = done.job, done.step
-        answers = self._answers.setdefault(key, {})
+    def _answered(self, rank: int, done: m.StepDone, frames: list[bytes]) -> None:
+        answers = self._answers.setdefault(done.step, {})
         answers[rank] = done, frames
         if len(answers) < len(self.sessions):
             return
-        del self._answers[key]
+        del self._answers[done.step]
         every = [answers[r] for r in range(len(self.sessions))]
         slowest = done._replace(
             queue_s=max(one.queue_s for one, _ in every),
             device_s=max(one.device_s for one, _ in every),
             total_s=max(one.total_s for one, _ in every),
         )
-        handler(slowest, cast("list[bytes]", [given for _, given in every]))
+        self._handler(slowest, cast("list[bytes]", [given for _, given in every]))
 
-    def notify(self) -> None:
-        """A session has ended: wake whatever waits."""
+    def _was_saved(self, rank: int, saved: m.SnapshotSaved) -> None:
+        """A snapshot counts when all ranks have saved it: they go back to one step."""
+        ranks = self._saved.setdefault(saved.snapshot, {})
+        ranks[rank] = saved
+        if len(ranks) < len(self.sessions):
+            return
+        every = self._saved.pop(saved.snapshot)
+        failed = next((one for _, one in sorted(every.items()) if one.code), saved)
+        self._handler(replace(failed, seconds=max(one.seconds for one in every.values())), [])
+
+    # ---- the end
+
+    def lost(self) -> None:
+        """A session has ended."""
         with self._changed:
+            self._end()
+            self._decide()
             self._changed.notify_all()
-        self.on_end()
+
+    def _end(self) -> None:
+        """Begin to close the job on all ranks. From a thread of its own, since one that handles a message must not wait
+        for another session's lock. Idempotent. Needs the lock."""
+        if not self._draining and not self._ending:
+            self._ending = True
+            threading.Thread(target=self._close_all, name="gpumux-gang-end", daemon=True).start()
+
+    def _close_all(self) -> None:
+        with self._changed:
+            self._told_to_close.update(rank for rank in range(len(self.sessions)) if rank not in self._ends)
+        for rank in self._told_to_close:
+            with suppress(GpumuxError):  # its daemon is gone
+                self.sessions[rank].post(m.CloseJob(0, self._job, False))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.dead is not None, END_S):
+                self._decide(at_once=True)
+                self._changed.notify_all()
+
+    def _decide(self, at_once: bool = False) -> None:
+        """Find why the gang has ended, if the job has ended on all ranks or their daemons are gone. `at_once`: it has
+        as good as ended. Needs the lock."""
+        alive = [r for r, session in enumerate(self.sessions) if r not in self._ends and session.dead is None]
+        if self.dead is not None or (alive and not at_once):
+            return
+        gone = next((session.dead for session in self.sessions if session.dead is not None), None)
+        cause = self._cause(gone is not None)
+        if cause is None:
+            self.dead = gone or DaemonGone(
+                f"the daemon of rank {alive[0]} lives but has not ended the job within {END_S:g} s",
+                "look at gpumux status",
+            )
+        else:
+            self._handler(cause, [])
+            self.dead = error_of(cause)
+
+    def _cause(self, daemon_gone: bool) -> m.JobEnded | None:
+        """The end, of those of the ranks, that the others follow from. None: they follow from a daemon's."""
+        ends = [end for rank, end in sorted(self._ends.items()) if end.code or rank not in self._told_to_close]
+        ends += [end for end in self._refused if end.code not in (UnknownJob.code, JobClosed.code)]
+        likely = sorted(ends, key=lambda end: _FOLLOWS.index(end.code) if end.code in _FOLLOWS else -1)
+        if not likely or (daemon_gone and likely[0].code in _FOLLOWS):
+            return None
+        return likely[0]
+
+    def _reason(self) -> GpumuxError:
+        assert self.dead is not None
+        return from_code(self.dead.code, self.dead.message, self.dead.remedy)
 
 
-def _nothing() -> None:
+class GangAsked:
+    """A request under way at each rank, as Asked is at one daemon."""
+
+    def __init__(self, parts: Sequence[Asked]) -> None:
+        self.parts = tuple(parts)
+
+    def reply(self) -> Any | None:
+        """A Refusal if there is one, else the answer of the first; None while one is missing."""
+        replies = [part.reply() for part in self.parts]
+        if None in replies:
+            return None
+        return next((reply for reply in replies if isinstance(reply, m.Refusal)), replies[0])
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+
+def _drop(message: Any, frames: list[bytes]) -> None:
     return None
 
 
@@ -187,7 +337,7 @@ def _listen(session: Session, stop: threading.Event, gang: weakref.ref[GangSessi
         session.wait(stop.is_set, None)
     found = gang()
     if found is not None:
-        found.notify()
+        found.lost()
 
 
 def _own_address(sessions: Sequence[Session]) -> str:
@@ -202,6 +352,19 @@ def _own_address(sessions: Sequence[Session]) -> str:
             probe.connect((host, int(port)))
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _common_welcome(sessions: Sequence[Session]) -> Welcome:
+    """The first daemon's, with a snapshot interval only if all of them keep snapshots."""
+    first = sessions[0].welcome
+    intervals = [snapshot_interval_s(session) for session in sessions]
+    if any(intervals) and not all(intervals):
+        log.warning(
+            "the daemon at %s keeps no snapshots, and others do: the job can't come back if a daemon or a process ends."
+            " Start it with --state-dir, too",
+            sessions[intervals.index(0.0)].endpoint,
+        )
+    return replace(first, device={**first.device, "snapshot_s": max(intervals) if all(intervals) else 0.0})
 
 
 # ---- Programs and state on all ranks.
@@ -223,6 +386,10 @@ class GangProgram:
         shapes = [torch.empty(v.size, dtype=getattr(torch, v.dtype), device="meta") for v in views]
         self.slots = [_Shapes(shapes)]
         self.copied_in = 0
+
+    def laid(self, slot: int, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors of a batch that lies in a slot: its own, because each rank's slot has a part of them."""
+        return batch
 
     def fill(self, slot: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Copy each rank's part of a batch into its slot. Returns the frames to send, by rank."""
@@ -247,27 +414,30 @@ class _Shapes:
 
     def __init__(self, results: list[torch.Tensor]) -> None:
         self.results = results
-        self.inputs: list[torch.Tensor] = []
 
 
 class GangRemote:
-    """A job's requests to all its daemons, with the methods of a Remote that a job uses."""
+    """A job's requests to all its daemons, with the methods of a Remote that a job uses.
+
+    A load is what the ranks loaded for one upload. It is counted also when some ranks could not load their Program: the
+    others have theirs, and the buffers of later Programs lie behind its buffers."""
 
     def __init__(
-        self, session: GangSession, job: str, table: StateTable, waits: Waits, *, observer: Any | None = None
+        self, session: GangSession, job: str, table: StateTable, waits: Waits, *, observer: SendObserver | None = None
     ) -> None:
         self.session = session
         self.waits = waits
         self.job = job
         self.ended: m.JobEnded | None = None
         self.programs: dict[int, GangProgram] = {}
+        self._observer = observer
         self._table = table
-        self._numbers: list[list[int]] = []  # of each step's Programs, on each rank
+        self._loads: list[tuple[int, ...]] = []  # how many Programs each rank has after each load
+        self._uploads: list[tuple[list[int], Lowered, RankedStep]] = []  # by number, with those of its ranks' Programs
         self._homes: dict[int, tuple[int, ...]] = {}
+        self._sent: set[int] = set()  # buffers whose first values were sent
         self.ranks = [Remote(one, job, table, Waits(job, False), observer=None) for one in session.sessions]
-        self._closing = False
         session.remotes = self.ranks
-        session.on_end = self._end_others
 
     @property
     def give_up_s(self) -> float | None:
@@ -279,7 +449,8 @@ class GangRemote:
             remote.give_up_s = seconds
 
     def stop_observing(self) -> None:
-        return None
+        """Call the observer no more. Idempotent."""
+        self._observer = None
 
     def call(
         self,
@@ -289,15 +460,26 @@ class GangRemote:
         meanwhile: Callable[[], float] | None = None,
     ) -> tuple[Any, Sequence[Any]]:
         """Send a request to every rank, and return the answer of the first; of statistics, those of all ranks."""
-        answers = [remote.call(make, *args, frames=frames, meanwhile=meanwhile) for remote in self.ranks]
+        answers = self.session.call_each(make(0, self.job, *args), frames, None, meanwhile)
         if make is m.JobStats:
             body = {**answers[0][0].body, "ranks": [reply.body for reply, _ in answers]}
             return replace(answers[0][0], body=body), answers[0][1]
         return answers[0]
 
+    def reset(self, session: GangSession) -> None:
+        """Use another gang's session, whose daemons have none of the job's Programs and state."""
+        self.release()
+        self.session = session
+        session.remotes = self.ranks
+        for remote, one in zip(self.ranks, session.sessions, strict=True):
+            remote.reset(one)
+        self.ended = None
+
+    # ---- programs
+
     def upload(self, lowered: Lowered, ranked: RankedStep) -> int:
-        """Upload a step's Programs. Returns their number. Raises NotSplittable for a step that needs a buffer on other
-        ranks than the steps before it."""
+        """Upload a step's Programs, and the state that they are the first to use. Returns their number. Raises
+        NotSplittable for a step that needs a buffer on other ranks than the steps before it."""
         for buffer, ranks in ranked.homes.items():
             before = self._homes.get(buffer, ranks)
             if before != ranks:
@@ -306,20 +488,53 @@ class GangRemote:
                     f" it on {ranks}",
                     "let both steps use it in the layer that the plan gives those ranks",
                 )
-        numbers = [
-            remote.upload(cast("Lowered", step.lowered)) for remote, step in zip(self.ranks, ranked.ranks, strict=True)
-        ]
+        programs = [cast("Lowered", step.lowered) for step in ranked.ranks]
+        try:
+            numbers = self.session.each(lambda rank: self.ranks[rank].add(programs[rank]))
+        finally:
+            counts = tuple([remote.loads for remote in self.ranks])
+            if counts != (self._loads[-1] if self._loads else (0,) * len(counts)):
+                self._loads.append(counts)
+                if self._observer is not None:
+                    self._observer.loaded(len(self._loads) - 1)
         self._homes |= ranked.homes
-        if numbers in self._numbers:
-            return self._numbers.index(numbers)
-        number = len(self._numbers)
-        parts = [remote.programs[mine] for remote, mine in zip(self.ranks, numbers, strict=True)]
-        self._numbers.append(numbers)
-        self.programs[number] = GangProgram(number, lowered, ranked, parts)
+        known = next((number for number, (mine, _, _) in enumerate(self._uploads) if mine == numbers), None)
+        if known is not None:
+            return known
+        number = len(self._uploads)
+        self._uploads.append((numbers, lowered, ranked))
+        self.programs[number] = self._program(number)
+        fresh = [b for b in dict.fromkeys(b for one in programs for b in one.binding) if b not in self._sent]
+        self._sent.update(fresh)
+        self.push([b for b in fresh if self._table.buffers[b].filled], first=True)
         return number
 
+    def _program(self, number: int) -> GangProgram:
+        numbers, lowered, ranked = self._uploads[number]
+        parts = [remote.programs[mine] for remote, mine in zip(self.ranks, numbers, strict=True)]
+        return GangProgram(number, lowered, ranked, parts)
+
+    @property
+    def loads(self) -> int:
+        """How many loads there were."""
+        return len(self._loads)
+
+    def load(self, number: int) -> None:
+        """Have the daemons load again what they did in the load `number`, after those before it."""
+
+        def load(rank: int) -> None:
+            remote = self.ranks[rank]
+            for one in range(len(remote.programs), self._loads[number][rank]):
+                remote.load(one)
+
+        self.session.each(load)
+        for upload, (numbers, _, _) in enumerate(self._uploads):
+            loaded = all(mine in remote.programs for remote, mine in zip(self.ranks, numbers, strict=True))
+            if loaded and upload not in self.programs:
+                self.programs[upload] = self._program(upload)
+
     def post_step(self, step: int, number: int, slot: int, scalars: list[Any], frames: Sequence[Any]) -> None:
-        for remote, mine, some in zip(self.ranks, self._numbers[number], frames, strict=True):
+        for remote, mine, some in zip(self.ranks, self._uploads[number][0], frames, strict=True):
             remote.post_step(step, mine, slot, scalars, some)
 
     # ---- state
@@ -329,22 +544,69 @@ class GangRemote:
         return list(dict.fromkeys(b for remote in self.ranks for b in remote.resident()))
 
     def push(self, buffers: Sequence[int], *, first: bool = False) -> None:
-        """Copy local state to all ranks that hold it."""
-        for remote in self.ranks:
-            mine = set(remote.resident())
-            remote.push([b for b in buffers if b in mine], first=first)
+        """Copy local state to all ranks that hold it. `first`: as in Remote.push."""
+        for some, data in to_push(self._table, buffers, self._observer, first=first):
+            self.put(some, data)
+
+    def put(self, buffers: Sequence[int], data: torch.Tensor | None) -> None:
+        """Copy bytes, as Remote.put, to all ranks that hold the buffers."""
+
+        def put(rank: int) -> None:
+            held = set(self.ranks[rank].resident())
+            mine = [b for b in buffers if b in held]
+            self.ranks[rank].put(mine, data if len(mine) == len(buffers) else self._only(mine, buffers, data))
+
+        self.session.each(put)
+
+    def _only(self, mine: Sequence[int], buffers: Sequence[int], data: torch.Tensor | None) -> torch.Tensor | None:
+        """The bytes of some of the buffers."""
+        if data is None:
+            return None
+        parts = dict(zip(buffers, data.split([aligned(self._table.buffers[b].nbytes) for b in buffers]), strict=True))
+        return torch.cat([parts[b] for b in mine]) if mine else data[:0]
 
     def pull(self, write: Callable[[int, torch.Tensor], None], wanted: Collection[int] | None = None) -> None:
         """Fetch state (all, or the `wanted` buffers), each buffer from the first rank that holds it."""
         done: set[int] = set()
-        for remote in self.ranks:
-            mine = [b for b in remote.resident() if b not in done and (wanted is None or b in wanted)]
+
+        def pull(rank: int) -> None:
+            mine = [b for b in self.ranks[rank].resident() if b not in done and (wanted is None or b in wanted)]
             done.update(mine)
-            remote.pull(write, set(mine))
+            self.ranks[rank].pull(write, set(mine))
+
+        self.session.each(pull)
+
+    def read_snapshot(self, numbers: Sequence[int]) -> StateRead:
+        """As Remote.read_snapshot: the first one that is whole on all ranks."""
+        bad: set[int] = set()
+        while True:
+            found: list[StateRead] = []
+            try:
+                self.session.each(lambda rank: found.append(self.ranks[rank].read_snapshot(numbers)))  # noqa: B023
+                bad.update(number for one in found for number in one.bad)
+                oldest = min(one.snapshot for one in found)
+                if all(one.snapshot == oldest for one in found):
+                    return StateRead(oldest, sorted(bad), [part for one in found for part in one.parts])
+            except BaseException:
+                self._forget(found)
+                raise
+            self._forget(found)
+            numbers = [number for number in numbers if number <= oldest]
+
+    def _forget(self, found: Sequence[StateRead]) -> None:
+        for remote, one in zip(self.ranks, found, strict=False):
+            with suppress(GpumuxError):  # a session that has ended holds nothing
+                remote.forget_read(one)
+
+    def restore(self, read: StateRead | None, steps: int) -> None:
+        """As Remote.restore, on each rank with its own part."""
+        parts = [None] * len(self.ranks) if read is None else [replace(read, parts=[part]) for part in read.parts]
+        self.session.each(lambda rank: self.ranks[rank].restore(parts[rank], steps))
+
+    # ---- the end
 
     def end_error(self) -> GpumuxError:
-        ended = next((remote for remote in self.ranks if remote.ended is not None), self.ranks[0])
-        return ended.end_error()
+        return error_of(self.ended)
 
     def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:
         raise AssertionError("transfers belong to ranks")
@@ -353,18 +615,3 @@ class GangRemote:
         for remote in self.ranks:
             remote.release()
         self.programs.clear()
-
-    # ---- the end
-
-    def _end_others(self) -> None:
-        """Close the job on the other ranks when one has ended: their processes would wait for that one until their time
-        is over. From a thread of its own, since a thread that receives messages can't wait for an answer."""
-        if not self._closing:
-            self._closing = True
-            threading.Thread(target=self._close_others, name="gpumux-gang-end", daemon=True).start()
-
-    def _close_others(self) -> None:
-        for remote, session in zip(self.ranks, self.session.sessions, strict=True):
-            if remote.ended is None and session.dead is None:
-                with suppress(GpumuxError):
-                    remote.call(m.CloseJob, False)

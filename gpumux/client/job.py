@@ -526,7 +526,8 @@ class Job:
 
         sync: False discards the training since the local models were last up to date. drain: False waits for no
         unanswered step and copies nothing back. keep: save the state after the last step, for
-        `submit(..., resume=name)`. Raises SnapshotFailed when it can't be saved; the job then stays open."""
+        `submit(..., resume=name)`. Raises SnapshotFailed when it can't be saved, and ConfigError for a job over several
+        daemons; the job then stays open."""
         self._close(drain, sync, keep, None)
 
     def _close(self, drain: bool, sync: bool, keep: bool, limit: float | None) -> None:
@@ -563,6 +564,11 @@ class Job:
 
     def _keep(self) -> None:
         self._recovery.ensure_open()
+        if self._over is not None:
+            raise ConfigError(
+                "a job over several daemons can't be resumed, so keep=True would keep its state in vain",
+                "save job.state_dict() and the steps so far",
+            )
         if self._recovery.snapshots is None:
             raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
         if not self._persist(self._recovery.save):

@@ -231,6 +231,15 @@ def snapshot_bytes(session: Session, read: m.SnapshotRead, frames: Sequence[byte
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def error_of(ended: m.JobEnded | None) -> GpumuxError:
+    """The error for a verb of a job that has ended so; None: it was closed."""
+    if ended is None or not ended.code:
+        said = ended if ended is not None and ended.message else None
+        message, remedy = (said.message, said.remedy) if said else ("the job is closed", "submit it again")
+        return from_code("job_closed", message, remedy)
+    return from_code(ended.code, ended.message, ended.remedy)
+
+
 class Remote:
     """Every request of a job to its daemon, but steps."""
 
@@ -354,12 +363,7 @@ class Remote:
         return frames
 
     def end_error(self) -> GpumuxError:
-        ended = self.ended
-        if ended is None or not ended.code:
-            said = ended if ended is not None and ended.message else None
-            message, remedy = (said.message, said.remedy) if said else ("the job is closed", "submit it again")
-            return from_code("job_closed", message, remedy)
-        return from_code(ended.code, ended.message, ended.remedy)
+        return error_of(self.ended)
 
     def push(self, buffers: Sequence[int], *, first: bool = False) -> None:
         """Copy local state to the daemon, in order with the steps submitted so far. `first`: it is sent for the first
@@ -433,7 +437,8 @@ class Remote:
     def forget_read(self, read: StateRead) -> None:
         """Free the memory of a snapshot that is not used."""
         for one, _ in read.parts:
-            self.session.release_segment(one.segment)
+            if one.segment:
+                self.session.take_segment(one.segment, one.nbytes).close()
 
     def restore(self, read: StateRead | None, steps: int) -> None:
         """Put back the state of a snapshot and its generator, into the buffers of the Programs loaded so far. None:

@@ -76,6 +76,13 @@ def write(
     return bytes(msgpack.packb(body))
 
 
+def write_of_rank(
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
+) -> bytes:
+    """The notes of a snapshot of one rank. Its job is recovered, but can't be resumed."""
+    return bytes(msgpack.packb({"version": VERSION, "over_ranks": True}))
+
+
 def _place(place: Place, index: Mapping[int, int]) -> list[Any]:
     return [index[place.buffer], _dtype(place.dtype), list(place.size), list(place.stride), place.offset]
 
@@ -132,6 +139,8 @@ class SnapshotMetadata:
             body = msgpack.unpackb(data[data.numel() - notes :].numpy().tobytes(), strict_map_key=False)
             if body["version"] != VERSION:
                 raise ValueError(f"version {body['version']}")
+            if body.get("over_ranks"):
+                raise ValueError("the job ran over several daemons, and each has a part of its state alone")
             sizes = [int(n) for n in body["sizes"]]
             self.counts = Counts(*map(int, body["steps"]))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:

@@ -33,6 +33,7 @@ from gpumux.client.job import Job
 from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
+from gpumux.client.snapshots import write_of_rank
 from gpumux.client.tracebacks import folded
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import SavedPlan
@@ -86,14 +87,13 @@ def submit(
         is the number of step() calls before it. If the job draws from torch's generator, that gets its state of then.
         Learning rates are restored with the optimizers: a scheduler that is advanced by as many steps must not change
         them. Raises UnknownJob if no state of that name was kept.
-    replay_bytes: bytes of memory this process may use, besides a copy of the job's state, to recover the job when the
+    replay_bytes: bytes of memory this process may use, besides a copy of the job's state, to recover the job when a
         daemon is killed and started again (README, "Nothing is lost"); 0: the job is not recovered.
     reconnect_s: seconds to wait for a daemon that is gone before DaemonGone is raised, also during this call. A daemon
         that can't be reached at first is not waited for.
 
     endpoints: of several daemons: the job runs on all of them, a rank on each (docs/burst.md). step() takes the whole
-        batch, and each sample is computed as it is alone; the result is equivalent, not bit-equal. Such a job is not
-        recovered yet when a daemon or a process ends: its steps raise PeersLost, JobFailed or DaemonGone.
+        batch, and each sample is computed as it is alone; the result is equivalent, not bit-equal.
     devices: the same with the daemons of GPUs 0 to devices - 1 on this machine.
     plan: which layers run on which ranks: a file that `gpumux plan burst --save` wrote, or what
         gpumux.program.saved_plan.load made of one, or a gpumux.burst.placement.RankPlacement. Default: every layer on
@@ -151,7 +151,8 @@ def submit(
             raise
         return job
 
-    def on_ranks(session: GangSession, placement: RankPlacement) -> Job:
+    def on_ranks(session: GangSession) -> Job:
+        assert placement is not None
         job: Job | None = None
         alike = cast("Session", session)  # it has what a job uses of one
         try:
@@ -160,8 +161,9 @@ def submit(
             job_id = uuid.uuid4().hex
             session.open_job(job_id, spec)
             job = Job(
-                alike, job_id, spec, table, max_variants=max_variants,
-                clients_generator=draws_from_client(rng, seed, alike, table), over=BurstSplitter(placement, batch_norm),
+                alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
+                reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),
+                write_notes=write_of_rank, over=BurstSplitter(placement, batch_norm),
                 make_remote=cast("Callable[..., Remote]", GangRemote),
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
@@ -169,13 +171,14 @@ def submit(
         except BaseException:
             if job is not None:
                 job.close(drain=False)
-            session.close()
             raise
         return job
 
-    if placement is not None:
-        return on_ranks(GangSession.connect(several_daemons, timeout_s), placement)
     retry_s = reconnect_s if replay_bytes and resume is None else 0.0
+    if placement is not None:
+        return connect_with_retry(
+            on_ranks, lambda timeout: GangSession.connect(several_daemons, timeout_s, timeout), retry_s
+        )
     return connect_with_retry(attempt, lambda timeout: Session.connect(endpoint, timeout), retry_s)
 
 
