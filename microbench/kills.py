@@ -243,13 +243,18 @@ def _join(threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def submit(trial: Trial, endpoint: str, resume: str | None = None, priority: str = "low", rng: str = "own") -> Run:
-    """`rng`: "own", so that trials which run side by side draw as each does alone, or "client"."""
+def submit(
+    trial: Trial, endpoint: str | Sequence[str], resume: str | None = None, priority: str = "low", rng: str = "own",
+    **options: Any,
+) -> Run:  # fmt: skip
+    """`endpoint`: the daemon's, or those of several. `rng`: "own", so that trials which run side by side draw as each
+    does alone, or "client". `options`: further ones of client.submit."""
     first, *others = trial.functions
     example = {name: batch for i in range(8) for name, batch in trial.turn(i)}
     job = client.submit(
         trial.functions[first], example=example[first], model=trial.models, optimizer=trial.optimizers, name=trial.name,
-        seed=trial.seed if rng == "own" else None, rng=rng, endpoint=endpoint, resume=resume, priority=priority,
+        seed=trial.seed if rng == "own" else None, rng=rng, resume=resume, priority=priority, **options,
+        **({"endpoint": endpoint} if isinstance(endpoint, str) else {"endpoints": endpoint, "batch_norm": "sync"}),
     )  # fmt: skip
     calls: dict[str, Callable[..., client.StepFuture]] = {first: job.step}
     for name in others:

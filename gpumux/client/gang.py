@@ -72,7 +72,7 @@ class GangSession:
         self._answers: dict[int, dict[int, tuple[m.StepDone, Sequence[Any]]]] = {}  # by step and rank
         self._saved: dict[int, dict[int, m.SnapshotSaved]] = {}  # by snapshot and rank
         self._ends: dict[int, m.JobEnded] = {}  # by rank
-        self._refused: list[m.JobEnded] = []  # the reasons of steps that a rank did not run, as ends
+        self._refused: list[tuple[int, m.JobEnded]] = []  # ranks that did not run a step, and why, as ends
         self._draining = False  # the job is being closed by its user
         self._ending = False  # it is being closed because a rank has ended
         self._told_to_close: set[int] = set()  # ranks that end because another one did
@@ -217,7 +217,7 @@ class GangSession:
             elif isinstance(message, m.SnapshotSaved):
                 self._was_saved(rank, message)
             elif isinstance(message, m.StepFailed):  # the others may have run the step: the gang is of no use now
-                self._refused.append(m.JobEnded(message.job, message.code, message.message, message.remedy))
+                self._refused.append((rank, m.JobEnded(message.job, message.code, message.message, message.remedy)))
                 self._end()
             elif isinstance(message, m.JobEnded):
                 self._ends[rank] = self.remotes[rank].ended = message
@@ -285,24 +285,24 @@ class GangSession:
         if self.dead is not None or (alive and not at_once):
             return
         gone = next((session.dead for session in self.sessions if session.dead is not None), None)
+        if gone is None and alive:
+            gone = DaemonGone(f"rank {alive[0]} did not end within {END_S:g} s", "look at gpumux status of its daemon")
         cause = self._cause(gone is not None)
-        if cause is None:
-            self.dead = gone or DaemonGone(
-                f"the daemon of rank {alive[0]} lives but has not ended the job within {END_S:g} s",
-                "look at gpumux status",
-            )
-        else:
+        if cause is not None:
             self._handler(cause, [])
-            self.dead = error_of(cause)
+        self.dead = gone if cause is None else error_of(cause)
 
     def _cause(self, daemon_gone: bool) -> m.JobEnded | None:
         """The end, of those of the ranks, that the others follow from. None: they follow from a daemon's."""
-        ends = [end for rank, end in sorted(self._ends.items()) if end.code or rank not in self._told_to_close]
-        ends += [end for end in self._refused if end.code not in (UnknownJob.code, JobClosed.code)]
-        likely = sorted(ends, key=lambda end: _FOLLOWS.index(end.code) if end.code in _FOLLOWS else -1)
-        if not likely or (daemon_gone and likely[0].code in _FOLLOWS):
+        ends = [(r, end) for r, end in sorted(self._ends.items()) if end.code or r not in self._told_to_close]
+        ends += [(r, end) for r, end in self._refused if end.code not in (UnknownJob.code, JobClosed.code)]
+        ends = ends or ([] if daemon_gone else [*self._refused, *self._ends.items()])
+        if not ends:
             return None
-        return likely[0]
+        rank, first = min(ends, key=lambda end: _FOLLOWS.index(end[1].code) if end[1].code in _FOLLOWS else -1)
+        if daemon_gone and first.code in _FOLLOWS:
+            return None
+        return replace(first, message=f"rank {rank}: {first.message}") if first.message else first
 
     def _reason(self) -> GpumuxError:
         assert self.dead is not None

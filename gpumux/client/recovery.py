@@ -525,9 +525,11 @@ def find_kept(session: Session, name: str) -> KeptJob:
         time.sleep(_PAUSE_S)
     read, frames = session.call(ReadSnapshot(0, found.job, found.snapshots[:MAX_ASKED]), timeout=None)
     data = snapshot_bytes(session, read, frames)
-    snapshot = SnapshotMetadata(data, read.notes)
-    del data
-    session.release_segment(read.segment)
+    try:
+        snapshot = SnapshotMetadata(data, read.notes)
+    finally:
+        del data
+        session.release_segment(read.segment)
     return KeptJob(found.job, max(found.snapshots), snapshot)
 
 

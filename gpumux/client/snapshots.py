@@ -144,6 +144,7 @@ class SnapshotMetadata:
             sizes = [int(n) for n in body["sizes"]]
             self.counts = Counts(*map(int, body["steps"]))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            del data  # the error's traceback would keep it
             raise ConfigError(f"the kept snapshot can't be read: {error}", "start the job anew") from error
         self.body = body
         at, self.buffers = 0, []
