@@ -5,6 +5,9 @@ Most blows are SIGKILL to the daemon, some come while it is still bringing jobs 
 is killed, or the daemon is restarted in order (SIGTERM), about as often as `--others` says. The loops have no line
 about any of that.
 
+With `--ranks` each job runs over several daemons. A blow meets one of them, now and then all, and the comparison is
+with the same jobs over the same daemons with nothing killed.
+
 Counted per job: turns of its loop, times it came back, steps that ran again, the longest pause between two turns, and
 whether every result and every bit of the final state is that of the undisturbed run.
 """
@@ -36,13 +39,14 @@ from gpumux.client.session import Session
 from gpumux.errors import GpumuxError
 from microbench import common
 from microbench.daemon import GPUMUX
-from microbench.killed import TRIALS, Trial, plain
+from microbench.killed import TRIALS, Trial, accumulate_adamw, plain
 from microbench.soaking import watch
 
 START_S = 180.0
 STOP_S = 60.0
 SNAPSHOT_S = 0.4
 LAST = 20  # turns of each loop after the last blow
+ALL = 0.2  # of the kills of daemons meet all ranks
 QUICK = 0.25  # of the blows come within QUICK_S of the start, while jobs are being brought back
 QUICK_S = 0.3  # the others come this long after a random number of turns, at most
 _AGAIN = re.compile(r"job '([^']+)': .* It is back after ([0-9.]+) s, from (.*), and (\d+) steps run again")
@@ -129,11 +133,47 @@ class Phoenix:
         return (self.directory / "daemon.log").read_text(errors="replace")[-4000:]
 
 
+class Ranks:
+    """Daemons for jobs that have a rank on each. A blow meets one of them, drawn at random, or all (ALL of the kills of
+    daemons)."""
+
+    def __init__(self, directory: Path, count: int, draw: random.Random) -> None:
+        self._draw = draw
+        self._daemons: list[Phoenix] = []
+        for rank in range(count):
+            place = directory / str(rank)
+            place.mkdir()
+            self._daemons.append(Phoenix(place))
+
+    @property
+    def endpoint(self) -> list[str]:
+        return [daemon.endpoint for daemon in self._daemons]
+
+    def wait_until_ready(self) -> None:
+        for daemon in self._daemons:
+            daemon.wait_until_ready()
+
+    def kill(self) -> None:
+        every = self._draw.random() < ALL
+        for daemon in self._daemons if every else [self._draw.choice(self._daemons)]:
+            daemon.kill()
+
+    def restart(self) -> None:
+        self._draw.choice(self._daemons).restart()
+
+    def kill_executor(self, draw: random.Random) -> bool:
+        return draw.choice(self._daemons).kill_executor(draw)
+
+    def close(self) -> None:
+        for daemon in self._daemons:
+            daemon.close()
+
+
 @dataclass
 class Blows:
     """What is done to the daemon, on a thread of its own, until `kills` of it are dead."""
 
-    daemon: Phoenix
+    daemon: Phoenix | Ranks
     kills: int
     most: int  # turns of the loop between two blows
     others: float
@@ -274,10 +314,27 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
+def undisturbed(trial: Trial, turns: int, endpoint: str | Sequence[str]) -> list[Tensor]:
+    """The results of the trial with nothing killed: without a daemon, or over several of them."""
+    if isinstance(endpoint, str):
+        return plain(trial, turns)
+    run = submit(trial, endpoint)
+    try:
+        for _ in range(turns):
+            run.turn()
+        run.finish()
+    finally:
+        run.job.close()
+    return run.results
+
+
 def measure(
-    kills: int, seed: int, *, most: int, others: float, pace_s: float, directory: Path, say: Callable[[str], None]
-) -> dict[str, Any]:
+    kills: int, seed: int, *, most: int, others: float, pace_s: float, directory: Path, say: Callable[[str], None],
+    ranks: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Everything there is to report. Raises what goes wrong."""
+    # A step without a batch can't be split over ranks.
+    makes = TRIALS if ranks == 1 else tuple(make for make in TRIALS if make is not accumulate_adamw)
     draw = random.Random(seed)
     returns = Returns()
     logger = logging.getLogger("gpumux.client")
@@ -286,11 +343,11 @@ def measure(
         stack.callback(logger.removeHandler, returns)
         propagate, logger.propagate = logger.propagate, False
         stack.callback(setattr, logger, "propagate", propagate)
-        daemon = Phoenix(directory)
+        daemon = Phoenix(directory) if ranks == 1 else Ranks(directory, ranks, draw)
         stack.callback(daemon.close)
         daemon.wait_until_ready()
         runs: list[Run] = []
-        for make in TRIALS:
+        for make in makes:
             run = submit(make(seed), daemon.endpoint)
             stack.callback(run.job.close)
             runs.append(run)
@@ -321,10 +378,14 @@ def measure(
                 raise error
         seconds = time.monotonic() - started
         ours = [(run.trial.state(), run.results) for run in runs]
+        theirs = []
+        for run, make in zip(runs, makes, strict=True):
+            run.job.close()
+            alone = make(seed)
+            expected = undisturbed(alone, run.turns, daemon.endpoint)
+            theirs.append((alone.state(), expected))
     rows = []
-    for run, make, (state, results) in zip(runs, TRIALS, ours, strict=True):
-        alone = make(seed)
-        expected = plain(alone, run.turns)
+    for run, (state, results), (expected_state, expected) in zip(runs, ours, theirs, strict=True):
         name = run.trial.name
         rows.append(
             {
@@ -336,7 +397,7 @@ def measure(
                 "longest_pause_s": round(run.longest_s, 3),
                 "results_that_differ": differences(results, expected),
                 "state_tensors": len(state),
-                "state_tensors_that_differ": differences(state, alone.state()),
+                "state_tensors_that_differ": differences(state, expected_state),
             }
         )
     return {
@@ -355,6 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=60, help="of the loop between two blows, at most")
     parser.add_argument("--others", type=float, default=0.15, metavar="PART", help="of the blows that are no kill")
     parser.add_argument("--pace", type=float, default=0.02, metavar="SECONDS", help="pause between turns")
+    parser.add_argument("--ranks", type=int, default=1, help="daemons over which each job runs")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the daemon must not be left behind
@@ -363,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = measure(
             args.kills, args.seed, most=args.turns, others=args.others, pace_s=args.pace, directory=directory,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=lambda text: print(text, file=sys.stderr, flush=True), ranks=args.ranks,
         )  # fmt: skip
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -386,7 +448,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"also said: {text}")
     kept = all(not row["results_that_differ"] and not row["state_tensors_that_differ"] for row in found["jobs"])
     print("every bit as undisturbed" if kept else "NOT as undisturbed")
-    options = {"kills": args.kills, "seed": args.seed, "turns": args.turns, "others": args.others, "pace_s": args.pace}
+    options = {
+        "kills": args.kills, "seed": args.seed, "turns": args.turns, "others": args.others, "pace_s": args.pace,
+        "ranks": args.ranks,
+    }  # fmt: skip
     common.report("kills", args.out, {"machine": facts, "options": options, **found, "bit_equal": kept})
     return 0 if kept else 1
 
