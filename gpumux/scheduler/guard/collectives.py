@@ -28,11 +28,14 @@ def cost_of_exchange(gate: Gate, cost: RangeCost, seconds: float) -> tuple[float
     return rate * min(seconds, alone / (1.0 - rate)), most * min(seconds, alone / (1.0 - most))
 
 
-def exchange_ended(high: HighJob, gate: Gate, bans: Bans, seconds: float, found: LowLaunches, now: float) -> None:
-    """The exchange at the gate took `seconds`, with these low launches beside it (`overlap` says for how long)."""
+def exchange_ended(
+    high: HighJob, gate: Gate, bans: Bans, step: int, seconds: float, found: LowLaunches, now: float
+) -> None:
+    """The exchange at the gate took `seconds` in this step, with these low launches beside it (their `overlap` says for
+    how long)."""
     baseline = gate.exchange
     if not found:
-        if high.alone_on_all_ranks:
+        if high.alone_on_all_ranks(step):
             baseline.add(seconds)
         return
     high.shared = True

@@ -436,7 +436,7 @@ class SlowdownGuard:
         self.view.changed()
         high = self.high_jobs.get(job.id)
         if high is not None and high.parked:
-            self.learner.exchange_ended(high, event.ended, event.exchange_s)
+            self.learner.exchange_ended(high, event.step, event.ended, event.exchange_s)
             self.view.expect_high_work()
             self.view.became_busy(high)
             high.peers_came(event.piece, now)

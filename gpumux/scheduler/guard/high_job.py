@@ -438,12 +438,11 @@ class HighJob:
         held_long = self.steps - last_launch_step >= HELD_LONG_STEPS
         return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER
 
-    @property
-    def alone_on_all_ranks(self) -> bool:
-        """Whether no rank runs low work beside the step that runs. Low work of any rank makes the steps of all of them
-        longer, and ranks don't tell each other of it, but count the same steps: those in which they learn what a step
-        takes alone have the same numbers."""
-        return self.ranks == 1 or self.steps < FIRST_RANKS_STEPS or self.steps % SOLO_EVERY == 0
+    def alone_on_all_ranks(self, step: int) -> bool:
+        """Whether no rank runs low work beside this step. Low work of any rank makes the steps of all of them longer,
+        and ranks don't tell each other of it, but their steps have the same numbers: so have those in which all learn
+        what a step takes alone."""
+        return self.ranks == 1 or self.steps < FIRST_RANKS_STEPS or step % SOLO_EVERY == 0
 
     # ---- what happens
 
@@ -496,7 +495,7 @@ class HighJob:
         assert costs is not None
         seconds, from_idle, beside_high = ended - self.began, self.from_idle, self.beside_high
         baseline = costs.steps[1 if from_idle else 0]
-        if not shared and not beside_high and self.alone_on_all_ranks:
+        if not shared and not beside_high and self.alone_on_all_ranks(step.id):
             if baseline.known:
                 budget.solo_step_ended(seconds - baseline.value)
             if baseline.add(seconds):
@@ -524,7 +523,7 @@ class HighJob:
         self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
             budget.end_learning()
-        self._end_calibration(not shared, baseline)
+        self._end_calibration(not shared, baseline, step.id)
         if known and solo > 0.0:
             ratio = 1.0 + lost / solo
             self.ratios.append(ratio)
@@ -553,12 +552,12 @@ class HighJob:
             if before:
                 budget.restore_tail()
 
-    def _end_calibration(self, solo: bool, baseline: Baseline) -> None:
+    def _end_calibration(self, solo: bool, baseline: Baseline, step: int) -> None:
         """A step ended, `solo` if without low work: count it, and begin a calibration if it is time."""
         if solo:
             self.last_solo_step = self.steps
         if self.ranks > 1:
-            self.calibrating = int(self.alone_on_all_ranks)
+            self.calibrating = int(self.alone_on_all_ranks(step + 1))
         elif self.calibrating:
             self.calibration_tries += 1
             if solo:

@@ -320,14 +320,15 @@ class CostLearner:
         self._view.became_idle(high)
         high.changed()
 
-    def exchange_ended(self, high: HighJob, ended: float, exchange_s: float) -> None:
-        """The exchange at the gate where the high job waits ended, and took `exchange_s` once its peers were there."""
+    def exchange_ended(self, high: HighJob, step: int, ended: float, exchange_s: float) -> None:
+        """The exchange at the gate where this step of the high job waits ended, and took `exchange_s` once its peers
+        were there."""
         view, began = self._view, ended - exchange_s
         found: LowLaunches = []
         if view.low_launches or view.recent.last_end > began:
             found = beside(view.low_launches, view.recent, began, ended)
         if high.gate is not None and exchange_s > 0.0:
-            exchange_ended(high, high.gate, self._bans, exchange_s, found, ended)
+            exchange_ended(high, high.gate, self._bans, step, exchange_s, found, ended)
             high.gate.probes_missed()
 
     def forget(self, job: ScheduledJob) -> None:
