@@ -9,6 +9,7 @@ losses and parameters are compared. Exit status 0 only if they agree.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -205,6 +206,7 @@ def low_jobs(endpoints: Sequence[str]) -> Iterator[None]:
 def be_low(endpoints: Sequence[str]) -> None:
     """Train a CNN at each daemon until stdin ends."""
     torch.set_num_threads(1)
+    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # it warns that these jobs are paused, as they are to be
     stop = threading.Event()
     data = digits()
     batch = next(data.batches(BATCH, 0))
