@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture import source
-from gpumux.capture.state import ABSENT, UNRETURNED, StateTable, unreturned
+from gpumux.capture.state import ABSENT, StateTable, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable, UnknownTensor
@@ -46,6 +45,28 @@ class _Place(NamedTuple):
     def with_value(self, value: Any) -> Callable[[], None]:
         """A function that puts this value there."""
         return self.setter(self.space, self.key, value)
+
+
+class LeftConstant(NamedTuple):
+    """A tensor that the trace left in these places, whose value does not depend on the step's data."""
+
+    places: Sequence[_Place]
+    value: torch.Tensor
+
+    @property
+    def first(self) -> bool:
+        """Whether there was no tensor of this shape before."""
+        return any(not isinstance(p.old, torch.Tensor) or p.old.shape != self.value.shape for p in self.places)
+
+    def put(self) -> None:
+        """Put a copy there, as the script may write into what a step left."""
+        copy = self.value.clone()
+        for place in self.places:
+            place.with_value(copy)()
+
+    def restore(self) -> None:
+        for place in self.places:
+            place.with_value(place.old)()
 
 
 class LeftValue(NamedTuple):
@@ -323,21 +344,13 @@ class SideEffects:
         alike = (new.shape, new.dtype) == (old.shape, old.dtype) and all(p.value is new for p in parts)
         return alike and whole(old, [(p.name, p.space, 0 if p.key is None else p.key) for p in parts])
 
-    def settle(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[Callable[[], None]]:
-        """Fill the places that were empty, or held a tensor of another shape, and in which the step leaves a tensor
-        whose value is known. Returns functions that restore them; if there are any, all other places are restored."""
-        fills: list[tuple[_Place, torch.Tensor]] = []
-        for new, places in self._whole():
-            empty = [p for p in places if _empty(p.old, new)]
-            if empty and (found := value(new)) is not None:
-                fills += [(place, found) for place in empty]
-        if not fills:
-            return []
-        for put in self.restorers():
-            put()
-        for place, found in fills:
-            place.with_value(found)()
-        return [place.with_value(place.old) for place, _ in fills]
+    def constants(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[LeftConstant]:
+        """The tensors that the trace left and whose value is known. What was in their places before is restored, so
+        that the next trace makes them as well."""
+        found = [LeftConstant(places, known) for new, places in self._whole() if (known := value(new)) is not None]
+        for one in found:
+            one.restore()
+        return found
 
     def _whole(self) -> list[tuple[FakeTensor, list[_Place]]]:
         """The tensors without a graph that the trace left, each with its places. Not those that share memory with
@@ -385,22 +398,10 @@ class SideEffects:
         """What the trace left, and where."""
         return [LeftValue(p.name, p.value, p.old) for p in [*self._places(), *self._items()]]
 
-    def left(
-        self, home: torch.device | None, value: Callable[[FakeTensor], torch.Tensor | None]
-    ) -> list[Callable[[], None]]:
-        """A function for each of these places, which puts an `Unreturned` there, or the value if that is known. `home`:
-        the device of the job's tensors. Raises CaptureError for a list whose other items the step moves."""
-        found: list[Callable[[], None]] = []
-        known: set[int] = set()
-        for new, places in self._whole():
-            if (constant := value(new)) is not None:
-                found.append(partial(_put_copy, places, constant))
-                known.add(id(new))
-        found += [
-            p.with_value(unreturned(p.name, p.value, home, self._number))
-            for p in self._places()
-            if id(p.value) not in known
-        ]
+    def left(self, home: torch.device | None) -> list[Callable[[], None]]:
+        """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
+        tensors. Raises CaptureError for a list whose other items the step moves."""
+        found = [p.with_value(unreturned(p.name, p.value, home, self._number)) for p in self._places()]
         for label, items, old in self._lists:
             if not self._changed(items, old):
                 continue
@@ -553,20 +554,6 @@ def _content(cell: Any) -> Any:
 
 def _field(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING)
-
-
-def _put_copy(places: Sequence[_Place], value: torch.Tensor) -> None:
-    """Put one copy of a value into these places, as the script may write into what a step left."""
-    copy = value.clone()
-    for place in places:
-        place.with_value(copy)()
-
-
-def _empty(old: Any, new: torch.Tensor) -> bool:
-    """Whether a place that held `old` is filled by its first tensor, or by the first one of this shape."""
-    if isinstance(old, UNRETURNED):
-        return False
-    return old is None or old is _MISSING or (isinstance(old, torch.Tensor) and old.shape != new.shape)
 
 
 def _setter(place: _Place) -> Callable[[Any], None]:

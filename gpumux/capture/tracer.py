@@ -650,10 +650,7 @@ class Tracer:
                 taken = {
                     new.untyped_storage()._cdata for new in [*(new for _, new in replaced), *(r.new for r in rebound)]
                 }
-                known = partial(self._known, rec, taken)
-                filled = left.settle(known)
-                if filled:
-                    raise TraceOver(_nothing, filled, changes=changes)
+                constants = left.constants(partial(self._known, rec, taken))
                 self._restorers += left.restorers()
             except TraceOver as over:
                 if not over.undo:
@@ -677,6 +674,10 @@ class Tracer:
                 torch.clear_autocast_cache()
         moves = lift.moves(changes)
         stuck = [c for c in changes if not c.flag and c.name not in lift.expected]
+        if stuck and not moves and any(one.first for one in constants):  # what changed may say that they are there
+            for one in constants:
+                one.put()
+            raise TraceOver(_nothing, [one.restore for one in constants], changes=changes)
         if stuck and may_change and not moves:
             for switch in switches:
                 switch.put(switch.new)
@@ -689,7 +690,7 @@ class Tracer:
             raise changes_variables(stuck)
         raw.flags = changes
         self._left += left.present()
-        raw.left = left.left(self.table.home, known)
+        raw.left = [*(one.put for one in constants), *left.left(self.table.home)]
         fingerprint.leaves.update(left.names())
         return raw, False
 

@@ -200,3 +200,43 @@ def test_a_constant_that_each_step_leaves_is_the_scripts_to_write(endpoint: str)
         return Work([model], [], [(step, DATA[0])], loop)
 
     check(make, endpoint)
+
+
+@pytest.mark.parametrize("first", [None, torch.zeros(2)], ids=["nothing", "another shape"])
+def test_a_first_step_that_reads_what_was_there_before_the_constant_does_so(
+    first: Tensor | None, endpoint: str
+) -> None:
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+        held = {"last": first if first is None else first.clone()}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            found: Tensor = model(x)
+            if held["last"] is not None:
+                found = found + held["last"].sum()
+            held["last"] = torch.arange(4).float()
+            return found
+
+        return Work([model], [], [(step, DATA[0])], simple_loop(DATA, 2))
+
+    check(make, endpoint)
+
+
+def test_a_constant_is_made_anew_for_another_length(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+        held: dict[str, Any] = {"mask": None, "shape": ()}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if held["shape"] != tuple(x.shape):
+                held["mask"], held["shape"] = torch.arange(len(x)).float()[:, None], tuple(x.shape)
+            found: Tensor = model(x) * held["mask"]
+            return found
+
+        def loop(run: Any) -> list[Any]:
+            x, y = DATA[0]
+            return [run(x[:n], y[:n]) for n in (6, 6, 4, 4, 6)]
+
+        return Work([model], [], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
