@@ -106,6 +106,34 @@ PIECES: dict[str, Piece] = {
         after="$T[0] = $T[1]\n$T[1] = logits.detach().mean(0)", fixed=True,
         between=("$T[0].zero_()", "$T.reverse()", "note($T[0])", "$T[1] = torch.ones(3)", "$T = [torch.ones(3)] * 2"),
     ),
+    "hidden": Piece(
+        "(torch.zeros(3), torch.ones(3))", loss="loss = loss + (logits * $T[0] - $T[1]).pow(2).mean()",
+        after="$T = (0.5 * $T[0] + logits.detach().mean(0), $T[0] + 0.5 * $T[1])", fixed=True,
+        between=(
+            "note($T)", "$T = $T[::-1]", "$T[1].zero_()", "$T = (torch.ones(3), $T[1])", "$T = (torch.ones(3),) * 2",
+            "$T = (torch.ones(3), torch.zeros(3))", "kept = $T", "kept = $T[1]; note(kept)", "note(kept)",
+            "$T[0].data = torch.ones(3)", "$T = tuple(torch.ones(2, 3).unbind())", "$T = [*$T]",
+        ),
+    ),
+    "half hidden": Piece(
+        "((torch.zeros(3), 0.5), torch.ones(3))", loss="loss = loss + (logits * $T[0][0] - $T[1]).mean() * $T[0][1]",
+        after="$T = ((logits.detach().mean(0), $T[0][1]), $T[1])", fixed=True,
+        between=("note($T)", "$T = (($T[1], 0.25), $T[0][0])", "$T[1].add_(1)", "$T = ((torch.ones(3), 2.0), $T[1])"),
+    ),
+    "made once": Piece(
+        "None", before="if not made:\n    $T = torch.ones(6).cumsum(0) / 6\n    made = True\nx = x * $T",
+        more="made = False", names="made", fixed=True,
+        between=("note($T)", "made = False", "$T.mul_(0.5)", "$T = torch.ones(6)", "$T = None; made = False"),
+    ),
+    "cached parts": Piece(
+        "None", before="if $T is None:\n    $T = torch.ones(6).cumsum(0) / 6\n    part = $T[:3]\nx = x * $T",
+        loss="loss = loss + (logits * part).mean()", more="part = None", names="part", fixed=True,
+        between=("note($T)", "$T.mul_(0.5)", "part.zero_()", "$T = None"),
+    ),
+    "left constant": Piece(
+        "torch.zeros(2)", loss="loss = loss + $T.sum()", after="$T = torch.ones(4).cumsum(0)", fixed=True,
+        between=("note($T)", "$T.mul_(0.5)", "$T = torch.ones(3)", "kept = $T", "note(kept)"),
+    ),
     "average": Piece(
         "{k: v.detach().clone() for k, v in model.state_dict().items()}",
         after="for k, v in model.state_dict().items():\n    $T[k] = $T[k] * 0.9 + v.detach() * 0.1",
