@@ -501,7 +501,7 @@ def test_a_step_that_counts_and_caches_a_mask_counts_each_call_once(lengths: tup
     check(make, endpoint)
 
 
-def test_a_refused_step_that_counts_and_caches_a_mask_leaves_both_as_they_were(endpoint: str) -> None:
+def test_a_refused_case_of_a_step_that_counts_and_caches_a_mask_leaves_both_as_they_were(endpoint: str) -> None:
     made: Any = SimpleNamespace(calls=0, mask=None)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -513,18 +513,25 @@ def test_a_refused_step_that_counts_and_caches_a_mask_leaves_both_as_they_were(e
         found: torch.Tensor = made.mask @ x
         return found
 
-    with pytest.raises(errors.DataDependent):
-        client.submit(step, example=(X,), endpoint=endpoint)
-    assert (made.calls, made.mask) == (0, None)
+    with client.submit(step, example=(X,), endpoint=endpoint) as job:
+        assert (made.calls, made.mask) == (0, None)
+        assert torch.equal(job.step(X).result(), torch.tril(torch.ones(4, 4)) @ X)
+        mask = made.mask
+        with pytest.raises(errors.DataDependent):
+            job.step(X)
+        assert (made.calls, made.mask) == (1, mask)
 
 
-def test_a_refused_step_that_makes_one_more_tensor_each_time_leaves_none_of_them(endpoint: str) -> None:
+def test_a_step_that_makes_one_more_tensor_each_time_leaves_all_of_them(endpoint: str) -> None:
     history: dict[int, torch.Tensor] = {}
 
     def step(x: torch.Tensor) -> torch.Tensor:
         history[len(history)] = torch.zeros(2)
         return x * 2
 
-    with pytest.raises(errors.NotRepeatable, match="anew each time"):
-        client.submit(step, example=(X,), endpoint=endpoint)
-    assert not history
+    with client.submit(step, example=(X,), endpoint=endpoint) as job:
+        assert not history
+        for i in range(4):
+            assert torch.equal(job.step(X).result(), X * 2)
+            assert list(history) == list(range(i + 1))
+    assert torch.equal(history[3], torch.zeros(2))
