@@ -944,3 +944,16 @@ def test_an_array_over_a_weight_that_the_step_reads_is_named(
     error = refusal(step, endpoint, errors.CaptureError, model=model)
     assert "arrays['bias'], a numpy array over the memory of bias" in error.message
     assert "clone" in error.remedy
+
+
+def test_the_scale_of_a_scaler_is_compared_in_the_loop(endpoint: str) -> None:
+    model, scaler = nn.Linear(6, 3), torch.amp.GradScaler("cpu")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = scaler.scale(model(x).sum())
+        return loss * 2 if scaler.get_scale() > 1 else loss
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model)
+    assert "GradScaler.get_scale reads a tensor's value" in error.message
+    assert "in the loop" in error.remedy
+    assert "before = scaler.get_scale()" in error.remedy
