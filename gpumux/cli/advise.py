@@ -19,6 +19,7 @@ from gpumux.plan.models import BUILT_IN
 
 
 DEFAULT_GPU = "a100"
+BATCHES = (16, 32, 64, 128, 256, 512)  # mini-batches that `plan batch` tries
 
 
 def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None) -> ModelProfile:
@@ -95,17 +96,40 @@ def _batch(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.model} says nothing of convolutions' shapes", "name the model: module:factory, or a built-in"
         )
-    algorithms = args.algorithms.split(",")
-    unknown = [each for each in algorithms if each not in guidelines.ALGORITHMS]
-    if unknown or "gemm" not in algorithms:
-        raise ConfigError(
-            f"no algorithm is called {unknown[0]!r}" if unknown else "algorithms without gemm, which every layer has",
-            f"choose from {', '.join(guidelines.ALGORITHMS)}, gemm among them",
-        )
-    spec = preset(args.gpu_model or "a100")
-    memory = args.memory or spec.memory_bytes
     network = guidelines.read(trace(find(args.model, args.input), whole=args.whole))
-    choices = guidelines.suggest(network, args.batches, memory, spec, algorithms)
+    if args.times is not None:
+        idle_option(args, ["algorithms", "gpu-model"], "beside --times", "modelled times")
+        profile = load(Path(args.times))
+        if not profile.algorithms:
+            raise ConfigError(
+                f"{args.times} has no times of algorithms", "profile the model with --algorithms, or leave --times out"
+            )
+        if args.memory is None:
+            raise ConfigError("--times without --memory", "say how much memory the device has for training")
+        memory = args.memory
+        batches = args.batches or [timing.samples for timing in profile.algorithms[0].times]
+        choices = guidelines.suggest(
+            network, batches, memory, lambda batch: guidelines.measured_options(network, batch, profile)
+        )
+        source = f"times were measured on {profile.device}"
+        if not any(timing.workspace for each in profile.algorithms for timing in each.times):
+            source += "; algorithms' workspace was not, and counts as none"
+    else:
+        algorithms = (args.algorithms or ",".join(guidelines.ALGORITHMS)).split(",")
+        unknown = [each for each in algorithms if each not in guidelines.ALGORITHMS]
+        if unknown or "gemm" not in algorithms:
+            raise ConfigError(
+                f"no algorithm is called {unknown[0]!r}"
+                if unknown
+                else "algorithms without gemm, which every layer has",
+                f"choose from {', '.join(guidelines.ALGORITHMS)}, gemm among them",
+            )
+        spec = preset(args.gpu_model or DEFAULT_GPU)
+        memory, batches = args.memory or spec.memory_bytes, args.batches or BATCHES
+        choices = guidelines.suggest(
+            network, batches, memory, lambda batch: guidelines.options(network, batch, spec, algorithms)
+        )
+        source = f"times are modelled for an {spec.title}; nothing here was measured"
     best = choices[0]
     if args.json:
         emit_json(
@@ -113,6 +137,7 @@ def _batch(args: argparse.Namespace) -> int:
                 "model": network.name,
                 "memory_bytes": memory,
                 "suggested": best.batch,
+                "times": source,
                 "choices": [
                     {"batch": c.batch, "seconds": c.seconds, "seconds_a_sample": c.seconds_a_sample,
                      "workspace_bytes": c.workspace,
@@ -139,8 +164,8 @@ def _batch(args: argparse.Namespace) -> int:
         for c in network.convolutions
     ]
     emit(table(("LAYER", f"AT {best.batch}", "FFT/GEMM MEMORY"), layers))
-    emit(f"\ntimes are modelled for an {spec.title}; nothing here was measured")
-    left_out = sorted(set(args.batches) - {c.batch for c in choices})
+    emit(f"\n{source}")
+    left_out = sorted(set(batches) - {c.batch for c in choices})
     if left_out:
         emit(f"do not fit: {', '.join(map(str, left_out))}")
     return 0

@@ -72,12 +72,15 @@ exit codes: 0 done, 1 a rank did not come within --limit or was lost, 64 wrong u
 """
 _BATCH = """\
 For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest
-together within the memory that is left, and suggests the mini-batch with least time a sample. Times are modelled. Needs
-scipy (pip install scipy).
+together within the memory that is left, and suggests the mini-batch with least time a sample. Times are modelled, or
+with --times those that `gpumux plan profile --algorithms` measured, of the algorithms that this device has. Needs scipy
+(pip install scipy).
 
 examples:
   gpumux plan batch alexnet --memory 12GB
   gpumux plan batch my.models:net --input 3,224,224 --batches 32,64,128 --memory 2GB --gpu-model a100
+  gpumux plan profile my.models:net --input 3,224,224 --algorithms --batches 16,32 -o net.json      measured ...
+  gpumux plan batch my.models:net --input 3,224,224 --times net.json --memory 2GB                   ... and taken
 """
 _GPUS = """\
 Lemma 3.1 of "Distributed training guidelines": efficiency is (1 + R) / (1 + G R) on G GPUs. R is the time of your loop
@@ -294,6 +297,13 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     flag("--batches", metavar="N,N,...", type=wholes, help="batch sizes (default 1,2,4,8,16,32)")
     flag("--repeats", metavar="N", type=whole, help="runs of each layer, after one to warm up (default 5)")
     flag("--threads", metavar="N", type=whole, help="intra-op threads on the CPU")
+    flag(
+        "--algorithms",
+        action="store_const",
+        const=True,
+        help="also time each 2d convolution by each algorithm of the device (CPU: oneDNN and torch's own, channels last"
+        " or not; CUDA: cuDNN's, never run so far), for `plan batch --times`",
+    )
 
 
 def _network(parser: argparse.ArgumentParser) -> None:
@@ -313,9 +323,15 @@ def _network(parser: argparse.ArgumentParser) -> None:
 def _batch(parser: argparse.ArgumentParser) -> None:
     _model(parser)
     flag = parser.add_argument
-    flag("--memory", metavar="SIZE", type=size, help="of the GPU (default: --gpu-model's)")
-    flag("--batches", metavar="N,N,...", type=wholes, default=(16, 32, 64, 128, 256, 512), help="mini-batches to try")
-    flag("--algorithms", metavar="NAMES", default="gemm,fft,winograd", help="default gemm,fft,winograd")
+    flag("--memory", metavar="SIZE", type=size, help="of the device (default: --gpu-model's; needed with --times)")
+    flag(
+        "--batches",
+        metavar="N,N,...",
+        type=wholes,
+        help="mini-batches to try (default 16,32,64,128,256,512, or the file's)",
+    )
+    flag("--algorithms", metavar="NAMES", help="default gemm,fft,winograd")
+    flag("--times", metavar="FILE", help="measured times and algorithms: of `gpumux plan profile --algorithms`")
 
 
 def _gpus(parser: argparse.ArgumentParser) -> None:

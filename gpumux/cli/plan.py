@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from gpumux.cli import advise, burst
@@ -19,7 +20,7 @@ from gpumux.plan.network.measured import MeasuredNetwork
 BATCHES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
 PROGRESS_S = 1.0
-MEASURING = ("device", "repeats", "threads")  # options that only apply to measuring
+MEASURING = ("device", "repeats", "threads", "algorithms")  # options that only apply to measuring
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,9 +77,23 @@ def _profile(args: argparse.Namespace) -> int:
     else:
         emit(f"{out}: {found.name}, {len(found.layers)} layers ({sources}) on {found.device}")
         emit(table(("BATCH", "ALL LAYERS"), [(str(batch), milliseconds(found.seconds(batch))) for batch in batches]))
+        if found.algorithms:
+            emit("\n" + _algorithms(found, out))
     if found.unsteady():
         sys.stderr.write(f"gpumux: {found.unsteady()}\n")
     return 0
+
+
+def _algorithms(found: ModelProfile, out: Path) -> str:
+    """Convolutions' times by algorithm at the largest batch, as a table."""
+    names = list(dict.fromkeys(each.algorithm for each in found.algorithms))
+    last = {(each.convolution, each.algorithm): each.times[-1] for each in found.algorithms}
+    rows = [
+        (name, *(milliseconds(last[name, each].forward + last[name, each].backward) for each in names))
+        for name in dict.fromkeys(each.convolution for each in found.algorithms)
+    ]
+    header = (f"CONVOLUTION AT {found.algorithms[0].times[-1].samples}", *(each.upper() for each in names))
+    return f"{table(header, rows)}\n\nchoose among them: gpumux plan batch MODEL --times {out} --memory SIZE"
 
 
 def _measured(args: argparse.Namespace) -> ModelProfile:
@@ -97,14 +112,17 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         torch.set_num_threads(args.threads)
     try:
         loaded = find(args.model, args.input, device=device)
-        return measure.profile(
-            loaded,
-            device=device,
-            batches=args.batches or BATCHES,
-            repeats=args.repeats or REPEATS,
-            whole=args.whole,
-            progress=_progress("measured"),
+        batches, repeats = args.batches or BATCHES, args.repeats or REPEATS
+        progress = _progress("measured")
+        found = measure.profile(
+            loaded, device=device, batches=batches, repeats=repeats, whole=args.whole, progress=progress
         )
+        if not args.algorithms:
+            return found
+        timed = measure.convolutions(loaded, device=device, batches=batches, repeats=repeats, progress=progress)
+        if not timed:
+            raise ConfigError(f"{loaded.name} has no 2d convolutions", "leave --algorithms out")
+        return replace(found, algorithms=timed)
     finally:
         torch.set_num_threads(before)
         _end_progress()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite, log2, prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from gpumux.errors import ConfigError
 from gpumux.program import reading
 
 if TYPE_CHECKING:
+    from gpumux.plan.layers import ModelProfile
     from gpumux.plan.trace import TracedModel
 
 
@@ -373,7 +374,7 @@ def choose(layers: Mapping[str, Sequence[Option]], bound: float) -> dict[str, Op
 
 
 def options(cnn: Cnn, batch: int, spec: GpuSpec, algorithms: Sequence[str] = ALGORITHMS) -> dict[str, list[Option]]:
-    """Every layer's algorithms with modelled times."""
+    """Every layer's algorithms with modelled times and sizes."""
     return {
         layer.name: [
             Option(name, layer.seconds(name, batch, spec), layer.workspace(name, batch))
@@ -384,17 +385,38 @@ def options(cnn: Cnn, batch: int, spec: GpuSpec, algorithms: Sequence[str] = ALG
     }
 
 
+def measured_options(cnn: Cnn, batch: int, profile: ModelProfile) -> dict[str, list[Option]]:
+    """Every layer's algorithms with the times that `gpumux plan profile --algorithms` measured. Raises ConfigError for
+    a layer or batch without."""
+    found: dict[str, list[Option]] = {}
+    for layer in cnn.convolutions:
+        name = layer.name.partition(":")[0] if layer.again else layer.name
+        found[layer.name] = [
+            Option(each.algorithm, timing.forward + timing.backward, timing.workspace)
+            for each in profile.algorithms
+            if each.convolution == name
+            for timing in each.times
+            if timing.samples == batch
+        ]
+        if not found[layer.name]:
+            raise ConfigError(
+                f"{profile.name} was profiled without algorithms of {name} for a mini-batch of {batch}",
+                f"measure them: gpumux plan profile MODEL --algorithms --batches {batch} -o FILE",
+            )
+    return found
+
+
 def suggest(
-    cnn: Cnn, batches: Sequence[int], memory: float, spec: GpuSpec, algorithms: Sequence[str] = ALGORITHMS
+    cnn: Cnn, batches: Sequence[int], memory: float, offered: Callable[[int], Mapping[str, Sequence[Option]]]
 ) -> list[BatchChoice]:
-    """The best choice for each of `batches` that fits into `memory` bytes, the suggested one first. Raises ConfigError
-    if none fits."""
+    """The best choice for each of `batches` that fits into `memory` bytes, the suggested one first. `offered`: every
+    layer's algorithms at a batch. Raises ConfigError if none fits."""
     found = []
     for batch in batches:
         if batch < 1:
             raise ConfigError(f"a mini-batch of {batch}", "give 1 or more")
         bound = cnn.bound(batch, memory)
-        chosen = choose(options(cnn, batch, spec, algorithms), bound)
+        chosen = choose(offered(batch), bound)
         if chosen is not None:
             seconds = sum(option.seconds for option in chosen.values())
             workspace = sum(option.nbytes for option in chosen.values())

@@ -9,15 +9,21 @@
                  "source": "measured"}, ...]}
 
 Layers are listed in an order in which they can run. `inputs` are the layers whose outputs a layer reads, without the
-model's own input. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a
-missing or unknown key, or a value out of range, is a ConfigError that names the place.
+model's own input. `times` are [samples, forward, backward] on one device. Where convolutions were timed by algorithm,
+there is one more key:
+
+     "algorithms": [{"convolution": "features.0", "algorithm": "onednn", "times": [[1, 2.1e-05, 4.0e-05, 0]]}, ...]
+
+whose `times` are [samples, forward, backward, workspace]: bytes beside input, weights, result and gradients, 0 on a
+CPU, which does not say. Nothing is guessed when a file is read: a missing or unknown key, or a value out of range, is a
+ConfigError that names the place.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
@@ -105,11 +111,40 @@ class LayerProfile:
         )
 
 
+class AlgorithmTiming(NamedTuple):
+    """Seconds and workspace bytes of one algorithm for a batch of so many samples."""
+
+    samples: int
+    forward: float
+    backward: float
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmTimes:
+    """What one convolution took by one of the algorithms that the device can choose from, at each batch, rising.
+    `convolution` is the module's name. Raises ConfigError for a value out of range."""
+
+    convolution: str
+    algorithm: str
+    times: tuple[AlgorithmTiming, ...]
+
+    def __post_init__(self) -> None:
+        what = f"{self.algorithm!r} of convolution {self.convolution!r}"
+        batches = [timing.samples for timing in self.times]
+        if not batches or batches[0] < 1 or batches != sorted(set(batches)):
+            raise ConfigError(f"{what} has times for {batches} samples", "give each batch once, rising, from 1 up")
+        if not all(isfinite(each) and each >= 0 for timing in self.times for each in timing[1:]):
+            raise ConfigError(
+                f"{what} has a value that is negative or no number", "give seconds and bytes of 0 or more"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
     """A model's layers in an order in which they can run. `device` is the device of the times (a preset's name, or the
-    device's own name). `recorded_at` is a UTC date, None if unknown. Raises ConfigError if a name occurs twice, or an
-    input is not an earlier layer's."""
+    device's own name). `recorded_at` is a UTC date, None if unknown. `algorithms`: of its convolutions, if they were
+    timed. Raises ConfigError if a name occurs twice, or an input is not an earlier layer's."""
 
     name: str
     device: str
@@ -117,10 +152,15 @@ class ModelProfile:
     versions: Mapping[str, str] = field(default_factory=dict)
     recorded_at: str | None = None
     note: str = ""
+    algorithms: tuple[AlgorithmTimes, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError(f"profile {self.name!r} has no layers", RERECORD)
+        pairs = [(each.convolution, each.algorithm) for each in self.algorithms]
+        for pair in pairs:
+            if pairs.count(pair) > 1:
+                raise ConfigError(f"{pair[1]!r} of convolution {pair[0]!r} occurs twice", "give its times once")
         seen: set[str] = set()
         for layer in self.layers:
             if layer.name in seen:
@@ -183,8 +223,15 @@ def dumps(profile: ModelProfile) -> str:
         "versions": dict(profile.versions),
         "note": profile.note,
     }
-    layers = ",\n  ".join(json.dumps(asdict(layer)) for layer in profile.layers)
-    return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {layers}\n ]\n}}\n'
+    text = json.dumps(head, indent=1)[:-2] + f',\n "layers": {_lines(profile.layers)}'
+    if profile.algorithms:
+        text += f',\n "algorithms": {_lines(profile.algorithms)}'
+    return text + "\n}\n"
+
+
+def _lines(entries: Sequence[LayerProfile | AlgorithmTimes]) -> str:
+    """A list, one entry a line."""
+    return "[\n  " + ",\n  ".join(json.dumps(asdict(each)) for each in entries) + "\n ]"
 
 
 def load(path: Path) -> ModelProfile:
@@ -204,6 +251,8 @@ def loads(text: str) -> ModelProfile:
         )
     body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
     names = {f.name for f in fields(ModelProfile)}
+    if "algorithms" not in body:  # only there where they were timed
+        body["algorithms"] = []
     reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)
     return ModelProfile(
         name=reading.text("name", body["name"]),
@@ -212,7 +261,37 @@ def loads(text: str) -> ModelProfile:
         versions=reading.names("versions", body["versions"]),
         recorded_at=None if body["recorded_at"] is None else reading.text("recorded_at", body["recorded_at"]),
         note=reading.text("note", body["note"]),
+        algorithms=tuple(
+            _algorithm(f"algorithms[{i}]", each)
+            for i, each in enumerate(reading.items("algorithms", body["algorithms"]))
+        ),
     )
+
+
+def _algorithm(where: str, body: object) -> AlgorithmTimes:
+    if not isinstance(body, dict):
+        raise ConfigError(f"{where} is {body!r}", "give a map")
+    reading.same_keys(where, body, {f.name for f in fields(AlgorithmTimes)}, RERECORD)
+    convolution = reading.text(f"{where}.convolution", body["convolution"])
+    algorithm = reading.text(f"{where}.algorithm", body["algorithm"])
+    times = []
+    for i, each in enumerate(reading.items(f"{where}.times", body["times"])):
+        at, entries = f"{where}.times[{i}]", reading.items(f"{where}.times[{i}]", each)
+        if len(entries) != 4:
+            raise ConfigError(f"{at} is {entries!r}", "give [samples, forward, backward, workspace]")
+        samples, forward, backward, workspace = entries
+        times.append(
+            AlgorithmTiming(
+                reading.whole(at, samples),
+                reading.number(at, forward),
+                reading.number(at, backward),
+                reading.whole(at, workspace),
+            )
+        )
+    try:
+        return AlgorithmTimes(convolution, algorithm, tuple(times))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", error.remedy) from None
 
 
 def _layer(index: int, body: object) -> LayerProfile:

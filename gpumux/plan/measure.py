@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ from torch import fx, nn
 
 from gpumux.device.sim.cost import A100, EFFICIENCY, FLOOR_S, GpuSpec, product, stream
 from gpumux.errors import CaptureError, ConfigError
-from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
+from gpumux.plan.layers import AlgorithmTimes, AlgorithmTiming, LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import LoadedModel
 from gpumux.plan.trace import VIEW_MODULES, VIEWS, TracedLayer, TracedModel, function_name, module_path, tensors, trace
 from gpumux.program.ir import ROOT
@@ -196,6 +199,136 @@ def _detached(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_detached(each) for each in value])
     return value
+
+
+# ---- Convolution algorithms: each convolution alone, by each that the device can choose from.
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to compute convolutions that torch can be set to. `fast`: oneDNN on a CPU, cudnn.benchmark on a GPU."""
+
+    name: str
+    device: str
+    fast: bool
+    channels_last: bool
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """torch is set to it within the block. Only this setting: torch's own `flags` reset others, too."""
+        backend: Any = torch.backends.mkldnn if self.device == "cpu" else torch.backends.cudnn
+        setting = "enabled" if self.device == "cpu" else "benchmark"
+        before = getattr(backend, setting)
+        setattr(backend, setting, self.fast)
+        try:
+            yield
+        finally:
+            setattr(backend, setting, before)
+
+    @property
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+def algorithms(device: str) -> tuple[Algorithm, ...]:
+    """Those of "cpu" (oneDNN and torch's own) or "cuda" (cuDNN's by its heuristics or as it times them; never run), in
+    both layouts. A CPU without oneDNN has torch's own alone."""
+    fast, plain = ("onednn", "native") if device == "cpu" else ("cudnn.benchmark", "cudnn")
+    there = device != "cpu" or torch.backends.mkldnn.is_available()
+    return tuple(
+        Algorithm(name + (", channels last" if last else ""), device, name == fast, last)
+        for name in ((fast, plain) if there else (plain,))
+        for last in (False, True)
+    )
+
+
+def convolutions(
+    loaded: LoadedModel,
+    *,
+    device: str,
+    batches: Sequence[int],
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> tuple[AlgorithmTimes, ...]:
+    """Every Conv2d of a model by every algorithm: median seconds over `repeats` runs, after a warm-up, forward and
+    backward at each of `batches`. Changing the layout of input and result is not in them. A convolution that runs
+    several times is timed for its first call."""
+    found: dict[tuple[str, str], list[AlgorithmTiming]] = {}
+    choices = algorithms(device)
+    for step, batch in enumerate(batches):
+        inputs = _convolution_inputs(loaded, batch, device)
+        for place, (name, given) in enumerate(inputs.items()):
+            for number, algorithm in enumerate(choices):
+                if progress is not None:
+                    done = (step * len(inputs) + place) * len(choices) + number
+                    whole = len(batches) * len(inputs) * len(choices)
+                    progress(done, whole, f"{name} by {algorithm.name} at {batch}")
+                module = loaded.module.get_submodule(name)
+                timing = AlgorithmTiming(batch, *_convolution(module, given, algorithm, repeats))
+                found.setdefault((name, algorithm.name), []).append(timing)
+    return tuple(AlgorithmTimes(name, algorithm, tuple(times)) for (name, algorithm), times in found.items())
+
+
+def _convolution_inputs(loaded: LoadedModel, batch: int, device: str) -> dict[str, torch.Tensor]:
+    """What each convolution gets first, by its name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
+            found.setdefault(name, given[0].detach().clone())
+
+        return hook
+
+    hooks = [
+        module.register_forward_pre_hook(keep(name))
+        for name, module in loaded.module.named_modules()
+        if isinstance(module, nn.Conv2d)
+    ]
+    try:
+        with torch.no_grad():
+            loaded.module(*[each.to(device) for each in loaded.example(batch)])
+    finally:
+        for each in hooks:
+            each.remove()
+    return found
+
+
+def _convolution(
+    module: nn.Module, given: torch.Tensor, algorithm: Algorithm, repeats: int
+) -> tuple[float, float, int]:
+    """Median seconds forward and backward, and the most bytes of workspace."""
+    on_card = given.device.type == "cuda"
+    layer: nn.Module = copy.deepcopy(module).to(memory_format=algorithm.layout)  # type: ignore[call-overload]
+    leaf = given.to(memory_format=algorithm.layout, copy=True).requires_grad_()
+    wanted = [leaf, *(each for each in layer.parameters() if each.requires_grad)]
+    forward, backward, workspace = [], [], 0
+
+    def timed(run: Callable[[], Any]) -> tuple[float, int, Any]:
+        """Seconds, workspace and result."""
+        before = 0
+        if on_card:
+            torch.cuda.synchronize(given.device)
+            torch.cuda.reset_peak_memory_stats(given.device)
+            before = torch.cuda.memory_allocated(given.device)
+        began = time.perf_counter()
+        made = run()
+        if not on_card:
+            return time.perf_counter() - began, 0, made
+        torch.cuda.synchronize(given.device)
+        seconds = time.perf_counter() - began
+        kept = sum(each.nbytes for each in tensors(made))
+        return seconds, max(0, torch.cuda.max_memory_allocated(given.device) - before - kept), made
+
+    with algorithm.chosen():
+        for repeat in range(repeats + 1):
+            ahead, used, made = timed(lambda: layer(leaf))
+            gradient = torch.ones_like(made)
+            back, also, _ = timed(partial(torch.autograd.grad, made, wanted, gradient))
+            if repeat:
+                forward.append(ahead)
+                backward.append(back)
+                workspace = max(workspace, used, also)
+    return median(forward), median(backward), workspace
 
 
 # ---- Modelled layer times: the simulator's roofline over tiles (gpumux/device/sim/cost.py) for a named GPU. All

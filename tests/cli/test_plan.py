@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -500,3 +501,65 @@ def test_a_measurement_that_can_not_be_is_refused(
 ) -> None:
     assert main(["plan", "network", *options]) == code
     assert said in capsys.readouterr().err
+
+
+# ---- Convolution algorithms.
+
+
+def test_algorithms_are_timed_and_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("scipy")
+    path = str(tmp_path / "cnn.json")
+    quick = ["--batches", "2,4", "--repeats", "1", "--threads", "1"]
+    assert main(["plan", "profile", *CNN, *quick, "--algorithms", "-o", path]) == 0
+    out = capsys.readouterr().out
+    assert "CONVOLUTION AT 4" in out
+    assert f"gpumux plan batch MODEL --times {path} --memory SIZE" in out
+    found = layers.load(Path(path)).algorithms
+    names = {each.algorithm for each in found}
+    assert {"native", "native, channels last"} <= names
+    assert {each.convolution for each in found} == {"features.0", "features.3"}
+
+    assert main(["plan", "batch", *CNN, "--times", path, "--memory", "1GB", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [each["batch"] for each in body["choices"]] == [2, 4]
+    assert all(set(each["algorithms"].values()) <= names for each in body["choices"])
+    assert body["times"].startswith("times were measured on ")
+    assert body["times"].endswith("algorithms' workspace was not, and counts as none")
+    assert main(["plan", "batch", *CNN, "--times", path, "--memory", "1GB"]) == 0
+    assert "times were measured on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory", "1GB"], "has no times of algorithms"),
+        (["--memory", "1GB", "--algorithms", "gemm"], "--algorithms has no effect beside --times"),
+        (["--memory", "1GB", "--gpu-model", "a100"], "--gpu-model has no effect beside --times"),
+    ],
+)
+def test_measured_times_that_can_not_be_taken_are_refused(
+    profile: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "batch", *CNN, "--times", profile, *options]) == EX_CONFIG
+    assert said in capsys.readouterr().err
+
+
+def test_measured_times_need_a_memory(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "timed.json"
+    timing = layers.AlgorithmTiming(2, 1.0, 1.0, 0)
+    timed = replace(layers.load(Path(profile)), algorithms=(layers.AlgorithmTimes("features.0", "native", (timing,)),))
+    layers.save(timed, path)
+    assert main(["plan", "batch", *CNN, "--times", str(path)]) == EX_CONFIG
+    assert "--times without --memory" in capsys.readouterr().err
+    assert main(["plan", "batch", *CNN, "--times", str(path), "--memory", "1GB"]) == EX_CONFIG
+    assert "without algorithms of features.3 for a mini-batch of 2" in capsys.readouterr().err
+
+
+def test_algorithms_of_a_model_without_convolutions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["clients.models.transformer:transformer", "--input", "1,8,8", "--batches", "1", "--repeats", "1"]
+    assert main(["plan", "profile", *model, "--algorithms", "-o", str(tmp_path / "t.json")]) == EX_CONFIG
+    assert "has no 2d convolutions" in capsys.readouterr().err
+    assert main(["plan", "profile", *model[:3], "--gpu-model", "a100", "--algorithms", "-o", "t.json"]) == EX_CONFIG
+    assert "--algorithms has no effect with --gpu-model" in capsys.readouterr().err
