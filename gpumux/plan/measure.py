@@ -236,7 +236,7 @@ def algorithms(device: str) -> tuple[Algorithm, ...]:
     fast, plain = ("onednn", "native") if device == "cpu" else ("cudnn.benchmark", "cudnn")
     there = device != "cpu" or torch.backends.mkldnn.is_available()
     return tuple(
-        Algorithm(name + (", channels last" if last else ""), device, name == fast, last)
+        Algorithm(name + (" channels-last" if last else ""), device, name == fast, last)
         for name in ((fast, plain) if there else (plain,))
         for last in (False, True)
     )

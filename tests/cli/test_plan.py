@@ -516,7 +516,7 @@ def test_algorithms_are_timed_and_chosen(tmp_path: Path, capsys: pytest.CaptureF
     assert f"gpumux plan batch MODEL --times {path} --memory SIZE" in out
     found = layers.load(Path(path)).algorithms
     names = {each.algorithm for each in found}
-    assert {"native", "native, channels last"} <= names
+    assert {"native", "native channels-last"} <= names
     assert {each.convolution for each in found} == {"features.0", "features.3"}
 
     assert main(["plan", "batch", *CNN, "--times", path, "--memory", "1GB", "--json"]) == 0

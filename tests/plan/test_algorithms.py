@@ -43,7 +43,7 @@ def net() -> LoadedModel:
 def test_each_convolution_runs_by_each_algorithm_of_the_cpu() -> None:
     loaded = net()
     found = measure.convolutions(loaded, device="cpu", batches=(1, 3), repeats=2)
-    names = ["onednn", "onednn, channels last", "native", "native, channels last"]
+    names = ["onednn", "onednn channels-last", "native", "native channels-last"]
     assert [(each.convolution, each.algorithm) for each in found] == [(at, name) for at in ("0", "2") for name in names]
     assert all([timing.samples for timing in each.times] == [1, 3] for each in found)
     assert all(timing.workspace == 0 for each in found for timing in each.times)
@@ -67,7 +67,7 @@ def test_torch_is_set_to_the_algorithm_and_back() -> None:
 def test_cuda_has_choices_of_the_same_form() -> None:
     found = measure.algorithms("cuda")
     assert [each.name for each in found] == [
-        "cudnn.benchmark", "cudnn.benchmark, channels last", "cudnn", "cudnn, channels last"
+        "cudnn.benchmark", "cudnn.benchmark channels-last", "cudnn", "cudnn channels-last"
     ]  # fmt: skip
     assert [(each.fast, each.channels_last) for each in found] == [
         (True, False), (True, True), (False, False), (False, True)
