@@ -112,6 +112,7 @@ _PARTS: dict[str, tuple[Job, ...]] = {
     "models": (
         _tests("workloads from the CPU", 150.0, f"{_WORKLOADS} on the CPU", "CPU", STARTS_S),
         _tests("shares", 30.0),
+        _tests("collectives", 25.0),
     ),
     "operators": (_tests("ongpu", 180.0, hangs_s=STARTS_S),),
     "details": (

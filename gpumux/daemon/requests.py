@@ -261,8 +261,9 @@ class Requests:
     def _allow_gang(self, gang: Gang) -> None:
         """Raise if no job may be a rank of this gang on this daemon."""
         fault = refuse_gang(gang, self._context.config.stores)
-        if fault is None and not isinstance(self._context.device, ProcessGroups):
-            fault = UNGANGED
+        if fault is None:
+            device = self._context.device
+            fault = device.may_join(gang) if isinstance(device, ProcessGroups) else UNGANGED
         if fault is not None:
             raise from_code(fault.code, fault.message, fault.remedy)
 

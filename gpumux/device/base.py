@@ -228,7 +228,7 @@ class Answering(Protocol):
 
 UNGANGED = Fault(
     "refused",
-    "this daemon's device runs no jobs on several devices: its collectives are not proven on one",
+    "this daemon's device runs no jobs on several devices: its collectives are not proven",
     "use daemons with --device cpu or sim, or submit without a plan",
 )
 
@@ -243,6 +243,9 @@ class ProcessGroups(Protocol):
     launched meanwhile. It waits without a core. If a peer is lost or sends something else, the job dies
     (`peers_lost`), at the latest after `timeout_s` of the gang.
     """
+
+    def may_join(self, gang: Gang) -> Fault | None:
+        """Why no job can be a rank of this gang, or None."""
 
     def join(self, job: JobId, gang: Gang) -> None:
         """Have the job find its peers; it may load and run programs meanwhile. Called once, right after `open_job`.

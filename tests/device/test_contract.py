@@ -18,6 +18,7 @@ from gpumux.device.base import (
     Answering,
     Device,
     Launch,
+    ProcessGroups,
     ProgramChecked,
     ProgramProfiled,
     ProgramRefused,
@@ -28,6 +29,8 @@ from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
 from gpumux.program.profile import loads, op_shapes
 from gpumux.types import (
     GENERATOR_BYTES,
+    Fault,
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -441,6 +444,31 @@ def test_a_check_says_which_scalars_a_step_brings(driver: Driver) -> None:
     checked = driver.until(ProgramChecked, job.job)
     assert isinstance(checked, ProgramChecked)
     assert checked.scalars == mixed.scalars
+
+
+def test_a_gang_of_one_runs_and_ends_as_it_is_told(driver: Driver) -> None:
+    device = driver.device
+    if not isinstance(device, ProcessGroups):
+        pytest.skip("this device takes no ranks of a gang")
+    alone = Gang("ab" * 16, 0, 1, "127.0.0.1:29500")
+    assert device.may_join(alone) is None
+    jobs = [driver.open(gang=alone) for _ in range(2)]
+    for job in jobs:
+        program = job.load(samples.counter(), [4])
+        assert job.gated[program] == ()
+        job.step(program, [0.5])
+        if driver.case.computes:
+            assert numbers(job.get(program, 0, 4)) == (0.5,)
+    device.leave(jobs[0].job)
+    jobs[0].step(program, [0.5])  # it has no collectives, for which it would need its peers
+    fault = Fault("peers_lost", "another rank is gone", "submit it again")
+    device.abort(jobs[1].job, fault)
+    died = driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == jobs[1].job)
+    assert isinstance(died, JobDied)
+    assert died.fault == fault
+    jobs[0].step(program, [0.5])
+    if driver.case.computes:
+        assert numbers(jobs[0].get(program, 0, 4)) == (1.5,)
 
 
 def test_a_lost_job_takes_everything_outstanding_with_it(driver: Driver) -> None:

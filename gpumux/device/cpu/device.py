@@ -217,6 +217,10 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if executor is not None:
             self._carry_out(executor, Cut(program, target_s))
 
+    def may_join(self, gang: Gang) -> Fault | None:
+        """See base.ProcessGroups."""
+        return None
+
     def join(self, job: JobId, gang: Gang) -> None:
         """See base.ProcessGroups."""
         executor = self._live(job)

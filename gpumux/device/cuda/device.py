@@ -20,7 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from gpumux.device import base as dev
-from gpumux.device.base import DeviceEvent, Launch, SegmentHandle
+from gpumux.device.base import UNGANGED, DeviceEvent, Launch, SegmentHandle
 from gpumux.device.cuda.cuts import HIGH_S, LOW_S
 from gpumux.device.cuda.driver import CudaDriver, Driver, GpuProperties, as_fault
 from gpumux.device.cuda.jobs import (
@@ -45,6 +45,7 @@ from gpumux.types import (
     DeviceInfo,
     Fault,
     Footprint,
+    Gang,
     JobDied,
     JobId,
     JobReleased,
@@ -212,6 +213,22 @@ class CudaDevice(DeviceBase[CudaJob]):
         if held is not None:
             held.spec = replace(held.spec, priority=priority)
             held.stale = {number for number, loaded in held.programs.items() if loaded.cuts.newest}
+
+    def may_join(self, gang: Gang) -> Fault | None:
+        """See base.ProcessGroups. A gang of one has no collectives; NCCL between captured pieces is not proven."""
+        return UNGANGED if gang.ranks > 1 else None
+
+    def join(self, job: JobId, gang: Gang) -> None:
+        """See base.ProcessGroups. There are no peers to find."""
+
+    def leave(self, job: JobId) -> None:
+        """See base.ProcessGroups."""
+
+    def abort(self, job: JobId, fault: Fault) -> None:
+        """See base.ProcessGroups."""
+        held = self._live(job)
+        if held is not None:
+            self._fail_job(held, fault, None)
 
     def close(self) -> None:
         if self._total == 0:

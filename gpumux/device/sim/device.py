@@ -565,6 +565,10 @@ class SimDevice:
             self._wake()
         self._submit(job, launch)
 
+    def may_join(self, gang: Gang) -> Fault | None:
+        """See base.ProcessGroups."""
+        return None
+
     def join(self, job: JobId, gang: Gang) -> None:
         """See base.ProcessGroups. No peers are looked for."""
 

@@ -114,6 +114,32 @@ def test_a_fused_optimizer_whose_momentum_cycles(make_optimizer: Any, endpoint: 
     close(want_state, got_state, 1e-6)
 
 
+def test_a_job_over_one_daemon_named_as_several_would_be_runs_and_two_are_refused(endpoint: str) -> None:
+    def loop(endpoints: list[str] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(12, 10).double()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        data = [(x.double(), y) for x, y in batches((8, 12))]
+        if endpoints is None:
+            return [*(step(*batch).detach() for batch in data), *model.parameters()]
+        with client.submit(step, example=data[0], model=model, optimizer=optimizer, endpoints=endpoints) as job:
+            found = [job.step(*batch).result() for batch in data]
+            job.sync()
+        return [*found, *model.parameters()]
+
+    close(loop(None), loop([endpoint]), 1e-9)
+    with serving() as (other, _), pytest.raises(GpumuxError, match="not proven"):
+        loop([endpoint, other])
+
+
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
     """What is captured, in order."""

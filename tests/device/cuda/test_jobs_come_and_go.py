@@ -9,7 +9,7 @@ import pytest
 from gpumux.device.base import ProcessGroups, ProgramProfiled, ProgramRefused
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
-from gpumux.types import Priority
+from gpumux.types import Gang, Priority
 from tests.device.cpu.gangs import summing
 from tests.device.cuda.running import check, compute_of, in_pieces
 from tests.device.harness import Driver, LoadedJob
@@ -64,4 +64,7 @@ def test_a_program_that_exchanges_data_with_other_ranks_is_refused(driver: Drive
     refused = driver.until(ProgramRefused, held.job)
     assert (refused.program, refused.fault.code) == (number, "program")
     assert "exchanges data with other ranks" in refused.fault.message
-    assert not isinstance(driver.device, ProcessGroups)
+    assert isinstance(driver.device, ProcessGroups)
+    refusal = driver.device.may_join(Gang("ab" * 16, 0, 2, "127.0.0.1:29500"))
+    assert refusal is not None
+    assert "not proven" in refusal.message
