@@ -96,7 +96,7 @@ def _split(
     batch_norm: BatchNorm,
     known: dict[Any, Proof],
 ) -> RankTraces:
-    cuts = {g: split_positions(tensors, g) for g in parts}
+    cuts = {g: split_positions(tensors, g, over_ranks=True) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
     returned = [
         (i, a.view, tuple(part.results[i].view for part in parts.values()))

@@ -922,7 +922,7 @@ class StepFunction:
                 self._tracer.tidy()
 
     def _trace_part(self, case: Case, args: Any, kwargs: Any, state: State, count: int) -> RawTrace:
-        part_args, part_kwargs = first_part(args, kwargs, count)
+        part_args, part_kwargs = first_part(args, kwargs, count, self._over is not None)
         try:
             return self._trace_once(case, part_args, part_kwargs, state)
         except CaptureError as error:

@@ -93,7 +93,8 @@ def submit(
         that can't be reached at first is not waited for.
 
     endpoints: of several daemons: the job runs on all of them, a rank on each (docs/burst.md). step() takes the whole
-        batch, and each sample is computed as it is alone; the result is equivalent, not bit-equal.
+        batch, and each sample is computed as it is alone; the result is equivalent, not bit-equal. A list of one is
+        the same as `endpoint`.
     devices: the same with the daemons of GPUs 0 to devices - 1 on this machine.
     plan: which layers run on which ranks: a file that `gpumux plan burst --save` wrote, or what
         gpumux.program.saved_plan.load made of one, or a gpumux.burst.placement.RankPlacement. Default: every layer on
@@ -123,6 +124,8 @@ def submit(
     several_daemons = daemons_of(endpoint, endpoints, devices)
     placement = placement_of(plan, several_daemons)
     check_batch_norm(batch_norm)
+    if placement is not None and placement.ranks == 1:  # nothing is split
+        (endpoint,), placement = several_daemons, None
     if placement is not None:
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")

@@ -236,17 +236,23 @@ def check_microbatches(count: Any) -> None:
         raise ConfigError(f"microbatches is {count!r}", f"use a whole number from 1 to {MOST}")
 
 
-def split_positions(tensors: list[torch.Tensor], count: int) -> set[int]:
+def split_positions(tensors: list[torch.Tensor], count: int, over_ranks: bool = False) -> set[int]:
     """The positions of the tensors of a batch that are cut along dimension 0: those as long as the first one. Raises
-    NotSplittable if `count` does not divide the length."""
+    NotSplittable if `count` does not divide the length. `over_ranks`: the parts are those of ranks."""
     sized = [t for t in tensors if t.dim()]
     if not sized:
+        whole = "to one daemon" if over_ranks else "without microbatches"
         raise NotSplittable(
             f"the batch holds no tensor with a batch dimension to cut in {count} parts",
-            "pass the batch as tensors with their samples along dimension 0, or submit without microbatches",
+            f"pass the batch as tensors with their samples along dimension 0, or submit {whole}",
         )
     size = sized[0].shape[0]
     if size % count or size == 0:
+        if over_ranks:
+            raise NotSplittable(
+                f"a batch of {size} samples can't be cut into {count} equal parts for ranks",
+                "use an even batch size that all numbers of ranks in the plan divide, and drop_last=True in the loader",
+            )
         raise NotSplittable(
             f"{count} microbatches do not divide a batch of {size} samples",
             "use a number that divides the batch size, and drop_last=True in the loader",
@@ -261,10 +267,10 @@ def _tensor(leaf: Any) -> torch.Tensor:
     return leaf if isinstance(leaf, torch.Tensor) else tensor_over(leaf)
 
 
-def first_part(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
-    """The step's arguments with the first of `count` parts of the batch."""
+def first_part(args: Any, kwargs: Any, count: int, over_ranks: bool = False) -> tuple[Any, Any]:
+    """The step's arguments with the first of `count` parts of the batch. Raises NotSplittable, as split_positions."""
     leaves, spec = flatten((args, kwargs), hiding=True)
-    split = split_positions([_tensor(leaf) for leaf in leaves if isinstance(leaf, _SPLIT)], count)
+    split = split_positions([_tensor(leaf) for leaf in leaves if isinstance(leaf, _SPLIT)], count, over_ranks)
     position = 0
     parts: dict[int, Any] = {}  # a tensor that is given twice is one tensor in the part as well
     for i, leaf in enumerate(leaves):

@@ -213,3 +213,35 @@ def test_a_batch_norm_is_refused_unless_one_way_is_chosen(endpoints: list[str]) 
         given = [job.step(*batch).result() for batch in data]
     assert apart(wanted, given) < 1e-10
     assert apart(list(plain.state_dict().values()), list(model.state_dict().values())) < 1e-10
+
+
+def test_a_list_of_one_daemon_is_that_daemon(endpoints: list[str]) -> None:
+    """Nothing is split: any batch, any batch norm, the same bits."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    alone = copy.deepcopy(plain)
+    data = [(torch.randn(size, 6), torch.randint(0, 3, (size,))) for size in (8, 8, 7)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, alone)]
+    step = training(plain, optimizers[0])
+    wanted = [step(*batch).detach() for batch in data]
+    with client.submit(
+        training(alone, optimizers[1]), example=data[0], model=alone, optimizer=optimizers[1], endpoints=endpoints[:1]
+    ) as job:
+        given = [job.step(*batch).result() for batch in data]
+        assert job.stats()["exactness"] == "bit-equal"
+    assert apart([*wanted, *plain.parameters()], [*given, *alone.parameters()]) == 0.0
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_in_the_words_of_ranks(endpoints: list[str]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), *_ = batches(1)
+    with client.submit(
+        training(model, optimizer), example=(x, y), model=model, optimizer=optimizer, endpoints=endpoints[:2]
+    ) as job:
+        with pytest.raises(
+            errors.NotSplittable, match="7 samples can't be cut into 2 equal parts for ranks"
+        ) as refusal:
+            job.step(x[:7], y[:7])
+        assert "drop_last=True" in refusal.value.remedy
+        assert torch.isfinite(job.step(x, y).result())  # the job goes on
