@@ -37,7 +37,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Match, Proof, prove
+from gpumux.capture.microbatch.proof import Match, Proof, operators, prove
 from gpumux.capture.microbatch.split import Loader, exits, fixed, split_positions
 from gpumux.capture.recorder import RankResult, RankTraces, RawCollective, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
@@ -133,18 +133,14 @@ def _split(
 
 
 def _before_sums(full: TraceRecord, part: TraceRecord, pairs: list[OperatorPair], plan: SplitPlan) -> Any:
-    """All that a proof of a split depends on: the operators before the sums over parts, and what they work on."""
+    """All that a proof of a split depends on: the operators it runs, and what they work on."""
 
     def seen(record: TraceRecord, op: RawOp) -> Any:
         views = [*refs_of((op.args, tuple(value for _, value in op.kwargs))), *outs_of(op.outs)]
         on = [(record.views[v], record.storages[record.views[v].storage]) for v in views]
         return op.target, repr(op.args), repr(op.kwargs), repr(op.outs), op.random, [(v, repr(s)) for v, s in on]
 
-    found = [
-        (j, level, seen(full, pair.full), seen(part, pair.part))
-        for j, (pair, level) in enumerate(zip(pairs, plan.levels, strict=True))
-        if level is not RunLevel.TAIL
-    ]
+    found = [(j, level, seen(full, pair.full), seen(part, pair.part)) for j, pair, level in operators(pairs, plan)]
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 

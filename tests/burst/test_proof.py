@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +104,20 @@ def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
     for subject, placement in ((VGG, PLACEMENT), (FROZEN, data_parallel(2))):
         difference, _ = compare(subject, placement, 3)
         assert difference.largest < 1e-12
+
+
+@pytest.mark.parametrize("name", ["transformer", "vgg"])
+def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW makes its state in the first step, and SGD its momentum: the layers compute what they do in later ones."""
+    proofs: list[int] = []
+    prove = split.prove
+
+    def counted(pairs: Any, plan: Any, *args: Any, **options: Any) -> Any:
+        proofs.append(len(pairs))
+        return prove(pairs, plan, *args, **options)
+
+    monkeypatch.setattr(split, "prove", counted)
+    subject = SUBJECTS[name]
+    _, gang = compare(subject, data_parallel(2), 3)
+    assert len(gang.checked) > 1
+    assert len(proofs) == 1

@@ -161,6 +161,14 @@ class Proof:
     samples: dict[tuple[int, int], Match] = field(default_factory=dict)
 
 
+def operators(pairs: Sequence[OperatorPair], plan: SplitPlan) -> list[tuple[int, OperatorPair, RunLevel]]:
+    """The operators that a proof runs, with their positions: those that parts run, and what comes before the last of
+    them. An optimizer only follows."""
+    end = max((j for j, level in enumerate(plan.levels) if level is RunLevel.PART), default=-1) + 1
+    found = enumerate(zip(pairs[:end], plan.levels[:end], strict=True))
+    return [(j, pair, level) for j, (pair, level) in found if level is not RunLevel.TAIL]
+
+
 def prove(
     pairs: list[OperatorPair],
     plan: SplitPlan,
@@ -226,9 +234,7 @@ class _Run:
     def run(self, load: Load, made_up: bool) -> Proof:
         load(self.machine, made_up)
         last = self._last_uses()
-        for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
-            if level is RunLevel.TAIL:
-                continue
+        for j, pair, level in operators(self.pairs, self.plan):
             self._whole(with_given_statistics(pair.full) if j in self.plan.norms else pair.full)
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
@@ -244,9 +250,8 @@ class _Run:
         kept |= {s for j in self.plan.losses.values() for s in self.pairs[j].full.reads}
         kept |= set(self.plan.divided.values())
         used: dict[int, int] = {}
-        for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
-            if level is not RunLevel.TAIL:
-                used.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
+        for j, pair, _ in operators(self.pairs, self.plan):
+            used.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
         found: dict[int, list[int]] = {}
         for storage, j in used.items():
             if storage not in kept and self.record.storages[storage].kind == "temp":
