@@ -3,24 +3,30 @@
 What is compared, and with what: every per-sample value that a rank computes, with its samples of the whole step's;
 every sum over ranks, with the whole value (a learning rate of zero would hide a wrong gradient from the state); at the
 end every buffer and result. The first that differs is named.
+
+A step has several traces: an optimizer makes its state in the first step, and reads it in later ones. What the layers
+compute is the same in all of them, and proven once. In further traces the optimizer is proven by itself, on made-up
+gradients of which each rank has a share.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from gpumux.burst.layout import Ranks
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
 from gpumux.capture.microbatch.proof import Match, Proof, largest_difference, largest_of, with_given_statistics
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, extent
+from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
 
@@ -49,6 +55,25 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """The operators of the whole step from `begin` on, behind all that parts run: those of an optimizer. By storage,
+    `shares`: the ranks that have shares of a value there, and by how much their sum is multiplied; `home`: the ranks
+    that have a whole value."""
+
+    begin: int
+    shares: Mapping[int, tuple[Ranks, float]]
+    home: Mapping[int, frozenset[int]]
+
+
+@dataclass(slots=True)
+class Proven:
+    """What is proven of a job's steps. `splits`: of parts, by what the proof is about; `layers`: of ranks."""
+
+    splits: dict[Any, Proof] = field(default_factory=dict)
+    layers: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
 class Lockstep:
     """What is run. `at`: by rank, the operator of the whole step that each of the rank's operators is for. `written`:
     by operator of the whole step, what the ranks make for it. `kept`: storages of the whole step whose values outlive
@@ -60,24 +85,73 @@ class Lockstep:
     written: Mapping[int, Sequence[Written]]
     results: Sequence[int]
     kept: frozenset[int]
+    tail: Tail
     # Batch norms of which each rank has statistics of its own: no value after them is the whole step's. They are
     # compared with the running statistics in their place.
     norms: frozenset[int] = frozenset()
 
 
-def prove_ranks(run: Lockstep, load: Load) -> None:
-    """Raises NotSplittable unless all ranks together compute what the whole step does."""
-    reason = ""
+def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
+    """Raises NotSplittable unless all ranks together compute what the whole step does. Layers that are among those
+    proven are not run again."""
+    reason, layers = "", _layers(run)
     for wide in (True, False):
         for made_up in (True, False):
             try:
                 with torch.no_grad():
-                    _Run(run, wide, partial(load, made_up=made_up)).run()
+                    one = _Run(run, wide, partial(load, made_up=made_up))
+                    if layers in proven.layers:
+                        one.begin_at_the_tail()
+                    one.run()
             except Inconclusive as error:
                 reason = reason or str(error)
             else:
+                proven.layers.add(layers)
                 return
     raise NotSplittable(f"whether the step can be split over ranks could not be tried out: {reason}", REMEDY)
+
+
+def described(record: TraceRecord, op: RawOp) -> Any:
+    """What an operator does, and on what. Views have other numbers in other traces."""
+
+    def seen(arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return of_view(arg.view)
+        return [seen(one) for one in arg] if isinstance(arg, tuple) else arg
+
+    def of_view(view: int) -> Any:
+        v = record.views[view]
+        return v, record.storages[v.storage]
+
+    one = op.collective
+    if one is not None:
+        moved = [[(rank, of_view(view)) for rank, view in each] for each in (one.sends, one.receives)]
+        return one.kind, one.sequence, one.members, [of_view(view) for view in one.views], one.scale, moved
+    outs = [
+        [*map(of_view, out)] if isinstance(out, tuple) else None if out is None else of_view(out) for out in op.outs
+    ]
+    return op.target, seen(op.args), [(name, seen(value)) for name, value in op.kwargs], outs, op.random
+
+
+def _layers(run: Lockstep) -> str:
+    """A digest of all that comes before the tail, and of what the ranks hold then."""
+    record, end = run.traces.record, run.tail.begin
+    whole = [described(record, pair.full) for pair in run.pairs[:end]]
+    ranks = [
+        [(j, described(record, op)) for op, j in zip(ops, at, strict=True) if j < end]
+        for ops, at in zip(run.traces.ops, run.at, strict=True)
+    ]
+    views = record.views
+    written = [
+        [(one.rank, one.parts, one.part, views[one.view], views[one.mine], one.match) for one in places]
+        for j, places in sorted(run.written.items())
+        if j < end
+    ]
+    used = frozenset[int]().union(*(pair.full.reads | pair.full.writes for pair in run.pairs[:end]))
+    state = [(b, ranks) for b, ranks in run.traces.homes.items() if record.state_storage.get(b) in used]
+    home = [(s, sorted(ranks)) for s, ranks in run.tail.home.items() if s in used]
+    held = sorted(run.tail.shares.items()), sorted(home), sorted(state), sorted(run.norms)
+    return hashlib.sha256(repr((whole, ranks, written, held)).encode()).hexdigest()
 
 
 class _Run:
@@ -106,9 +180,11 @@ class _Run:
         ranks = [list(zip(*each, strict=True)) for each in zip(self._traces.ops, run.at, strict=True)]
         self._dead = [_last_uses(each, self._record, kept) for each in (whole, *ranks)]
         self._next = [0] * len(ranks)
+        self._first = 0  # of the operators of the whole step that are run
+        self._drawn = torch.Generator().manual_seed(2)
 
     def run(self) -> None:
-        for j, pair in enumerate(self._run.pairs):
+        for j, pair in list(enumerate(self._run.pairs))[self._first :]:
             self._all_ranks(j, pair.full)
             self._run_whole(j, pair.full)
             self._all_ranks(j, None)
@@ -117,6 +193,51 @@ class _Run:
             self._forget(j)
         self._all_ranks(len(self._run.pairs), None)
         self._finish()
+
+    # ---- an optimizer by itself --------------------------------------------------------------------------
+
+    def begin_at_the_tail(self) -> None:
+        """Run the tail only, on made-up values in the place of what the layers would leave. Everything is run if the
+        tail needs other values than that."""
+        tail = self._run.tail
+        done = [sum(j < tail.begin for j in at) for at in self._run.at]
+        by_ranks = [self._given(ops[count:]) for ops, count in zip(self._traces.ops, done, strict=True)]
+        needed = self._given([pair.full for pair in self._run.pairs[tail.begin :]]).union(*by_ranks)
+        known = {s for s in (*tail.shares, *tail.home) if self._record.storages[s].dtype.startswith("float")}
+        if not needed <= known:
+            return
+        for index in sorted(needed):
+            self._make_up(index)
+        self._first, self._next = tail.begin, done
+
+    def _given(self, ops: Sequence[RawOp]) -> set[int]:
+        """The temporaries that these operators read and do not make."""
+        made, found = set[int](), set[int]()
+        for op in ops:
+            reads = op.reads
+            if op.collective is not None and op.collective.kind == "exchange":
+                reads = frozenset(self._record.views[view].storage for _, view in op.collective.sends)
+            found |= {s for s in reads - made if self._record.storages[s].kind == "temp"}
+            made |= op.writes
+        return found
+
+    def _make_up(self, index: int) -> None:
+        """A value for the whole step, and for ranks shares of it, or the value itself."""
+        storage = self._record.storages[index]
+        count = storage.nbytes // ITEM_BYTES[storage.dtype]
+        ranks, factor = self._run.tail.shares.get(index, ((), 1.0))
+        self._whole.hold(index, torch.randn(count, generator=self._drawn))
+        if len(ranks) < 2:
+            for rank in ranks or self._run.tail.home[index]:
+                self._follow(rank, index)
+            return
+        whole = self._whole.flat(index)
+        left = whole / factor
+        for rank in ranks[1:]:
+            share = torch.randn(count, generator=self._drawn).to(whole.dtype)
+            self._ranks[rank].hold(index, share)
+            left -= share
+        self._ranks[ranks[0]].hold(index, left)
 
     # ---- ranks beside the whole step ---------------------------------------------------------------------
     #
@@ -289,10 +410,14 @@ class _Run:
         for rank, held in enumerate(self._traces.held):
             own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
             for storage in sorted(((held & self._run.kept) | own) - self._follows[rank]):
+                if storage not in self._whole and self._first:
+                    continue  # the layers made it, and nothing has changed it since
                 whole, mine = self._whole.flat(storage), self._ranks[rank].flat(storage)
                 if not self._alike(whole, mine, self._largest):
                     raise _differs(self._last_writer(storage), rank)
         for view, result in zip(self._run.results, self._traces.results, strict=True):
+            if self._record.views[view].storage not in self._whole and self._first:
+                continue
             parts = [self._ranks[rank].tensor(v) for rank, v in zip(result.ranks, result.views, strict=True)]
             given = parts[0] if result.dim is None else torch.cat(parts, result.dim)
             if not self._alike(self._whole.tensor(view), given, self._largest):

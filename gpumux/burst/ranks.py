@@ -10,9 +10,9 @@ import torch
 from gpumux.burst.norms import BatchNorm, check_batch_norm
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.programs import InputPart, check_together, narrowed
+from gpumux.burst.proof import Proven
 from gpumux.burst.split import split_over_ranks
 from gpumux.capture.lower import Lowered, LoweredRank, lower_rank
-from gpumux.capture.microbatch.proof import Proof
 from gpumux.capture.recorder import RankResult, RankTraces
 from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace
@@ -54,7 +54,7 @@ class BurstSplitter:
         for another word."""
         check_batch_norm(batch_norm)
         self.placement, self.batch_norm = placement, batch_norm
-        self._known: dict[Any, Proof] = {}
+        self._proven = Proven()
 
     @property
     def ranks(self) -> int:
@@ -68,7 +68,7 @@ class BurstSplitter:
     def split(
         self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
     ) -> RankTraces:
-        return split_over_ranks(full, parts, tensors, self.placement, table, self.batch_norm, self._known)
+        return split_over_ranks(full, parts, tensors, self.placement, table, self.batch_norm, self._proven)
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> RankedStep:
         assert raw.ranks is not None

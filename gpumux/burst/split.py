@@ -24,7 +24,7 @@ import torch
 from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
 from gpumux.burst.norms import BatchNorm, Statistics, Sum, SyncNorm, values_of_a_channel, without_running
 from gpumux.burst.placement import RankPlacement
-from gpumux.burst.proof import REMEDY, Lockstep, parts_written, prove_ranks
+from gpumux.burst.proof import REMEDY, Lockstep, Proven, Tail, described, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
     OperatorPair,
     RunLevel,
@@ -64,14 +64,14 @@ def split_over_ranks(
     placement: RankPlacement,
     table: StateTable,
     batch_norm: BatchNorm = "refuse",
-    known: dict[Any, Proof] | None = None,
+    proven: Proven | None = None,
 ) -> RankTraces:
     """The operators of each rank. `parts`: the trace of the first of g parts of the batch, for each number of ranks g
-    above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. `known`: proofs of splits by what they
-    are about, to which new ones are added: the phases of an optimizer differ behind the gradients alone. Raises
-    NotSplittable."""
+    above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. `proven`: what is
+    known of the job's other steps, to which is added: the phases of an optimizer differ behind the gradients alone.
+    Raises NotSplittable."""
     try:
-        return _split(full, parts, tensors, placement, table, batch_norm, {} if known is None else known)
+        return _split(full, parts, tensors, placement, table, batch_norm, proven or Proven())
     except NotSplittable as error:
         message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
         raise NotSplittable(message, remedy) from error
@@ -94,7 +94,7 @@ def _split(
     placement: RankPlacement,
     table: StateTable,
     batch_norm: BatchNorm,
-    known: dict[Any, Proof],
+    proven: Proven,
 ) -> RankTraces:
     cuts = {g: split_positions(tensors, g, over_ranks=True) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
@@ -123,24 +123,24 @@ def _split(
         joined = [(a, b[at]) for _, a, b in returned if _per_sample(full, plan, a)]
         make = _maker(pairs, full, part, plan, g, cuts[g])
         about = g, _before_sums(full.record, part.record, pairs, plan), frozenset(plan.shares), tuple(joined)
-        if about not in known:
-            known[about] = prove(pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True)
-        splits[g] = _Split(g, part.record, pairs, plan, known[about])
+        if about not in proven.splits:
+            proven.splits[about] = prove(
+                pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True
+            )
+        splits[g] = _Split(g, part.record, pairs, plan, proven.splits[about])
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([a for _, a, _ in returned])
-    prove_ranks(walk.lockstep(traces, [a for _, a, _ in returned]), Loader(full.record, table, tensors, cut))
+    lockstep = walk.lockstep(traces, [a for _, a, _ in returned])
+    prove_ranks(lockstep, Loader(full.record, table, tensors, cut), proven)
     return traces
 
 
 def _before_sums(full: TraceRecord, part: TraceRecord, pairs: list[OperatorPair], plan: SplitPlan) -> Any:
     """All that a proof of a split depends on: the operators it runs, and what they work on."""
 
-    def seen(record: TraceRecord, op: RawOp) -> Any:
-        views = [*refs_of((op.args, tuple(value for _, value in op.kwargs))), *outs_of(op.outs)]
-        on = [(record.views[v], record.storages[record.views[v].storage]) for v in views]
-        return op.target, repr(op.args), repr(op.kwargs), repr(op.outs), op.random, [(v, repr(s)) for v, s in on]
-
-    found = [(j, level, seen(full, pair.full), seen(part, pair.part)) for j, pair, level in operators(pairs, plan)]
+    found = [
+        (j, level, described(full, pair.full), described(part, pair.part)) for j, pair, level in operators(pairs, plan)
+    ]
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
@@ -261,14 +261,18 @@ class _Walk:
         self.samples: dict[int, _Samples] = {}
         self.holders: dict[int, set[Holder]] = {}  # storage of samples -> who has which part
         self.shares: dict[int, Ranks] = {}  # storage whose shares lie on these ranks
+        self.tail = Tail(0, {}, {})
         self.last_touch: dict[int, int] = {}
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
             if level is RunLevel.PART:
                 self.last_touch.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
 
     def run(self, returned: Sequence[int]) -> RankTraces:
+        begin = max((j for j, level in enumerate(self.plan.levels) if level is RunLevel.PART), default=-1) + 1
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
             self.at = j
+            if j == begin:
+                self.tail = Tail(begin, self.shares_now(), dict(self.home))
             if level is not RunLevel.PART:
                 self.whole(pair.full)
             else:
@@ -280,10 +284,18 @@ class _Walk:
                     self.part(j, pair)
             self.kinds.after(pair, self.plan.outs[j])
         self.at = len(self.pairs)
+        if begin == self.at:
+            self.tail = Tail(begin, self.shares_now(), dict(self.home))
         self.sum_up([s for s in sorted(self.plan.shares) if s in self.shares])
         results = [self.result(view) for view in returned]
         held = [frozenset(s for s, ranks in self.home.items() if rank in ranks) for rank in sorted(self.everyone)]
         return RankTraces(self.record, self.ops, held, results, self.layout.homes)
+
+    def shares_now(self) -> dict[int, tuple[Ranks, float]]:
+        """By storage that will be summed, the ranks that have shares of it, and the factor of their sum."""
+        factors = {g: split.proof.ratios for g, split in self.splits.items()}
+        shares = [(s, ranks) for s, ranks in self.shares.items() if s in self.plan.shares]
+        return {s: (ranks, factors[len(ranks)][s] if len(ranks) > 1 else 1.0) for s, ranks in shares}
 
     def lockstep(self, traces: RankTraces, returned: Sequence[int]) -> Lockstep:
         """What the proof of the split runs."""
@@ -296,7 +308,7 @@ class _Walk:
         kept = {self.record.views[v].storage for v in exits(self.full)}
         kept |= {i for i, storage in enumerate(self.record.storages) if storage.kind == "state"}
         norms = frozenset(self.plan.norms) if self.batch_norm == "rank" else frozenset[int]()
-        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), norms)
+        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), self.tail, norms)
 
     # ---- operators on whole values -------------------------------------------------------------------
 

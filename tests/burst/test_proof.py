@@ -11,7 +11,9 @@ from torch import nn
 from gpumux.burst import split
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.programs import check_together
-from gpumux.burst.proof import Load, Lockstep, prove_ranks
+from gpumux.burst.proof import Load, Lockstep, Proven, prove_ranks
+from gpumux.capture.recorder import RawOp
+from gpumux.capture.values.machine import Machine
 from gpumux.errors import NotSplittable, ProgramError
 from gpumux.program.validate import validate
 from tests.burst.emulate import Change
@@ -22,25 +24,34 @@ VGG = SUBJECTS["vgg"]
 
 
 def refusal(
-    subject: Subject, placement: RankPlacement, change: Callable[[Lockstep], None], patch: pytest.MonkeyPatch
-) -> NotSplittable:
-    """What the proof says of a split with a mistake."""
+    subject: Subject, placement: RankPlacement, change: Callable[[Lockstep], None], patch: pytest.MonkeyPatch,
+    proof: int = 1,
+) -> NotSplittable:  # fmt: skip
+    """What the proof says of a split with a mistake, in this one of its traces."""
 
-    def mistaken(run: Lockstep, load: Load) -> None:
-        change(run)
-        prove_ranks(run, load)
+    count = 0
+
+    def mistaken(run: Lockstep, load: Load, proven: Proven) -> None:
+        nonlocal count
+        count += 1
+        if count == proof:
+            change(run)
+        prove_ranks(run, load, proven)
 
     patch.setattr(split, "prove_ranks", mistaken)
     with pytest.raises(NotSplittable) as error:
-        compare(subject, placement, 1)
+        compare(subject, placement, proof)
+    assert count == proof
     return error.value
 
 
+@pytest.mark.parametrize("proof", [1, 2], ids=["in the first step", "in later ones"])
 @pytest.mark.parametrize("change", OF_OPERATORS)
 def test_a_mistake_in_a_ranks_operators_is_found_at_capture(
-    change: Callable[[Lockstep], None], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Lockstep], None], proof: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = refusal(VGG, PLACEMENT, change, monkeypatch)
+    """In later steps the layers are proven, and the optimizer is by itself."""
+    error = refusal(VGG, PLACEMENT, change, monkeypatch, proof)
     # where it begins is an operator with the user's line, or the sum over ranks
     assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
     assert error.remedy
@@ -106,18 +117,27 @@ def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
         assert difference.largest < 1e-12
 
 
-@pytest.mark.parametrize("name", ["transformer", "vgg"])
+@pytest.mark.parametrize("name", ["vgg", "inception", "transformer"])
 def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW makes its state in the first step, and SGD its momentum: the layers compute what they do in later ones."""
-    proofs: list[int] = []
-    prove = split.prove
+    layers: list[int] = []  # their operators, by proof
+    run = Machine.run
 
-    def counted(pairs: Any, plan: Any, *args: Any, **options: Any) -> Any:
-        proofs.append(len(pairs))
-        return prove(pairs, plan, *args, **options)
+    def counted(self: Machine, op: RawOp) -> None:
+        layers[-1] += op.target in ("aten.convolution.default", "aten.addmm.default", "aten.mm.default")
+        run(self, op)
 
-    monkeypatch.setattr(split, "prove", counted)
+    def noted(proof: Callable[..., Any]) -> Callable[..., Any]:
+        def prove(*args: Any, **options: Any) -> Any:
+            layers.append(0)
+            return proof(*args, **options)
+
+        return prove
+
+    monkeypatch.setattr(Machine, "run", counted)
+    monkeypatch.setattr(split, "prove", noted(split.prove))
+    monkeypatch.setattr(split, "prove_ranks", noted(prove_ranks))
     subject = SUBJECTS[name]
     _, gang = compare(subject, data_parallel(2), 3)
-    assert len(gang.checked) > 1
-    assert len(proofs) == 1
+    assert len(gang.checked) == 2  # phases
+    assert [count > 0 for count in layers] == [True, True, False]  # parts and ranks, then ranks of the second
