@@ -187,13 +187,13 @@ class Liveness:
         birth: dict[int, View] = {}
         born: dict[int, int] = {}
         last: dict[int, int] = {}
-        touched: dict[int, set[int]] = {}
+        touched: dict[int, set[int]] = {one.op: set() for one in program.collectives}  # some touch state only
         received: dict[int, list[View]] = {}
         for one in program.collectives:
             views = [*one.views, *(view for _, view in (*one.sends, *one.receives))]
             for view in [program.views[v] for v in views]:
                 if program.storages[view.storage].kind == "temp":
-                    touched.setdefault(one.op, set()).add(view.storage)
+                    touched[one.op].add(view.storage)
             for _, v in one.receives:
                 received.setdefault(one.op, []).append(program.views[v])
         for index, op in enumerate(program.ops):

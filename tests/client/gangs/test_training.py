@@ -20,6 +20,8 @@ from gpumux import client, errors
 from gpumux.burst.placement import RankPlacement
 from microbench.daemon import RunningDaemon
 from microbench.soaking.watch import executors
+from tests.burst.distributed import train
+from tests.burst.norms import NORMED
 from tests.burst.subjects import SUBJECTS, apart, random_placement, tensors_of
 
 
@@ -213,6 +215,24 @@ def test_a_batch_norm_is_refused_unless_one_way_is_chosen(endpoints: list[str]) 
         given = [job.step(*batch).result() for batch in data]
     assert apart(wanted, given) < 1e-10
     assert apart(list(plain.state_dict().values()), list(model.state_dict().values())) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["convolutions", "flat"])
+def test_statistics_of_each_rank_are_those_of_distributed_data_parallel(name: str, endpoints: list[str]) -> None:
+    """The running statistics are sent from the first rank to the other: an exchange of state alone."""
+    subject = NORMED[name]
+    torch.manual_seed(0)
+    model = subject.make()
+    data = [subject.batch() for _ in range(4)]
+    wanted = train(subject, data, 2)
+    _, optimizers, (step,) = subject.build(model)
+    with client.submit(
+        step, example=data[0], model=model, optimizer=optimizers, batch_norm="rank", endpoints=endpoints[:2]
+    ) as job:
+        for batch in data:
+            job.step(*batch)
+    found = model.state_dict()
+    assert apart(list(wanted.values()), [found[key] for key in wanted]) <= 1e-12
 
 
 def test_a_list_of_one_daemon_is_that_daemon(endpoints: list[str]) -> None:
