@@ -22,7 +22,7 @@ import torch
 
 from gpumux.burst.layout import Ranks
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
-from gpumux.capture.microbatch.proof import Match, Proof, largest_difference, largest_of, with_given_statistics
+from gpumux.capture.microbatch.proof import Match, Numbers, Proof, largest_difference, largest_of, with_given_statistics
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
@@ -38,7 +38,7 @@ _BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
 class Load(Protocol):
     """Fills state and batch of a machine, with made-up numbers or those of the job."""
 
-    def __call__(self, machine: Machine, made_up: bool) -> None: ...
+    def __call__(self, machine: Machine, numbers: Numbers) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
     proven are not run again."""
     reason, layers = "", _layers(run)
     for wide in (True, False):
-        for made_up in (True, False):
+        for numbers in Numbers:
             try:
                 with torch.no_grad():
-                    one = _Run(run, wide, partial(load, made_up=made_up))
+                    one = _Run(run, wide, partial(load, numbers=numbers))
                     if layers in proven.layers:
                         one.begin_at_the_tail()
                     one.run()

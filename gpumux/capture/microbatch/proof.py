@@ -2,6 +2,10 @@
 
 Every per-sample value must equal the parts' values laid side by side, and every accumulated value their sum or mean.
 Each operator is compared by itself; NotSplittable names the first that differs.
+
+Of a value that is zero it can't be seen by which factor parts make it up. The example may have a mask that holds
+nowhere, or a coefficient that begins at zero; so the numbers are varied, and a sum that is zero with all of them is
+refused.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from math import isfinite, prod
 
 import torch
@@ -25,7 +30,7 @@ from gpumux.capture.microbatch.classify import (
 )
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.recorder import RawOp
-from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, outs_of
+from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import View
 
@@ -147,18 +152,35 @@ def with_given_statistics(op: RawOp, of: RawOp | None = None) -> RawOp:
     return op
 
 
-Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with made-up numbers
+class Numbers(Enum):
+    """What a proof runs on, in the order in which it is tried."""
+
+    VARIED = "made-up numbers, among them the example's; masks and labels that are not the same for all samples"
+    MADE_UP = "made-up numbers, and the example's masks and labels"
+    EXAMPLE = "the job's state and the example batch"
+
+
+Load = Callable[[Machine, Numbers], None]  # fills state and batch
 
 
 @dataclass(slots=True)
 class Proof:
     """`ratios`: the factor of the parts' sum, by storage of shares. `joined`: the match of each result that is laid
     side by side, by its views. `samples`: the match of each per-sample result of an operator, by the operator and its
-    view of the whole trace; whole numbers that could not be matched, and numbers drawn, are missing."""
+    view of the whole trace; whole numbers that could not be matched, and numbers drawn, are missing. `zero`: what made
+    each share that was zero, so that its factor is not known."""
 
     ratios: dict[int, float] = field(default_factory=dict)
     joined: dict[tuple[int, int], float] = field(default_factory=dict)
     samples: dict[tuple[int, int], Match] = field(default_factory=dict)
+    zero: dict[int, str] = field(default_factory=dict)
+
+    def learn(self, other: Proof) -> None:
+        """Take what is known from another proof of the same split, and not from this one."""
+        self.ratios |= {s: ratio for s, ratio in other.ratios.items() if s in self.zero and s not in other.zero}
+        self.zero = {s: what for s, what in self.zero.items() if s in other.zero}
+        unknown = [key for key, match in self.samples.items() if match.ratio is None]
+        self.samples |= {key: other.samples[key] for key in unknown if key in other.samples}
 
 
 def operators(pairs: Sequence[OperatorPair], plan: SplitPlan) -> list[tuple[int, OperatorPair, RunLevel]]:
@@ -182,12 +204,27 @@ def prove(
     NotSplittable."""
     reason = ""
     for wide in (True, False):
-        for made_up in (True, False):
+        found: Proof | None = None
+        for numbers in Numbers:
             try:
                 with torch.no_grad():
-                    return _Run(pairs, plan, make(), wide=wide, results=results, spread=spread).run(load, made_up)
+                    one = _Run(pairs, plan, make(), wide=wide, results=results, spread=spread).run(load, numbers)
             except Inconclusive as error:
                 reason = reason or str(error)
+                continue
+            if found is None:
+                found = one
+            else:
+                found.learn(one)
+            if not found.zero:
+                return found
+        if found is not None:
+            raise NotSplittable(
+                f"{next(iter(found.zero.values()))} was zero for all numbers that were tried, so it is not known how"
+                " parts of the batch make it up",
+                "submit with an example for which it is not zero: a mask that holds somewhere, labels that occur, a"
+                " coefficient other than 0",
+            )
     raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
 
 
@@ -230,15 +267,23 @@ class _Run:
         self._own: dict[int, set[int]] = {}  # storage of the whole -> the parts'
         self._matches: dict[int, Match] = {}
         self._samples: dict[tuple[int, int], Match] = {}
+        self._zero: dict[int, bool] = {}  # storages that are zero: whether they always are, by a number in the step
+        self._zero_shares: dict[int, str] = {}  # and what made each
+        self._draw: torch.Generator | None = None  # of masks
 
-    def run(self, load: Load, made_up: bool) -> Proof:
-        load(self.machine, made_up)
+    def run(self, load: Load, numbers: Numbers) -> Proof:
+        load(self.machine, numbers)
+        if numbers is Numbers.VARIED:
+            self._draw = torch.Generator().manual_seed(3)
         last = self._last_uses()
         for j, pair, level in operators(self.pairs, self.plan):
             self._whole(with_given_statistics(pair.full) if j in self.plan.norms else pair.full)
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
                 self._compare(j, pair)
+            else:
+                for view in outs_of(pair.full.outs):
+                    self._note_whole(pair, view)
             for storage in last.get(j, ()):
                 for one in (storage, *self._own.get(storage, ())):
                     self.machine.forget(one)
@@ -306,6 +351,8 @@ class _Run:
                 match = self._along(a, b, whole, parts)
                 if match is not None and not self._fits_any_order(whole, parts):
                     self._samples[j, a] = match
+                    self._note(pair, storage, match.ratio is None)
+                    self._vary(storage, a, b, whole, parts)
                 elif match is not None:
                     continue
                 elif not (whole.is_floating_point() or whole.is_complex()):
@@ -317,6 +364,8 @@ class _Run:
                     )
             elif kind is ValueKind.SHARE and storage in self.plan.shares:
                 self._share(storage, a, b, pair)
+            else:
+                self._note_whole(pair, a)
 
     def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         views = [self.emitter.part_view(b, part) for part in self.parts]
@@ -341,8 +390,36 @@ class _Run:
         longest = max(n for n, m in zip(whole.shape, parts[0].shape, strict=True) if n != m)
         return longest > self.emitter.samples and bool((whole == whole.flatten()[0]).all())
 
+    def _note(self, pair: OperatorPair, storage: int, zero: bool) -> None:
+        """Note whether what an operator made is zero, and whether by a number in the step: times zero, or new zeros."""
+        self._zero.pop(storage, None)
+        if zero:
+            inputs = [self._zero[s] for v, _ in pair.refs if (s := self.record.views[v].storage) in self._zero]
+            numbers = [arg for arg in pair.full.args if type(arg) in (int, float)]
+            made = (pair.name.startswith("mul") and 0 in numbers) or pair.name in PATTERN_ONLY or not pair.refs
+            self._zero[storage] = made or (bool(inputs) and all(inputs))
+
+    def _note_whole(self, pair: OperatorPair, view: int) -> None:
+        storage = self.record.views[view].storage
+        if storage in self.machine:  # a batch norm by given statistics leaves none
+            whole = self.machine.tensor(view)
+            self._note(pair, storage, whole.is_floating_point() and not largest_of(whole))
+
+    def _vary(self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Have a mask that is the same for all samples hold for about half of its elements."""
+        fixed = whole.dtype != torch.bool or self.record.storages[storage].kind != "temp" or 0 in whole.stride()
+        if self._draw is None or fixed or whole.numel() < 2 or not bool((whole == whole.flatten()[0]).all()):
+            return
+        dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
+        drawn = torch.rand(whole.shape, generator=self._draw) < 0.5
+        whole.copy_(drawn)
+        for piece, part in zip(parts, drawn.tensor_split(len(parts), dim), strict=True):
+            piece.copy_(part)
+
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
+        self._zero_shares.pop(storage, None)
+        self._note(pair, storage, False)
         if self._spread and whole.numel() > _SPREAD:
             some = [_spread(t) for t in (whole, *parts)]
             match = total(some[0], some[1:], self.tolerance, 0.0)
@@ -361,6 +438,10 @@ class _Run:
                 REMEDY,
             )
         self._matches[storage] = match
+        if match.ratio is None and self._is_float(storage) and not any(largest_of(t) for t in (whole, *parts)):
+            self._note(pair, storage, True)
+            if not self._zero[storage]:
+                self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
 
     def _finish(self) -> Proof:
         proof = Proof(samples=self._samples)
@@ -379,6 +460,8 @@ class _Run:
             found = self._matches.get(storage)
             ratio = found.ratio if found is not None else None
             proof.ratios[storage] = ratio if ratio is not None else usual if self._is_float(storage) else 1.0
+            if storage in self._zero_shares:
+                proof.zero[storage] = self._zero_shares[storage]
         return proof
 
     def _is_float(self, storage: int) -> bool:

@@ -24,7 +24,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Proof, prove
+from gpumux.capture.microbatch.proof import Numbers, Proof, prove
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
@@ -142,7 +142,8 @@ def _side_by_side(emitter: PartEmitter, whole: int, mine: int, ratio: float) -> 
 
 class Loader:
     """Fills a Machine with state and batch. Made-up numbers are needed because a proof must not rest on values that
-    happen to be zero (a last layer that starts at zero, an example batch of zeros)."""
+    happen to be zero or all the same: a last layer or a coefficient that starts at zero, an example of zeros, a mask
+    that holds for no sample."""
 
     def __init__(self, record: TraceRecord, table: StateTable, tensors: list[torch.Tensor], split: set[int]) -> None:
         self._record = record
@@ -155,14 +156,18 @@ class Loader:
             for v in call_refs(op):
                 self._dtypes.setdefault(record.views[v].storage, set()).add(record.views[v].dtype)
 
-    def __call__(self, machine: Machine, made_up: bool) -> None:
+    def __call__(self, machine: Machine, numbers: Numbers) -> None:
         draw = torch.Generator().manual_seed(1)
+        made_up = numbers is not Numbers.EXAMPLE
         order: dict[int, torch.Tensor] = {}
         for index, storage in enumerate(self._record.storages):
             if storage.kind == "state":
                 machine.hold(index, self._state(index, storage.key, draw, made_up))
             elif storage.kind == "input":
-                machine.hold(index, self._input(storage.key, draw, made_up, order))
+                machine.hold(index, self._input(storage.key, draw, numbers, order))
+        if made_up:
+            zeros = [i for i, expr in enumerate(self._record.scalars) if type(expr.value) is float and not expr.value]
+            machine.set_scalars(dict.fromkeys(zeros, 0.1))
 
     def _state(self, index: int, buffer: int, draw: torch.Generator, made_up: bool) -> torch.Tensor:
         known = self._table.buffers[buffer]
@@ -177,6 +182,8 @@ class Loader:
         if not made_up:
             return typed
         drawn = torch.rand(typed.shape, generator=draw)
+        if buffer not in self._params and not bool(typed.any()):
+            return drawn.mul_(0.1).add_(0.05).to(typed.dtype)
         made = drawn.mul_(0.1).add_(1.0).mul_(typed)  # variances stay positive
         if buffer in self._params:
             spread = float(typed.std(correction=0)) or 0.5
@@ -191,23 +198,38 @@ class Loader:
         return dtype
 
     def _input(
-        self, position: int, draw: torch.Generator, made_up: bool, order: dict[int, torch.Tensor]
+        self, position: int, draw: torch.Generator, numbers: Numbers, order: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """The elements of the storage of a batch tensor, with its strides."""
-        values = self._tensors[position].detach().cpu()
-        if made_up and values.is_floating_point():
-            values = _others(values, draw)
-        elif position in self._split:  # permuted samples, in the same order for all tensors
+        example = values = self._tensors[position].detach().cpu()
+        if position in self._split:  # permuted samples, in the same order for all tensors
             length = values.shape[0]
             if length not in order:
                 order[length] = torch.randperm(length, generator=draw)
             values = values[order[length]]
+        if example.is_floating_point() and numbers is not Numbers.EXAMPLE:
+            made = _others(example, draw)
+            some = numbers is Numbers.VARIED and position in self._split
+            values = torch.where(torch.rand(values.shape, generator=draw) < 0.5, values, made) if some else made
+        elif numbers is Numbers.VARIED and position in self._split:
+            values = _varied(values, draw)
         like = self._tensors[position]
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
         flat = torch.zeros(span, dtype=like.dtype)
         if span:
             flat.as_strided(like.shape, like.stride()).copy_(values)
         return flat
+
+
+def _varied(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Masks, labels and indices that are not all the same: next to one, smaller if it is positive, is another."""
+    if values.is_complex() or not values.numel() or not bool((values == values.flatten()[0]).all()):
+        return values
+    some = torch.rand(values.shape, generator=draw) < 0.5
+    if values.dtype == torch.bool:
+        return some
+    one = int(values.flatten()[0])
+    return torch.where(some, values, one - 1 if one > 0 else one + 1)
 
 
 def _others(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Machine:
         self._wide = wide
         self._held: dict[int, torch.Tensor] = {}
         self._drawn: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._scalars: dict[int, float] = {}
         self._generator = torch.Generator().manual_seed(0)
         for index, storage in enumerate(record.storages):
             if storage.kind == "const":
@@ -68,6 +69,10 @@ class Machine:
         """Set the elements of storage `index`, from its start."""
         name = str(flat.dtype).removeprefix("torch.")
         self._held[index] = flat.to(self.dtype(name))
+
+    def set_scalars(self, values: dict[int, float]) -> None:
+        """Compute with other values of these host scalars than those of the trace."""
+        self._scalars = values
 
     def forget(self, index: int) -> None:
         self._held.pop(index, None)
@@ -169,7 +174,7 @@ class Machine:
         if isinstance(arg, tuple):
             return [self._value(a) for a in arg]
         if isinstance(arg, ScalarRef):
-            return self._record.scalars[arg.index].value
+            return self._scalars.get(arg.index, self._record.scalars[arg.index].value)
         if isinstance(arg, Complex):
             return complex(arg.re, arg.im)
         if isinstance(arg, Tag):

@@ -1,0 +1,134 @@
+"""A batch in parts whose example hides how parts make up the whole: a mask that holds nowhere, labels that never occur,
+a coefficient that begins at zero. Later batches show it, so the first must not be enough for a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client, errors
+from tests.client.parity import Work, simple_loop
+from tests.client.test_microbatches import check
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+SIZE, CLASSES = 8, 6
+
+
+class TwoHeads(nn.Module):
+    """Scores, and a number for each sample from a head of its own. `weight` begins at zero."""
+
+    weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.other = nn.Linear(5, CLASSES), nn.Linear(5, 1)
+        self.register_buffer("weight", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.scores(x), self.other(x)[:, 0]
+
+
+def work(loss_of: Callable[[TwoHeads, torch.Tensor, torch.Tensor], Any], labels: Callable[[int], torch.Tensor]) -> Work:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        result = loss_of(model, x, y)
+        loss = result[0] if isinstance(result, tuple) else result
+        loss.backward()
+        optimizer.step()
+        model.weight.add_(0.1)
+        return result
+
+    data = [(torch.randn(SIZE, 5), labels(i)) for i in range(4)]
+    return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 4), {"microbatches": 2})
+
+
+def classes(i: int) -> torch.Tensor:
+    return torch.arange(SIZE) * (i + 1) % CLASSES
+
+
+def empty_mask_first(i: int) -> torch.Tensor:
+    return torch.arange(SIZE) % 3 < i
+
+
+def sides(i: int) -> torch.Tensor:
+    return torch.where(torch.arange(SIZE) % (i + 2) == 0, 1.0, -1.0).to(torch.get_default_dtype())
+
+
+def cosine(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return F.cosine_embedding_loss(m.scores(x), m.scores(x.flip(1)), y)
+
+
+def masked_mean(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (m(x)[1].square() * y).mean()
+
+
+def masked_sum(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (m(x)[1].square() * y).sum()
+
+
+def annealed(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return m.weight * m(x)[1].square().mean() + F.cross_entropy(m(x)[0], y)
+
+
+def with_hits(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores = m(x)[0]
+    return F.cross_entropy(scores, y, reduction="sum"), ((scores.argmax(1) == y) & (y > 4)).double().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "labels"),
+    [(cosine, sides), (masked_mean, empty_mask_first), (masked_sum, empty_mask_first), (annealed, classes)],
+    ids=["labels compared for equality", "mean of an empty mask", "sum of an empty mask", "a coefficient of zero"],
+)
+def test_what_is_zero_in_the_example_has_the_right_factor(loss_of: Any, labels: Any, endpoint: str) -> None:
+    check(lambda: work(loss_of, labels), endpoint)
+
+
+def test_a_mean_beside_a_summed_loss_has_its_own_factor_though_nothing_counts_in_the_example(endpoint: str) -> None:
+    """No sample of the example has a label that is counted."""
+    check(lambda: work(with_hits, lambda i: torch.arange(SIZE) * i % CLASSES), endpoint)
+
+
+def refused(loss_of: Any, labels: Any, endpoint: str) -> errors.NotSplittable:
+    one = work(loss_of, labels)
+    ((step, example),) = one.functions
+    with pytest.raises(errors.NotSplittable) as error:
+        client.submit(
+            step, example=example, model=one.models, optimizer=one.optimizers, microbatches=2, endpoint=endpoint
+        )
+    return error.value
+
+
+def test_what_stays_zero_is_refused_and_the_remedy_asks_for_another_example(endpoint: str) -> None:
+    def margin(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+        scores, one = m(x)
+        return F.cross_entropy(scores, y, reduction="sum") + F.relu(one.tanh() - 2.0).mean()
+
+    error = refused(margin, classes, endpoint)
+    assert "was zero for all numbers that were tried" in error.message
+    assert "example" in error.remedy
+
+
+def test_a_factor_of_zero_in_the_code_hides_nothing(endpoint: str) -> None:
+    def switched_off(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+        scores, one = m(x)
+        return F.cross_entropy(scores, y) + 0.0 * one.square().mean()
+
+    check(lambda: work(switched_off, classes), endpoint)
+
+
+@pytest.mark.parametrize("mixing", [torch.softmax, torch.cumsum], ids=["softmax", "cumsum"])
+def test_samples_are_seen_to_mix_though_all_are_the_same_in_the_example(mixing: Any, endpoint: str) -> None:
+    def weighted(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return (F.cross_entropy(m(x)[0], y * 0, reduction="none") * mixing(y.double(), 0)).mean()
+
+    assert "mixes samples" in refused(weighted, lambda i: torch.full((SIZE,), i + 1), endpoint).message
