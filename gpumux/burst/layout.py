@@ -9,7 +9,7 @@ its optimizer state lie with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,11 @@ class _Layouts:
         *,
         placement: RankPlacement,
         split: Collection[int],
+        homes: Mapping[int, Ranks],
     ) -> None:
         self.kinds = Kinds(full, split)
         self.full, self.record, self.pairs, self.plan, self.placement = full, full.record, pairs, plan, placement
+        self.before = homes
         self.free = [False] * len(pairs)
         self.layout = Layout([None] * len(pairs))
         self._of: dict[int, Ranks] = {}  # storage of samples or shares -> ranks of the operator that wrote it last
@@ -194,6 +196,8 @@ class _Layouts:
             found.setdefault(buffer, set()).update(of_parameter.get(i, ()))
         for buffer, storage in self.record.state_storage.items():
             found.setdefault(buffer, set()).update(self.needed.get(storage, ()))
+        for buffer in found:
+            found[buffer].update(self.before.get(buffer, ()))
         self._beside_others(found)
         self.layout.homes = {buffer: tuple(sorted(ranks)) or self.everywhere for buffer, ranks in found.items()}
 
@@ -233,10 +237,12 @@ def lay_out(
     split: Collection[int],
     table: StateTable,
     returned: Collection[int],
+    homes: Mapping[int, Ranks],
 ) -> Layout:
     """Where the operators and buffers of a step are, under a placement. `split`: positions of the batch tensors that
-    are cut into parts. `returned`: views that the step returns."""
-    found = _Layouts(full, pairs, plan, placement=placement, split=split)
+    are cut into parts. `returned`: views that the step returns. `homes`: the ranks that have each buffer by the job's
+    other steps."""
+    found = _Layouts(full, pairs, plan, placement=placement, split=split, homes=homes)
     found.forward()
     found.backward(returned)
     found.homes(table)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from torch import nn
 
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import SavedPlan
@@ -21,6 +24,7 @@ class RankPlacement:
     ranks: int
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     default: tuple[int, ...] | None = None  # of modules that are not planned; None: where their input is
+    no_modules: frozenset[str] = frozenset()  # of the layers, those that may be operators outside of any module
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MOST_RANKS:
@@ -43,6 +47,25 @@ class RankPlacement:
             if "." not in name:
                 return self.default
             name = name.rpartition(".")[0]
+
+    def check_names(self, models: Sequence[nn.Module]) -> None:
+        """Raises ConfigError for layers that these models do not have."""
+        known: set[str] = set()
+        for i, model in enumerate(models):
+            prefix = f"model{i}." if len(models) > 1 else ""
+            for named in (model.named_modules(), model.named_parameters(), model.named_buffers()):
+                known.update(prefix + name for name, _ in named if name)
+        wrong = [name for name in self.layers if name not in known and name not in self.no_modules]
+        if wrong:
+            near = get_close_matches(wrong[0], known, 1) or sorted(known)[:1]
+            raise ConfigError(
+                f"the plan names {', '.join(wrong[:3])}{' and others' if wrong[3:] else ''}, which the"
+                f" {'models have' if len(models) > 1 else 'model has'} no module of",
+                f"use names of named_modules(){', with model0. and so on before them' if len(models) > 1 else ''}, like"
+                f" {near[0]}"
+                if near
+                else "submit the model that the plan is for",
+            )
 
     @property
     def counts(self) -> list[int]:
@@ -75,4 +98,5 @@ def planned(plan: SavedPlan) -> RankPlacement:
     for row in plan.rows:
         if not row.transfer:
             layers[plan.layers[row.layer].name] = nested(row.first, row.gpus)
-    return RankPlacement(plan.gpus, layers)
+    without = frozenset(layer.name for layer in plan.layers if not layer.parameter_bytes)
+    return RankPlacement(plan.gpus, layers, no_modules=without)

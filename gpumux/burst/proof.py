@@ -67,10 +67,12 @@ class Tail:
 
 @dataclass(slots=True)
 class Proven:
-    """What is proven of a job's steps. `splits`: of parts, by what the proof is about; `layers`: of ranks."""
+    """What is known of a job's steps. Proofs: `splits` of parts, by what the proof is about, `layers` of ranks.
+    `homes`: the ranks that have each of the job's buffers."""
 
     splits: dict[Any, Proof] = field(default_factory=dict)
     layers: set[str] = field(default_factory=set)
+    homes: dict[int, Ranks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

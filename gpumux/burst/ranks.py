@@ -84,6 +84,7 @@ class BurstSplitter:
             for buffer in step.lowered.binding:
                 used.setdefault(buffer, []).append(rank)
         homes |= {buffer: tuple(ranks) for buffer, ranks in used.items() if buffer not in homes}  # made by this step
+        self._proven.homes |= homes
         return RankedStep(tuple(steps), _results(raw.ranks.results), homes)
 
 

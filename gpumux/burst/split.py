@@ -115,7 +115,7 @@ def _split(
     some = next(iter(parts))
     pairs, plan = classified[some]
     cut = cuts[some]
-    layout = lay_out(full, pairs, plan, placement, cut, table, [a for _, a, _ in returned])
+    layout = lay_out(full, pairs, plan, placement, cut, table, [a for _, a, _ in returned], proven.homes)
     splits: dict[int, _Split] = {}
     for at, (g, part) in enumerate(parts.items()):
         pairs, plan = classified[g]

@@ -148,7 +148,10 @@ def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
     if isinstance(plan, SavedPlan):
         plan = planned(plan)
     if not isinstance(plan, RankPlacement):
-        raise ConfigError(f"plan is a {type(plan).__name__}", "give a file that `gpumux plan burst --save` wrote")
+        raise ConfigError(
+            f"plan is a {type(plan).__name__}",
+            "give a file that `gpumux plan burst --save` wrote, or a gpumux.burst.placement.RankPlacement",
+        )
     if plan.ranks != len(daemons):
         raise ConfigError(f"the plan is for {plan.ranks} devices, and {len(daemons)} are given", "give as many daemons")
     return plan

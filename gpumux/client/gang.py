@@ -89,7 +89,12 @@ class GangSession:
         sessions: list[Session] = []
         try:
             for endpoint in endpoints:
-                sessions.append(Session.connect(endpoint, connect_s))
+                try:
+                    sessions.append(Session.connect(endpoint, connect_s))
+                except DaemonGone as gone:
+                    raise DaemonGone(
+                        gone.message, f"start the daemon of rank {len(sessions)}, or name others"
+                    ) from None
             kinds = [str(session.welcome.device["kind"]) for session in sessions]
             if len(set(kinds)) > 1:
                 raise ConfigError(

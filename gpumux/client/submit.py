@@ -35,7 +35,7 @@ from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.snapshots import write_of_rank
 from gpumux.client.tracebacks import folded
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, NotOwner
 from gpumux.program.saved_plan import SavedPlan
 from gpumux.wire.codec import MAX_INT
 
@@ -127,6 +127,7 @@ def submit(
     if placement is not None and placement.ranks == 1:  # nothing is split
         (endpoint,), placement = several_daemons, None
     if placement is not None:
+        placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
 
@@ -162,7 +163,10 @@ def submit(
             table = StateTable(models, optimizers, *devices_of(alike, 6))
             table.home = table.home or _first_device(example)
             job_id = uuid.uuid4().hex
-            session.open_job(job_id, spec)
+            try:
+                session.open_job(job_id, spec)
+            except NotOwner:  # the id is fresh, so one daemon was asked twice
+                raise ConfigError("two of the endpoints are one daemon", "name each daemon once") from None
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),

@@ -21,7 +21,7 @@ def read_text(path: Path, what: str) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text", f"name {what}") from None
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}", f"name {what} that exists") from None
+        raise ConfigError(f"can't read {path}: {error.strerror}", f"give the path of {what}") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -43,8 +43,8 @@ class PartEmitter:
 
     @property
     def samples(self) -> int:
-        """How many samples the whole batch has."""
-        return self.record.views[self.record.inputs[min(self._split)]].size[0]
+        """How many samples the whole batch has; 0 without a batch."""
+        return 0 if not self._split else self.record.views[self.record.inputs[min(self._split)]].size[0]
 
     # ---- storages and views --------------------------------------------------------------------------
 

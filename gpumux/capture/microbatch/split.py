@@ -260,20 +260,23 @@ def check_microbatches(count: Any) -> None:
 
 def split_positions(tensors: list[torch.Tensor], count: int, over_ranks: bool = False) -> set[int]:
     """The positions of the tensors of a batch that are cut along dimension 0: those as long as the first one. Raises
-    NotSplittable if `count` does not divide the length. `over_ranks`: the parts are those of ranks."""
+    NotSplittable if `count` does not divide the length. `over_ranks`: the parts are those of ranks. A step without a
+    batch (an update after accumulated gradients) has none."""
     sized = [t for t in tensors if t.dim()]
+    if not sized and over_ranks:
+        return set()
     if not sized:
-        whole = "to one daemon" if over_ranks else "without microbatches"
         raise NotSplittable(
             f"the batch holds no tensor with a batch dimension to cut in {count} parts",
-            f"pass the batch as tensors with their samples along dimension 0, or submit {whole}",
+            "pass the batch as tensors with their samples along dimension 0, or submit without microbatches",
         )
     size = sized[0].shape[0]
     if size % count or size == 0:
         if over_ranks:
             raise NotSplittable(
                 f"a batch of {size} samples can't be cut into {count} equal parts for ranks",
-                "use an even batch size that all numbers of ranks in the plan divide, and drop_last=True in the loader",
+                f"use a batch size that {count} divides, as all numbers of ranks in the plan must, and drop_last=True"
+                " in the loader",
             )
         raise NotSplittable(
             f"{count} microbatches do not divide a batch of {size} samples",

@@ -347,4 +347,8 @@ class Peers:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 - the last frame of a thread: the job must not wait for ever
             traceback.print_exc()
-            self._failed(JobFailed(f"its collectives failed: {first_lines(error)}", "see the daemon's log"))
+            self._failed(
+                JobFailed(
+                    f"its collectives failed: {type(error).__name__}: {first_lines(error)}", "see the daemon's log"
+                )
+            )
