@@ -5,6 +5,9 @@ through gpumux and of DistributedDataParallel alternate, and while one runs the 
 measured from its first step to the answer of its last one, in gpumux by the client, whose time is part of it.
 DistributedDataParallel's ranks have their parts of the batches in memory; gpumux's client copies each batch to its
 ranks. The mark is for as many ranks as there are cores.
+
+`--beside-low` measures in its place what a low job at each daemon costs such a job of high priority, under the policy
+guarded: blocks with and without low work alternate.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +36,8 @@ from microbench import common
 from microbench.daemon import running_daemon
 
 TARGET = 0.9  # steps a second over DistributedDataParallel's
+MAX_SLOWDOWN = 1.1  # promised beside low jobs
+LOW_ALONE_S = 2.0
 BATCHES = 8  # different ones, in turn
 
 
@@ -62,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--repeats", type=int, default=9, help="blocks of each kind")
     arguments.add_argument("--steps", type=int, default=20, help="steps a block")
     arguments.add_argument("--warm-up", type=int, default=20, help="steps before the first block")
+    arguments.add_argument("--beside-low", action="store_true", help="beside low jobs instead")
     arguments.add_argument("--rank", nargs=3, metavar=("RANK", "RANKS", "PORT"), help="be a DistributedDataParallel's")
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
@@ -69,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         be_rank(MODELS[args.models[0]], *map(int, args.rank))
         return 0
     facts = common.machine()
+    if args.beside_low:
+        return report_beside_low(args, facts)
     models = {
         name: {str(ranks): measure(name, ranks, args.repeats, args.steps, args.warm_up) for ranks in args.ranks}
         for name in args.models
@@ -81,6 +90,25 @@ def main(argv: list[str] | None = None) -> int:
         verdict = "met" if target["met"] else "MISSED"
         print(f"{name}: {target['value']:.2f} against {target['target']:.2f}: {verdict}")
     common.report("burst", args.out, result)
+    return 0
+
+
+def report_beside_low(args: Any, facts: dict[str, Any]) -> int:
+    models = {
+        name: {str(ranks): beside_low(name, ranks, args.repeats, args.steps, args.warm_up) for ranks in args.ranks}
+        for name in args.models
+    }
+    rows = [
+        [
+            f"{name}, {ranks} ranks", f"{m['slowdown'].median:.3f}", f"{m['slowdown'].low:.3f}",
+            f"{m['slowdown'].high:.3f}", f"{m['low_steps_per_s']:.1f}", f"{m['low_alone_per_s']:.1f}",
+        ]
+        for name, by_ranks in models.items()
+        for ranks, m in by_ranks.items()
+    ]  # fmt: skip
+    print(common.describe(facts))
+    print(common.table(["", "slowdown", "lowest", "highest", "low steps/s", "all alone"], rows))
+    common.report("burst-beside-low", args.out, {"machine": facts, "max_slowdown": MAX_SLOWDOWN, "models": models})
     return 0
 
 
@@ -139,6 +167,81 @@ def measure(name: str, ranks: int, repeats: int, steps: int, warm_up: int) -> di
 # ---- through gpumux
 
 
+def beside_low(name: str, ranks: int, repeats: int, steps: int, warm_up: int) -> dict[str, Any]:
+    """How many times as long a job of high priority over so many daemons takes beside a low job of the same model at
+    each, and how many steps the low jobs make then, and without it."""
+    model = MODELS[name]
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(running_daemon(policy="guarded")).endpoint for _ in range(ranks)]
+        ours = Ours(
+            stack.enter_context(submit(model, priority="high", max_slowdown=MAX_SLOWDOWN, endpoints=endpoints)),
+            batches_of(model),
+        )
+        low = [LowLoop(stack.enter_context(submit(model, priority="low", endpoint=one)), model) for one in endpoints]
+        for one in low:
+            stack.callback(one.end)
+        ours.run(warm_up)
+
+        def beside(run: Callable[[], Any]) -> tuple[Any, float]:
+            """What `run` returns, and the low steps a second meanwhile."""
+            before, began = sum(one.steps for one in low), time.perf_counter()
+            for one in low:
+                one.wanted.set()
+            found = run()
+            for one in low:
+                one.wanted.clear()
+            made = (sum(one.steps for one in low) - before) / (time.perf_counter() - began)
+            for one in low:
+                one.settle()
+            return found, made
+
+        beside(lambda: ours.run(10 * warm_up))  # in which the guard learns
+        alone_s, beside_s, low_rates = [], [], []
+        for _ in range(repeats):
+            alone_s.append(ours.run(steps))
+            seconds, rate = beside(lambda: ours.run(steps))
+            beside_s.append(seconds)
+            low_rates.append(rate)
+        _, low_alone = beside(lambda: time.sleep(LOW_ALONE_S))
+    slowdown = [b / a for a, b in zip(alone_s, beside_s, strict=True)]
+    return {
+        "slowdown": common.figure(slowdown),
+        "samples": {"alone_s": alone_s, "beside_s": beside_s, "low_steps_per_s": low_rates},
+        "low_steps_per_s": sum(low_rates) / len(low_rates),
+        "low_alone_per_s": low_alone,
+    }
+
+
+class LowLoop:
+    """Steps of a low job, one after the other, on a thread, while they are `wanted`."""
+
+    def __init__(self, job: Any, model: Model) -> None:
+        self.steps = 0
+        self.wanted, self._idle, self._over = threading.Event(), threading.Event(), False
+        self._job, self._batch = job, batches_of(model)[0]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over:
+            if not self.wanted.is_set():
+                self._idle.set()
+                self.wanted.wait()
+                self._idle.clear()
+            else:
+                self._job.step(*self._batch).result()
+                self.steps += 1
+
+    def settle(self) -> None:
+        """Wait until no step is under way."""
+        self._idle.wait()
+
+    def end(self) -> None:
+        self._over = True
+        self.wanted.set()
+        self._thread.join()
+
+
 class Ours:
     def __init__(self, job: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
         self._job, self._batches, self._at = job, batches, 0
@@ -168,17 +271,16 @@ class Ours:
 
 @contextmanager
 def over_daemons(model: Model, ranks: int) -> Iterator[Ours]:
-    net, batches = model.make(), batches_of(model)
-    optimizer = model.optimizer(net.parameters())
     with ExitStack() as stack:
         endpoints = [stack.enter_context(running_daemon()).endpoint for _ in range(ranks)]
-        job = stack.enter_context(
-            client.submit(
-                step_of(net, optimizer), example=batches[0], model=net, optimizer=optimizer, name="burst",
-                endpoints=endpoints,
-            )
-        )  # fmt: skip
-        yield Ours(job, batches)
+        yield Ours(stack.enter_context(submit(model, endpoints=endpoints)), batches_of(model))
+
+
+def submit(model: Model, **options: Any) -> client.Job:
+    net = model.make()
+    optimizer = model.optimizer(net.parameters())
+    step = step_of(net, optimizer)
+    return client.submit(step, example=batches_of(model)[0], model=net, optimizer=optimizer, name="burst", **options)
 
 
 def batches_of(model: Model) -> list[tuple[Tensor, Tensor]]:
