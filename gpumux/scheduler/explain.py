@@ -117,7 +117,8 @@ def _peers(job: ScheduledJob) -> list[str]:
         return []
     return [
         f"It is rank {gang.rank} of {gang.ranks}. It waited {job.peers_s:.3f} s for other ranks and their data, beside"
-        f" {job.device_s:.3f} s on the device; it sent {job.sent_bytes} bytes and received {job.received_bytes}."
+        f" {job.device_s:.3f} s on the device; it sent {job.sent_bytes / 1e6:.1f} MB and received"
+        f" {job.received_bytes / 1e6:.1f}."
     ]
 
 
