@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client, errors
@@ -76,7 +77,7 @@ def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, end
     plain = subject.make()
     split = copy.deepcopy(plain)
     data = [subject.batch() for _ in range(4)]
-    models, _, steps = subject.build(plain)
+    models, plain_optimizers, steps = subject.build(plain)
     torch.manual_seed(1)
     wanted = [step(*batch) for batch in data for step in steps]
     generator = torch.get_rng_state()
@@ -94,6 +95,9 @@ def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, end
     assert apart(tensors_of(wanted), tensors_of(results)) < 1e-10
     state = [[t for m in each for t in m.state_dict().values()] for each in (models, mine)]
     assert apart(*state) < 1e-10
+    state = [pytree.tree_leaves([o.state_dict()["state"] for o in each]) for each in (plain_optimizers, optimizers)]
+    assert apart(*[[t for t in each if isinstance(t, torch.Tensor)] for each in state]) < 1e-10
+    assert [type(t) for t in state[0]] == [type(t) for t in state[1]]
 
 
 def test_the_loop_around_it_is_the_same_as_ever(endpoints: list[str]) -> None:
@@ -154,7 +158,7 @@ def test_a_rank_that_dies_fails_the_steps_that_wait_and_leaves_no_job_behind(dae
     job.step(*batch).result()
     (executor,) = executors(daemons[1].process.pid)
     os.kill(executor, signal.SIGKILL)
-    with pytest.raises(errors.GpumuxError) as error:
+    with pytest.raises(errors.JobFailed) as error:
         job.step(*batch).result(60)
     assert error.value.remedy
     job.close(drain=False)
