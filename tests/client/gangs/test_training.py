@@ -23,6 +23,7 @@ from gpumux.burst.placement import RankPlacement
 from microbench.daemon import RunningDaemon
 from microbench.soaking.watch import executors
 from tests.burst.distributed import train
+from tests.burst.emulate import Gang
 from tests.burst.norms import NORMED
 from tests.burst.subjects import SUBJECTS, apart, random_placement, tensors_of
 
@@ -98,6 +99,47 @@ def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, end
     state = [pytree.tree_leaves([o.state_dict()["state"] for o in each]) for each in (plain_optimizers, optimizers)]
     assert apart(*[[t for t in each if isinstance(t, torch.Tensor)] for each in state]) < 1e-10
     assert [type(t) for t in state[0]] == [type(t) for t in state[1]]
+
+
+@pytest.mark.parametrize("name", ["vgg", "transformer"])
+def test_four_processes_repeat_their_bits_and_compute_what_ranks_one_after_the_other_do(
+    name: str, endpoints: list[str]
+) -> None:
+    """And they move the bytes that the Programs say, each rank to each other one."""
+    subject = SUBJECTS[name]
+    placement = random_placement(subject.layers, 4, random.Random(name))
+    torch.manual_seed(0)
+    begin = subject.make()
+    data = [subject.batch() for _ in range(5)]
+
+    def run(over: Callable[[Any, Any, Any], tuple[list[Any], Any]]) -> tuple[list[torch.Tensor], Any]:
+        models, optimizers, steps = subject.build(copy.deepcopy(begin))
+        torch.manual_seed(1)
+        results, facts = over(models, optimizers, steps)
+        state = [t.clone() for m in models for t in m.state_dict().values()]
+        return [*tensors_of(results), *state], facts
+
+    def processes(models: Any, optimizers: Any, steps: Any) -> tuple[list[Any], Any]:
+        with client.submit(
+            steps[0], example=data[0], model=models, optimizer=optimizers, plan=placement, endpoints=endpoints
+        ) as job:
+            results = [job.step(*batch) for batch in data]
+            results = [future.result() for future in results]
+            return results, [rank["gang"] for rank in job.stats()["ranks"]]
+
+    def one_after_the_other(models: Any, optimizers: Any, steps: Any) -> tuple[list[Any], Any]:
+        gang = Gang(models, optimizers, steps, placement)
+        results = [gang(*batch) for batch in data]
+        gang.sync()
+        return results, gang.predicted
+
+    (first, moved), (again, _) = run(processes), run(processes)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    wanted, predicted = run(one_after_the_other)
+    assert apart(wanted, first) < 1e-12
+    for rank, counted in enumerate(moved):
+        assert counted["sent_bytes"] == sum(n for (source, _), n in predicted.items() if source == rank)
+        assert counted["received_bytes"] == sum(n for (_, target), n in predicted.items() if target == rank)
 
 
 def test_the_loop_around_it_is_the_same_as_ever(endpoints: list[str]) -> None:
