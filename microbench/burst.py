@@ -6,7 +6,10 @@ measured from its first step to the answer of its last one, in gpumux by the cli
 DistributedDataParallel's ranks have their parts of the batches in memory; gpumux's client copies each batch to its
 ranks. The mark is for as many ranks as there are cores.
 
-`--beside-low` measures in its place what a low job at each daemon costs such a job of high priority, under the policy
+`--real` measures real models in their place (microbench/real_models.py, batches four times as large) over two daemons:
+seconds of submit, which proves the split, and of a step, beside steps of the plain loop in this process.
+
+`--beside-low` measures what a low job at each daemon costs such a job of high priority, under the policy
 guarded: blocks with and without low work alternate.
 """
 
@@ -32,12 +35,13 @@ from torch.nn.parallel import DistributedDataParallel
 from clients.models.transformer import DigitsTransformer
 from clients.models.vgg import EDGE, vgg
 from gpumux import client
-from microbench import common
+from microbench import common, real_models
 from microbench.daemon import running_daemon
 
 TARGET = 0.9  # steps a second over DistributedDataParallel's
 MAX_SLOWDOWN = 1.1  # promised beside low jobs
 LOW_ALONE_S = 2.0
+REAL_RANKS, REAL_TIMES, REAL_WARM_UP = 2, 4, 2
 BATCHES = 8  # different ones, in turn
 
 
@@ -68,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--repeats", type=int, default=9, help="blocks of each kind")
     arguments.add_argument("--steps", type=int, default=20, help="steps a block")
     arguments.add_argument("--warm-up", type=int, default=20, help="steps before the first block")
+    arguments.add_argument("--real", nargs="+", choices=real_models.RECIPES, help="real models instead")
     arguments.add_argument("--beside-low", action="store_true", help="beside low jobs instead")
     arguments.add_argument("--rank", nargs=3, metavar=("RANK", "RANKS", "PORT"), help="be a DistributedDataParallel's")
     args = arguments.parse_args(argv)
@@ -78,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     facts = common.machine()
     if args.beside_low:
         return report_beside_low(args, facts)
+    if args.real:
+        return report_real(args, facts)
     models = {
         name: {str(ranks): measure(name, ranks, args.repeats, args.steps, args.warm_up) for ranks in args.ranks}
         for name in args.models
@@ -110,6 +117,49 @@ def report_beside_low(args: Any, facts: dict[str, Any]) -> int:
     print(common.table(["", "slowdown", "lowest", "highest", "low steps/s", "all alone"], rows))
     common.report("burst-beside-low", args.out, {"machine": facts, "max_slowdown": MAX_SLOWDOWN, "models": models})
     return 0
+
+
+def report_real(args: Any, facts: dict[str, Any]) -> int:
+    models = {name: real(name, args.repeats) for name in args.real}
+    rows = [
+        [
+            name, str(m["batch"]), f"{m['submit_s']:.1f}", f"{m['step_s'].median:.2f}", f"{m['plain_s'].median:.2f}",
+            f"{m['submit_s'] / m['plain_s'].median:.0f}",
+        ]
+        for name, m in models.items()
+    ]  # fmt: skip
+    print(common.describe(facts))
+    print(common.table(["", "batch", "submit s", "step s", "plain step s", "submit, in plain steps"], rows))
+    common.report("burst-real", args.out, {"machine": facts, "ranks": REAL_RANKS, "models": models})
+    return 0
+
+
+def real(name: str, repeats: int) -> dict[str, Any]:
+    """Seconds of submit and of steps over REAL_RANKS daemons, and of the plain loop's steps in this process, which take
+    turns; first steps are not counted."""
+    ours, theirs = (real_models.build(name) for _ in range(2))
+    batches = [tuple(torch.cat([t] * REAL_TIMES) for t in ours.batch(i)) for i in range(real_models.BATCHES)]
+    step_s, plain_s = [], []
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(running_daemon()).endpoint for _ in range(REAL_RANKS)]
+        began = time.perf_counter()
+        job = stack.enter_context(
+            client.submit(
+                ours.step, example=batches[0], model=ours.model, optimizer=ours.optimizer, batch_norm="sync",
+                endpoints=endpoints,
+            )
+        )  # fmt: skip
+        submit_s = time.perf_counter() - began
+        for i in range(repeats + REAL_WARM_UP):
+            began = time.perf_counter()
+            job.step(*batches[i % len(batches)]).result()
+            step_s.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            theirs.step(*batches[i % len(batches)])
+            plain_s.append(time.perf_counter() - began)
+    counted = {"step_s": step_s[REAL_WARM_UP:], "plain_s": plain_s[REAL_WARM_UP:]}
+    figures = {key: common.figure(values) for key, values in counted.items()}
+    return {"submit_s": submit_s, "batch": len(batches[0][0]), **figures, "samples": counted}
 
 
 def targets(models: dict[str, dict[str, dict[str, Any]]], cores: int) -> dict[str, dict[str, Any]]:
