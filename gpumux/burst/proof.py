@@ -26,7 +26,7 @@ from gpumux.capture.microbatch.proof import Match, Numbers, Proof, largest_diffe
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
+from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef, extent
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
 
@@ -114,11 +114,13 @@ def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
 
 
 def described(record: TraceRecord, op: RawOp) -> Any:
-    """What an operator does, and on what. Views have other numbers in other traces."""
+    """What an operator does, and on what. Views and host scalars have other numbers in other traces."""
 
     def seen(arg: Any) -> Any:
         if isinstance(arg, TensorRef):
             return of_view(arg.view)
+        if isinstance(arg, ScalarRef):
+            return str(record.scalars[arg.index])
         return [seen(one) for one in arg] if isinstance(arg, tuple) else arg
 
     def of_view(view: int) -> Any:
