@@ -112,7 +112,6 @@ _PARTS: dict[str, tuple[Job, ...]] = {
     "models": (
         _tests("workloads from the CPU", 150.0, f"{_WORKLOADS} on the CPU", "CPU", STARTS_S),
         _tests("shares", 30.0),
-        _tests("collectives", 25.0),
     ),
     "operators": (_tests("ongpu", 180.0, hangs_s=STARTS_S),),
     "details": (
@@ -120,6 +119,7 @@ _PARTS: dict[str, tuple[Job, ...]] = {
         _experiment("depth", 30.0),
         _experiment("copies", 25.0),
         _experiment("idle_contexts", 60.0, most_s=180.0),
+        _tests("collectives", 25.0),
     ),
     "compiled": (
         _tests("compiled", 100.0, hangs_s=STARTS_S),

@@ -16,13 +16,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gpumux.burst.layout import Ranks
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
-from gpumux.capture.microbatch.proof import Match, Numbers, Proof, largest_difference, largest_of, with_given_statistics
+from gpumux.capture.microbatch.proof import (
+    Load,
+    Match,
+    Numbers,
+    Proof,
+    largest_difference,
+    largest_of,
+    with_given_statistics,
+)
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
@@ -33,12 +41,6 @@ REMEDY = "give the layers around it the same ranks in the plan, or submit the st
 # How far a value may be from the whole step's, relative to its largest element, and relative to the largest of others
 # (where it is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
 _BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
-
-
-class Load(Protocol):
-    """Fills state and batch of a machine, with made-up numbers or those of the job."""
-
-    def __call__(self, machine: Machine, numbers: Numbers) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from torch import nn
 from gpumux.burst import split
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.programs import check_together
-from gpumux.burst.proof import Load, Lockstep, Proven, prove_ranks
+from gpumux.burst.proof import Lockstep, Proven, prove_ranks
+from gpumux.capture.microbatch.proof import Load
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import Machine
 from gpumux.errors import NotSplittable, ProgramError

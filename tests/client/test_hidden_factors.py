@@ -108,14 +108,13 @@ def refused(loss_of: Any, labels: Any, endpoint: str) -> errors.NotSplittable:
     return error.value
 
 
-def test_what_stays_zero_is_refused_and_the_remedy_asks_for_another_example(endpoint: str) -> None:
+def test_a_sum_beside_a_mean_is_refused_though_one_of_them_is_zero_in_the_example(endpoint: str) -> None:
     def margin(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
         scores, one = m(x)
         return F.cross_entropy(scores, y, reduction="sum") + F.relu(one.tanh() - 2.0).mean()
 
     error = refused(margin, classes, endpoint)
-    assert "was zero for all numbers that were tried" in error.message
-    assert "example" in error.remedy
+    assert "adds a sum over the batch and a mean" in error.message
 
 
 def test_a_factor_of_zero_in_the_code_hides_nothing(endpoint: str) -> None:
@@ -132,3 +131,75 @@ def test_samples_are_seen_to_mix_though_all_are_the_same_in_the_example(mixing: 
         return (F.cross_entropy(m(x)[0], y * 0, reduction="none") * mixing(y.double(), 0)).mean()
 
     assert "mixes samples" in refused(weighted, lambda i: torch.full((SIZE,), i + 1), endpoint).message
+
+
+def penalty(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores = m.scores(x)
+    return F.cross_entropy(scores, y) + F.relu(scores.abs() - 50).sum()
+
+
+def from_a_step_on(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    return F.cross_entropy(scores, y) + torch.where(m.weight > 0.15, one.square(), 0.0).sum()
+
+
+def never_negative(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    off = one.square() - 90
+    return F.cross_entropy(scores, y) + torch.maximum(off, torch.zeros_like(off)).sum()
+
+
+@pytest.mark.parametrize("loss_of", [penalty, from_a_step_on, never_negative])
+def test_a_sum_that_is_added_to_a_mean_is_refused_though_it_is_zero_yet(loss_of: Any, endpoint: str) -> None:
+    assert "adds a sum over the batch and a mean" in refused(loss_of, classes, endpoint).message
+
+
+def ranking(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The bias of the scores has a gradient of exactly zero."""
+    return -F.logsigmoid(m(x)[1] - m(x.flip(1))[1]).mean()
+
+
+def of_one_class(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    return F.cross_entropy(scores, y) + F.cross_entropy(one[:, None], y * 0)
+
+
+def idle_expert(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    gates = F.one_hot(y.clamp(max=1), 3).to(x.dtype)
+    return F.cross_entropy(scores, y) + (one.square() * gates[:, 2]).mean()
+
+
+def dead(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    return F.cross_entropy(scores, y) + F.relu(one - 100).mean()
+
+
+@pytest.mark.parametrize("loss_of", [ranking, of_one_class, idle_expert, dead])
+def test_what_is_always_zero_hides_no_factor_and_is_taken(loss_of: Any, endpoint: str) -> None:
+    check(lambda: work(loss_of, classes), endpoint)
+
+
+def test_an_index_that_can_not_vary_hides_no_other_mixing(endpoint: str) -> None:
+    """A table of one row takes no other index, so the lengths are varied by themselves."""
+    table = nn.Embedding(1, 5)
+
+    def step(x: torch.Tensor, kind: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return ((table(kind) * x).sum(1) * lengths.double().softmax(0)).sum()
+
+    example = torch.randn(SIZE, 5), torch.zeros(SIZE, dtype=torch.long), torch.full((SIZE,), 7)
+    with pytest.raises(errors.NotSplittable, match="mixes samples"):
+        client.submit(step, example=example, model=table, microbatches=2, endpoint=endpoint)
+
+
+def test_results_that_do_not_show_their_order_are_not_put_together(endpoint: str) -> None:
+    """Time before batch, flattened: parts alternate, which a mask that holds nowhere does not show."""
+    model = nn.Linear(5, 1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return y.t().flatten() == 9
+
+    example = torch.randn(4, 5), torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(errors.NotSplittable, match="can't be put together"):
+        client.submit(step, example=example, model=model, microbatches=2, endpoint=endpoint)

@@ -4,8 +4,8 @@ Every per-sample value must equal the parts' values laid side by side, and every
 Each operator is compared by itself; NotSplittable names the first that differs.
 
 Of a value that is zero it can't be seen by which factor parts make it up. The example may have a mask that holds
-nowhere, or a coefficient that begins at zero; so the numbers are varied, and a sum that is zero with all of them is
-refused.
+nowhere, or a coefficient that begins at zero; so the numbers are varied, and where a value is zero with all of them,
+its factor follows from those of what it is computed from.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import isfinite, prod
+from typing import Protocol
 
 import torch
 
@@ -30,7 +31,7 @@ from gpumux.capture.microbatch.classify import (
 )
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.recorder import RawOp
-from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
+from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import View
 
@@ -152,6 +153,10 @@ def with_given_statistics(op: RawOp, of: RawOp | None = None) -> RawOp:
     return op
 
 
+# Operators that add values, or put them side by side.
+_SUMS = frozenset(("add", "sub", "rsub", "cat", "stack", "where", "maximum", "minimum"))
+
+
 class Numbers(Enum):
     """What a proof runs on, in the order in which it is tried."""
 
@@ -160,7 +165,15 @@ class Numbers(Enum):
     EXAMPLE = "the job's state and the example batch"
 
 
-Load = Callable[[Machine, Numbers], None]  # fills state and batch
+class Load(Protocol):
+    """Fills state and batch."""
+
+    @property
+    def alike(self) -> Sequence[int]:
+        """Positions of the masks, labels and indices of the batch that are the same for all samples."""
+
+    def __call__(self, machine: Machine, numbers: Numbers, only: int | None = None) -> None:
+        """`only`: of those, the one that is varied; None: all."""
 
 
 @dataclass(slots=True)
@@ -205,13 +218,19 @@ def prove(
     reason = ""
     for wide in (True, False):
         found: Proof | None = None
-        for numbers in Numbers:
+        tries: list[tuple[Numbers, int | None]] = [(numbers, None) for numbers in Numbers]
+        while tries:
+            numbers, only = tries.pop(0)
             try:
                 with torch.no_grad():
-                    one = _Run(pairs, plan, make(), wide=wide, results=results, spread=spread).run(load, numbers)
+                    one = _Run(pairs, plan, make(), wide=wide, results=results, spread=spread).run(load, numbers, only)
             except Inconclusive as error:
                 reason = reason or str(error)
+                if numbers is Numbers.VARIED and only is None:  # an index of one tensor may have no other value
+                    tries[:0] = [(numbers, one) for one in load.alike]
                 continue
+            if numbers is Numbers.VARIED and only is not None and tries[0][0] is Numbers.VARIED:
+                continue  # what it is varied for was seen, and others are to be varied
             if found is None:
                 found = one
             else:
@@ -267,12 +286,13 @@ class _Run:
         self._own: dict[int, set[int]] = {}  # storage of the whole -> the parts'
         self._matches: dict[int, Match] = {}
         self._samples: dict[tuple[int, int], Match] = {}
-        self._zero: dict[int, bool] = {}  # storages that are zero: whether they always are, by a number in the step
-        self._zero_shares: dict[int, str] = {}  # and what made each
+        self._ratios: dict[int, float | None] = {}  # of all that depends on the batch; None: not known
+        self._unseen: set[int] = set()  # storages that are zero, whose ratios are not seen
+        self._zero_shares: dict[int, str] = {}  # shares that are zero and have no ratio, and what made each
         self._draw: torch.Generator | None = None  # of masks
 
-    def run(self, load: Load, numbers: Numbers) -> Proof:
-        load(self.machine, numbers)
+    def run(self, load: Load, numbers: Numbers, only: int | None = None) -> Proof:
+        load(self.machine, numbers, only)
         if numbers is Numbers.VARIED:
             self._draw = torch.Generator().manual_seed(3)
         last = self._last_uses()
@@ -281,9 +301,6 @@ class _Run:
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
                 self._compare(j, pair)
-            else:
-                for view in outs_of(pair.full.outs):
-                    self._note_whole(pair, view)
             for storage in last.get(j, ()):
                 for one in (storage, *self._own.get(storage, ())):
                     self.machine.forget(one)
@@ -351,7 +368,7 @@ class _Run:
                 match = self._along(a, b, whole, parts)
                 if match is not None and not self._fits_any_order(whole, parts):
                     self._samples[j, a] = match
-                    self._note(pair, storage, match.ratio is None)
+                    self._note(pair, storage, match.ratio)
                     self._vary(storage, a, b, whole, parts)
                 elif match is not None:
                     continue
@@ -364,8 +381,8 @@ class _Run:
                     )
             elif kind is ValueKind.SHARE and storage in self.plan.shares:
                 self._share(storage, a, b, pair)
-            else:
-                self._note_whole(pair, a)
+            elif kind in (ValueKind.SIZE, ValueKind.SHARE) and storage in self.machine:  # see with_given_statistics
+                self._note_other(pair, kind, a, b)
 
     def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         views = [self.emitter.part_view(b, part) for part in self.parts]
@@ -385,25 +402,71 @@ class _Run:
     def _fits_any_order(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
         """Whether these numbers do not show in which order parts lie: a mask that is true everywhere now, of more rows
         than the batch has samples."""
-        if whole.is_floating_point() or whole.is_complex() or not whole.numel():
+        if whole.is_complex() or not whole.numel() or (whole.is_floating_point() and bool(whole.any())):
             return False
         longest = max(n for n, m in zip(whole.shape, parts[0].shape, strict=True) if n != m)
         return longest > self.emitter.samples and bool((whole == whole.flatten()[0]).all())
 
-    def _note(self, pair: OperatorPair, storage: int, zero: bool) -> None:
-        """Note whether what an operator made is zero, and whether by a number in the step: times zero, or new zeros."""
-        self._zero.pop(storage, None)
-        if zero:
-            inputs = [self._zero[s] for v, _ in pair.refs if (s := self.record.views[v].storage) in self._zero]
-            numbers = [arg for arg in pair.full.args if type(arg) in (int, float)]
-            made = (pair.name.startswith("mul") and 0 in numbers) or pair.name in PATTERN_ONLY or not pair.refs
-            self._zero[storage] = made or (bool(inputs) and all(inputs))
+    # Of a value that is zero the ratio can't be seen. It follows from those of what it is computed from: products have
+    # the product of their factors' (a backward pass is linear in gradients), sums the one that all they add have.
 
-    def _note_whole(self, pair: OperatorPair, view: int) -> None:
-        storage = self.record.views[view].storage
-        if storage in self.machine:  # a batch norm by given statistics leaves none
-            whole = self.machine.tensor(view)
-            self._note(pair, storage, whole.is_floating_point() and not largest_of(whole))
+    def _note(self, pair: OperatorPair, storage: int, ratio: float | None) -> None:
+        """Note the ratio of what an operator made; None: it is zero. Raises NotSplittable where values of different
+        ratios are added, which shows only while none of them is zero."""
+        given = self._given(pair)
+        self._ratios[storage] = self._structural(pair, given) if ratio is None else ratio
+        unseen = any(s in self._unseen for s in given)
+        known = {r for r in given.values() if r is not None}
+        if pair.name.rstrip("_") in _SUMS and unseen and len(known) > 1:
+            raise NotSplittable(
+                f"{pair.full.where}: {pair.name} adds a sum over the batch and a mean, or what follows from them",
+                REMEDY,
+            )
+        self._unseen.discard(storage)
+        if ratio is None:
+            self._unseen.add(storage)
+
+    def _given(self, pair: OperatorPair) -> dict[int, float | None]:
+        """The ratios of what an operator reads of the batch, by storage."""
+        storages = [self.record.views[view].storage for view, _ in pair.refs]
+        return {s: self._ratios[s] for s in storages if s in self._ratios}
+
+    def _structural(self, pair: OperatorPair, given: dict[int, float | None]) -> float | None:
+        ratios = list(given.values())
+        name = pair.name.rstrip("_")
+        known = [r for r in ratios if r is not None]
+        if len(known) < len(ratios) or "loss" in name:
+            return None
+        if name in _SUMS:
+            return known[0] if len(set(known)) == 1 else 1.0 if not known else None
+        found = prod(known)
+        numbers = [
+            (a, b)
+            for a, b in zip(pair.full.args, pair.part.args, strict=False)
+            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a != b and a and b
+        ]
+        if name == "div" and numbers:
+            found *= numbers[0][1] / numbers[0][0]
+        elif name == "mul" and numbers:
+            found *= numbers[0][0] / numbers[0][1]
+        elif name == "mean" and not any(self._is_of_samples(view) for view in outs_of(pair.full.outs)):
+            found /= len(self.parts)
+        return found
+
+    def _is_of_samples(self, view: int) -> bool:
+        return self.plan.kinds[self.record.views[view].storage] in (ValueKind.SAMPLE, ValueKind.DATA)
+
+    def _note_other(self, pair: OperatorPair, kind: ValueKind, a: int, b: int) -> None:
+        """Note the ratio of a value that depends on the batch's size alone, or of a share that is not summed."""
+        whole, parts = self._values(a, b)
+        if whole.is_floating_point():
+            if kind is ValueKind.SHARE:
+                match = total(whole, parts, self.tolerance, 0.0)
+                ratio = match.ratio if match is not None else 1.0
+            else:
+                one, other = largest_of(whole), largest_of(parts[0])
+                ratio = one / other if one and other else None
+            self._note(pair, self.record.views[a].storage, ratio)
 
     def _vary(self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
         """Have a mask that is the same for all samples hold for about half of its elements."""
@@ -419,12 +482,12 @@ class _Run:
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
         self._zero_shares.pop(storage, None)
-        self._note(pair, storage, False)
         if self._spread and whole.numel() > _SPREAD:
             some = [_spread(t) for t in (whole, *parts)]
             match = total(some[0], some[1:], self.tolerance, 0.0)
             if match is not None and match.ratio is not None:
                 self._matches[storage] = match
+                self._note(pair, storage, match.ratio)
                 return
         if not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
@@ -437,23 +500,25 @@ class _Run:
                 " gives for parts of it",
                 REMEDY,
             )
-        self._matches[storage] = match
-        if match.ratio is None and self._is_float(storage) and not any(largest_of(t) for t in (whole, *parts)):
-            self._note(pair, storage, True)
-            if not self._zero[storage]:
+        self._note(pair, storage, match.ratio)
+        if match.ratio is None and self._is_float(storage):
+            match = Match(self._ratios[storage])
+            if match.ratio is None and not any(largest_of(t) for t in (whole, *parts)):
                 self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
+        self._matches[storage] = match
 
     def _finish(self) -> Proof:
         proof = Proof(samples=self._samples)
         for a, b in self.results:
             whole, parts = self._values(a, b)
             match = self._along(a, b, whole, parts)
-            if match is None or match.inner != 1:
+            if match is None or match.inner != 1 or self._fits_any_order(whole, parts):
                 raise NotSplittable(
                     f"a result of shape {tuple(whole.shape)} can't be put together from those of parts",
                     "return per-sample values with the batch first, sums, or means, or submit without microbatches",
                 )
-            proof.joined[a, b] = 1.0 if match.ratio is None else match.ratio
+            ratio = match.ratio if match.ratio is not None else self._ratios.get(self.record.views[a].storage)
+            proof.joined[a, b] = 1.0 if ratio is None else ratio
         known = Counter(m.ratio for s, m in self._matches.items() if m.ratio is not None and self._is_float(s))
         usual = known.most_common(1)[0][0] if known else 1.0
         for storage in self.plan.shares:

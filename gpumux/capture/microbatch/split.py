@@ -156,7 +156,13 @@ class Loader:
             for v in call_refs(op):
                 self._dtypes.setdefault(record.views[v].storage, set()).add(record.views[v].dtype)
 
-    def __call__(self, machine: Machine, numbers: Numbers) -> None:
+    @property
+    def alike(self) -> list[int]:
+        """See proof.Load."""
+        found = [(i, t) for i, t in enumerate(self._tensors) if i in self._split and not t.is_floating_point()]
+        return [i for i, t in found if _is_alike(t)]
+
+    def __call__(self, machine: Machine, numbers: Numbers, only: int | None = None) -> None:
         draw = torch.Generator().manual_seed(1)
         made_up = numbers is not Numbers.EXAMPLE
         order: dict[int, torch.Tensor] = {}
@@ -164,7 +170,7 @@ class Loader:
             if storage.kind == "state":
                 machine.hold(index, self._state(index, storage.key, draw, made_up))
             elif storage.kind == "input":
-                machine.hold(index, self._input(storage.key, draw, numbers, order))
+                machine.hold(index, self._input(storage.key, draw, numbers, order, only))
         if made_up:
             zeros = [i for i, expr in enumerate(self._record.scalars) if type(expr.value) is float and not expr.value]
             machine.set_scalars(dict.fromkeys(zeros, 0.1))
@@ -198,7 +204,12 @@ class Loader:
         return dtype
 
     def _input(
-        self, position: int, draw: torch.Generator, numbers: Numbers, order: dict[int, torch.Tensor]
+        self,
+        position: int,
+        draw: torch.Generator,
+        numbers: Numbers,
+        order: dict[int, torch.Tensor],
+        only: int | None,
     ) -> torch.Tensor:
         """The elements of the storage of a batch tensor, with its strides."""
         example = values = self._tensors[position].detach().cpu()
@@ -211,7 +222,7 @@ class Loader:
             made = _others(example, draw)
             some = numbers is Numbers.VARIED and position in self._split
             values = torch.where(torch.rand(values.shape, generator=draw) < 0.5, values, made) if some else made
-        elif numbers is Numbers.VARIED and position in self._split:
+        elif numbers is Numbers.VARIED and position in self._split and only in (None, position):
             values = _varied(values, draw)
         like = self._tensors[position]
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
@@ -221,9 +232,14 @@ class Loader:
         return flat
 
 
+def _is_alike(values: torch.Tensor) -> bool:
+    """Whether all elements are the same number."""
+    return not values.is_complex() and bool(values.numel()) and bool((values == values.flatten()[0]).all())
+
+
 def _varied(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Masks, labels and indices that are not all the same: next to one, smaller if it is positive, is another."""
-    if values.is_complex() or not values.numel() or not bool((values == values.flatten()[0]).all()):
+    if not _is_alike(values):
         return values
     some = torch.rand(values.shape, generator=draw) < 0.5
     if values.dtype == torch.bool:
@@ -240,7 +256,10 @@ def _others(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     if float(wide.min()) >= 0 and float(wide.max()) <= 1:
         return torch.rand(values.shape, generator=draw).to(values.dtype)
     spread = float(wide.std(correction=0)) or 1.0
-    return (float(wide.mean()) + spread * torch.randn(values.shape, generator=draw)).to(values.dtype)
+    made = float(wide.mean()) + spread * torch.randn(values.shape, generator=draw)
+    if float(wide.min()) > 0:  # of which a logarithm may be taken
+        made = made.abs().add_(float(wide.min()))
+    return made.to(values.dtype)
 
 
 # ---- splitting a step
