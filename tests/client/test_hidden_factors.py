@@ -203,3 +203,23 @@ def test_results_that_do_not_show_their_order_are_not_put_together(endpoint: str
     example = torch.randn(4, 5), torch.zeros(4, 3, dtype=torch.long)
     with pytest.raises(errors.NotSplittable, match="can't be put together"):
         client.submit(step, example=example, model=model, microbatches=2, endpoint=endpoint)
+
+
+def ignored(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """A second loss over labels that the example lacks."""
+    scores = m.scores(x)
+    special = torch.where(y == 5, y, -100)
+    return F.cross_entropy(scores, y) + F.cross_entropy(scores, special, reduction="sum")
+
+
+def test_a_loss_over_labels_that_the_example_lacks_is_refused_beside_a_mean(endpoint: str) -> None:
+    refused(ignored, lambda i: torch.zeros(SIZE, dtype=torch.long) + (i > 0) * 5, endpoint)
+
+
+def consistent(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores = m.scores(x)
+    return F.cross_entropy(scores, y) + F.mse_loss(scores, scores.detach())
+
+
+def test_a_fused_loss_that_is_always_zero_is_taken(endpoint: str) -> None:
+    check(lambda: work(consistent, classes), endpoint)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import isfinite, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from gpumux.capture.microbatch.classify import (
+    MEAN,
     NORM_BACKWARD,
     NOT_SUMS,
     REMEDY,
@@ -194,6 +195,15 @@ class Proof:
         self.zero = {s: what for s, what in self.zero.items() if s in other.zero}
         unknown = [key for key, match in self.samples.items() if match.ratio is None]
         self.samples |= {key: other.samples[key] for key in unknown if key in other.samples}
+
+
+def reduction_of(op: RawOp) -> Any:
+    """The argument of a loss that says how it is reduced: 0 not at all, MEAN, 2 by a sum; None if it has none."""
+    _, name, overload = op.target.split(".")
+    for i, argument in enumerate(getattr(getattr(torch.ops.aten, name), overload)._schema.arguments):
+        if argument.name == "reduction":
+            return op.args[i] if i < len(op.args) else dict(op.kwargs).get("reduction", argument.default_value)
+    return None
 
 
 def operators(pairs: Sequence[OperatorPair], plan: SplitPlan) -> list[tuple[int, OperatorPair, RunLevel]]:
@@ -416,8 +426,7 @@ class _Run:
         given = self._given(pair)
         self._ratios[storage] = self._structural(pair, given) if ratio is None else ratio
         unseen = any(s in self._unseen for s in given)
-        known = {r for r in given.values() if r is not None}
-        if pair.name.rstrip("_") in _SUMS and unseen and len(known) > 1:
+        if pair.name.rstrip("_") in _SUMS and unseen and len(set(given.values())) > 1:
             raise NotSplittable(
                 f"{pair.full.where}: {pair.name} adds a sum over the batch and a mean, or what follows from them",
                 REMEDY,
@@ -435,8 +444,11 @@ class _Run:
         ratios = list(given.values())
         name = pair.name.rstrip("_")
         known = [r for r in ratios if r is not None]
-        if len(known) < len(ratios) or "loss" in name:
+        if len(known) < len(ratios):
             return None
+        if "loss" in name:
+            reduction = reduction_of(pair.full)
+            return None if reduction is None else prod(known) / (len(self.parts) if reduction == MEAN else 1)
         if name in _SUMS:
             return known[0] if len(set(known)) == 1 else 1.0 if not known else None
         found = prod(known)
