@@ -73,11 +73,13 @@ class JobSpec:
 class Footprint:
     """Device memory a program adds. Persistent state and transient bytes are separate because jobs
     that never run at once could share the transient part. When it is offered to the scheduler,
-    `state_bytes` are only the buffers that the job did not have yet, and `slot_bytes` are all slots together."""
+    `state_bytes` are only the buffers that the job did not have yet, and `slot_bytes` are all slots together.
+    `arena_bytes`: of the transient bytes, those that the steps of a job's two waves share; 0 for other programs."""
 
     state_bytes: int
     transient_bytes: int
     slot_bytes: int
+    arena_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +142,24 @@ class PieceFailed:
     fault: Fault
 
 
+class WavePieces(NamedTuple):
+    """The pieces of a program for one of a job's two waves. A step of it may run beside the step before it, of the
+    other lane, as far as both fit into the arena. `tail`: the first piece that runs only when that step has ended.
+    `heights`: bytes of the arena that each piece needs (program/waves.py)."""
+
+    lane: int
+    tail: int
+    heights: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramReady:
     """The program can be launched (cut 0), or has been cut anew, after it was measured or after CutProgram (a later
     one). Steps that start after this event use cut `cut`; steps that have begun keep the cut they began with. `pieces`
     are predicted seconds, of cut 0 unmeasured guesses, at least one piece; piece i is operators [bounds[i],
     bounds[i + 1]), or one operator a piece where `bounds` is empty. `gated`: pieces that begin with a collective,
-    rising and never the first. Such a piece may be launched when CollectiveEnded has come for it."""
+    rising and never the first. Such a piece may be launched when CollectiveEnded has come for it. `wave`: of a program
+    for one of a job's two waves."""
 
     job: JobId
     program: ProgramId
@@ -154,6 +167,7 @@ class ProgramReady:
     pieces: tuple[float, ...]
     bounds: tuple[int, ...] = ()
     gated: tuple[int, ...] = ()
+    wave: WavePieces | None = None
 
 
 class CollectiveEnded(NamedTuple):

@@ -49,6 +49,7 @@ from gpumux.program.ir import (
     Tag,
     TensorRef,
     View,
+    Wave,
     contiguous_strides,
     extent,
     spans,
@@ -152,7 +153,7 @@ class ExitPlaces:
         for place, view in () if leaf.gradient else raw.moved_data:
             at = self._record.views[view]
             (start, end), (first, last) = _span_of(at), self._bytes(leaf)
-            if at.storage == v.storage and at.dtype == v.dtype and start <= first and last <= end and _dense(at):
+            if at.storage == v.storage and at.dtype == v.dtype and start <= first and last <= end and dense(at):
                 return Place(place.buffer, place.dtype, v.size, v.stride, place.offset + v.offset - at.offset)
         return None
 
@@ -220,7 +221,7 @@ class ExitPlaces:
         for leaf, (start, end) in sorted(zip(group, spans, strict=True), key=lambda one: one[1][0] - one[1][1]):
             view = self._record.views[leaf.view]
             if not any(dense and a <= start and end <= b for (a, b), dense in copied):
-                copied.append(((start, end), _dense(view)))
+                copied.append(((start, end), dense(view)))
                 self._copied.append((leaf, group))
 
     def _free(self, path: tuple[Any, ...], name: str, layout: Any, taken: _Taken) -> Place:
@@ -303,7 +304,7 @@ def _meet(a: Span, b: Span) -> bool:
     return max(a[0], b[0]) < min(a[1], b[1])
 
 
-def _dense(view: View) -> bool:
+def dense(view: View) -> bool:
     """Whether the view covers all bytes of its span, each once."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(view.size, view.stride, strict=True) if n > 1):
@@ -427,7 +428,10 @@ def _program(
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops: list[Op] = []
     exchanges: list[Collective] = []
+    tail: int | None = None
     for op in ops:
+        if op.tail and tail is None:
+            tail = len(out_ops)
         if op.collective is None:
             out_ops.append(build.op(op))
         else:
@@ -447,7 +451,7 @@ def _program(
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
         collectives=tuple([replace(one, op=one.op + first) for one in exchanges]),
         numerics=numerics_now("cuda" if table.gpu else device), device=device, layers=layers, spans=found,
-        rank=rank[0], ranks=rank[1],
+        rank=rank[0], ranks=rank[1], wave=None if tail is None else Wave(0, tail + first),
     )  # fmt: skip
     return program, build
 

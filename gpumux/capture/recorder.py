@@ -190,6 +190,8 @@ class RawOp:
     label: Label | None = None  # its layer
     by_optimizer: bool = False  # whether code of torch.optim runs it, inside an optimizer's step()
     collective: RawCollective | None = None  # what it is instead of an operator
+    in_backward: bool = False  # whether a backward pass runs it
+    tail: bool = False  # whether it is one of those that a step of a wave runs last (waves/trace.py)
 
 
 @dataclass(slots=True)
@@ -241,6 +243,7 @@ class TraceBuilder:
         self._view_ids: dict[View, int] = {}
         self._scalar_ids: dict[int, int] = {}
         self.label: Label | None = None  # of the operator that is being recorded
+        self.in_backward = False  # the same
         self._keep: list[Any] = []  # storages, so that their addresses are not reused
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -340,6 +343,7 @@ class TraceBuilder:
             RawOp(
                 schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs),
                 frozenset(reads), frozenset(writes), slot, where, self.label, by_optimizer,
+                in_backward=self.in_backward,
             )
         )  # fmt: skip
 
@@ -504,13 +508,14 @@ Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
     of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
-    operator; `gpu`: whether the step runs on a GPU; `constant`: see values/constants.py."""
+    operator; `gpu`: whether the step runs on a GPU; `constant`: see values/constants.py; `after_backward`: is called
+    before the first operator behind each backward pass."""
 
     def __init__(
         self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         refused: Callable[[torch.Tensor], None], allowed: Callable[[str], bool], observer: Observer,
         device: str = "cpu", layers: Layers | None = None, gpu: bool = False,
-        constant: Constant = lambda record, view: None,
+        constant: Constant = lambda record, view: None, after_backward: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -518,6 +523,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
         self._operators = FakeOperators(self.fake_mode, device, fake_call)
         self._constant = constant
+        self._after_backward = after_backward
         self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
         self.skips: list[tuple[torch.optim.Optimizer, int]] = []  # whose step is left out where the view is true
         self._lookup = lookup
@@ -572,6 +578,7 @@ class Recorder(TorchDispatchMode):
         op = RawOp(
             "aten.full.default", ((), self.builder.scalar(expr)), (("dtype", Tag("dtype", name)),),
             (self.view_of(fake),), frozenset(), frozenset((sid,)), None, where, self.builder.label, by_optimizer,
+            in_backward=self.builder.in_backward,
         )  # fmt: skip
         self.record.ops.append(op)
         return fake
@@ -698,6 +705,11 @@ class Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.builder.label = self._layers.here()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward != self.builder.in_backward:
+            self.builder.in_backward = in_backward
+            if not in_backward and self._after_backward is not None:
+                self._after_backward()
         if func is torch.ops.prim.device.default:
             return self.device
         if func.namespace != "aten":

@@ -293,6 +293,12 @@ class Buffer:
     nbytes: int
     filled: bool = True
     home: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    replica_of: Buffer | None = None  # whose local bytes it begins as a copy of
+
+    @property
+    def local(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """The local storages with the bytes that its daemon's buffer begins with."""
+        return self.home if self.replica_of is None else self.replica_of.home
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +390,8 @@ class StateTable:
         self.home: torch.device | None = None  # device of the local tensors; None while there are none
         self.tf32 = False  # whether a GPU rounds float32 to TF32 in a Program of the job
         self.twins: Twins | None = None
+        self._replicas: dict[int, int] = {}  # of a job with two waves: buffer of the first -> that of the second
+        self._of_waves: dict[Any, int] = {}  # buffers in which one wave leaves something for the other, by what it is
         self._slots = [
             (owner, name, tensor)
             for model in self.models
@@ -585,6 +593,34 @@ class StateTable:
     def _add(self, name: str, nbytes: int, storage: torch.UntypedStorage | None = None, start: int = 0) -> int:
         self.buffers.append(Buffer(name, nbytes, True, [(storage, start)] if storage is not None else []))
         return len(self.buffers) - 1
+
+    # ---- two waves -----------------------------------------------------------------------------------
+
+    def replica(self, buffer: int) -> int:
+        """The buffer that the second of two waves has in the place of one of the first. It begins as a copy of the same
+        local bytes. Both waves share a buffer of `between_waves`."""
+        if buffer in self._of_waves.values():
+            return buffer
+        found = self._replicas.get(buffer)
+        if found is None:
+            of = self.buffers[buffer]
+            found = self._replicas[buffer] = len(self.buffers)
+            self.buffers.append(Buffer(f"{of.name} (second wave)", of.nbytes, of.filled, replica_of=of))
+        return found
+
+    def between_waves(self, key: Any, name: str, nbytes: int) -> int:
+        """The buffer in which one wave leaves something for the other. It has no local bytes. Equal keys have one."""
+        found = self._of_waves.get(key)
+        if found is None:
+            found = self._of_waves[key] = self._add(name, nbytes)
+            self.buffers[found].filled = False
+        return found
+
+    @property
+    def first_wave(self) -> list[int]:
+        """The buffers that are the first wave's, or those of a job without waves."""
+        others = {*self._replicas.values(), *self._of_waves.values()}
+        return [b for b in range(len(self.buffers)) if b not in others]
 
     # ---- look-up -------------------------------------------------------------------------------------
 

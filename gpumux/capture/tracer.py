@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -312,6 +312,14 @@ class SkippedStep:
     optimizer: int
 
 
+class AfterBackward(NamedTuple):
+    """The end of a step's last backward pass: how many operators ran until then, and the view of each parameter's
+    gradient, by the parameter's index."""
+
+    operators: int
+    gradients: dict[int, int]
+
+
 @dataclass(slots=True)
 class RawTrace:
     """A trace before lowering: the record of its operators, and how the step ends."""
@@ -335,6 +343,7 @@ class RawTrace:
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
     ranks: RankTraces | None = None  # the step split over ranks
+    after_backward: AfterBackward | None = None  # None: no gradient was computed
 
 
 # ---- comparing two traces of one step
@@ -524,6 +533,7 @@ class Tracer:
         self.outside: Outside | None = None  # None: tensors of no model are refused
         self._begun = begun
         self._record = TraceRecord()  # of the present trace, or the last one
+        self._backward: AfterBackward | None = None  # the newest backward pass in it
         self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
@@ -576,13 +586,13 @@ class Tracer:
         rec = Recorder(
             scope, tape, lookup=met.lookup, unknown=unknown, refused=met.refuse,
             allowed=self._allowed, observer=observer, device=self._device, layers=layers, gpu=self.table.gpu,
-            constant=constant_value,
+            constant=constant_value, after_backward=lambda: self._note_gradients(rec),
         )  # fmt: skip
         scaling = Scaling(
             self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
             rec.is_host,
         )  # fmt: skip
-        self._record = rec.record
+        self._record, self._backward = rec.record, None
         counters = self._open_counters(rec)
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
@@ -837,6 +847,8 @@ class Tracer:
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         written = written_inputs(rec.record)
         self._refuse_new_keys()
+        if rec.builder.in_backward:
+            self._note_gradients(rec)
         leaves, spec = flatten(out)
         results: list[Any] = []
         with torch.no_grad():
@@ -868,8 +880,13 @@ class Tracer:
             ]
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
-            further=further,
+            further=further, after_backward=self._backward,
         )  # fmt: skip
+
+    def _note_gradients(self, rec: Recorder) -> None:
+        """Note where the gradients lie after a backward pass."""
+        found = {i: rec.view_of(rec.to_fake(p.grad)) for i, p in enumerate(self.table.params) if p.grad is not None}
+        self._backward = AfterBackward(len(rec.record.ops), found)
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         found = next((i for i, one in enumerate(self.table.optimizers) if one is optimizer), None)

@@ -48,9 +48,11 @@ from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
+from gpumux.client.waves import Waves
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
+from gpumux.waves.trace import LANES, adds_to_gradients
 from gpumux.wire import messages as m
 
 T = TypeVar("T")
@@ -150,12 +152,12 @@ class Job:
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int | None,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
         clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
-        over: RankSplitter | None = None, make_remote: Callable[..., Remote] = Remote,
+        over: RankSplitter | None = None, make_remote: Callable[..., Remote] = Remote, waves: Waves | None = None,
     ) -> None:  # fmt: skip
         """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `counts`: the
         steps that its state is the result of, if that is another number than the snapshot's; `over`: splits its steps
-        over ranks; `make_remote`: makes what sends requests. The other arguments are those of submit(). `capture` or
-        `attach` gives the job its step, and then `start` must be called."""
+        over ranks, or for two `waves`; `make_remote`: makes what sends requests. The other arguments are those of
+        submit(). `capture` or `attach` gives the job its step, and then `start` must be called."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
@@ -167,6 +169,7 @@ class Job:
         waits = Waits(job_id, spec.priority is Priority.HIGH)
         self._remote = make_remote(session, job_id, table, waits, observer=recorder)
         self._over = over
+        self._waves = waves
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._progress = Progress(spec.name)
@@ -181,7 +184,7 @@ class Job:
         self._check_open = recovery.check_open
         self._local = LocalModel(
             self, name=spec.name, table=table, remote=self._remote, pending=self._pending, recovery=recovery,
-            load=partial(_load_outside, kept.others(table) if kept is not None else {}),
+            load=partial(_load_outside, kept.others(table) if kept is not None else {}), waves=waves,
         )  # fmt: skip
         self._tracer.outside = self._local.outside
         self._batch_slots: BatchSlots | None = None  # until `collate` is called, no batch can lie in a slot
@@ -274,8 +277,10 @@ class Job:
         entry = (function, args, kwargs)
         self._functions.append(entry)
         try:
-            for choice in function.confirmed(lambda: self._warm(entry, phases)):
-                self.upload(choice.program)
+            for at, choice in enumerate(function.confirmed(lambda: self._warm(entry, phases))):
+                ahead = [choice.program] if self._waves is None else self._waves.ahead(choice.program, at == 0)
+                for program in ahead:
+                    self.upload(program)
         except BaseException:
             self._functions.remove(entry)
             raise
@@ -365,14 +370,14 @@ class Job:
         self._local.follow_outside()
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
-        choice = function.choose(batch, named, self._state)
-        if isinstance(choice, KeepMore):
-            self._local.keep_gradients(choice.keep)
-            choice = function.choose(batch, named, self._state)  # raises where the gradients' values are gone
-            assert isinstance(choice, Choice)
-        number = choice.program.number
+        choice = self._choose(function, batch, named)
+        captured, number = choice.program, choice.program.number
+        if self._waves is not None:
+            choice.program = self._waves.program(captured)
+            number = choice.program.number
         if number is None:
-            choice = self._keeping(function, batch, named, choice)
+            if self._waves is None:
+                choice = self._keeping(function, batch, named, choice)
             number = self.upload(choice.program)
             self._progress.end()
         snapshots = self._recovery.snapshots
@@ -394,9 +399,25 @@ class Job:
         else:
             with client_generator.lock:
                 future = self._send_drawing_step(function, choice, program, slot, filled)
+        if self._waves is not None:
+            self._waves.stepped(captured, self._state)
         if choice.program.written:
             _answered(future)  # the script may read what the step wrote into its batch
         return future
+
+    def _choose(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> Choice:
+        """What this call runs."""
+        state = self._state
+        if self._waves is not None and function is self._functions[0][0]:
+            state = self._waves.state(state)
+        choice = function.choose(batch, named, state)
+        if isinstance(choice, KeepMore):
+            if self._waves is not None:
+                raise adds_to_gradients()
+            self._local.keep_gradients(choice.keep)
+            choice = function.choose(batch, named, self._state)  # raises where the gradients' values are gone
+            assert isinstance(choice, Choice)
+        return choice
 
     def _keeping(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any], choice: Choice) -> Choice:
         """A choice just captured, with the gradients kept that it leaves first and that it would read if it were called
@@ -512,7 +533,8 @@ class Job:
         compiled = any(f.compiled for f in functions)
         rng = {"rng": "client" if self._clients_generator else "own"}
         ranks = 1 if self._over is None else self._over.ranks
-        same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks)
+        waves = {} if self._waves is None else {"waves": len(LANES)}
+        same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks) | waves
         return {**same, **rng, **reply.body}
 
     @property
@@ -565,8 +587,9 @@ class Job:
     def _keep(self) -> None:
         self._recovery.ensure_open()
         if self._over is not None:
+            what = "over several daemons" if self._waves is None else "of two waves"
             raise ConfigError(
-                "a job over several daemons can't be resumed, so keep=True would keep its state in vain",
+                f"a job {what} can't be resumed, so keep=True would keep its state in vain",
                 "save job.state_dict() and the steps so far",
             )
         if self._recovery.snapshots is None:

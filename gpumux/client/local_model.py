@@ -23,6 +23,7 @@ from gpumux.capture.structure import Structure, from_local
 from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
+from gpumux.client.waves import Waves
 from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
 
 log = logging.getLogger("gpumux.client")
@@ -44,12 +45,13 @@ class LocalModel:
 
     def __init__(
         self, owner: object, *, name: str, table: StateTable, remote: Remote, pending: Pending, recovery: Recovery,
-        load: Callable[[str, torch.Tensor], None] = lambda name, tensor: None,
+        load: Callable[[str, torch.Tensor], None] = lambda name, tensor: None, waves: Waves | None = None,
     ) -> None:  # fmt: skip
         self._owner = owner
         self._name = name
         self._table = table
         self._remote = remote
+        self._waves = waves
         self._pending = pending
         self._recovery = recovery
         self._structures: dict[Structure, Structure] = {}
@@ -116,7 +118,10 @@ class LocalModel:
             return
         self.outside.follow()
         if self.outside.changed:
-            wanted = [b for b in self._remote.resident() if b in self.outside.changed]
+            changed = set(self.outside.changed)
+            if self._waves is not None:
+                changed |= {self._table.replica(b) for b in changed}
+            wanted = [b for b in self._remote.resident() if b in changed]
             with without_modes():
                 self._recovery.persist(lambda: self._remote.push(wanted))
             self.outside.changed.clear()
@@ -137,7 +142,7 @@ class LocalModel:
             self.staleness.check_writes(bytes_too=True)
             with self.staleness.suspended():
                 found: dict[str, Any] = self._recovery.persist(
-                    lambda: dictionaries(self._table, self.state, self._remote.pull)
+                    lambda: dictionaries(self._table, self.state, self._pull)
                 )
             return found
 
@@ -166,9 +171,11 @@ class LocalModel:
             resident = set(self._remote.resident())
             if self._recovery.recorder is not None:
                 self._recovery.recorder.log.begin_anew()
-            self._recovery.persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
+            self._recovery.persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].local]))
             self.staleness.fetched(ALL, adopted=True)
             self.unsynced = 0
+            if self._waves is not None:
+                self._waves.loaded()
 
     # ---- what is stale
 
@@ -228,12 +235,23 @@ class LocalModel:
         self._keep_local(parts)
         wanted = None if parts == ALL else self.state.structure.buffers(self._table, parts)
         if wanted is None and self._table.only_read:
-            wanted = set(self._remote.resident()) - self.outside.buffers()
+            wanted = set(self._of_replica()) - self.outside.buffers()
         mine = self.staleness.gradients.written() if Part.GRADIENTS in parts else set()
         mine |= self.outside.buffers()
         if Part.GRADIENTS not in self.staleness.stale | parts:  # backward() may have added to the local gradients
             mine |= self.state.structure.buffers(self._table, {Part.GRADIENTS})
-        install(self._table, self.state, partial(self._remote.pull, wanted=wanted), parts, mine)
+        install(self._table, self.state, partial(self._pull, wanted=wanted), parts, mine)
+
+    def _pull(self, write: Callable[[int, torch.Tensor], None], wanted: Collection[int] | None = None) -> None:
+        """`Remote.pull`; of two waves, of the replica that the newest step changed."""
+        if self._waves is None:
+            self._remote.pull(write, wanted)
+        else:
+            self._waves.pull(self._remote.pull, write, wanted)
+
+    def _of_replica(self) -> list[int]:
+        """The job buffers that are fetched; of two waves, those of one replica."""
+        return self._remote.resident() if self._waves is None else self._table.first_wave
 
     def _keep_local(self, parts: frozenset[Part]) -> None:
         """Keep what recovery needs of the local model, because it is about to be overwritten."""

@@ -70,7 +70,7 @@ class LocalBytes:
     def __init__(self, table: StateTable, buffers: Sequence[int]) -> None:
         self._table = table
         self._buffers = buffers
-        self._homes = [list(table.buffers[b].home) for b in buffers]
+        self._homes = [list(table.buffers[b].local) for b in buffers]
         self._noted = Checksums()
         self._noted.note(storage for home in self._homes for storage, _ in home)
         self._copy: torch.Tensor | None = None

@@ -139,7 +139,7 @@ def _parts(
     """The bytes that local storages hold of job buffers, each with its place in `bytes_of`."""
     at = 0
     for i, b in enumerate(buffers):
-        for storage, start in table.buffers[b].home if homes is None else homes[i]:
+        for storage, start in table.buffers[b].local if homes is None else homes[i]:
             yield at + start, byte_view(storage)
         at += aligned(table.buffers[b].nbytes)
 
@@ -211,7 +211,7 @@ def _parameters(table: StateTable) -> frozenset[int]:
     return frozenset(
         i
         for i, buffer in enumerate(table.buffers)
-        if buffer.home and all(s._cdata in parameters and s.device.type == "cpu" for s, _ in buffer.home)
+        if buffer.local and all(s._cdata in parameters and s.device.type == "cpu" for s, _ in buffer.local)
     )
 
 

@@ -35,8 +35,10 @@ from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.snapshots import write_of_rank
 from gpumux.client.tracebacks import folded
+from gpumux.client.waves import Waves, check_waves, refuse_with_waves
 from gpumux.errors import ConfigError, NotOwner
 from gpumux.program.saved_plan import SavedPlan
+from gpumux.waves.trace import WaveSplitter
 from gpumux.wire.codec import MAX_INT
 
 
@@ -50,7 +52,7 @@ def submit(
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
     plan: str | Path | SavedPlan | RankPlacement | None = None, endpoints: Sequence[str] | None = None,
     devices: int | None = None,
-    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse",
+    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -103,9 +105,13 @@ def submit(
         DistributedDataParallel does), or "sync" them (what one device computes).
     peers_timeout_s: how long a rank waits for another one before the job fails.
 
+    waves: 2 for two replicas that are trained in turns, each step with the mean of its gradients and those of the step
+        before, so that steps run half a cycle apart in memory that both share (docs/waves.md, which says when not to).
+        That is another training than the plain loop's, and no substitute for a larger batch under momentum.
+
     Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
-    over ranks), ConfigError for a bad argument, AdmissionRefused, DaemonGone. A failed submit changes no local object,
-    unless it had already read the state to resume.
+    over ranks or run in waves), ConfigError for a bad argument, AdmissionRefused, DaemonGone. A failed submit changes
+    no local object, unless it had already read the state to resume.
     """
     models = several(model, torch.nn.Module, "model")
     if any(isinstance(m, torch.jit.ScriptModule) for m in models):
@@ -124,12 +130,18 @@ def submit(
     several_daemons = daemons_of(endpoint, endpoints, devices)
     placement = placement_of(plan, several_daemons)
     check_batch_norm(batch_norm)
+    check_waves(waves)
     if placement is not None and placement.ranks == 1:  # nothing is split
         (endpoint,), placement = several_daemons, None
     if placement is not None:
         placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
+        refuse_with_waves(endpoints=waves > 1)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
+
+    if waves > 1:
+        high = priority == "high"
+        refuse_with_waves(microbatches=microbatches > 1, compile=compile, resume=resume is not None, priority=high)
 
     def attempt(session: Session) -> Job:
         job: Job | None = None
@@ -143,9 +155,13 @@ def submit(
             open_job(session, job_id, spec, kept is not None)
             snapshot = kept.snapshot if kept is not None else None
             clients_generator = draws_from_client(rng, seed, session, table)
+            two_waves: dict[str, Any] = {}
+            if waves > 1:
+                two_waves = {"over": WaveSplitter(), "waves": Waves(table), "write_notes": write_of_rank}
             job = Job(
                 session, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, clients_generator=clients_generator,
+                **two_waves,
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
             job.start()

@@ -24,7 +24,6 @@ from gpumux.scheduler import events as ev
 from gpumux.types import (
     CollectiveEnded,
     Fault,
-    Footprint,
     JobDied,
     JobReleased,
     PieceDone,
@@ -391,7 +390,7 @@ class Completions:
         state_bytes = aligned_total(program.new_buffers)
         # The device reports the bytes of one slot, the scheduler charges the whole data segment.
         slot_bytes = program.slots * program.slot_bytes
-        footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)
+        footprint = replace(event.footprint, state_bytes=state_bytes, slot_bytes=slot_bytes)
         try:
             _check_scalars(len(event.scalars))
             if job.session.inline:

@@ -33,6 +33,7 @@ from gpumux.program.ir import (
     Tag,
     TensorRef,
     View,
+    Wave,
     slot_layout,
 )
 
@@ -41,8 +42,8 @@ from gpumux.program.ir import (
 
 HEADER = struct.Struct(">4sHI")
 # Versions of the encoding: without layers, with layers, also with a generator, also with a conv_precision, for one of
-# several ranks.
-PLAIN, LAYERED, DRAWING, CONVOLVING, RANKED = 1, 2, 3, 4, 5
+# several ranks, for one of two waves.
+PLAIN, LAYERED, DRAWING, CONVOLVING, RANKED, WAVING = 1, 2, 3, 4, 5, 6
 CONV_PRECISION = Numerics().conv_precision  # of Programs of earlier versions
 MAGIC = b"gpux"
 
@@ -89,6 +90,8 @@ def content_hash(encoded: bytes) -> str:
 
 def _version(program: Program) -> int:
     """The lowest version that can express the Program: without new features its bytes and hash stay the same."""
+    if program.wave is not None:
+        return WAVING
     if program.ranks != 1 or program.rank or program.collectives:
         return RANKED
     if program.numerics.conv_precision != CONV_PRECISION:
@@ -126,6 +129,8 @@ def _body(program: Program) -> bytes:
             body.append(program.generator)
         if version >= RANKED:
             body += [program.rank, program.ranks]
+        if program.wave is not None:
+            body += [program.wave.lane, program.wave.tail]
         packed: bytes = msgpack.packb(body)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise ProgramError(f"this Program can't be encoded: {type(e).__name__}: {e}") from e
@@ -188,7 +193,7 @@ def _encode_arg(arg: Arg) -> object:
 
 
 _ONLY_INT, _ONLY_LIST = {int}, {list}
-_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15, RANKED: 17}  # of the body, by version
+_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15, RANKED: 17, WAVING: 19}  # of the body, by version
 
 
 def decode(data: bytes, limits: ProgramLimits = DEFAULT) -> Program:
@@ -201,7 +206,7 @@ def decode(data: bytes, limits: ProgramLimits = DEFAULT) -> Program:
         raise malformed("not an encoded Program")
     if version not in _LENGTHS:
         raise ProgramError(
-            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {RANKED}",
+            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {WAVING}",
             "run the same gpumux version at both ends",
         )
     end = HEADER.size + length
@@ -261,8 +266,8 @@ class _Decoder:
             body
         )
         layers, spans = rest[:2] or ([], [])
-        rank, ranks = (self._nat(rest[3]), self._nat(rest[4])) if version == RANKED else (0, 1)
-        if collectives and version != RANKED:
+        rank, ranks = (self._nat(rest[3]), self._nat(rest[4])) if version >= RANKED else (0, 1)
+        if collectives and version < RANKED:
             raise malformed("collectives in a version without ranks")
         if version == RANKED and not collectives and (rank, ranks) == (0, 1):
             raise malformed("a version for several ranks, and one rank")
@@ -288,6 +293,7 @@ class _Decoder:
             generator=self._generator(rest, version),
             rank=rank,
             ranks=ranks,
+            wave=Wave(self._nat(rest[5]), self._nat(rest[6])) if version == WAVING else None,
         )
         if self._named != len(self._names) or len(set(self._names)) != len(self._names):
             raise malformed("the table of names has unused or repeated entries")
@@ -548,8 +554,9 @@ def _packed(view: View) -> int:
 # lengths, collectives (none before version 5). Version 2 adds layers and spans, which a Program of version 1 does not
 # have. Version 3 adds the view of the generator's state; layers and spans may be empty. Version 4 adds a further entry
 # of the numerics, the precision of convolutions; the generator may be nil. Version 5 adds the rank and the number of
-# ranks. Names (operator targets, keyword names) are listed once, in order of first use; operators name them by index.
-# Arguments are msgpack's own nil, bool, int, float and string, or a small array that starts with a tag (`TUPLE` ...).
+# ranks, version 6 the lane and the tail of a wave. Names (operator targets, keyword names) are listed once, in order of
+# first use; operators name them by index. Arguments are msgpack's own nil, bool, int, float and string, or a small
+# array that starts with a tag (`TUPLE` ...).
 #
 # One Program has one encoding: `decode` refuses bytes that `encode` would not have made, so the hash of
 # the bytes is the hash of the Program. It is finer than `==`, which takes 1, 1.0 and True for equal.

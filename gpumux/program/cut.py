@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import ceil, isfinite
 from typing import NamedTuple
 
-from gpumux.program.ir import Program, gates
+from gpumux.program.ir import Program, piece_starts
 
 GUESSED_OP_SECONDS = 20e-6  # a small operator on one core, launch included; used until times are measured
 
@@ -128,7 +128,7 @@ def units(program: Program, apart: Collection[int] = ()) -> tuple[Unit, ...]:
     """All operators of a Program as units, in order. apart: operators that can't be compiled. Operators that draw
     random numbers are not compiled either: the generator's position is part of a job's guarantees."""
     found: list[Unit] = []
-    begins = set(gates(program))
+    begins = set(piece_starts(program))
     start, heavy = 0, 0
     for index, op in enumerate(program.ops):
         alone = index in apart or op.random is not None or op.stream is not None

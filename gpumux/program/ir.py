@@ -150,6 +150,18 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Wave:
+    """Which of a job's two waves the Program is a step of (waves/trace.py), and where it waits for the other one.
+
+    `lane`: 0 or 1. Each wave has its own replica of the state, so a step may run beside the one before it, of the other
+    wave. Operators from `tail` on, of which there is at least one, run only after that one has ended. `tail` is above
+    0, and a piece begins there."""
+
+    lane: int
+    tail: int
+
+
+@dataclass(frozen=True, slots=True)
 class Numerics:
     """Process-wide settings that change results. The device applies them before the first piece. conv_precision: how a
     GPU's convolutions and recurrent layers may round float32, for which torch has a switch of its own; it has no
@@ -184,6 +196,7 @@ class Program:
     generator: int | None = None  # view on the input with the random generator's state, which the step replaces
     rank: int = 0  # of a job on several devices: which of its `ranks` ranks this Program is for
     ranks: int = 1
+    wave: Wave | None = None  # of a job with two waves
 
 
 ITEM_BYTES: dict[str, int] = {
@@ -197,6 +210,12 @@ STREAM_BYTES = 8192  # upper bound for the state of a random generator
 def gates(program: Program) -> list[int]:
     """The operators that a collective stands before, rising: a piece begins at each."""
     return sorted({collective.op for collective in program.collectives})
+
+
+def piece_starts(program: Program) -> list[int]:
+    """The operators with which a piece has to begin, rising: those at gates, and the tail of a wave."""
+    tail = () if program.wave is None else (program.wave.tail,)
+    return sorted({*gates(program), *tail})
 
 
 DIRECT_BYTES = 64 << 10  # a sum of no more goes to every member whole (device/cpu/peers.py)

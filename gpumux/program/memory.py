@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from gpumux.program.ir import DIRECT_BYTES, ITEM_BYTES, Collective, Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
-from gpumux.types import Footprint
+from gpumux.types import Footprint, WavePieces
 
 # ---- The lifetime of each storage. Aliases need no special care: views of one storage are one storage.
 
@@ -87,10 +88,13 @@ def plan(program: Program) -> ArenaPlan:
 
 def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Footprint:
     """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
-    peak, `unseen_bytes` that no view names and room for a collective's messages; one slot of its data segment."""
+    peak, or for a wave the arena of both, `unseen_bytes` that no view names and room for a collective's messages; one
+    slot of its data segment."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
     messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
-    return Footprint(state, planned.peak_bytes + unseen_bytes + messages, slot_layout(program).nbytes)
+    arena = arena_bytes(op_heights(planned, len(program.ops))) if program.wave is not None else 0
+    transient = max(arena, planned.peak_bytes) + unseen_bytes + messages
+    return Footprint(state, transient, slot_layout(program).nbytes, arena)
 
 
 def _message_bytes(program: Program, one: Collective) -> int:
@@ -143,6 +147,49 @@ def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...
                 break
             highest[piece] = max(highest[piece], offset + size)
     return tuple(highest)
+
+
+# ---- Two waves in one arena (Wavelet, section 3.2.1): steps of equal Programs over two replicas of the state, one half
+# a cycle behind the other. One wave's temporaries lie at the arena's bottom, the other's, mirrored, at its top.
+#
+# The *height* of an operator or piece is the end of the highest temporary that is alive in it: a wave that runs it
+# needs that many bytes from its end of the arena. A wave *ascends* until it has reached the last of its highest pieces,
+# and *descends* from then on: it never needs more again than the highest piece that is left.
+
+
+def op_heights(planned: ArenaPlan, operators: int) -> tuple[int, ...]:
+    """The height of each operator, in bytes."""
+    return piece_bytes(planned, range(operators + 1))
+
+
+def wave_pieces(program: Program, planned: ArenaPlan, bounds: Sequence[int]) -> WavePieces | None:
+    """What the scheduler needs of the pieces [bounds[i], bounds[i + 1]) of a wave's Program; None for another one. The
+    tail of the Program must be the start of a piece."""
+    if program.wave is None:
+        return None
+    tail = list(bounds).index(program.wave.tail)
+    return WavePieces(program.wave.lane, tail, piece_bytes(planned, bounds))
+
+
+def arena_bytes(heights: Sequence[int], seconds: Sequence[float] | None = None) -> int:
+    """Bytes that two waves need if the second begins when the first has ended the last of its highest operators, and
+    both then run at the same speed: at each operator of the second wave, what it has needed so far, and what the first
+    one needs from there to its end. At least the height of one wave. `seconds`: of each operator; None: all take the
+    same time. A wave that is ahead of that waits; it needs no more than its own height to come to its end."""
+    if not heights:
+        return 0
+    peak = max(heights)
+    after = len(heights) - heights[::-1].index(peak)  # the first operator behind the last of the highest
+    rising = list(accumulate(heights, max))
+    falling = [*list(accumulate(reversed(heights), max))[::-1], 0]
+    clock = [0.0, *accumulate(seconds if seconds is not None else [1.0] * len(heights))]
+    most = peak
+    for operator, needs in enumerate(rising):
+        at = max(bisect_right(clock, clock[after] + clock[operator]) - 1, after)
+        if at >= len(heights):
+            break
+        most = max(most, needs + falling[at])
+    return most
 
 
 class _Arena:

@@ -67,6 +67,7 @@ def validate(program: Program, limits: ProgramLimits = DEFAULT) -> None:
     _generator(program)
     _layers(program, limits)
     _collectives(program, limits)
+    _wave(program)
 
 
 def state_slots(program: Program) -> tuple[int, ...]:
@@ -238,6 +239,14 @@ def _collectives(program: Program, limits: ProgramLimits) -> None:
             _exchange(program, one, where)
         else:
             _fail(where, f"of unknown kind {one.kind!r:.40}")
+
+
+def _wave(program: Program) -> None:
+    wave = program.wave
+    if wave is not None and not (wave.lane in (0, 1) and 0 < wave.tail < len(program.ops)):
+        _fail("wave", f"lane {wave.lane}, and a tail at operator {wave.tail} of {len(program.ops)}")
+    if wave is not None and program.generator is None and any(op.random is not None for op in program.ops):
+        _fail("wave", "it draws from the job's generator, from which steps of both waves would draw in turns")
 
 
 def _all_reduce(program: Program, one: Collective, where: str) -> None:

@@ -74,6 +74,8 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
         doing = f"waits for its peers: {_collective(state, job)}" + (
             f"; {out} before it on the device" if job.outstanding else ""
         )
+    elif blocked == "wave":
+        doing = f"waits for its other wave to give memory back, or to end; {out} on the device"
     elif blocked == "changing":
         doing = "is about to change its priority"
     elif blocked:

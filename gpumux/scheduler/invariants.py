@@ -52,17 +52,33 @@ def _check_job(job: ScheduledJob) -> None:
     for index, item in enumerate(job.queue):
         if isinstance(item, JobStep):
             assert job.programs.get(item.program.id) is item.program, f"{where}: step {item.id} lost its program"
-            begun = index == 0 and 0 < item.launched < len(item.pieces)
+            begun = index <= (item.wave is not None) and 0 < item.launched < len(item.pieces)
             assert item.launched == 0 or begun, f"{where}: step {item.id} began out of turn"
     head = job.queue[0] if job.queue else None
     if isinstance(head, JobStep) and head.gated:
         assert head.met == len(head.gated) or head.launched <= head.gated[head.met], f"{where}: a gate was passed"
         assert head.met == 0 or head.launched >= head.gated[head.met - 1], f"{where}: peers came too early"
+    _check_waves(job, where)
     beside = job.transfer is not None and (job.outstanding or job.running)
     assert not beside, f"{where}: a transfer runs beside launches"
     out = sum(step.launched - step.done for step in steps)
     assert out == job.outstanding, f"{where}: {job.outstanding} outstanding, its steps say {out}"
     assert job.state is JobState.OPEN or job.busy(), f"{where}: drained but not closed"
+
+
+def _check_waves(job: ScheduledJob, where: str) -> None:
+    """The steps of waves that are under way fit into the arena, and one of them at most has its highest pieces yet to
+    come."""
+    begun = [(step, step.wave) for step in job.steps() if step.wave is not None and step.launched]
+    lanes = [lease.lane for _, lease in begun]
+    if len(set(lanes)) < 2:
+        return
+    (older, ahead), (younger, lease) = begun[:2]
+    assert len(begun) == 2, f"{where}: {len(begun)} steps of its waves are under way"
+    assert ahead.descends(older.launched), f"{where}: both waves ascend"
+    assert younger.launched <= lease.tail, f"{where}: a wave passed its tail before the step before it had ended"
+    held = ahead.held(older.launched, older.done) + lease.held(younger.launched, younger.done)
+    assert held <= max(ahead.arena, lease.arena), f"{where}: its waves hold {held} bytes of {lease.arena}"
 
 
 def _check_awaited(state: SchedulerState) -> None:
@@ -121,12 +137,13 @@ def _check_window(window: Window, jobs: list[ScheduledJob]) -> None:
     counts = Counter(launch.job.id for launch in launches)
     held = {job.id: job.outstanding for job in jobs if job.outstanding}
     assert counts == held, f"launches by job {dict(counts)}, jobs say {held}"
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[tuple[str, int | None], tuple[int, int]] = {}
     for launch in launches:
         _check_room(launch)
         at = (launch.step.id, launch.piece)
-        assert last.get(launch.job.id, (-1, -1)) < at, f"job {launch.job.id}: launched {at} out of order"
-        last[launch.job.id] = at
+        lane = None if launch.step.wave is None else launch.step.wave.lane  # waves take turns
+        assert last.get((launch.job.id, lane), (-1, -1)) < at, f"job {launch.job.id}: launched {at} out of order"
+        last[launch.job.id, lane] = at
 
 
 def _check_room(launch: Outstanding) -> None:

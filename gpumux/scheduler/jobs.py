@@ -16,6 +16,7 @@ from itertools import pairwise
 from sys import intern
 from typing import TypeAlias
 
+from gpumux.scheduler.leases import WaveLease
 from gpumux.types import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
 
 
@@ -73,6 +74,7 @@ class JobProgram:
     bounds: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
     gated: tuple[int, ...] = ()
+    wave: WaveLease | None = None  # of the newest cut, if it is for one of two waves
     cut_target_s: float | None = None  # piece length the device was asked for; None: its own choice
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device gives a content hash
@@ -107,8 +109,8 @@ class JobProgram:
 
 
 class JobStep:
-    """A submitted step. `cut`, `pieces`, `bounds`, `spans` and `gated` are fixed when the first piece is launched; a
-    later cut applies to later steps."""
+    """A submitted step. `cut`, `pieces`, `bounds`, `spans`, `gated` and `wave` are fixed when the first piece is
+    launched; a later cut applies to later steps."""
 
     # Set when the first piece is launched:
     cut = -1
@@ -116,6 +118,7 @@ class JobStep:
     bounds: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
     gated: tuple[int, ...] = ()
+    wave: WaveLease | None = None
     met = 0  # collectives that have ended: the peers came to so many of the gated pieces
     launched = 0
     done = 0
@@ -134,11 +137,22 @@ class JobStep:
         """The first piece is launched."""
         program = self.program
         self.cut, self.pieces, self.bounds, self.spans = program.cut, program.pieces, program.bounds, program.spans
-        self.gated = program.gated
+        self.gated, self.wave = program.gated, program.wave
 
     def waits_for_peers(self) -> bool:
         """Whether the next piece may not be launched before its collective has ended."""
         return self.met < len(self.gated) and self.gated[self.met] == self.launched
+
+
+def _may_run_beside(younger: JobStep, older: JobStep) -> bool:
+    """Whether the next piece of a wave's step may run while the step before it is not over."""
+    ahead, lease = older.wave, younger.wave or younger.program.wave
+    if ahead is None or lease is None or ahead.lane == lease.lane:
+        return older.launched > 0  # they run one after the other, as the steps of any job
+    if younger.launched >= lease.tail or not ahead.descends(older.launched):
+        return False
+    needs = max(lease.held(younger.launched, younger.done), lease.heights[younger.launched])
+    return needs + ahead.held(older.launched, older.done) <= max(lease.arena, ahead.arena)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +197,7 @@ class ScheduledJob:
     running: dict[StepId, JobStep] = field(default_factory=dict)
     transfer: JobTransfer | None = None
     transfers: int = 0  # transfers in queue and under way
+    younger_last: bool = False  # of two waves under way, whether the younger one's piece was launched last
     last_step: int = -1
     steps_done: int = 0
     steps_failed: int = 0
@@ -213,6 +228,8 @@ class ScheduledJob:
         if type(head) is JobStep:
             if head.gated and head.waits_for_peers():
                 return "peers"
+            if head.program.wave is not None:
+                return "" if self._of_waves() is not None else "wave"
             return "" if head.program.cut >= 0 else "program"
         return "transfer"
 
@@ -225,7 +242,27 @@ class ScheduledJob:
         """The step with the next piece. Only for a job that is not blocked."""
         head = self.queue[0]
         assert type(head) is JobStep
+        if head.program.wave is not None:
+            return self._of_waves() or head
         return head
+
+    def oldest_arrival(self) -> int:
+        """Arrival of the oldest step that has pieces left. Only for a job that is not blocked."""
+        head = self.queue[0]
+        assert type(head) is JobStep
+        return head.arrival
+
+    def _of_waves(self) -> JobStep | None:
+        """Of the oldest step and the one behind it, of the other wave, the one with the next piece: where both could
+        have it they take turns, as on a device that runs both at once. None: the younger one has to wait."""
+        older = next(reversed(self.running.values()), None)
+        head = self.queue[0]
+        assert type(head) is JobStep
+        if older is not None:
+            return head if _may_run_beside(head, older) else None
+        second = self.queue[1] if len(self.queue) > 1 else None
+        younger = type(second) is JobStep and second.program.wave is not None and _may_run_beside(second, head)
+        return second if younger and type(second) is JobStep and not self.younger_last else head
 
     def next_seconds(self) -> float:
         """Predicted seconds of the next piece. Only for a job that is not blocked."""

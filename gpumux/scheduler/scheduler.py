@@ -38,6 +38,7 @@ from gpumux.scheduler.events import (
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.jobs import JobProgram, JobState, JobStep, JobTransfer, OpenSession, ScheduledJob, spans
+from gpumux.scheduler.leases import WaveLease
 from gpumux.scheduler.policy import NextLaunch, Policy
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
 from gpumux.types import (
@@ -397,6 +398,8 @@ def program_ready(state: SchedulerState, event: ProgramReady) -> None:
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
     program.spans, program.gated = spans(program.key, program.bounds), event.gated
+    if event.wave is not None:
+        program.wave = WaveLease(event.wave, program.footprint.arena_bytes)
     record(state, job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         state.commands.append(AnnounceProgram(job.id, program.id))
@@ -659,6 +662,8 @@ class Scheduler:
         limit = policy.limit(windows, job.priority)
         launch = windows.launch(launch_id, job, step, limit, choice.share, state.now)
         step.launched += 1
+        if step.wave is not None:
+            job.younger_last = step is not job.queue[0]
         if state.guard is not None:
             state.guard.launched(launch, windows)
         record(state, job.id, step.id, "launched", launch.piece, len(step.pieces), launch_id, choice.stream, step.cut)
@@ -674,6 +679,8 @@ class Scheduler:
             job.running[step.id] = step
             windows.update(job)
             state.changed_jobs.append(job)
+        elif step.wave is not None:
+            windows.update(job)
         elif step.gated and step.waits_for_peers():
             windows.update(job)
             record(state, job.id, step.id, "waits:peers", step.met + 1, len(step.gated), step.launched)

@@ -62,7 +62,7 @@ class ReadyQueue:
 
     def key(self, job: ScheduledJob) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
-        return job.head_step().arrival
+        return job.oldest_arrival()
 
     def add(self, job: ScheduledJob) -> None:
         self.size += 1

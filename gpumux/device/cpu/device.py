@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from gpumux import hostmemory
 from gpumux.device import base as dev
@@ -84,6 +85,7 @@ from gpumux.types import (
     ProgramId,
     ProgramReady,
     TransferEnded,
+    WavePieces,
 )
 
 _CAP_SYS_NICE = 23
@@ -472,12 +474,12 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
     said = unpack(body)
     if tag == RECUT:
-        program, cut, pieces, bounds, through_python, gated = said
+        program, cut, pieces, bounds, through_python, gated, wave = said
         if cut == 1 and through_python:
             reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
             _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
         executor.programs[program].recut(cut, bounds)
-        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds), tuple(gated))]
+        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds), tuple(gated), _wave(wave))]
     if tag == EXCHANGED:
         step, piece, started, ended, moved, exchange_s = said
         return [CollectiveEnded(job, step, piece, started, ended, tuple(map(tuple, moved)), exchange_s)]
@@ -486,9 +488,9 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         return []
     command = schedule.done(job)
     if tag == LOADED:
-        program, pieces, bounds, table, ops, gated = said
+        program, pieces, bounds, table, ops, gated, wave = said
         executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds), tuple(gated))]
+        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds), tuple(gated), _wave(wave))]
     if tag == REFUSED and isinstance(command, LoadCommand):
         executor.not_loaded(command)
         return [ProgramRefused(job, command.program, Fault(*said[1:]))]
@@ -499,6 +501,10 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
         text, code, message, remedy = said
         return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
     raise AssertionError(f"message {tag} to {command}")
+
+
+def _wave(said: Sequence[Any] | None) -> WavePieces | None:
+    return None if said is None else WavePieces(said[0], said[1], tuple(said[2]))
 
 
 def unheard(executor: ExecutorRecord, schedule: Schedule[Command]) -> list[DeviceEvent]:

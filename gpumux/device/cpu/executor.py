@@ -81,7 +81,8 @@ class StepAnswers:
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
         self.channel: socket.socket | None = None  # the client's channel
-        self._started = self._device_s = 0.0
+        # When each step under way started, and its device seconds so far: of two waves, two are.
+        self._steps: dict[int, tuple[float, float]] = {}
 
     def use(self, channel: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
         """Answer steps on `channel`, which this object closes, by filling `packet` (device.base.AnswerForm)."""
@@ -91,19 +92,22 @@ class StepAnswers:
         self._step_at, self._queue_at, self._device_at, self._total_at = step_at, queue_at, device_at, total_at
 
     def ran(
-        self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float, suspended: float
+        self, launch: int, step: int, submitted: float, started: float, ended: float, suspended: float, last: bool
     ) -> bool:
         """Record a piece that ran, and was suspended for `suspended` seconds; all times in seconds. `submitted` is -1
-        unless the piece ends its step and the step may be answered. Returns whether the step was answered."""
-        if piece == 0:
-            self._started, self._device_s = started, 0.0
-        self._device_s += max(0.0, ended - started - suspended)
+        unless the step may be answered. `last`: the piece has ended its step. Returns whether the step was answered."""
+        began, device_s = self._steps.get(step, (started, 0.0))
+        device_s += max(0.0, ended - started - suspended)
+        if not last:
+            self._steps[step] = began, device_s
+            return False
+        self._steps.pop(step, None)
         if submitted < 0.0 or self.channel is None:
             return False
         # Before the answer: the client's next message may reach the daemon before the executor's.
         PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended, suspended)
         PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, launch)
-        answered = self.answer(step, self._started - submitted, self._device_s, ended - submitted)
+        answered = self.answer(step, began - submitted, device_s, ended - submitted)
         if not answered:
             PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, 0)
         return answered
@@ -156,7 +160,7 @@ class PeakMemory:
 
     def begin(self, now: float) -> None:
         """Reset the peak at the start of a step, at most every MEASURE_EVERY_S. `now` in seconds."""
-        if now < self._next:
+        if now < self._next or self._looking:  # of two waves the other one's step may be under way
             return
         self._next, self._looking = now + MEASURE_EVERY_S, True
         try:
@@ -300,7 +304,7 @@ class Executor:
         ended = monotonic()
         held = self._peak.end() if ended_step else 0
         suspended = waits.seconds() - before if waits is not None else 0.0
-        answered = self._answers.ran(launch, step, piece, submitted, started, ended, suspended)
+        answered = self._answers.ran(launch, step, submitted, started, ended, suspended, ended_step)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if self._peers is not None and loaded.waits(cut, piece + 1):
             self._peers.begin(loaded.exchange, partial(self._exchanged, step, piece + 1, ended))
@@ -347,7 +351,7 @@ class Executor:
         if pieces is not None:
             gc.collect()  # garbage that is frozen would never be freed
             gc.freeze()
-            body = [program, loaded.newest, pieces, loaded.bounds, loaded.through_python, loaded.gated]
+            body = [program, loaded.newest, pieces, loaded.bounds, loaded.through_python, loaded.gated, loaded.wave]
             self._channel.send(RECUT, body)
 
     def _load(self, fds: list[int]) -> None:
@@ -390,7 +394,14 @@ class Executor:
         targets = [op.target for op in decoded.ops]
         table = list(dict.fromkeys(targets))
         place = {target: index for index, target in enumerate(table)}
-        listing = [loaded.guesses(), loaded.bounds, table, [place[target] for target in targets], loaded.gated]
+        listing = [
+            loaded.guesses(),
+            loaded.bounds,
+            table,
+            [place[target] for target in targets],
+            loaded.gated,
+            loaded.wave,
+        ]
         self._channel.send(LOADED, [program, *listing])
 
     def _profile(self, program: int) -> None:

@@ -38,8 +38,10 @@ from gpumux.errors import ProgramError
 from gpumux.hostmemory import cpu_name
 from gpumux.program import onednn_lstm
 from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, gated, piece_seconds, units
-from gpumux.program.ir import Collective, Program, View, gates, labels
+from gpumux.program.ir import Collective, Program, View, gates, labels, piece_starts
+from gpumux.program.memory import plan, wave_pieces
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
+from gpumux.types import WavePieces
 
 # ---- Compiled programs, which run units instead of operators (program/cut.py, device/inductor.py).
 
@@ -273,7 +275,10 @@ class LoadedProgram:
         self._op_s = [inf] * len(program.ops)
         self._piece_s: list[list[float]] = []
         self.newest = 0
-        self._gates = gates(program)
+        self._gates, self._starts = gates(program), piece_starts(program)
+        self._plan = plan(program) if program.wave is not None else None
+        # Draws of a wave's step follow each other as if no other step ran between its pieces.
+        self._sets_generator = program.wave is not None and program.generator is not None
         self._collectives: dict[int, list[Collective]] = {}  # by the operator they stand before
         for one in program.collectives:
             self._collectives.setdefault(one.op, []).append(one)
@@ -293,6 +298,11 @@ class LoadedProgram:
         """The pieces of the newest cut that begin with a collective."""
         return self._gated[self.newest]
 
+    @property
+    def wave(self) -> WavePieces | None:
+        """What the scheduler needs of the newest cut, if the program is for one of two waves."""
+        return wave_pieces(self.program, self._plan, self.bounds) if self._plan is not None else None
+
     def guesses(self) -> tuple[float, ...]:
         """Guessed seconds of the pieces of cut 0."""
         return piece_seconds([GUESSED_OP_SECONDS] * len(self.program.ops), self._bounds[0])
@@ -309,6 +319,8 @@ class LoadedProgram:
             raise ProgramError(
                 f"piece {piece} of step {step} is out of order", "this is a bug in the daemon: report it"
             )
+        if frame.generator is not None:
+            torch.default_generator.set_state(frame.generator)
         if cut == 0:
             start, stop = bounds[piece], bounds[piece + 1]
             watch = self._watch if self.newest == 0 else None
@@ -327,6 +339,8 @@ class LoadedProgram:
             self._run_piece(frame, cut, piece)
         frame.next_piece += 1
         if frame.next_piece < len(bounds) - 1:
+            if self._sets_generator:
+                frame.generator = torch.default_generator.get_state()
             return False
         self._finish(frame)
         return True
@@ -376,8 +390,8 @@ class LoadedProgram:
 
     def _boundaries(self, op_s: list[float]) -> tuple[int, ...]:
         if self._compiled is not None:
-            return cut_units(self._compiled.units, op_s, self._target_s, None, self._gates)
-        return cut(op_s, self._target_s, gates=self._gates)
+            return cut_units(self._compiled.units, op_s, self._target_s, None, self._starts)
+        return cut(op_s, self._target_s, gates=self._starts)
 
     def recut(self) -> tuple[float, ...] | None:
         """Cut the program again after a whole step, if there is reason. Returns the predicted seconds of each piece of

@@ -108,6 +108,11 @@ class Engine:
                     "the program exchanges data with other ranks, which is not proven on a GPU",
                     "run its ranks on daemons with --device cpu",
                 )
+            if program.wave is not None:
+                raise ProgramError(
+                    "the program is for one of a job's two waves, which are not proven on a GPU",
+                    "submit it without waves=, or to a daemon with --device cpu",
+                )
             if program.generator is not None:
                 raise ProgramError(
                     "the program draws from a generator of the CPU, which this device does not have",

@@ -168,6 +168,7 @@ class Frame:
     cut: int
     next_piece: int = 0
     met: int = 0  # the newest piece whose collectives have ended
+    generator: torch.Tensor | None = None  # its state after the newest piece, while the other wave's step may draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,10 @@ from gpumux.program.ir import (
     aligned,
     gates,
     labels,
+    piece_starts,
     slot_layout,
 )
-from gpumux.program.memory import footprint, plan, traffic
+from gpumux.program.memory import footprint, plan, traffic, wave_pieces
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import refuse_rank, state_slots, validate
 from gpumux.types import (
@@ -67,6 +68,7 @@ from gpumux.types import (
     ProgramReady,
     TransferEnded,
     TransferId,
+    WavePieces,
 )
 
 # ---- The check of an encoded Program without torch: its structure, its operators' names and its memory.
@@ -263,12 +265,13 @@ class SimProgram:
         self.target_s: float | None = None  # target length of pieces; None: the priority's
         self._spec = spec
         self._priority = job.priority
-        self._gates = gates(program)
+        self._program = program
+        self._gates, self._starts = gates(program), piece_starts(program)
         self._exchanges = exchanges(program)
         self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)
         self._kernels = kernels_of(self._ops, spec)
-        predicted = cut_kernels(kernels_of(op_profiles(program, spec), spec), spec, job.priority, gates=self._gates)
+        predicted = cut_kernels(kernels_of(op_profiles(program, spec), spec), spec, job.priority, gates=self._starts)
         self.predicted = predicted
         self.cuts: dict[int, Pieces] = {0: recut(self._kernels, predicted.bounds, spec)}
         self._made_for: float | None = None  # target length of the newest cut
@@ -291,6 +294,10 @@ class SimProgram:
         """The pieces of a cut that begin with a collective."""
         return gated(self.cuts[cut].bounds, self._gates)
 
+    def wave(self, bounds: Sequence[int]) -> WavePieces | None:
+        """What the scheduler needs of pieces with these bounds, if the program is for one of two waves."""
+        return wave_pieces(self._program, plan(self._program), bounds) if self._program.wave is not None else None
+
     def exchange(self, launch: Launch) -> GateExchange | None:
         """What is exchanged after this piece, if anything is."""
         bounds = self.cuts[launch.cut].bounds
@@ -307,7 +314,7 @@ class SimProgram:
         if self.newest and self.target_s == self._made_for:
             return None
         self._made_for = self.target_s
-        made = cut_kernels(self._kernels, self._spec, self._priority, self.target_s, self._gates)
+        made = cut_kernels(self._kernels, self._spec, self._priority, self.target_s, self._starts)
         if self.newest and made.bounds == newest.bounds:
             return None
         self.cuts.pop(self.newest - 1, None)
@@ -549,7 +556,11 @@ class SimDevice:
             self._emit(ProgramRefused(job, program, loaded))
         else:
             pieces = loaded.predicted
-            self._emit(ProgramReady(job, program, 0, pieces.seconds, pieces.bounds, loaded.gated(0)))
+            self._emit(
+                ProgramReady(
+                    job, program, 0, pieces.seconds, pieces.bounds, loaded.gated(0), loaded.wave(pieces.bounds)
+                )
+            )
 
     def launch(self, launch: Launch) -> None:
         job = self._jobs.get(launch.job)
@@ -687,8 +698,10 @@ class SimDevice:
         pieces = program.done(launch)
         if pieces is not None:
             newest = program.newest
-            begin = program.gated(newest)
-            self._events.append(ProgramReady(launch.job, launch.program, newest, pieces.seconds, pieces.bounds, begin))
+            begin, wave = program.gated(newest), program.wave(pieces.bounds)
+            self._events.append(
+                ProgramReady(launch.job, launch.program, newest, pieces.seconds, pieces.bounds, begin, wave)
+            )
         self._hand_over()
 
     # ---- endings

@@ -73,7 +73,7 @@ def done(launch: int, answered: bool) -> memoryview:
 def test_an_answer_is_known_before_it_is_told_and_told_once(executor, answers):
     schedule, launch = launched(7)
     assert unheard(executor, schedule) == []
-    assert answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.25)
+    assert answers[0].ran(7, 5, 1.0, 2.0, 3.0, 0.25, True)
     assert struct.unpack(">Qddd", answers[1].recv(100)) == (5, 1.0, 0.75, 2.0)
     assert unheard(executor, schedule) == [PieceDone(launch.launch, 2.0, 3.0, True, 0.25)]
     assert unheard(executor, schedule) == []
@@ -83,7 +83,7 @@ def test_an_answer_is_known_before_it_is_told_and_told_once(executor, answers):
 
 
 def test_another_launch_is_not_taken_for_the_answered_one(executor, answers):
-    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
+    answers[0].ran(7, 5, 1.0, 2.0, 3.0, 0.0, True)
     for number, submitted in ((8, 1.0), (7, None)):
         schedule, _ = launched(number, submitted)
         assert unheard(executor, schedule) == []
@@ -92,7 +92,7 @@ def test_another_launch_is_not_taken_for_the_answered_one(executor, answers):
 
 def test_an_answered_step_counts_even_if_the_process_died_before_it_told(executor, answers):
     schedule, _ = launched(7)
-    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
+    answers[0].ran(7, 5, 1.0, 2.0, 3.0, 0.0, True)
     executor.status, executor.ended = 9, True
     events = [*unheard(executor, schedule), *obituary(executor, schedule.drop(JOB))]
     assert [type(event) for event in events] == [PieceDone, JobDied]
@@ -101,14 +101,14 @@ def test_an_answered_step_counts_even_if_the_process_died_before_it_told(executo
 def test_an_answer_that_could_not_be_sent_is_nowhere(executor, answers):
     schedule, _ = launched(7)
     answers[1].close()
-    assert not answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
+    assert not answers[0].ran(7, 5, 1.0, 2.0, 3.0, 0.0, True)
     assert unheard(executor, schedule) == []
     assert answer(executor, schedule, DONE, done(7, False)) == [PieceDone(LaunchId(7), 2.0, 3.0, False, 0.25)]
 
 
 def test_an_answer_lost_after_we_counted_on_it_fails_the_job(executor, answers):
     schedule, _ = launched(7)
-    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0, 0.0)
+    answers[0].ran(7, 5, 1.0, 2.0, 3.0, 0.0, True)
     assert unheard(executor, schedule)
     assert answer(executor, schedule, DONE, done(7, False)) == []
     assert executor.failure is not None
@@ -123,9 +123,9 @@ def test_what_lies_on_the_page_lies_apart():
 
 def test_seconds_are_summed_over_pieces_and_never_negative(answers):
     mine, theirs = answers
-    assert not mine.ran(1, 5, 0, -1.0, 2.0, 3.0, 0.0)
-    assert mine.ran(2, 5, 1, 2.5, 4.0, 4.5, 0.0)  # the submitter's clock was ahead
+    assert not mine.ran(1, 5, -1.0, 2.0, 3.0, 0.0, False)
+    assert mine.ran(2, 5, 2.5, 4.0, 4.5, 0.0, True)  # the submitter's clock was ahead
     assert struct.unpack(">Qddd", theirs.recv(100)) == (5, 0.0, 1.5, 2.0)
-    assert mine.ran(3, 6, 0, 4.5, 4.5, 5.0, 0.5000001)  # two clocks: it can't have stood still for longer than it took
+    assert mine.ran(3, 6, 4.5, 4.5, 5.0, 0.5000001, True)  # two clocks: it can't have stood still for longer than it took
     assert struct.unpack(">Qddd", theirs.recv(100))[2] == 0.0
     assert theirs.type == socket.SOCK_SEQPACKET

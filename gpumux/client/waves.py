@@ -1,0 +1,116 @@
+"""A job's two waves, as the client follows them: whose turn it is, and the host side of each replica's state.
+
+Step m belongs to wave m mod 2 (gpumux/waves/trace.py). What the local model shows after it, and what is fetched, is the
+replica of the newest step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from gpumux.capture.state import StateTable
+from gpumux.capture.step import State, StepProgram
+from gpumux.errors import ConfigError
+from gpumux.waves.trace import WavePrograms
+
+log = logging.getLogger("gpumux.client")
+
+Write = Callable[[int, torch.Tensor], None]
+
+
+class Pull(Protocol):
+    """Remote.pull."""
+
+    def __call__(self, write: Write, wanted: Collection[int] | None = None) -> None: ...
+
+
+class Waves:
+    """`step`: the number m of the next step, since the state was last loaded."""
+
+    def __init__(self, table: StateTable) -> None:
+        self._table = table
+        self._states: list[State] = []  # the host side of each replica's state
+        self._made: dict[int, dict[tuple[int, bool], StepProgram]] = {}  # by the captured Program
+        self._captured: list[StepProgram] = []  # so that no other one has its id
+        self.step = 0
+
+    @property
+    def newest(self) -> int:
+        """The lane of the newest step."""
+        return (self.step + 1) % 2 if self.step else 0
+
+    # ---- steps
+
+    def state(self, present: State) -> State:
+        """The host side of the state from which the next step of a wave begins. `present`: of the local model."""
+        if self.step == 0:
+            self._states = [present, present]
+        return self._states[self.step % 2]
+
+    def program(self, captured: StepProgram) -> StepProgram:
+        """What the next call runs of a captured Program."""
+        waves = _waves(captured)
+        return self._of(captured, (self.step % 2, self.step == 0) if waves.trains else (self.newest, False))
+
+    def ahead(self, captured: StepProgram, first_phase: bool) -> list[StepProgram]:
+        """The Programs to load when a step is submitted. `first_phase`: the job's first step is of this phase."""
+        waves = _waves(captured)
+        wanted = [(0, waves.trains and first_phase), *([(1, False)] if waves.trains else [])]
+        return [self._of(captured, one) for one in wanted]
+
+    def stepped(self, captured: StepProgram, after: State) -> None:
+        """The chosen step was sent, and `after` is the host side of the state after it."""
+        if _waves(captured).trains:
+            self._states[self.step % 2] = after
+            self.step += 1
+
+    def _of(self, captured: StepProgram, key: tuple[int, bool]) -> StepProgram:
+        made = self._made.get(id(captured))
+        if made is None:
+            self._captured.append(captured)
+            made = self._made[id(captured)] = {}
+        if key not in made:
+            lowered = replace(_waves(captured).lowered[key], exit=captured.lowered.exit)
+            made[key] = replace(captured, lowered=lowered, number=None, ranked=None)
+        return made[key]
+
+    # ---- state
+
+    def pull(self, pull: Pull, write: Write, wanted: Collection[int] | None = None) -> None:
+        """`pull` of the replica of the newest step, written as that of the first wave."""
+        some = self._table.first_wave if wanted is None else wanted
+        lane = self.newest
+        of = {self._table.replica(b) if lane else b: b for b in some}
+        pull(lambda buffer, data: write(of[buffer], data), of)
+
+    def loaded(self) -> None:
+        """Both replicas have the state that was loaded, and the next step is the first of all."""
+        self.step = 0
+        self._states = []
+
+
+def _waves(captured: StepProgram) -> WavePrograms:
+    found: Any = captured.ranked
+    assert isinstance(found, WavePrograms)
+    return found
+
+
+# ---- what waves cost, and what to use in their place
+
+
+def refuse_with_waves(**given: bool) -> None:
+    """Raises ConfigError for an argument that two waves do not take. given: by name, whether it was given."""
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise ConfigError(f"waves=2 does not go together with {wrong[0]}", f"leave out {wrong[0]}, or waves")
+
+
+def check_waves(waves: int) -> None:
+    """Raises ConfigError for another number than 1 or 2."""
+    if waves not in (1, 2) or isinstance(waves, bool):
+        raise ConfigError(f"waves={waves!r}", "use 1, or 2 for two waves (docs/waves.md)")

@@ -1,0 +1,208 @@
+"""The Programs of a step that two waves run in turns (Wavelet, section 3.2.3 and figure 9).
+
+There are two replicas of the state. Step m belongs to wave m mod 2, which runs forward and backward pass over its own
+replica and gets the gradients g'_m. Then it takes
+
+    G_0 = g'_0,    G_m = (g'_m + g'_{m-1}) / 2
+
+as gradients for all that follows: clipping, the optimizer. Only its own replica changes. Operators up to the last
+backward pass can run beside the step before, of the other wave. The rest, the *tail*, waits until that one has ended,
+because it needs that step's gradients: they lie in buffers that both waves share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gpumux.capture.lower import Lowered, dense, lower
+from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
+from gpumux.capture.state import StateTable
+from gpumux.capture.structure import DeviceLeaf, frozen_leaves
+from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
+from gpumux.errors import NotSplittable
+from gpumux.program.ir import TensorRef, View, Wave, extent
+from gpumux.program.validate import written_storages
+
+LANES = (0, 1)
+_WITHOUT = "submit it without waves=2"
+
+
+def adds_to_gradients() -> NotSplittable:
+    """The error for a step that reads gradients of the steps before it."""
+    return NotSplittable(
+        "the step adds to gradients of the steps before it, which were the other wave's",
+        f"let it begin with optimizer.zero_grad(), or {_WITHOUT}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WavePrograms:
+    """What the waves run of one captured Program. `trains`: whether it is a step of a wave. Then `lowered` has, by lane
+    and whether the step is the first of all (which has no gradients of another one to take the mean with), its Program.
+    A Program that changes nothing runs on the replica of the newest step, and has one by lane and False."""
+
+    trains: bool
+    lowered: dict[tuple[int, bool], Lowered] = field(default_factory=dict)
+
+
+class WaveSplitter:
+    """A RankSplitter (capture/step.py) for two waves on one device."""
+
+    ranks = 1
+    counts: Sequence[int] = ()  # how values depend on the batch does not matter
+
+    def split(
+        self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
+    ) -> RankTraces:
+        raise AssertionError("no step of a wave is traced in parts")
+
+    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> WavePrograms:
+        """The waves' Programs. Raises NotSplittable for a step that can't be a wave's."""
+        if not _changes_state(whole):
+            return WavePrograms(False, {(lane, False): _in_lane(whole, lane, table) for lane in LANES})
+        after = _refuse(raw, table, keep, whole)
+        found: dict[tuple[int, bool], Lowered] = {}
+        for first in (True, False):
+            traced = with_mean(raw, after, table, first=first)
+            lowered = lower(traced, table, keep, clients_generator=whole.program.generator is not None)
+            assert lowered.program.wave is not None, "the operators behind the backward pass are its tail"
+            assert lowered.scalars == whole.scalars, "the mean takes no numbers of the step"
+            found |= {(lane, first): _in_lane(lowered, lane, table) for lane in LANES}
+        return WavePrograms(True, found)
+
+
+def with_mean(raw: RawTrace, after: AfterBackward, table: StateTable, *, first: bool) -> RawTrace:
+    """The trace with G_m in the place of g'_m behind the last backward pass. `first`: of step 0, which only leaves its
+    gradients for the other wave."""
+    old = raw.record
+    record = TraceRecord(
+        list(old.storages), list(old.views), [], old.scalars, list(old.inputs), dict(old.state_storage)
+    )  # fmt: skip
+    head, tail = old.ops[: after.operators], old.ops[after.operators :]
+    mean: list[RawOp] = []
+    for param, gradient in after.gradients.items():
+        mean += _mean_of(record, gradient, param, table, first)
+    record.ops = [*head, *(replace(op, tail=True) for op in (*mean, *tail))]
+    return replace(raw, record=record)
+
+
+def _mean_of(record: TraceRecord, gradient: int, param: int, table: StateTable, first: bool) -> list[RawOp]:
+    """Operators that replace the gradient of a parameter by G_m, and leave it for the other wave as it was."""
+    name, view = table.param_names[param], record.views[gradient]
+    if record.storages[view.storage].kind != "temp" or not dense(view):
+        raise NotSplittable(
+            f"the gradient of {name} lies in memory that it shares, or that outlives the step",
+            "let each step begin with optimizer.zero_grad() and make its gradients by backward()",
+        )
+    nbytes = extent(replace(view, offset=0))
+    buffer = table.between_waves(("gradient", param, view.dtype, nbytes), f"grad.{name} of the other wave", nbytes)
+    shared = record.state_storage.get(buffer)
+    if shared is None:
+        shared = record.state_storage[buffer] = len(record.storages)
+        record.storages.append(RawStorage("state", nbytes, buffer))
+    before = _view(record, replace(view, storage=shared, offset=0))
+    keep = _op("copy_.default", (TensorRef(before), TensorRef(gradient)), before, record)
+    if first:
+        return [keep]
+    record.storages.append(RawStorage("temp", nbytes, None, view.dtype))
+    copy = _view(record, replace(view, storage=len(record.storages) - 1, offset=0))
+    return [
+        _op("clone.default", (TensorRef(before),), copy, record),
+        keep,
+        _op("add_.Tensor", (TensorRef(gradient), TensorRef(copy)), gradient, record),
+        _op("mul_.Scalar", (TensorRef(gradient), 0.5), gradient, record),
+    ]
+
+
+def _view(record: TraceRecord, view: View) -> int:
+    record.views.append(view)
+    return len(record.views) - 1
+
+
+def _op(target: str, args: tuple[Any, ...], out: int, record: TraceRecord) -> RawOp:
+    reads = frozenset(record.views[arg.view].storage for arg in args if isinstance(arg, TensorRef))
+    writes = frozenset((record.views[out].storage,))
+    return RawOp(f"aten.{target}", args, (), (out,), reads, writes, None, "the mean of two waves' gradients")
+
+
+def _in_lane(lowered: Lowered, lane: int, table: StateTable) -> Lowered:
+    """The Program over the replica of one wave."""
+    program, binding = lowered.program, lowered.binding
+    if program.wave is not None:
+        program = replace(program, wave=Wave(lane, program.wave.tail))
+    if lane:
+        binding = tuple([table.replica(buffer) for buffer in binding])
+    return replace(lowered, program=program, binding=binding)
+
+
+# ---- steps that can't be a wave's
+
+
+def _changes_state(whole: Lowered) -> bool:
+    program = whole.program
+    return any(program.storages[storage].kind == "state" for storage in written_storages(program))
+
+
+def _refuse(raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> AfterBackward:
+    """The end of the step's backward pass. Raises NotSplittable for a step that can't be one of a wave."""
+    after = raw.after_backward
+    if after is None or not after.gradients:
+        raise NotSplittable(
+            "the step changes state and leaves no gradients in its parameters, and waves take the mean of gradients",
+            f"compute them by backward(), not by torch.autograd.grad(), or {_WITHOUT}",
+        )
+    if keep or raw.entry.kept:
+        raise adds_to_gradients()
+    if raw.further or raw.moved_data or raw.on_batch:
+        raise NotSplittable(
+            "the step uses a GradScaler, checks values, sets .data, or changes its batch, which waves do not take",
+            f"use bfloat16 in place of the GradScaler and write in place under torch.no_grad(), or {_WITHOUT}",
+        )
+    draws = any(op.random is not None for op in whole.program.ops)
+    if draws and whole.program.generator is None:
+        raise NotSplittable(
+            "the step draws from a generator of the job's own, from which both waves would draw in turns",
+            "submit it without seed= and rng=, so that each step draws what the plain loop draws",
+        )
+    record = raw.record
+    head = record.ops[: after.operators]
+    for op in head:
+        early = _trained(raw, table) & op.writes
+        if early:
+            name = table.buffers[record.storages[min(early)].key].name
+            raise NotSplittable(
+                f"{op.where}: {name} is updated before the step's last backward pass",
+                f"call backward() once for all losses, then the optimizers, or {_WITHOUT}",
+            )
+    gradients = {record.views[view].storage for view in after.gradients.values()}
+    if len(gradients) < len(after.gradients):
+        raise NotSplittable(
+            "gradients of several parameters lie in one tensor's memory", "let backward() make one for each"
+        )
+    made = {storage for op in head if op.in_backward for storage in op.writes - op.reads}
+    for op in record.ops[after.operators :]:
+        other = {s for s in op.reads & made - gradients if record.storages[s].kind == "temp"}
+        if other:
+            raise NotSplittable(
+                f"{op.where} uses what the backward pass computed besides the gradients of the parameters",
+                f"use p.grad, which is the mean of both waves' gradients then, or {_WITHOUT}",
+            )
+    return after
+
+
+def _trained(raw: RawTrace, table: StateTable) -> frozenset[int]:
+    """Storages of the trace that hold parameters or optimizer state."""
+    buffers = {place.buffer for p in table.params if (place := table.place(p)) is not None}
+    for frozen in raw.entry.optimizers:
+        for _, tree in frozen:
+            buffers |= {leaf.place.buffer for leaf in frozen_leaves(tree) if isinstance(leaf, DeviceLeaf)}
+    kept = {raw.record.state_storage[b] for b in buffers if b in raw.record.state_storage}
+    for frozen in raw.optimizers:
+        for _, tree in frozen:
+            leaves = [leaf for leaf in frozen_leaves(tree) if isinstance(leaf, DeviceExit)]
+            kept |= {raw.record.views[leaf.view].storage for leaf in leaves}
+    return frozenset(kept)
