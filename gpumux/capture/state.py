@@ -617,6 +617,11 @@ class StateTable:
         return found
 
     @property
+    def gradients_between_waves(self) -> dict[str, int]:
+        """The buffers in which one wave leaves its gradients for the other, by the parameter's name."""
+        return {self.param_names[key[1]]: buffer for key, buffer in self._of_waves.items() if key[0] == "gradient"}
+
+    @property
     def first_wave(self) -> list[int]:
         """The buffers that are the first wave's, or those of a job without waves."""
         others = {*self._replicas.values(), *self._of_waves.values()}

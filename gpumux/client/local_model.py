@@ -24,7 +24,7 @@ from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
 from gpumux.client.waves import Waves
-from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
+from gpumux.errors import ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
 
 log = logging.getLogger("gpumux.client")
 
@@ -144,10 +144,57 @@ class LocalModel:
                 found: dict[str, Any] = self._recovery.persist(
                     lambda: dictionaries(self._table, self.state, self._pull)
                 )
+                if self._waves is not None and self._waves.step:
+                    waves = self._waves
+                    found["waves"] = self._recovery.persist(lambda: waves.other(self._of_lane, self._remote.pull))
             return found
+
+    def _of_lane(self, state: State, lane: int) -> dict[str, Any]:
+        """The dictionaries of one of two replicas."""
+        assert self._waves is not None
+        found: dict[str, Any] = dictionaries(
+            self._table, state, partial(self._waves.pull, self._remote.pull, lane=lane)
+        )
+        return found
 
     def load_state(self, state: dict[str, Any] | None = None) -> None:
         """Job.load_state()."""
+        waves = self._waves
+        saved = state.get("waves") if waves is not None and isinstance(state, dict) else None
+        if waves is None or not isinstance(saved, dict):
+            self._load(state)
+            if waves is not None:
+                waves.loaded()
+            return
+        with self._recovery.lock:
+            self._load(saved["other"])
+            other, step = self.state, saved["step"]
+            self._load(state, (step + 1) % 2, again=True)
+            waves.loaded(other, self.state, step)
+            self._push_gradients_between(saved["gradients"])
+
+    def _push_gradients_between(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Push the gradients of the newest step to the other wave. Raises ConfigError for those of another step."""
+        buffers = self._table.gradients_between_waves
+        wrong = [
+            n for n, b in buffers.items() if n not in gradients or gradients[n].nbytes != self._table.buffers[b].nbytes
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the state to load has no gradient of {wrong[0]} that fits",
+                "load what state_dict() gave for this step",
+            )
+        for name, buffer in buffers.items():
+            self._table.buffers[buffer].home = [(gradients[name].contiguous().untyped_storage(), 0)]
+        try:
+            self._recovery.persist(lambda: self._remote.push(list(buffers.values())))
+        finally:
+            for buffer in buffers.values():
+                self._table.buffers[buffer].home = []
+
+    def _load(self, state: dict[str, Any] | None, lane: int | None = None, *, again: bool = False) -> None:
+        """Push a state to the daemon. Of two waves, to both replicas, or that of a `lane`. `again`: other state was
+        pushed just before."""
         with self._recovery.lock, without_modes():
             self._recovery.ensure_open()
             self._keep_local(ALL)
@@ -169,13 +216,13 @@ class LocalModel:
             before, self.state = self.state, State(self.intern(structure), host, keep)
             self.staleness.loaded(before.structure, self.state.structure)
             resident = set(self._remote.resident())
-            if self._recovery.recorder is not None:
+            if self._recovery.recorder is not None and not again:
                 self._recovery.recorder.log.begin_anew()
-            self._recovery.persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].local]))
+            wanted = [b for b in resident if self._table.buffers[b].local]
+            wanted = wanted if self._waves is None else self._waves.pushed(wanted, lane)
+            self._recovery.persist(lambda: self._remote.push(wanted))
             self.staleness.fetched(ALL, adopted=True)
             self.unsynced = 0
-            if self._waves is not None:
-                self._waves.loaded()
 
     # ---- what is stale
 

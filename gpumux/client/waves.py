@@ -81,17 +81,39 @@ class Waves:
 
     # ---- state
 
-    def pull(self, pull: Pull, write: Write, wanted: Collection[int] | None = None) -> None:
-        """`pull` of the replica of the newest step, written as that of the first wave."""
+    def pull(
+        self, pull: Pull, write: Write, wanted: Collection[int] | None = None, lane: int | None = None
+    ) -> None:  # fmt: skip
+        """`pull` of one wave's replica, by default that of the newest step, written as that of the first wave."""
+        lane = self.newest if lane is None else lane
         some = self._table.first_wave if wanted is None else wanted
-        lane = self.newest
         of = {self._table.replica(b) if lane else b: b for b in some}
         pull(lambda buffer, data: write(of[buffer], data), of)
 
-    def loaded(self) -> None:
-        """Both replicas have the state that was loaded, and the next step is the first of all."""
-        self.step = 0
-        self._states = []
+    def pushed(self, buffers: Collection[int], lane: int | None) -> list[int]:
+        """Of these buffers, those of one wave; None: of both."""
+        if lane is None:
+            return list(buffers)
+        first = set(self._table.first_wave)
+        return [b for b in buffers if (b in first) is (lane == 0)]
+
+    def other(self, dictionaries_of: Callable[[State, int], dict[str, Any]], pull: Pull) -> dict[str, Any]:
+        """What the next steps depend on besides the replica of the newest step: the entry "waves" of state_dict().
+        `dictionaries_of`: the dictionaries of a replica."""
+        gradients: dict[str, torch.Tensor] = {}
+        names = {buffer: name for name, buffer in self._table.gradients_between_waves.items()}
+        pull(lambda buffer, data: gradients.__setitem__(names[buffer], data.clone()), names)
+        lane = 1 - self.newest
+        return {"step": self.step, "other": dictionaries_of(self._states[lane], lane), "gradients": gradients}
+
+    def loaded(self, other: State | None = None, newest: State | None = None, step: int = 0) -> None:
+        """State was loaded: that of a job that has run so many steps. Without steps, both replicas have it, and the
+        next step is the first of all."""
+        self.step, self._states = step, []
+        if step:
+            assert other is not None
+            assert newest is not None
+            self._states = [other, newest] if self.newest else [newest, other]
 
 
 def _waves(captured: StepProgram) -> WavePrograms:

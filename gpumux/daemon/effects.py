@@ -399,6 +399,7 @@ class Completions:
             self._drop(job, program, as_fault(error))
             return
         program.offered = True
+        job.waves = job.waves or footprint.arena_bytes > 0
         log.info(
             "job %s: program %d checked, %d operators, %s",
             job.short,

@@ -91,6 +91,7 @@ class JobRecord:
     last_transfer: int = -1
     unloading: bool = False  # the device was told to unload it
     over: bool = False  # EndJob was executed: the client has been told
+    waves: bool = False  # a program of it is for one of two waves
     device_answers: bool = False  # the device has the session's channel, to answer steps itself
 
     @property

@@ -132,6 +132,8 @@ class Changes:
             raise AdmissionRefused(f"{len(record.changes)} changes of the job are under way", "wait for one to end")
         priority = None if m.priority is None else Priority(m.priority)
         fault = self._refuses(session, priority, m.weight)
+        if fault is None and priority is Priority.HIGH and record.waves:
+            fault = admission.high_waves(record.id)
         if fault is not None:
             self._context.refuse(session, m.ref, fault)
             return

@@ -64,6 +64,13 @@ def leaving(reason: str) -> Fault:
     return Fault(DaemonGone.code, f"the daemon is leaving: {reason}", "submit again once it is back")
 
 
+def high_waves(job: JobId) -> Fault:
+    return refused(
+        f"job {job} trains two waves, and the promise to a high job is for steps that follow each other",
+        "leave it low, or submit it without waves=2",
+    )
+
+
 def unknown_program(job: JobId, program: ProgramId) -> Fault:
     return refused(f"job {job} has no program {program}", "load the program, and wait until it is accepted")
 
@@ -180,6 +187,8 @@ class AdmissionLedger:
             )
         if min(footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes) < 0:
             return admission(f"the program's sizes are negative: {footprint}", "report this as a device bug")
+        if footprint.arena_bytes and job.priority is Priority.HIGH:
+            return high_waves(job.id)
         before = self.charges[job.id].total
         after = charge_for([*(p.footprint for p in job.programs.values()), footprint])
         if job.spec.memory_limit is not None and after.total > job.spec.memory_limit:
