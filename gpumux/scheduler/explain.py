@@ -461,6 +461,7 @@ TEMPLATES: dict[str, str] = {
     ),
     "waits:turn": "waits: job {0} comes first in the {1} class",
     **{f"waits:held:{reason}": f"held ({reason}): {{0}}" for reason in REASONS},
+    "waits:wave": "waits: the other wave's step has not given enough memory back, or not ended",
     "waits:peers": "waits for its peers: collective {0} of {1}, before piece {2}",
     "met": "the collective before piece {0} has ended: {1:.3f} ms after the piece before",
     "launched": "piece {0} of {1} launched as {2} on stream {3}, cut {4}",

@@ -21,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
         channel.send(REFUSED, [fault.code, fault.message, fault.remedy])
         return False
     footprint = report.footprint
-    sizes = [footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes]
+    sizes = list(astuple(footprint))
     operators = [op.target for op in report.program.ops]
     channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars])
     return True

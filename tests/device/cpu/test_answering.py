@@ -126,6 +126,8 @@ def test_seconds_are_summed_over_pieces_and_never_negative(answers):
     assert not mine.ran(1, 5, -1.0, 2.0, 3.0, 0.0, False)
     assert mine.ran(2, 5, 2.5, 4.0, 4.5, 0.0, True)  # the submitter's clock was ahead
     assert struct.unpack(">Qddd", theirs.recv(100)) == (5, 0.0, 1.5, 2.0)
-    assert mine.ran(3, 6, 4.5, 4.5, 5.0, 0.5000001, True)  # two clocks: it can't have stood still for longer than it took
+    assert mine.ran(
+        3, 6, 4.5, 4.5, 5.0, 0.5000001, True
+    )  # two clocks: it can't have stood still for longer than it took
     assert struct.unpack(">Qddd", theirs.recv(100))[2] == 0.0
     assert theirs.type == socket.SOCK_SEQPACKET
