@@ -1,4 +1,4 @@
-"""`python -m tests.waves.interleavings [--count N]`: steps of two waves on a device that runs both at any relative speed.
+"""`python -m tests.waves.interleavings [--count N]`: steps of two waves on a device that runs both at any speed.
 
 Each history has a random step of its own (temporaries with lifetimes and places, cut into pieces), an arena between one
 step's height and what `arena_bytes` says, and a random order of launches and ends. After every event no byte may be in
@@ -79,7 +79,8 @@ def in_use(case: Case, step: JobStep, lane: int) -> Iterator[tuple[int, int]]:
         used = span.birth < behind and span.last >= first
         if used and (step.launched > step.done or span.birth < first):
             start = offset if lane == 0 else case.arena - offset - size
-            assert 0 <= start and start + size <= case.arena, "a temporary lies outside the arena"
+            assert start >= 0, "a temporary lies below the arena"
+            assert start + size <= case.arena, "a temporary lies above the arena"
             yield start, start + size
 
 
@@ -156,8 +157,8 @@ def main() -> int:
     begun = time.monotonic()
     overlapped, small = histories(options.count, options.seed)
     print(
-        f"{options.count} histories in {time.monotonic() - begun:.0f} s: no overlap, no deadlock; both waves ran at once in"
-        f" {overlapped}, the arena was smaller than two steps in {small}"
+        f"{options.count} histories in {time.monotonic() - begun:.0f} s: no overlap, no deadlock; both waves ran at"
+        f" once in {overlapped}, the arena was smaller than two steps in {small}"
     )
     return 0
 

@@ -35,7 +35,7 @@ def _now(self: WaveLease, launched: int, done: int) -> int:
 @pytest.mark.parametrize("held", [lambda self, launched, done: 0, _now], ids=["nothing is held", "only what is out"])
 def test_these_histories_find_a_lease_that_is_wrong(held, monkeypatch):
     monkeypatch.setattr(WaveLease, "held", held)
-    with pytest.raises(AssertionError, match="in use|wait for each other"):
+    with pytest.raises(AssertionError, match=r"in use|wait for each other"):
         histories(400)
 
 

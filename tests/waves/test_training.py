@@ -243,9 +243,9 @@ def test_a_learning_rate_schedule_goes_by_steps_of_both_waves(endpoint):
     data = batches(6)
     reference = WaveReference(Tied, sgd, loss_of)
     expected = []
-    for m, batch in enumerate(data):
+    for number, batch in enumerate(data):
         for optimizer in (pair[0] for pair in reference.optimizers):
-            optimizer.param_groups[0]["lr"] = 0.1 * 0.5**m
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5**number
         expected.append(reference.step(batch).item())
     _, opt, job = submit(endpoint, Tied, sgd)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
@@ -345,6 +345,9 @@ def test_a_seed_of_its_own_with_dropout_is_refused(endpoint):
 
 def test_a_job_of_waves_stays_low(endpoint):
     _, _, job = submit(endpoint, Tied, sgd, name="low-waves")
-    with job:
-        with Session.connect(endpoint, role="control") as session, pytest.raises(errors.Refused, match="two waves"):
-            session.call(m.ChangeJob(0, job.id, 1, None))
+    with (
+        job,
+        Session.connect(endpoint, role="control") as session,
+        pytest.raises(errors.Refused, match="two waves"),
+    ):
+        session.call(m.ChangeJob(0, job.id, 1, None))

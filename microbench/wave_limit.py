@@ -1,0 +1,191 @@
+"""A Transformer under a memory limit that two waves of it fit into, and a doubled batch does not.
+
+Digits of scikit-learn as sequences of 64 pixels. A first job of each way runs without a limit, and says what its
+process held. Then each trains under the same limit (RLIMIT_DATA of the job's process, above what it holds before its
+first step): the doubled batch is killed by it, the waves and the doubled batch in two microbatches train to the end.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client
+from gpumux.errors import GpumuxError
+from microbench import common
+from microbench.daemon import RunningDaemon, running_daemon
+from microbench.walk import descendants
+
+BATCH = 128
+EPOCHS = 30
+MEASURED_STEPS = 12
+ACCURACY = 0.9
+SLACK = 24 << 20  # of the limit over what the waves' process held
+
+
+class Pixels(nn.Module):
+    """Two pre-norm encoder layers of width 64 over the 64 pixels of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.value = nn.Linear(1, 64)
+        self.place = nn.Parameter(0.1 * torch.randn(64, 64))
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.value(x[..., None]) + self.place)
+        return self.out(hidden.mean(1))
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    batch: int
+    given: dict[str, Any]
+
+
+WAYS = (
+    Way("doubled batch", 2 * BATCH, {}),
+    Way("two waves", BATCH, {"waves": 2}),
+    Way("doubled batch in two microbatches", 2 * BATCH, {"microbatches": 2}),
+)
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Training images and labels, test images and labels."""
+    from sklearn.datasets import load_digits
+
+    data, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    x, y = torch.tensor(data, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    return x[:1536], y[:1536], x[1536:], y[1536:]
+
+
+def loader(x: torch.Tensor, y: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    while True:
+        for some in torch.randperm(len(y), generator=draw).split(batch):
+            yield x[some], y[some]
+
+
+def submit(daemon: RunningDaemon, way: Way, x: torch.Tensor, y: torch.Tensor) -> tuple[nn.Module, client.Job]:
+    model = Pixels()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    example = x[: way.batch], y[: way.batch]
+    job = client.submit(
+        step, example=example, model=model, optimizer=optimizer, endpoint=daemon.endpoint, replay_bytes=0, **way.given
+    )
+    return model, job
+
+
+def data_bytes(pid: int) -> int:
+    """Private writable memory of a process, as RLIMIT_DATA counts it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+
+
+def executor_of(daemon: RunningDaemon, before: set[int]) -> int:
+    """The process of the only job: of those that are new, the one with the most memory."""
+    return max(set(descendants(daemon.process.pid)) - before, key=data_bytes)
+
+
+def train(
+    way: Way, limit: int | None, epochs: int, progress: Callable[[str], None]
+) -> dict[str, Any]:  # fmt: skip
+    """Train one way in a daemon of its own. limit: bytes that its process may have beside what it holds when its
+    Programs are loaded; None: no limit, and a few steps only, whose growth is measured."""
+    train_x, train_y, test_x, test_y = images()
+    with running_daemon() as daemon:
+        before = set(descendants(daemon.process.pid))
+        model, job = submit(daemon, way, train_x, train_y)
+        with job:
+            pid = executor_of(daemon, before)
+            base = data_bytes(pid)
+            if limit is not None:
+                resource.prlimit(pid, resource.RLIMIT_DATA, (base + limit, base + limit))
+            steps = MEASURED_STEPS if limit is None else epochs * len(train_y) // way.batch
+            most, begun = 0, time.monotonic()
+            batches = loader(train_x, train_y, way.batch)
+            try:
+                for number in range(steps):
+                    loss = job.step(*next(batches))
+                    if limit is None:
+                        float(loss)
+                        most = max(most, data_bytes(pid) - base)
+                    elif number % 100 == 0:
+                        progress(f"{way.name}: step {number} of {steps}, loss {float(loss):.3f}")
+                stats = job.stats()
+            except GpumuxError as error:
+                return {
+                    "way": way.name,
+                    "failed": f"{type(error).__name__}: {error}",
+                    "seconds": time.monotonic() - begun,
+                }
+        charged = stats["memory_bytes"]
+        with torch.no_grad():
+            accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
+    found = {"way": way.name, "charged_bytes": charged, "accuracy": accuracy, "seconds": time.monotonic() - begun}
+    return {**found, "grown_bytes": most} if limit is None else {**found, "steps": steps}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--epochs", type=int, default=EPOCHS)
+    args = arguments.parse_args(argv)
+    torch.set_num_threads(1)
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    free = {way.name: train(way, None, 0, say) for way in WAYS}
+    grown = {name: one["grown_bytes"] for name, one in free.items()}
+    say(", ".join(f"{name} grew by {bytes_ / 2**20:.0f} MiB" for name, bytes_ in grown.items()))
+    limit = grown["two waves"] + SLACK
+    limited = {way.name: train(way, limit, args.epochs, say) for way in WAYS}
+    rows = []
+    for way in WAYS:
+        one = limited[way.name]
+        ended = f"accuracy {one['accuracy']:.3f}" if "accuracy" in one else "killed: out of memory"
+        rows.append(
+            [
+                way.name,
+                str(way.batch),
+                f"{free[way.name]['charged_bytes'] / 2**20:.0f}",
+                f"{grown[way.name] / 2**20:.0f}",
+                ended,
+            ]
+        )
+    print(common.table(["way", "batch", "charged MiB", "grew by MiB", f"under {limit / 2**20:.0f} MiB"], rows))
+    waves, doubled = limited["two waves"], limited["doubled batch"]
+    targets = {
+        "the doubled batch is killed": {"value": "failed" in doubled, "target": True, "met": "failed" in doubled},
+        "accuracy of the waves": {
+            "value": waves.get("accuracy", 0.0),
+            "target": ACCURACY,
+            "met": waves.get("accuracy", 0.0) >= ACCURACY,
+        },
+    }
+    results = {"limit_bytes": limit, "free": free, "limited": limited, "targets": targets}
+    common.report("wave_limit", args.out, results)
+    return 0 if all(target["met"] for target in targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
