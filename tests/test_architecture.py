@@ -45,7 +45,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
     "capture": SHARED,
     "burst": SHARED | {"capture"},
-    "client": SHARED | {"capture", "wire", "burst"},
+    "waves": SHARED | {"capture"},
+    "client": SHARED | {"capture", "wire", "burst", "waves"},
     "fuse": SHARED
     | {"capture", "client", "wire", "device"},  # captures and submits as a job does, runs as the device does
     "tune": SHARED | {"client", "fuse", "simulate"},

@@ -17,6 +17,7 @@ from gpumux.program.ir import (
     ScalarRef,
     Tag,
     TensorRef,
+    Wave,
     spans,
 )
 
@@ -122,4 +123,6 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
         st.lists(st.none() | st.builds(Label, st.sampled_from(["", "a", "b.0"]), st.booleans()), max_size=ops)
     )
     layers, found = spans(labels[:ops])
-    return replace(program, layers=layers, spans=found, generator=given_state)
+    draws = given_state is None and any(op.random is not None for op in program.ops)
+    lanes = st.none() if ops < 2 or draws else st.none() | st.builds(Wave, st.integers(0, 1), st.integers(1, ops - 1))
+    return replace(program, layers=layers, spans=found, generator=given_state, wave=draw(lanes))

@@ -28,6 +28,7 @@ from gpumux.program.ir import (
     Tag,
     TensorRef,
     View,
+    Wave,
     labels,
     spans,
 )
@@ -176,6 +177,19 @@ def test_ill_formed_precisions_are_program_errors(conv, generator):
     body[2], body[-1] = [*body[2][:5], *conv], generator
     with pytest.raises(ProgramError):
         decode(framed(body, version=4))
+
+
+def test_a_wave_makes_another_version_with_its_lane_and_tail():
+    plain = replace(samples.add_one(), ops=samples.add_one().ops * 2)
+    wave = replace(plain, wave=Wave(1, 1))
+    data = encode(wave)
+    assert data[5] == 6
+    assert body_of(data)[-4:] == [0, 1, 1, 1]
+    assert decode(data) == wave
+    assert content_hash(data) != content_hash(encode(replace(plain, wave=Wave(0, 1))))
+    for entries in ([-1, 1], [0, -1], [0, "a"], [0], [0, 1, 2]):
+        with pytest.raises(ProgramError):
+            decode(framed([*body_of(data)[:-2], *entries], version=6))
 
 
 def test_earlier_versions_have_no_precision_of_convolutions():

@@ -23,6 +23,7 @@ from gpumux.program.ir import (
     Tag,
     TensorRef,
     View,
+    Wave,
     slot_layout,
 )
 from gpumux.program.memory import Interval, intervals
@@ -203,6 +204,12 @@ BROKEN = {
     "exchange that sends a missing view": with_exchange(sends=((1, -1),)),
     "exchange into an input": with_exchange(receives=((1, 0),)),
     "exchange into elements on each other": with_exchange(receives=((1, 4),)),
+    "a wave of no lane": replace(EXCHANGED, collectives=(), ranks=1, wave=Wave(2, 1)),
+    "a wave that is all tail": replace(EXCHANGED, collectives=(), ranks=1, wave=Wave(0, 0)),
+    "a wave without a tail": replace(EXCHANGED, collectives=(), ranks=1, wave=Wave(1, 2)),
+    "a wave that draws from the job's generator": replace(
+        samples.dropout(8), ops=(*samples.dropout(8).ops, replace(samples.dropout(8).ops[0], random=1)), wave=Wave(0, 1)
+    ),
     "collectives out of order": replace(EXCHANGED, collectives=EXCHANGED.collectives * 2),
 }
 
