@@ -235,7 +235,7 @@ def large(i: int) -> torch.Tensor:
 
 def scaled(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Numbers that are zero until labels are large, however the model and the labels of the example are varied."""
-    return F.relu(m(x)[1].tanh() + y - 5)
+    return F.relu(0.1 * m(x)[1] + y - 5)
 
 
 def by_a_constant(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
