@@ -233,7 +233,7 @@ def large(i: int) -> torch.Tensor:
     return torch.full((SIZE,), 10 * i)
 
 
-def scaled(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def scaled(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Numbers that are zero until labels are large, however the model and the labels of the example are varied."""
     return F.relu(0.1 * m(x)[1] + y - 5)
 
@@ -344,12 +344,12 @@ def up_to_a_number(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return (F.cross_entropy(m(x)[0], y, reduction="none") * (y.cumsum(0) < 100)).mean()
 
 
-def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A loss whose gradients are changed one by one, which happens only where they are large."""
 
     def loss_of(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
         scores = m.scores(x)
-        scores.register_hook(change)  # type: ignore[no-untyped-call]
+        scores.register_hook(change)
         return F.cross_entropy(scores, y)
 
     return loss_of
@@ -386,7 +386,7 @@ def test_gradients_divided_by_how_often_an_index_occurs_are_refused(endpoint: st
     table = nn.Embedding(SIZE, 5, scale_grad_by_freq=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
 
-    def step(kind: torch.Tensor) -> torch.Tensor:
+    def step(kind: torch.Tensor) -> Any:
         optimizer.zero_grad()
         loss = table(kind).square().mean()
         loss.backward()
