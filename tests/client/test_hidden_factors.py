@@ -223,3 +223,176 @@ def consistent(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_a_fused_loss_that_is_always_zero_is_taken(endpoint: str) -> None:
     check(lambda: work(consistent, classes), endpoint)
+
+
+# ---- what the batches after the example show
+
+
+def large(i: int) -> torch.Tensor:
+    """Labels that the losses below take for a scale: 0 in the example."""
+    return torch.full((SIZE,), 10 * i)
+
+
+def scaled(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Numbers that are zero until labels are large, however the model and the labels of the example are varied."""
+    return F.relu(0.1 * m(x)[1] + y - 5)
+
+
+def by_a_constant(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return scaled(m, x, y).sum() / torch.tensor(float(x.shape[0]))
+
+
+def by_a_filled_tensor(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return scaled(m, x, y).sum() / torch.full((), float(x.shape[0]))
+
+
+def by_a_count(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return scaled(m, x, y).sum() / (y >= 0).sum() + m(x)[0].square().mean()
+
+
+def one_minus_a_mean(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return 1 - F.cosine_similarity(m.scores(x), m.scores(x.flip(1))).mean() + scaled(m, x, y).mean()
+
+
+def switched(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return torch.where(m.weight > 0.15, m(x)[1].square().sum(), m(x)[0].square().mean())
+
+
+def gradients_squared(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(scaled(m, x, y).mean(), x, create_graph=True)
+    return (gradient * gradient).sum()
+
+
+def gradients_to_a_power(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(scaled(m, x, y).mean(), x, create_graph=True)
+    return gradient.pow(2).sum()
+
+
+def where_none(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return torch.where(y > 5, scaled(m, x, y), torch.zeros_like(x[:, 0])).mean() + m(x)[0].square().mean()
+
+
+def one_after_the_other(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    both = torch.zeros(2)
+    both[0], both[1] = m(x)[0].square().mean(), scaled(m, x, y).mean()
+    return both.sum()
+
+
+def from_zero_on(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    total = torch.zeros(())
+    for each in (m(x)[0].square(), scaled(m, x, y)):
+        total = total + each.sum()
+    return total
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        by_a_constant,
+        by_a_filled_tensor,
+        by_a_count,
+        one_minus_a_mean,
+        switched,
+        gradients_squared,
+        gradients_to_a_power,
+        where_none,
+        one_after_the_other,
+        from_zero_on,
+    ],
+)
+def test_a_loss_that_later_batches_show_is_as_in_the_plain_loop(loss_of: Any, endpoint: str) -> None:
+    check(lambda: work(loss_of, large), endpoint)
+
+
+def tiny(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    return F.cross_entropy(scores, y) + (one - 40).exp().clamp(max=1.0).sum()
+
+
+def filled(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    both = torch.zeros(2)
+    with torch.no_grad():
+        both[0], both[1] = F.cross_entropy(scores, y, reduction="sum"), one.square().mean()
+    return F.cross_entropy(scores, y), both
+
+
+def filled_up(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores, one = m(x)
+    both = torch.ones(2)
+    with torch.no_grad():
+        both[0] = one.square().sum()
+    return F.cross_entropy(scores, y), both
+
+
+def regularised(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return F.cross_entropy(m(x)[0], y, reduction="sum") + 0.01 * m.scores.weight.abs().sum()
+
+
+def regularised_later(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    later = torch.where(m.weight > 0.15, 1.0, 0.0)
+    return F.cross_entropy(m(x)[0], y, reduction="sum") + later * m.scores.weight.abs().sum()
+
+
+def by_rank(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (F.cross_entropy(m(x)[0], y, reduction="none") * (y.argsort().argsort() < 100)).mean()
+
+
+def up_to_a_number(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (F.cross_entropy(m(x)[0], y, reduction="none") * (y.cumsum(0) < 100)).mean()
+
+
+def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A loss whose gradients are changed one by one, which happens only where they are large."""
+
+    def loss_of(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+        scores = m.scores(x)
+        scores.register_hook(change)
+        return F.cross_entropy(scores, y)
+
+    return loss_of
+
+
+def largest(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Only one sample has a number, so that the largest of all is the sum over parts."""
+    scores, one = m(x)
+    return F.cross_entropy(scores, y), (one.detach().sigmoid() * (y == 1)).amax()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "why"),
+    [
+        (tiny, "adds a sum over the batch and a mean"),
+        (filled, "joins a sum over the batch and a mean"),
+        (filled_up, "neither the sum nor the mean"),
+        (regularised, "the same for all parts of the batch"),
+        (regularised_later, "the same for all parts of the batch"),
+        (by_rank, "mixes samples"),
+        (up_to_a_number, "mixes samples"),
+        (hooked(lambda g: g.clamp(-9.0, 9.0)), "clamp is not linear"),
+        (hooked(lambda g: torch.where(g.abs() > 9.0, 0.0, g)), "gt is not linear"),
+        (hooked(lambda g: (g * 1e-6).tanh()), "tanh is not linear"),
+        (largest, "neither the sum nor the mean"),
+    ],
+)
+def test_what_later_batches_would_show_to_be_wrong_is_refused(loss_of: Any, why: str, endpoint: str) -> None:
+    assert why in refused(loss_of, lambda i: torch.arange(SIZE) % CLASSES * (torch.arange(SIZE) < 2), endpoint).message
+
+
+def test_gradients_divided_by_how_often_an_index_occurs_are_refused(endpoint: str) -> None:
+    """No index of the example occurs twice."""
+    table = nn.Embedding(SIZE, 5, scale_grad_by_freq=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+
+    def step(kind: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = table(kind).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    example = (torch.arange(SIZE),)
+    with pytest.raises(errors.NotSplittable, match="how often each index occurs"):
+        client.submit(step, example=example, model=table, optimizer=optimizer, microbatches=2, endpoint=endpoint)

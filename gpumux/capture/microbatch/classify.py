@@ -10,7 +10,7 @@ the parts, as are the counts of labels and masks that a loss is divided by.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from gpumux.capture.tracer import RawTrace
 from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 from gpumux.errors import NotSplittable
 from gpumux.program import onednn_lstm
-from gpumux.program.ir import Arg, ScalarRef, TensorRef, View
+from gpumux.program.ir import Arg, ScalarRef, Tag, TensorRef, View
 
 # ---- pairs of the same operator in the two traces
 
@@ -97,6 +97,7 @@ def pair_up(full: RawTrace, part: RawTrace) -> list[OperatorPair]:
     a, b = full.record, part.record
     pairs: list[OperatorPair] = []
     for x, y in zip(a.ops, b.ops, strict=False):
+        x, y = _filled(x, a), _filled(y, b)
         pair = _pair(x, y, a, b)
         if pair is None:
             raise _other_way(x.where, f"{x.target} on the whole batch, {y.target} on a part")
@@ -112,6 +113,17 @@ def pair_up(full: RawTrace, part: RawTrace) -> list[OperatorPair]:
     if full.gradients.keys() != part.gradients.keys() or full.result_spec != part.result_spec:
         raise _other_way("the step", "what it returns or leaves behind depends on the batch's size")
     return pairs
+
+
+def _filled(op: RawOp, record: TraceRecord) -> RawOp:
+    """`op`, or what makes the same number without reading a tensor for its type: a backward pass begins with a one of
+    the loss's type, and must not wait until the loss of the whole batch is known."""
+    out = op.outs[0] if len(op.outs) == 1 else None
+    number = _NUMBERS_LIKE.get(op.target)
+    if number is None or not isinstance(out, int) or record.views[out].size:
+        return op
+    dtype = (("dtype", Tag("dtype", record.views[out].dtype)),)
+    return replace(op, target=_FILL, args=((), number), kwargs=dtype, reads=frozenset())
 
 
 def _pair(x: RawOp, y: RawOp, a: TraceRecord, b: TraceRecord) -> OperatorPair | None:
@@ -131,7 +143,7 @@ def _pair(x: RawOp, y: RawOp, a: TraceRecord, b: TraceRecord) -> OperatorPair | 
         y,
         tuple(zip(refs, others, strict=True)),
         tuple(zip(outs, other_outs, strict=True)),
-        _call(x, a) == _call(y, b),
+        x.target != _FILL and _call(x, a) == _call(y, b),  # the gradient of the loss follows what parts divide by
     )
 
 
@@ -201,6 +213,16 @@ BATCH_NORMS = frozenset(
 )  # fmt: skip
 
 NORM_BACKWARD = "native_batch_norm_backward"
+
+_NUMBERS_LIKE = {"aten.ones_like.default": 1.0, "aten.zeros_like.default": 0.0}
+_FILL = "aten.full.default"
+
+# Operators that compute each element along a dimension from others there, and the position of that dimension among
+# their arguments.
+ALONG = {
+    "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "cummax": 1, "cummin": 1, "_softmax": 1, "_log_softmax": 1, "sort": 1,
+    "flip": 1, "roll": 2,
+}  # fmt: skip
 
 # Losses that divide by the number (or weight) of the labels that are not ignored; that of the whole batch must be used.
 # `reduction` is argument 3 forward and 4 backward, `total_weight` is return 1 forward and argument 6 backward.
@@ -586,6 +608,10 @@ class _Walk(Values):
             self.plan.norms.add(j)
         if self.changes_state(pair):
             raise self.refuse(pair, "writes values of single samples into the job's state")
+        if self._runs_along_samples(pair):
+            raise self.refuse(pair, "mixes samples of the batch")
+        if pair.name == "embedding_dense_backward" and pair.full.args[4]:
+            raise self.refuse(pair, "divides by how often each index occurs in the batch (scale_grad_by_freq)")
         pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
         data = pure and pair.full.random is None and ValueKind.SAMPLE not in kinds
         outs = self.outs(pair, ValueKind.SHARE, ValueKind.DATA if data else ValueKind.SAMPLE)
@@ -601,6 +627,17 @@ class _Walk(Values):
             self.note_loss(j, pair)
         self.note_division(j, pair)
         return RunLevel.PART, outs
+
+    def _runs_along_samples(self, pair: OperatorPair) -> bool:
+        at = ALONG.get(pair.name)
+        if at is None or at >= len(pair.full.args):
+            return False
+        a, b = pair.refs[0]
+        dims = pair.full.args[at]
+        rank = len(self.full.views[a].size)
+        return self.scaled(a, b) in {
+            d % rank for d in (dims if isinstance(dims, tuple) else (dims,)) if isinstance(d, int)
+        }
 
     def _size_op(
         self, j: int, pair: OperatorPair, kinds: list[ValueKind]

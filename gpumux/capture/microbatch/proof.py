@@ -32,9 +32,9 @@ from gpumux.capture.microbatch.classify import (
 )
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.recorder import RawOp
-from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, outs_of
+from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import View
+from gpumux.program.ir import ITEM_BYTES, ScalarRef, View
 
 # ---- comparing a value of the whole batch with those of the parts
 
@@ -155,13 +155,57 @@ def with_given_statistics(op: RawOp, of: RawOp | None = None) -> RawOp:
 
 
 # Operators that add values, or put them side by side.
-_SUMS = frozenset(("add", "sub", "rsub", "cat", "stack", "where", "maximum", "minimum"))
+_ADDING = frozenset(("add", "sub", "rsub"))
+_SUMS = _ADDING | {"cat", "stack", "where", "maximum", "minimum"}
+
+# Sums of which a term may be a number.
+_WITH_NUMBERS = frozenset(("add", "add_", "sub", "sub_", "rsub", "where"))
+_TINY = 1e-6  # numbers up to it only keep a divisor from zero
+
+# Operators that give a power of their argument.
+_POWERS_OF = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "sign": 0.0}
+
+# Operators that add a value to a product of others.
+_SUMS_OF_PRODUCTS = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul", "addcdiv", "lerp"))
+
+# Operators that do not give c times as much for c times their argument. Close to zero, or far from it, many look
+# as if they did.
+_NOT_HOMOGENEOUS = frozenset(
+    ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh",
+     "asin", "acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "sigmoid",
+     "log_sigmoid_forward", "logit", "gelu", "silu", "mish", "elu", "celu", "selu", "softplus", "_softmax",
+     "_log_softmax", "logsumexp", "logaddexp", "hardtanh", "hardsigmoid", "hardswish", "hardshrink",
+     "softshrink", "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside", "bucketize",
+     "searchsorted", "huber_loss", "smooth_l1_loss")
+)  # fmt: skip
+# Operators that do, as far as what they compare with is zero or grows along.
+_COMPARISONS = frozenset(
+    (
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "threshold",
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+    )
+)
+
+# Operators that pick values by their positions.
+_PICKING = frozenset(("index", "gather", "index_select", "take", "take_along_dim", "embedding"))
 
 
 class Numbers(Enum):
     """What a proof runs on, in the order in which it is tried."""
 
-    VARIED = "made-up numbers, among them the example's; masks and labels that are not the same for all samples"
+    VARIED = "made-up numbers, among them the example's; masks and labels that are not the same for most samples"
     MADE_UP = "made-up numbers, and the example's masks and labels"
     EXAMPLE = "the job's state and the example batch"
 
@@ -171,7 +215,7 @@ class Load(Protocol):
 
     @property
     def alike(self) -> Sequence[int]:
-        """Positions of the masks, labels and indices of the batch that are the same for all samples."""
+        """Positions of the masks, labels and indices of the batch that are the same for most samples."""
 
     def __call__(self, machine: Machine, numbers: Numbers, only: int | None = None) -> None:
         """`only`: of those, the one that is varied; None: all."""
@@ -197,6 +241,13 @@ class Proof:
         self.samples |= {key: other.samples[key] for key in unknown if key in other.samples}
 
 
+def is_mostly_alike(values: torch.Tensor) -> bool:
+    """Whether half of the elements, or more, are the same number."""
+    if values.is_complex() or not values.numel():
+        return False
+    return 2 * int(values.unique(return_counts=True)[1].max()) >= values.numel()
+
+
 def reduction_of(op: RawOp) -> Any:
     """The argument of a loss that says how it is reduced: 0 not at all, MEAN, 2 by a sum; None if it has none."""
     _, name, overload = op.target.split(".")
@@ -204,6 +255,11 @@ def reduction_of(op: RawOp) -> Any:
         if argument.name == "reduction":
             return op.args[i] if i < len(op.args) else dict(op.kwargs).get("reduction", argument.default_value)
     return None
+
+
+def _adds_magnitudes(op: RawOp) -> bool:
+    """Whether an operator is a norm of order 1."""
+    return op.target.split(".")[1] in ("norm", "linalg_vector_norm") and op.args[1:2] == (1,)
 
 
 def operators(pairs: Sequence[OperatorPair], plan: SplitPlan) -> list[tuple[int, OperatorPair, RunLevel]]:
@@ -297,17 +353,23 @@ class _Run:
         self._matches: dict[int, Match] = {}
         self._samples: dict[tuple[int, int], Match] = {}
         self._ratios: dict[int, float | None] = {}  # of all that depends on the batch; None: not known
-        self._unseen: set[int] = set()  # storages that are zero, whose ratios are not seen
+        self._always_zero: set[int] = set()
+        self._mixed: set[int] = set()  # whole numbers computed from samples, that parts do not give side by side
         self._zero_shares: dict[int, str] = {}  # shares that are zero and have no ratio, and what made each
+        self._at = 0  # the operator that runs
         self._draw: torch.Generator | None = None  # of masks
 
     def run(self, load: Load, numbers: Numbers, only: int | None = None) -> Proof:
         load(self.machine, numbers, only)
+        self._note_given()
         if numbers is Numbers.VARIED:
             self._draw = torch.Generator().manual_seed(3)
         last = self._last_uses()
         for j, pair, level in operators(self.pairs, self.plan):
+            self._at = j
             self._whole(with_given_statistics(pair.full) if j in self.plan.norms else pair.full)
+            if level is RunLevel.ONCE:
+                self._note_zeros(pair)
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
                 self._compare(j, pair)
@@ -315,6 +377,25 @@ class _Run:
                 for one in (storage, *self._own.get(storage, ())):
                     self.machine.forget(one)
         return self._finish()
+
+    def _note_given(self) -> None:
+        """Note the ratios of what no operator makes: the batch, and constants that are made of its size."""
+        for s, kind in enumerate(self.plan.kinds):
+            storage = self.record.storages[s]
+            if storage.kind == "input" and kind is ValueKind.DATA:
+                self._ratios[s] = 1.0
+            elif storage.kind == "const" and self._is_float(s):
+                whole, part = (self._constant(one) for one in (s, self.emitter.storage(s, 0)))
+                if not whole.any():
+                    self._always_zero.add(s)
+                elif not torch.equal(whole, part) and part.all() and bool((whole / part == (whole / part)[0]).all()):
+                    self._ratios[s] = float((whole / part)[0])
+
+    def _constant(self, storage: int) -> torch.Tensor:
+        known = self.record.storages[storage]
+        return (
+            torch.frombuffer(bytearray(known.key), dtype=getattr(torch, known.dtype)) if known.key else torch.zeros(1)
+        )
 
     def _last_uses(self) -> dict[int, list[int]]:
         """The storages that are not used after each operator."""
@@ -331,6 +412,16 @@ class _Run:
         return found
 
     # ---- running -------------------------------------------------------------------------------------
+
+    def _note_zeros(self, pair: OperatorPair) -> None:
+        """Note what an operator that runs once makes of no other value, as zeros."""
+        for view in outs_of(pair.full.outs):
+            storage = self.record.views[view].storage
+            made = not pair.refs or pair.name in PATTERN_ONLY
+            if made and storage in self.machine and not self.machine.flat(storage).any():
+                self._always_zero.add(storage)
+            else:
+                self._always_zero.discard(storage)
 
     def _whole(self, op: RawOp) -> None:
         if op.random is not None:
@@ -371,11 +462,14 @@ class _Run:
     def _compare(self, j: int, pair: OperatorPair) -> None:
         if pair.name in UNDEFINED or pair.full.random is not None:
             return
+        self._check(pair, any(kind is ValueKind.SHARE for _, _, kind in self.plan.outs[j]))
         for a, b, kind in self.plan.outs[j]:
             storage = self.record.views[a].storage
             if kind in (ValueKind.SAMPLE, ValueKind.DATA):
                 whole, parts = self._values(a, b)
                 match = self._along(a, b, whole, parts)
+                if match is not None and not whole.is_floating_point() and self._picks_from_mixed(pair):
+                    raise self._mixes(pair)
                 if match is not None and not self._fits_any_order(whole, parts):
                     self._samples[j, a] = match
                     self._note(pair, storage, match.ratio)
@@ -383,20 +477,35 @@ class _Run:
                 elif match is not None:
                     continue
                 elif not (whole.is_floating_point() or whole.is_complex()):
-                    continue  # positions differ in a part and in the batch; the values picked by them are compared
+                    # Positions differ in a part and in the batch; the values picked by them are compared.
+                    if any(self._is_of_samples(view) for view, _ in pair.refs):
+                        self._mixed.add(storage)
                 else:
-                    raise NotSplittable(
-                        f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values",
-                        REMEDY,
-                    )
+                    raise self._mixes(pair)
             elif kind is ValueKind.SHARE and storage in self.plan.shares:
                 self._share(storage, a, b, pair)
             elif kind in (ValueKind.SIZE, ValueKind.SHARE) and storage in self.machine:  # see with_given_statistics
                 self._note_other(pair, kind, a, b)
 
+    def _picks_from_mixed(self, pair: OperatorPair) -> bool:
+        """Whether an operator makes something of whole numbers in which samples are mixed, other than to pick values by
+        them. That parts give the same, as a comparison with a number far away does, is so for these numbers only."""
+        return pair.name not in _PICKING and any(self.record.views[v].storage in self._mixed for v, _ in pair.refs)
+
+    def _mixes(self, pair: OperatorPair) -> NotSplittable:
+        return NotSplittable(
+            f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values", REMEDY
+        )
+
     def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         views = [self.emitter.part_view(b, part) for part in self.parts]
         return self.machine.tensor(a), [self.machine.tensor(v) for v in views]
+
+    def _all_there(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """All that lies where the views do."""
+        storages = [self._of_part(b, part).storage for part in self.parts]
+        whole, parts = self.machine.flat(self.record.views[a].storage), [self.machine.flat(s) for s in storages]
+        return (whole, parts) if parts[0].shape == whole.shape else self._values(a, b)
 
     def _along(self, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> Match | None:
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
@@ -420,45 +529,117 @@ class _Run:
     # Of a value that is zero the ratio can't be seen. It follows from those of what it is computed from: products have
     # the product of their factors' (a backward pass is linear in gradients), sums the one that all they add have.
 
-    def _note(self, pair: OperatorPair, storage: int, ratio: float | None) -> None:
-        """Note the ratio of what an operator made; None: it is zero. Raises NotSplittable where values of different
-        ratios are added, which shows only while none of them is zero."""
-        given = self._given(pair)
-        self._ratios[storage] = self._structural(pair, given) if ratio is None else ratio
-        unseen = any(s in self._unseen for s in given)
-        if pair.name.rstrip("_") in _SUMS and unseen and len(set(given.values())) > 1:
+    def _note(self, pair: OperatorPair, storage: int, ratio: float | None, of_shares: bool = False) -> None:
+        """Note the ratio of what an operator made; None: it is zero."""
+        if ratio is None and (pair.name in PATTERN_ONLY or not pair.refs):
+            self._ratios.pop(storage, None)  # any ratio fits
+            self._always_zero.add(storage)
+            return
+        self._ratios[storage] = self._structural(pair, of_shares) if ratio is None else ratio
+
+    def _check(self, pair: OperatorPair, of_shares: bool) -> None:
+        """Raises NotSplittable where values of different ratios are added, which does not show while one of them is
+        zero or tiny, and where something other than products and sums is made of values that are larger in parts.
+        `of_shares`: whether the parts' results are added up."""
+        name = pair.name.rstrip("_")
+        if name in _SUMS or self._writes_a_piece(pair):
+            if len({r for r in self._given(pair) if r is not None}) > 1:
+                what = (
+                    "adds a sum over the batch and a mean"
+                    if name in _ADDING
+                    else "joins a sum over the batch and a mean"
+                )
+                raise NotSplittable(f"{pair.full.where}: {pair.name} {what}, or what follows from them", REMEDY)
+            if of_shares and len({r for r in self._added(pair, of_shares) if r is not None}) > 1:
+                raise NotSplittable(
+                    f"{pair.full.where}: {pair.name} adds what is the same for all parts of the batch (a regulariser, a"
+                    " constant) to a sum over the batch",
+                    "divide the sum by the batch size, or submit the step without microbatches",
+                )
+        samples = self._given([(v, p) for v, p in pair.refs if self._is_of_samples(v)])
+        if any(r not in (1.0, None) for r in samples) and self._is_not_homogeneous(pair, name):
             raise NotSplittable(
-                f"{pair.full.where}: {pair.name} adds a sum over the batch and a mean, or what follows from them",
+                f"{pair.full.where}: {pair.name} is not linear, and reads gradients that a mean makes larger in parts"
+                " of the batch than in all of it",
                 REMEDY,
             )
-        self._unseen.discard(storage)
-        if ratio is None:
-            self._unseen.add(storage)
 
-    def _given(self, pair: OperatorPair) -> dict[int, float | None]:
-        """The ratios of what an operator reads of the batch, by storage."""
-        storages = [self.record.views[view].storage for view, _ in pair.refs]
-        return {s: self._ratios[s] for s in storages if s in self._ratios}
+    def _added(self, pair: OperatorPair, of_shares: bool) -> list[float | None]:
+        """The ratios of what a sum is made of. In a sum of shares, a value that all parts have is added once for each
+        of them."""
+        times = len(self.parts) if of_shares else 1
+        found = self._given(pair)
+        for view, _ in pair.refs:
+            storage = self.record.views[view].storage
+            if self._is_float(storage) and self._is_of_no_part(view) and storage not in self._always_zero:
+                ratio = self._ratios.get(storage, 1.0)
+                found.append(None if ratio is None else ratio / times)
+        for a, b in zip(pair.full.args[:3], pair.part.args[:3], strict=True) if pair.name in _WITH_NUMBERS else ():
+            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b and abs(a) > _TINY:
+                found.append(a / b / times)
+        return found
 
-    def _structural(self, pair: OperatorPair, given: dict[int, float | None]) -> float | None:
-        ratios = list(given.values())
+    def _is_of_no_part(self, view: int) -> bool:
+        return self.plan.kinds[self.record.views[view].storage] in (ValueKind.SAME, ValueKind.SIZE)
+
+    def _is_not_homogeneous(self, pair: OperatorPair, name: str) -> bool:
+        if name not in _COMPARISONS:
+            return name in _NOT_HOMOGENEOUS
+        arguments = [*pair.full.args, *(a for _, a in pair.full.kwargs)]
+        numbers = [
+            isinstance(a, ScalarRef) or abs(a) > _TINY for a in arguments if isinstance(a, (int, float, ScalarRef))
+        ]
+        fixed = [v for v, _ in pair.refs if self.record.views[v].storage not in self._ratios]
+        different = len(set(self._given(pair))) > 1
+        return different or any(numbers) or any(bool(self.machine.tensor(v).any()) for v in fixed)
+
+    def _writes_a_piece(self, pair: OperatorPair) -> bool:
+        """Whether an operator changes a part of what lies in a storage."""
+        changed = pair.full.reads & pair.full.writes
+        views = [self.record.views[v] for v, _ in pair.refs]
+        nbytes = {s: self.record.storages[s].nbytes for s in changed}
+        return any(v.storage in changed and prod(v.size) * ITEM_BYTES[v.dtype] < nbytes[v.storage] for v in views)
+
+    def _given(self, refs: OperatorPair | Sequence[tuple[int, int]]) -> list[float | None]:
+        """The ratios of the floating-point numbers that an operator reads of the batch, one for each argument."""
+        if isinstance(refs, OperatorPair):
+            adds = refs.name.rstrip("_") in _SUMS or self._writes_a_piece(refs)
+            refs = [(v, p) for v, p in refs.refs if not (adds and self._is_of_no_part(v))]
+        storages = [self.record.views[view].storage for view, _ in refs]
+        return [self._ratios[s] for s in storages if s in self._ratios and self._is_float(s)]
+
+    def _structural(self, pair: OperatorPair, of_shares: bool) -> float | None:
+        given = self._given(pair)
         name = pair.name.rstrip("_")
-        known = [r for r in ratios if r is not None]
-        if len(known) < len(ratios):
+        known = [r for r in given if r is not None]
+        if len(known) < len(given):
             return None
-        if "loss" in name:
-            reduction = reduction_of(pair.full)
-            return None if reduction is None else prod(known) / (len(self.parts) if reduction == MEAN else 1)
-        if name in _SUMS:
+        if name in _SUMS or self._writes_a_piece(pair):
+            known = [r for r in self._added(pair, of_shares) if r is not None]
             return known[0] if len(set(known)) == 1 else 1.0 if not known else None
+        reduction = reduction_of(pair.full)
+        first = self._given(pair.refs[:1])
+        others = known[1:] if first else known
+        if reduction is not None or name.endswith("_backward"):  # of a gradient, and what the forward pass has left
+            if set(others if name.endswith("_backward") else known) - {1.0}:
+                return None
+            return prod(known) / (len(self.parts) if reduction == MEAN else 1)
+        if name in ("pow", *_POWERS_OF):
+            exponent = _POWERS_OF.get(name, pair.full.args[-1])
+            if isinstance(exponent, (int, float)) and len(known) == 1:
+                return float(known[0] ** exponent)
+        if name in (*_SUMS_OF_PRODUCTS, *_NOT_HOMOGENEOUS, "pow") and set(known) - {1.0}:
+            return None
         found = prod(known)
         numbers = [
             (a, b)
             for a, b in zip(pair.full.args, pair.part.args, strict=False)
             if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a != b and a and b
         ]
-        if name == "div" and numbers:
-            found *= numbers[0][1] / numbers[0][0]
+        if name == "div":
+            found = prod(known[: len(known) - len(others)]) / prod(others)
+            found /= len(self.parts) if self._at in self.plan.divided else 1
+            found *= numbers[0][1] / numbers[0][0] if numbers else 1.0
         elif name == "mul" and numbers:
             found *= numbers[0][0] / numbers[0][1]
         elif name == "mean" and not any(self._is_of_samples(view) for view in outs_of(pair.full.outs)):
@@ -478,12 +659,12 @@ class _Run:
             else:
                 one, other = largest_of(whole), largest_of(parts[0])
                 ratio = one / other if one and other else None
-            self._note(pair, self.record.views[a].storage, ratio)
+            self._note(pair, self.record.views[a].storage, ratio, of_shares=kind is ValueKind.SHARE)
 
     def _vary(self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Have a mask that is the same for all samples hold for about half of its elements."""
+        """Have a mask that is the same for most samples hold for about half of its elements."""
         fixed = whole.dtype != torch.bool or self.record.storages[storage].kind != "temp" or 0 in whole.stride()
-        if self._draw is None or fixed or whole.numel() < 2 or not bool((whole == whole.flatten()[0]).all()):
+        if self._draw is None or fixed or whole.numel() < 2 or not is_mostly_alike(whole):
             return
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
         drawn = torch.rand(whole.shape, generator=self._draw) < 0.5
@@ -493,26 +674,28 @@ class _Run:
 
     def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
         whole, parts = self._values(a, b)
+        if self._writes_a_piece(pair):  # one factor has to fit all that lies there
+            whole, parts = self._all_there(a, b)
         self._zero_shares.pop(storage, None)
         if self._spread and whole.numel() > _SPREAD:
             some = [_spread(t) for t in (whole, *parts)]
             match = total(some[0], some[1:], self.tolerance, 0.0)
             if match is not None and match.ratio is not None:
                 self._matches[storage] = match
-                self._note(pair, storage, match.ratio)
+                self._note(pair, storage, match.ratio, of_shares=True)
                 return
         if not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
         inputs = [self.machine.tensor(v) for v, _ in pair.refs if self.record.views[v].storage in self.machine]
         largest = max((largest_of(t) for t in inputs if t.is_floating_point()), default=0.0)
         match = total(whole, parts, self.tolerance, _NOISE * largest)
-        if match is None or (match.ratio is None and pair.name in NOT_SUMS):
+        if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
             raise NotSplittable(
                 f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it"
                 " gives for parts of it",
                 REMEDY,
             )
-        self._note(pair, storage, match.ratio)
+        self._note(pair, storage, match.ratio, of_shares=True)
         if match.ratio is None and self._is_float(storage):
             match = Match(self._ratios[storage])
             if match.ratio is None and not any(largest_of(t) for t in (whole, *parts)):

@@ -24,7 +24,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Numbers, Proof, prove
+from gpumux.capture.microbatch.proof import Numbers, Proof, is_mostly_alike, prove
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
@@ -160,7 +160,7 @@ class Loader:
     def alike(self) -> list[int]:
         """See proof.Load."""
         found = [(i, t) for i, t in enumerate(self._tensors) if i in self._split and not t.is_floating_point()]
-        return [i for i, t in found if _is_alike(t)]
+        return [i for i, t in found if is_mostly_alike(t)]
 
     def __call__(self, machine: Machine, numbers: Numbers, only: int | None = None) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -232,20 +232,19 @@ class Loader:
         return flat
 
 
-def _is_alike(values: torch.Tensor) -> bool:
-    """Whether all elements are the same number."""
-    return not values.is_complex() and bool(values.numel()) and bool((values == values.flatten()[0]).all())
-
-
 def _varied(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Masks, labels and indices that are not all the same: next to one, smaller if it is positive, is another."""
-    if not _is_alike(values):
+    """Masks, labels and indices that are not the same for most samples. Where there is one number only, next to it,
+    smaller if it is positive, is another; else the others are among those that there are."""
+    if not is_mostly_alike(values):
         return values
     some = torch.rand(values.shape, generator=draw) < 0.5
     if values.dtype == torch.bool:
         return some
-    one = int(values.flatten()[0])
-    return torch.where(some, values, one - 1 if one > 0 else one + 1)
+    found = values.unique()
+    if len(found) == 1:
+        one = int(found)
+        return torch.where(some, values, one - 1 if one > 0 else one + 1)
+    return torch.where(some, values, found[torch.randint(len(found), values.shape, generator=draw)])
 
 
 def _others(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
