@@ -3,12 +3,9 @@ meanwhile: it runs on, or ends in order, and other clients are not affected."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +14,6 @@ from gpumux.client.session import Session
 from tests.program import samples
 
 from .live import SOON_S, LiveJob, floats, read_floats, serving
-
-
-@pytest.fixture(scope="module")
-def daemon():
-    path = Path(tempfile.mkdtemp(prefix="gmdie-"))
-    with serving(path) as daemon:
-        yield daemon
-    shutil.rmtree(path)
-    assert daemon.process.returncode == 0, daemon.log
 
 
 class Victim:
@@ -40,12 +28,19 @@ class Victim:
         self._process.stdout.close()
 
 
-def until(daemon, control, condition):
+def status(daemon):
+    """Asked over a connection of its own: one that says nothing while something else is waited for is cut off."""
+    with Control(daemon.endpoint, SOON_S) as control:
+        return control.status()
+
+
+def until(daemon, condition):
     """What is waited for needs the processor, too."""
-    for _ in range(100_000):
-        if condition(body := control.status()):
-            return
-        threading.Event().wait(0.002)
+    with Control(daemon.endpoint, SOON_S) as control:
+        for _ in range(100_000):
+            if condition(body := control.status()):
+                return
+            threading.Event().wait(0.002)
     raise AssertionError(f"never came true: {body}\n{daemon.log}")
 
 
@@ -55,24 +50,24 @@ def checked(daemon):
 
 @pytest.mark.parametrize("doing", ["check", "load", "transfer"])
 def test_kill_9_of_a_client_in_the_middle_harms_no_other(daemon, doing):
-    with Session.connect(daemon.endpoint, SOON_S) as session, Control(daemon.endpoint, SOON_S) as control:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         job = LiveJob(session, samples.add_one(), name="bystander")
-        before, passed = control.status()["memory"], checked(daemon)
+        before, passed = status(daemon)["memory"], checked(daemon)
         victim = Victim(daemon, "check" if doing == "load" else doing)
-        until(daemon, control, lambda body: len(body["jobs"]) == 2)
+        until(daemon, lambda body: len(body["jobs"]) == 2)
         if doing == "load":
-            until(daemon, control, lambda _: checked(daemon) > passed)
+            until(daemon, lambda _: checked(daemon) > passed)
         victim.kill()
-        until(daemon, control, lambda body: [j["name"] for j in body["jobs"]] == ["bystander"])
+        until(daemon, lambda body: [j["name"] for j in body["jobs"]] == ["bystander"])
         (result,) = job.run(floats(1, 2, 3, 4))
         assert read_floats(result, 4) == (2, 3, 4, 5)
-        until(daemon, control, lambda body: body["memory"] == before)
+        until(daemon, lambda body: body["memory"] == before)
         job.close()
 
 
 def test_a_daemon_told_to_stop_while_it_loads_ends_well(runtime_dir):
-    with serving(runtime_dir) as daemon, Control(daemon.endpoint, SOON_S) as control:
+    with serving(runtime_dir) as daemon:
         victim = Victim(daemon, "check")
-        until(daemon, control, lambda _: checked(daemon))
+        until(daemon, lambda _: checked(daemon))
         assert daemon.stop() == 0, daemon.log
         victim.kill()

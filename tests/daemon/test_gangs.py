@@ -30,15 +30,12 @@ COUNT = 6
 
 
 @pytest.fixture(scope="module")
-def made():
-    """Two daemons. The last test that uses them kills one."""
-    with ExitStack() as stack:
-        made = []
-        for _ in range(2):
-            path = Path(tempfile.mkdtemp(prefix="gmgang-"))
-            stack.callback(shutil.rmtree, path)
-            made.append(stack.enter_context(serving(path)))
-        yield made
+def made(daemon):
+    """Two daemons. The last test that uses them kills the second."""
+    path = Path(tempfile.mkdtemp(prefix="gmgang-"))
+    with serving(path) as second:
+        yield [daemon, second]
+    shutil.rmtree(path)
 
 
 @pytest.fixture
@@ -113,7 +110,7 @@ def test_a_rank_that_waits_is_shown_and_closed_at_once(made, sessions):
         jobs[0].post(struct.pack(f"{COUNT}d", *values(0, 1)))
         with Control(made[0].endpoint) as control:
             for _ in range(100_000):
-                (entry,) = control.status()["jobs"]
+                (entry,) = [entry for entry in control.status()["jobs"] if entry["job"] == jobs[0].id]
                 if entry["gang"]["waits"]:
                     break
             assert "waits for peers" in job_table([entry])
@@ -154,9 +151,9 @@ def test_a_device_without_process_groups_takes_no_gang():
     assert (refusal.code, "not proven" in refusal.message) == ("refused", True)
 
 
-def test_a_store_on_another_machine_needs_a_setting_that_the_error_names(tmp_path):
+def test_a_store_on_another_machine_needs_a_setting_that_the_error_names(daemon):
     away = replace(GANG, store="10.1.2.3:29500")
-    with serving(tmp_path) as daemon, Session.connect(daemon.endpoint, SOON_S) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         with pytest.raises(AccessDenied, match=r"stores in \[gangs\]"):
             session.call(opening(away))
         with pytest.raises(Refused, match="rank 2 of 2"):

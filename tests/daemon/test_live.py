@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.request
 from pathlib import Path
@@ -31,17 +29,6 @@ from tests.program import samples
 from .live import SOON_S, LiveJob, alive, floats, read_floats, serving, slow
 
 GARBAGE = 10_000
-
-
-@pytest.fixture(scope="module")
-def daemon():
-    path = Path(tempfile.mkdtemp(prefix="gmlive-"))
-    with serving(path) as daemon:
-        yield daemon
-    left = [p.name for p in path.iterdir() if p.suffix != ".lock"]
-    shutil.rmtree(path)
-    assert daemon.process.returncode == 0, daemon.log
-    assert left == []
 
 
 @pytest.fixture
@@ -205,10 +192,11 @@ def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_no_other(daemon, se
     job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
     with Control(daemon.endpoint, SOON_S) as control:
         before = control.status()
-        victim = subprocess.Popen(
-            [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint, "steps"], stdout=subprocess.PIPE, text=True
-        )
-        assert victim.stdout.readline() == "submitted\n"
+    victim = subprocess.Popen(
+        [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint, "steps"], stdout=subprocess.PIPE, text=True
+    )
+    assert victim.stdout.readline() == "submitted\n"
+    with Control(daemon.endpoint, SOON_S) as control:  # another: one that says nothing for long is cut off
         working = status_when(control, lambda b: any(j["outstanding"] for j in b["jobs"] if j["name"] == "victim"))
         assert working["memory"]["free_bytes"] < before["memory"]["free_bytes"]
         victim.kill()

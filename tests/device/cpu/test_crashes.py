@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.device.base import ProgramChecked, ProgramRefused
+from gpumux.device.base import DeviceEvent, ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.errors import ConfigError
 from gpumux.program.codec import encode
@@ -25,35 +25,15 @@ from tests.device.harness import GIVE_UP_S, Driver, LoadedJob
 from tests.program import samples
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
+@pytest.fixture
+def own() -> Iterator[Driver]:
+    """A driver of a device whose fork server a test may kill."""
     device = CpuDevice(threads=1, cores=2)
     device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def own_device() -> Iterator[CpuDevice]:
-    """One whose fork server a test may kill."""
-    device = CpuDevice(threads=1, cores=2)
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def own(own_device: CpuDevice) -> Iterator[Driver]:
-    driver = Driver(CASE, own_device)
-    yield driver
-    driver.finish()
-
-
-@pytest.fixture
-def driver(device: CpuDevice) -> Iterator[Driver]:
     driver = Driver(CASE, device)
     yield driver
     driver.finish()
+    device.close()
 
 
 class Neighbour:
@@ -146,8 +126,10 @@ def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevi
     neighbour.check()
 
 
-def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver, own_device: CpuDevice) -> None:
-    driver, device = own, own_device
+def test_the_fork_servers_death_loses_jobs_and_checks_and_new_ones_can_be_opened(own: Driver) -> None:
+    """One device for both, because a start takes seconds: it starts a new fork server by itself."""
+    driver, device = own, own.device
+    assert isinstance(device, CpuDevice)
     job = driver.open()
     program = job.load(samples.counter(), [4])
     launches = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
@@ -165,17 +147,16 @@ def test_the_fork_servers_death_loses_the_jobs_and_new_ones_can_be_opened(own: D
     assert running
     assert not [pid for pid in running if Path(f"/proc/{pid}/exe").exists()]
     assert fork_server(device) != old
-    Neighbour(driver).check()
-
-
-def test_a_check_that_dies_with_the_fork_server_is_answered(own: Driver, own_device: CpuDevice) -> None:
-    driver, device = own, own_device
-    Neighbour(driver).check()  # so that it has got as far as forking
+    Neighbour(driver).check()  # so that the new one has got as far as forking
     job = driver.open()
-    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear(rows=23)))  # which was never checked
+    device.check(job.job, ProgramId(1), encode(samples.sgd_linear(rows=23)))  # which was never checked
     os.kill(fork_server(device), signal.SIGKILL)
-    answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobDied))
-    assert not isinstance(answer, ProgramChecked)
+
+    def answers(event: DeviceEvent) -> bool:
+        of_job = getattr(event, "job", None) == job.job
+        return of_job and (isinstance(event, JobDied) or getattr(event, "program", None) == 1)
+
+    assert not isinstance(driver.wait_for(answers), ProgramChecked)
 
 
 def test_nothing_is_left_after_close() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,27 +11,9 @@ from gpumux.device.base import ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
-from gpumux.types import JobDied, JobId, JobSpec, Priority, ProgramReady
-from tests.device.cpu.support import executors
-from tests.device.harness import Case, Driver
+from gpumux.types import JobDied, JobId, JobSpec, ProgramReady
+from tests.device.harness import Driver
 from tests.program import samples
-
-CASE = Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    device = CASE.wide()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def driver(device: CpuDevice) -> Iterator[Driver]:
-    driver = Driver(CASE, device)
-    yield driver
-    driver.finish()
 
 
 def test_a_job_draws_from_a_generator_of_its_own_seed(driver: Driver) -> None:
@@ -131,18 +111,3 @@ def test_numerics_are_set_and_set_back() -> None:
         assert now() == Numerics()
     finally:
         current.apply(before)
-
-
-def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours() -> None:
-    device = CpuDevice(threads=1, cores=1, low_nice=7)
-    device.open()
-    driver = Driver(CASE, device)
-    try:
-        for priority, nice in ((Priority.LOW, 7), (Priority.HIGH, 0)):
-            job = driver.open(priority=priority)
-            job.load(samples.counter(), [4])
-            pid = next(reversed(executors(device)))
-            assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + nice
-    finally:
-        driver.finish()
-        device.close()

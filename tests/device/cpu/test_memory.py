@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cpu.jobs import OWN_BYTES
 from gpumux.device.run.interpreter import Interpreter, outputs
 from gpumux.program.ir import Op, Program, TensorRef
-from tests.device.cpu.support import CASE, Bench, executors, fork_server
+from tests.device.cpu.support import Bench, executors, fork_server
 from tests.device.harness import Driver
 from tests.program import samples
 
@@ -115,46 +116,33 @@ def wide(rows: int) -> Program:
     return d.program(inputs=(x,), results=(total,))
 
 
-def test_batches_of_many_shapes_leave_nothing_of_each_other_behind() -> None:
-    device = CASE.wide()
-    device.open()
-    driver = Driver(CASE, device)
-    try:
-        job = driver.open()
-        largest = 0
-        for rows in (100, 120, 140, 160, 180):
-            program = job.load(wide(rows))
-            for _ in range(4):  # operator by operator, then as graphs
-                job.step(program)
-            largest = rows << 18
-        (executor,) = executors(device)
-        before = resident(fork_server(device))
-        # Two temporaries of the largest are alive at once; all that was made is 30 times as much.
-        assert resident(executor) - before < 3 * largest + (96 << 20)
-    finally:
-        driver.finish()
-        device.close()
-
-
-def test_the_device_says_what_a_step_took() -> None:
-    device = CASE.wide()
-    device.open()
-    driver = Driver(CASE, device)
-    try:
-        job = driver.open()
-        assert device.memory().measured[job.job] == 0
-        rows = 256
+def test_batches_of_many_shapes_leave_nothing_of_each_other_behind(driver: Driver, device: CpuDevice) -> None:
+    others = set(executors(device))
+    job = driver.open()
+    largest = 0
+    for rows in (100, 120, 140, 160, 180):
         program = job.load(wide(rows))
-        job.step(program)
-        measured = device.memory().measured[job.job]
-        # Two of the three temporaries are alive at once, and gone by now; the heap may or may not put the third in the
-        # first's place.
-        assert 1.9 * (rows << 18) <= measured <= 3.2 * (rows << 18)
-        charged = device.memory().by_job[job.job]
-        assert charged >= max(2 * (rows << 18), measured - OWN_BYTES)
-    finally:
-        driver.finish()
-        device.close()
+        for _ in range(4):  # operator by operator, then as graphs
+            job.step(program)
+        largest = rows << 18
+    (executor,) = set(executors(device)) - others
+    before = resident(fork_server(device))
+    # Two temporaries of the largest are alive at once; all that was made is 30 times as much.
+    assert resident(executor) - before < 3 * largest + (96 << 20)
+
+
+def test_the_device_says_what_a_step_took(driver: Driver, device: CpuDevice) -> None:
+    job = driver.open()
+    assert device.memory().measured[job.job] == 0
+    rows = 256
+    program = job.load(wide(rows))
+    job.step(program)
+    measured = device.memory().measured[job.job]
+    # Two of the three temporaries are alive at once, and gone by now; the heap may or may not put the third in the
+    # first's place.
+    assert 1.9 * (rows << 18) <= measured <= 3.2 * (rows << 18)
+    charged = device.memory().by_job[job.job]
+    assert charged >= max(2 * (rows << 18), measured - OWN_BYTES)
 
 
 def resident(pid: int) -> int:

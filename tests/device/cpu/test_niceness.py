@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+from collections.abc import Iterator
 from time import monotonic
 
 import pytest
@@ -19,7 +20,23 @@ from tests.device.harness import Case, Driver
 from tests.program import samples
 
 LONGEST_S = 60.0  # for a process of a lower priority to lose its core to a busy one
-CASE = Case("cpu", wide=lambda: CpuDevice(threads=2, cores=2, low_nice=7), narrow=lambda: CpuDevice(low_nice=7))
+NICE = 7
+CASE = Case("cpu", wide=lambda: CpuDevice(threads=2, cores=2, low_nice=NICE), narrow=lambda: CpuDevice(low_nice=NICE))
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CASE.narrow()
+    device.open()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def driver(device: CpuDevice) -> Iterator[Driver]:
+    driver = Driver(CASE, device)
+    yield driver
+    driver.finish()
 
 
 def of_threads(pid: int) -> set[int]:
@@ -39,8 +56,8 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
         program = job.load(samples.add_one())
         job.step(program)
         (pid,) = set(executors(device)) - before
-        assert of_threads(pid) == {min(19, usual + 7)}
-        for priority, nice in ((Priority.HIGH, usual), (Priority.LOW, min(19, usual + 7))):
+        assert of_threads(pid) == {min(19, usual + NICE)}
+        for priority, nice in ((Priority.HIGH, usual), (Priority.LOW, min(19, usual + NICE))):
             assert device.may_regrade(priority) is None
             device.regrade(job.job, priority)
             job.step(program)  # changed before its next launch
@@ -53,11 +70,10 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
 
 @pytest.mark.skipif(not stopwatch._counted(), reason="this kernel does not count what a thread waits for a core")
 @pytest.mark.parametrize("priority", [Priority.LOW, Priority.HIGH])
-def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(priority: Priority) -> None:
+def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(
+    priority: Priority, driver: Driver, device: CpuDevice
+) -> None:
     core = min(os.sched_getaffinity(0))
-    device = CASE.narrow()
-    device.open()
-    driver = Driver(CASE, device)
     neighbour = subprocess.Popen(["sh", "-c", "while :; do :; done"])
     try:
         before = set(executors(device))
@@ -80,8 +96,15 @@ def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(prior
     finally:
         neighbour.kill()
         neighbour.wait()
-        driver.finish()
-        device.close()
+
+
+def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours(driver: Driver, device: CpuDevice) -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    for priority, nice in ((Priority.LOW, min(19, usual + NICE)), (Priority.HIGH, usual)):
+        before = set(executors(device))
+        driver.open(priority=priority).load(samples.counter(), [4])
+        (pid,) = set(executors(device)) - before
+        assert os.getpriority(os.PRIO_PROCESS, pid) == nice
 
 
 def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypatch, tmp_path) -> None:

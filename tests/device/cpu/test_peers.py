@@ -28,13 +28,11 @@ Sizes = Sequence[tuple[str, tuple[int, ...]]]
 
 
 @pytest.fixture(scope="module")
-def devices() -> Iterator[list[CpuDevice]]:
-    made = [CpuDevice(threads=1, cores=2) for _ in range(2)]
-    for device in made:
-        device.open()
-    yield made
-    for device in made:
-        device.close()
+def devices(device: CpuDevice) -> Iterator[list[CpuDevice]]:
+    second = CpuDevice(threads=1, cores=2)
+    second.open()
+    yield [device, second]
+    second.close()
 
 
 @pytest.fixture

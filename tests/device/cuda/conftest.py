@@ -1,4 +1,4 @@
-"""One device on a fake GPU for all tests of a file, and a driver for it."""
+"""One device on a fake GPU for all tests of this folder, and a driver for it; one daemon that has such a device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from gpumux.device.cuda.device import CudaDevice
 from tests.device.cuda.fake import FakeDriver, broken_rules, fake_device, poll_wait
 from tests.device.cuda.running import compute_of, gpu_of
+from tests.device.cuda.serving import serving
 from tests.device.harness import Case, Driver
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared() -> Iterator[CudaDevice]:
     device = fake_device()
     device.open()
@@ -33,3 +34,9 @@ def driver(shared: CudaDevice) -> Iterator[Driver]:
     yield driver
     gpu_of(shared).auto = True
     driver.finish()
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    with serving() as (endpoint, _):
+        yield endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,12 +23,6 @@ from gpumux.program.indices import BatchCheck
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
 from tests.device.cuda.serving import START_S, close, serving
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with serving() as (endpoint, _):
-        yield endpoint
 
 
 def training(make_optimizer: Callable[..., Any], steps: int = 12, schedule: bool = False) -> Callable[[], Work]:

@@ -3,7 +3,7 @@ out)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +21,9 @@ from gpumux.capture.watch.watches import modes
 from gpumux.errors import CaptureError
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.device.cuda.kernels import of_a_gpu
-from tests.device.cuda.serving import close, serving
+from tests.device.cuda.serving import close
 
 STEPS = 4  # two operator by operator, then captured pieces
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with serving() as (endpoint, _):
-        yield endpoint
 
 
 def training(
