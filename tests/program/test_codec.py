@@ -223,8 +223,8 @@ def test_what_no_program_can_hold_is_left_out_of_the_layers():
 
 def test_a_newer_version_is_named():
     data = bytearray(encode(samples.add_one()))
-    data[5] = 6
-    with pytest.raises(ProgramError, match="version 6"):
+    data[5] = 7
+    with pytest.raises(ProgramError, match="version 7"):
         decode(bytes(data))
     with pytest.raises(ProgramError, match="version"):
         encode(replace(samples.add_one(), version=2))
