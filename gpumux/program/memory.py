@@ -1,11 +1,20 @@
-"""Places temporaries in one arena: first-fit offsets, and the bytes of the arena that each piece needs."""
+"""Places temporaries in one arena: how high the arena is, and the bytes of it that each piece needs.
+
+`first_fit` places storages in the order of the step, as an allocator does that can't know what comes: it estimates what
+a general allocator takes. `plan` sees the whole step before it places anything, and is lower.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from gpumux.program.ir import DIRECT_BYTES, ITEM_BYTES, Collective, Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
@@ -64,11 +73,10 @@ class ArenaPlan:
     live: tuple[Interval | None, ...]
 
 
-def plan(program: Program) -> ArenaPlan:
-    """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
-    while its arguments still hold their memory."""
-    live = intervals(program)
-    sizes = [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+def first_fit(program: Program) -> ArenaPlan:
+    """Offsets such that no two temporaries alive at once overlap: each storage, in the order of the step, at the lowest
+    offset where it fits. An operator's outputs are placed while its arguments still hold their memory."""
+    live, sizes = _needs(program)
     births: dict[int, list[int]] = {}
     deaths: dict[int, list[int]] = {}
     for storage, span in enumerate(live):
@@ -85,9 +93,77 @@ def plan(program: Program) -> ArenaPlan:
     return ArenaPlan(tuple(offsets), tuple(sizes), arena.peak, live)
 
 
+def plan(program: Program) -> ArenaPlan:
+    """The lowest of all plans of the Program; of equal ones that whose height, averaged over the operators, is the
+    least."""
+    return min(plans(program).values(), key=lambda each: (each.peak_bytes, sum(heights(each))))
+
+
+def plans(program: Program) -> dict[str, ArenaPlan]:
+    """Plans of one Program by how they are made; in none do two temporaries overlap that are alive at once.
+
+    first fit   storages in the order of the step
+    largest     the largest storage first, each at the lowest offset that is free while it lives
+    dies last   likewise, beginning with what dies last: the plan sinks early in the backward pass
+    longest     always the lowest place that is left, filled with what lives longest there
+
+    Above MOST_PLANNED temporaries only the first is made: the others take time that grows with the square of their
+    number."""
+    first = first_fit(program)
+    temps = [storage for storage, size in enumerate(first.sizes) if size]
+    if not temps or len(temps) > MOST_PLANNED:
+        return {"first fit": first}
+    spans = [first.live[storage] for storage in temps]
+    births = np.array([span.birth for span in spans if span is not None])
+    lasts = np.array([span.last for span in spans if span is not None])
+    sizes = np.array([first.sizes[storage] for storage in temps])
+    found = {
+        "largest": _in_order(np.lexsort((births, -sizes)), births, lasts, sizes),
+        "dies last": _in_order(np.lexsort((births, -lasts)), births, lasts, sizes),
+        "longest": _lowest_place_first(births, lasts, sizes),
+    }
+    made = {"first fit": first}
+    for name, placed in found.items():
+        offsets = [-1 if span is None else 0 for span in first.live]
+        for storage, offset in zip(temps, placed.tolist(), strict=True):
+            offsets[storage] = offset
+        made[name] = ArenaPlan(tuple(offsets), first.sizes, int((placed + sizes).max()), first.live)
+    return made
+
+
+def live_bytes(planned: ArenaPlan) -> list[int]:
+    """Bytes of the temporaries alive at each operator, and after the last one those of results. No plan's arena is
+    lower than the largest of them."""
+    changes = [0] * (_end(planned) + 1)
+    for size, span in zip(planned.sizes, planned.live, strict=True):
+        if span is not None:
+            changes[span.birth] += size
+            changes[span.last + 1] -= size
+    return list(accumulate(changes))[:-1]
+
+
+def live_peak(planned: ArenaPlan) -> int:
+    """The most bytes of temporaries that are alive at once."""
+    return max(live_bytes(planned), default=0)
+
+
+def heights(planned: ArenaPlan) -> list[int]:
+    """At each operator, and after the last one, the end of the highest temporary alive, in bytes from the arena's
+    start."""
+    found = np.zeros(_end(planned), dtype=np.int64)
+    for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):
+        if span is not None and size:
+            part = found[span.birth : span.last + 1]
+            np.maximum(part, offset + size, out=part)
+    return [int(height) for height in found]
+
+
 def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Footprint:
     """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
-    peak, `unseen_bytes` that no view names and room for a collective's messages; one slot of its data segment."""
+    peak, `unseen_bytes` that no view names and room for a collective's messages; one slot of its data segment.
+
+    `planned` is how the device places temporaries: `first_fit` where a general allocator does it, which is so wherever
+    operators allocate what they return, on a CPU and on a GPU; `plan` where they lie at the plan's offsets."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
     messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
     return Footprint(state, planned.peak_bytes + unseen_bytes + messages, slot_layout(program).nbytes)
@@ -143,6 +219,66 @@ def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...
                 break
             highest[piece] = max(highest[piece], offset + size)
     return tuple(highest)
+
+
+Numbers: TypeAlias = "npt.NDArray[np.int64]"
+MOST_PLANNED = 40_000  # temporaries
+
+
+def _needs(program: Program) -> tuple[tuple[Interval | None, ...], list[int]]:
+    """Each storage's interval, and the bytes it takes."""
+    live = intervals(program)
+    return live, [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+
+
+def _end(planned: ArenaPlan) -> int:
+    """One more than the last index of an operator at which a temporary lives."""
+    return max((span.last + 1 for span in planned.live if span is not None), default=0)
+
+
+def _in_order(order: Numbers, births: Numbers, lasts: Numbers, sizes: Numbers) -> Numbers:
+    """Offsets where each storage, in this order, lies as low as those placed before it allow."""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    starts, ends, begin, until = (np.empty(len(sizes), dtype=np.int64) for _ in range(4))
+    for placed, index in enumerate(order):
+        size = sizes[index]
+        beside = (begin[:placed] <= lasts[index]) & (until[:placed] >= births[index])
+        below = starts[:placed][beside]
+        sort = np.argsort(below, kind="stable")
+        # Between the highest end so far and the next start is a gap; above all of them there is no bound.
+        tops = np.maximum.accumulate(np.append(0, ends[:placed][beside][sort]))
+        free = np.append(below[sort], np.iinfo(np.int64).max) - tops
+        offset = tops[np.argmax(free >= size)]
+        offsets[index] = starts[placed] = offset
+        ends[placed], begin[placed], until[placed] = offset + size, births[index], lasts[index]
+    return offsets
+
+
+def _lowest_place_first(births: Numbers, lasts: Numbers, sizes: Numbers) -> Numbers:
+    """Offsets by a skyline over the operators: its lowest stretch is filled with the storage that lives longest of
+    those that live within it, or, if there is none, raised to its lower neighbour. (Sekiyama et al., "Profile-guided
+    memory optimization for deep neural networks", 2018)"""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    order = np.lexsort((-sizes, births - lasts))
+    begin, until = births[order], lasts[order]
+    skyline = np.zeros(int(lasts.max()) + 1, dtype=np.int64)
+    for _ in range(len(sizes)):
+        while True:
+            start = int(skyline.argmin())
+            height = skyline[start]
+            other = skyline[start:] != height
+            end = start + int(other.argmax()) if other.any() else len(skyline)
+            fits = (begin >= start) & (until < end)
+            found = int(fits.argmax())
+            if fits[found]:
+                break
+            beside = [skyline[at] for at in (start - 1, end) if 0 <= at < len(skyline)]
+            skyline[start:end] = min(beside)
+        storage = order[found]
+        offsets[storage] = height
+        skyline[begin[found] : until[found] + 1] = height + sizes[storage]
+        begin[found] = -1  # placed
+    return offsets
 
 
 class _Arena:

@@ -45,7 +45,7 @@ from gpumux.program.ir import (
     labels,
     slot_layout,
 )
-from gpumux.program.memory import footprint, plan, traffic
+from gpumux.program.memory import first_fit, footprint, traffic
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import refuse_rank, state_slots, validate
 from gpumux.types import (
@@ -120,7 +120,7 @@ class SimChecks:
                 allowlist.resolve(op.target, self._extra_ops)
             except ProgramError as error:
                 raise ProgramError(f"operator {index}: {error.message}", error.remedy) from None
-        return CheckedProgram(program, footprint(program, plan(program)), hashlib.sha256(encoded).hexdigest())
+        return CheckedProgram(program, footprint(program, first_fit(program)), hashlib.sha256(encoded).hexdigest())
 
 
 # ---- A step's kernels cut into pieces, by the time of each kernel alone on one GPU.
