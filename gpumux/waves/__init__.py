@@ -1,0 +1,1 @@
+"""Wavelet: two waves of one training job, whose temporaries take turns in one arena. Start with `height.py`."""
