@@ -1,17 +1,15 @@
 """How high each planner's arena of temporaries is, and what the CPU device really takes beside what it charges.
 
-Each workload is submitted to a daemon of its own in a process of its own, and runs some steps. Its largest Program is
-planned in every way; the seconds of planning are processor time. `taken` is what temporaries took: what
-the executor held at most in a step (`measured_bytes` of `job.stats()`), without the 48 MiB that every executor is
-allowed beside its tensors, the job's state and a batch; kernels' own scratch memory is in it. `charged` is what the
-job is charged: what its Programs declare with first fit, or what was measured, if that is more.
+Each workload's Programs are captured and the largest is planned in every way; the seconds of planning are processor
+time. Workloads in --run are then submitted to a daemon and run some steps, for what temporaries really took: what the
+executor held at most in a step (`measured_bytes` of `job.stats()`), without the 48 MiB that every executor is allowed
+beside its tensors, the job's state and a batch. Kernels' own scratch memory is in it, and gaps in the heap. `declared`
+is what the job's Programs say with first fit, which is what it is charged; where more is measured, that is charged from
+then on (`charged`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 import time
 from typing import Any
@@ -20,13 +18,16 @@ import torch
 
 from gpumux import client
 from gpumux.device.cpu.jobs import OWN_BYTES
-from gpumux.program.memory import first_fit, footprint, live_peak, plan, plans
+from gpumux.fuse.member import Member
+from gpumux.program.ir import Program
+from gpumux.program.memory import first_fit, footprint, heights, live_peak, plan, plans
 from microbench import common
 from microbench.daemon import running_daemon
 
 STEPS, PAUSE_S = 4, 0.6  # the executor's memory is looked at every half second
-TINY = ("tiny", "small")
+PHASES = 6  # of an optimizer's beginning, at most
 REAL = ("resnet50", "gpt2", "bert-base", "vit-b16", "t5-small", "whisper-tiny", "llama-160m")
+RUN = ("tiny", "small", "resnet50:full", "vit-b16:full")  # sizes, and workloads
 HIGHEST = 1.02  # of the plan over the live peak, wanted at most
 
 
@@ -34,7 +35,7 @@ def names() -> list[str]:
     """All workloads: clients/models at two sizes, then microbench/real_models tiny and at their real sizes."""
     from clients.models.workloads import RECIPES
 
-    own = [f"{name}:{size}" for size in TINY for name in RECIPES]
+    own = [f"{name}:{size}" for size in ("tiny", "small") for name in RECIPES]
     return [*own, *(f"{name}:{size}" for size in ("tiny", "full") for name in REAL)]
 
 
@@ -52,67 +53,90 @@ def build(workload: str) -> tuple[Any, Any, Any, Any]:
     return *found.factory({}), found.batch(0)
 
 
-def measure(workload: str) -> dict[str, Any]:
+def captured(workload: str) -> Program:
+    """The Program of the step when the optimizer has all its state. Nothing runs."""
     step, model, optimizer, batch = build(workload)
-    with (
-        running_daemon(threads=1) as daemon,
-        client.submit(
-            step, example=batch, model=model, optimizer=optimizer, priority="high", name="temporaries",
-            endpoint=daemon.endpoint,
-        ) as job,
-    ):  # fmt: skip
-        for _ in range(STEPS):
-            job.step(*batch).result()
-            time.sleep(PAUSE_S)
-        stats = job.stats()
-        programs = [each.program for each in job._remote.programs.values()]
-        job.close(sync=False)
-    largest = max(programs, key=lambda program: first_fit(program).peak_bytes)
+    member = Member(workload, step, model, optimizer, max_variants=None, twice=False)
+    choice = member.choose(batch, {})
+    for _ in range(PHASES):
+        before = member.state.structure
+        member.advance(choice)
+        choice = member.choose(batch, {})
+        if member.state.structure is before:
+            break
+    member.release()
+    program: Program = choice.program.lowered.program
+    return program
+
+
+def planned(program: Program) -> dict[str, Any]:
     began = time.process_time()
-    first = first_fit(largest)
+    first = first_fit(program)
     first_s = time.process_time() - began
     began = time.process_time()
-    lowest = plan(largest)
+    lowest = plan(program)
     plan_s = time.process_time() - began
-    held = footprint(largest, first)
+    held = footprint(program, first)
+    made = plans(program)
     return {
-        "operators": len(largest.ops),
+        "operators": len(program.ops),
         "temporaries": sum(size > 0 for size in first.sizes),
         "live_bytes": live_peak(first),
         "first_fit_bytes": first.peak_bytes,
         "plan_bytes": lowest.peak_bytes,
-        "plans": {name: made.peak_bytes for name, made in plans(largest).items()},
+        "chosen": next(name for name, each in made.items() if each == lowest),
+        "plans": {name: each.peak_bytes for name, each in made.items()},
+        "average_heights": {name: sum(heights(each)) / len(program.ops) for name, each in made.items()},
         "first_fit_s": first_s,
         "plan_s": plan_s,
         "state_bytes": held.state_bytes,
         "slot_bytes": held.slot_bytes,
+    }
+
+
+def ran(workload: str, endpoint: str) -> dict[str, Any]:
+    """What a job of this workload took and was charged."""
+    step, model, optimizer, batch = build(workload)
+    with client.submit(
+        step, example=batch, model=model, optimizer=optimizer, priority="high", name=workload.replace(":", "-"),
+        endpoint=endpoint,
+    ) as job:  # fmt: skip
+        for _ in range(STEPS):
+            job.step(*batch).result()
+            time.sleep(PAUSE_S)
+        stats = job.stats()
+        found = [footprint(each.program, first_fit(each.program)) for each in job._remote.programs.values()]
+        job.close(sync=False)
+    state = max(each.state_bytes for each in found)
+    taken = stats["measured_bytes"] - OWN_BYTES - state - max(each.slot_bytes for each in found)
+    return {
+        "declared_bytes": state + max(each.transient_bytes + each.slot_bytes for each in found),
         "charged_bytes": stats["memory_bytes"],
         "measured_bytes": stats["measured_bytes"],
+        "taken_bytes": max(0, taken),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--workloads", nargs="+", metavar="NAME:SIZE", help="default: all")
-    arguments.add_argument("--part", help=argparse.SUPPRESS)
+    arguments.add_argument("--run", nargs="*", default=RUN, metavar="NAME:SIZE", help="sizes and workloads that run")
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
-    if args.part:
-        print(json.dumps(measure(args.part)))
-        return 0
     facts = common.machine()
     print(common.describe(facts))
     found: dict[str, dict[str, Any]] = {}
-    for workload in args.workloads or names():
-        command = [sys.executable, "-m", "microbench.temporaries", "--part", workload]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900)
-        if ended.returncode:
-            raise RuntimeError(f"{workload} ended with {ended.returncode}")
-        found[workload] = json.loads(ended.stdout.splitlines()[-1])
-        print(f"{workload}: {json.dumps(found[workload])}", flush=True)
+    with running_daemon(threads=1) as daemon:
+        for workload in args.workloads or names():
+            found[workload] = planned(captured(workload))
+            if workload in args.run or workload.partition(":")[2] in args.run:
+                found[workload] |= ran(workload, daemon.endpoint)
+            print(f"{workload}: {found[workload]}", flush=True)
     print(show(found))
     worst = max(each["plan_bytes"] / each["live_bytes"] for each in found.values())
-    under = [name for name, each in found.items() if each["measured_bytes"] - OWN_BYTES > each["charged_bytes"]]
+    under = [
+        name for name, each in found.items() if each.get("measured_bytes", 0) - OWN_BYTES > each.get("charged_bytes", 0)
+    ]
     targets = {
         "plan over live bytes, at most": {"value": worst, "target": HIGHEST, "met": worst <= HIGHEST},
         "workloads charged less than they took": {"value": len(under), "target": 0, "met": not under},
@@ -122,18 +146,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
+    """Sizes in MiB."""
     rows = []
     for name, each in found.items():
-        taken = each["measured_bytes"] - OWN_BYTES - each["state_bytes"] - each["slot_bytes"]
-        mib = {name: f"{each[name] / 2**20:.2f}" for name in each if name.endswith("_bytes")}
+        mib = {key: f"{value / 2**20:.2f}" for key, value in each.items() if key.endswith("_bytes")}
+        live = each["live_bytes"]
         rows.append(
-            [name, str(each["temporaries"]), mib["live_bytes"], mib["plan_bytes"], mib["first_fit_bytes"],
-             f"{each['plan_bytes'] / each['live_bytes']:.3f}", f"{each['first_fit_bytes'] / each['live_bytes']:.3f}",
-             f"{max(0, taken) / 2**20:.1f}", mib["state_bytes"], mib["measured_bytes"], mib["charged_bytes"],
-             f"{each['plan_s']:.2f}"]
+            [name, str(each["operators"]), str(each["temporaries"]), mib["live_bytes"], mib["plan_bytes"],
+             mib["first_fit_bytes"], f"{each['plan_bytes'] / live:.3f}", f"{each['first_fit_bytes'] / live:.3f}",
+             each["chosen"], f"{each['plan_s']:.2f}",
+             *(mib.get(f"{key}_bytes", "-") for key in ("taken", "declared", "charged"))]
         )  # fmt: skip
-    header = ["workload", "temporaries", "live MiB", "plan", "first fit", "plan/live", "first/live", "taken", "state",
-              "measured", "charged", "plan s"]  # fmt: skip
+    header = ["workload", "operators", "temporaries", "live", "plan", "first fit", "plan/live", "first/live", "chosen",
+              "plan s", "taken", "declared", "charged"]  # fmt: skip
     return common.table(header, rows)
 
 
