@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpumux import client
 from gpumux.cli.control import Control
-from gpumux.program.memory import plan
+from gpumux.program.memory import first_fit
 from gpumux.program.profile import loads
 from microbench import common
 from microbench.daemon import running_daemon
@@ -80,7 +80,7 @@ def measure(endpoint: str, k: int, batch: int, steps: int) -> dict[str, float]:
             future.result()
         with Control(endpoint) as control:
             profile = loads(control.profile(job.id).decode())
-        memory = max(plan(p.program).peak_bytes for p in job._remote.programs.values())
+        memory = max(first_fit(p.program).peak_bytes for p in job._remote.programs.values())
         job.sync()
     device = sorted(f.times.device_s for f in futures[3:])  # the first ones are measured and cut
     longest = max(op.seconds for op in profile.ops)

@@ -13,14 +13,15 @@ What to know before asking for GPUs. Nothing here needs a daemon or a GPU, but f
 `plan network`.
 
 MODEL is module:factory (a function of yours that returns a torch module, or one and its example arguments) or a
-built-in: alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Where only its layers' times are wanted
-(burst, servers), a file that `gpumux plan profile` wrote will do, too.
+built-in: alexnet, vgg11, vgg16, vgg19_bn, resnet50, wide_resnet101_2, inception_v3, transformer, bert_base, gpt2. Where
+only its layers' times are wanted (burst, servers), a file that `gpumux plan profile` wrote will do, too.
 
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2     how many GPUs each layer should have
   gpumux plan profile my.models:net --input 3,224,224 -o net.json          time every layer here
   gpumux plan network --ranks 4 -o here.json                               measure what `burst --network` takes
   gpumux plan batch alexnet --memory 12GB                                  mini-batch and convolution algorithms
+  gpumux plan memory gpt2 --batch 8                                        ways to train on a doubled batch, by bytes
   gpumux plan gpus --speedup 3 --overhead 0.1                              GPUs for a speed-up
   gpumux plan servers --parameters 180MB --workers 8 --compute 0.5 --bandwidth 1Gb,10Gb
 
@@ -81,6 +82,21 @@ examples:
   gpumux plan batch my.models:net --input 3,224,224 --batches 32,64,128 --memory 2GB --gpu-model a100
   gpumux plan profile my.models:net --input 3,224,224 --algorithms --batches 16,32 -o net.json      measured ...
   gpumux plan batch my.models:net --input 3,224,224 --times net.json --memory 2GB                   ... and taken
+"""
+_MEMORY = """\
+Captures a training step of the model over fake tensors in five ways: the batch as it is; a doubled batch; that batch in
+two microbatches; that batch with torch.utils.checkpoint around each of the model's blocks; and two waves of the batch
+(a replica of the model and of the optimizer each, whose temporaries take turns). For each it says what state, batch and
+temporaries take, and the time that a roofline predicts, then which way takes the fewest bytes within a factor of the
+doubled batch's time. The loss is the model's own, if it returns one, else a cross entropy. docs/planning.md says how
+the bytes are found. It takes as long as four captures: seconds of a small model, a minute of a large one.
+
+examples:
+  gpumux plan memory gpt2 --batch 8
+  gpumux plan memory resnet50 --batch 64 --optimizer momentum --plot step.png
+  gpumux plan memory my.models:net --input 3,224,224 --batch 32 --within 1.4 --json
+
+exit codes: 0 done, 1 the step can't be captured, 64 wrong usage, 78 wrong input
 """
 _GPUS = """\
 Lemma 3.1 of "Distributed training guidelines": efficiency is (1 + R) / (1 + G R) on G GPUs. R is the time of your loop
@@ -213,6 +229,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     _profile(verb("profile", "time a model's layers", _PROFILE))
     _network(verb("network", "measure bandwidth and latency among ranks", _NETWORK))
     _batch(verb("batch", "mini-batch and convolution algorithms for a CNN", _BATCH))
+    _memory(verb("memory", "bytes and time of ways to train on a doubled batch", _MEMORY))
     _gpus(verb("gpus", "GPUs for a speed-up, and the overhead they tolerate", _GPUS))
     _servers(verb("servers", "parameter servers, and what does without them", _SERVERS))
 
@@ -332,6 +349,17 @@ def _batch(parser: argparse.ArgumentParser) -> None:
     )
     flag("--algorithms", metavar="NAMES", help="default gemm,fft,winograd")
     flag("--times", metavar="FILE", help="measured times and algorithms: of `gpumux plan profile --algorithms`")
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("model", metavar="MODEL", help=TORCH)
+    flag("--input", metavar="N,N,...", type=wholes_in_order, help="shape of one sample of the model's input")
+    flag("--batch", metavar="N", type=whole, required=True, help="samples of a step, before it is doubled")
+    flag("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw", help="default adamw")
+    flag("--within", metavar="FACTOR", type=limit, default=1.1, help="of the doubled batch's time (default 1.1; none)")
+    flag("--gpu-model", metavar="|".join(config.GPU_MODELS), choices=config.GPU_MODELS, help="whose times")
+    flag("--plot", metavar="FILE.png", help="draw live bytes over the step in each way (pip install matplotlib)")
 
 
 def _gpus(parser: argparse.ArgumentParser) -> None:

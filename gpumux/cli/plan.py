@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gpumux.cli import advise, burst
+from gpumux.cli import advise, burst, memory
 from gpumux.cli.advise import idle_option, is_file, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, size, table
 from gpumux.errors import ConfigError
@@ -24,7 +24,7 @@ MEASURING = ("device", "repeats", "threads", "algorithms")  # options that only 
 
 
 def run(args: argparse.Namespace) -> int:
-    verbs = {"burst": burst.run, "profile": _profile, "network": _network, **advise.VERBS}
+    verbs = {"burst": burst.run, "profile": _profile, "network": _network, "memory": memory.run, **advise.VERBS}
     return verbs[args.verb](args)
 
 

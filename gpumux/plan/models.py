@@ -21,10 +21,15 @@ BUILT_IN = {
     "alexnet": ("AlexNet in the one-tower form of the guidelines' table 2", (3, 224, 224)),
     "vgg11": ("VGG-11 (DeepPool, figures 1 to 3)", (3, 224, 224)),
     "vgg16": ("VGG-16", (3, 224, 224)),
+    "vgg19_bn": ("VGG-19 with batch norm", (3, 224, 224)),
+    "resnet50": ("ResNet-50", (3, 224, 224)),
     "wide_resnet101_2": ("WideResNet-101-2", (3, 400, 400)),
     "inception_v3": ("Inception-v3 without the auxiliary head", (3, 299, 299)),
     "transformer": ("an encoder of 6 layers, 512 wide, on sequences of 128 tokens", (128,)),
+    "bert_base": ("BERT-base with its head for masked words, on sequences of 384 tokens", (384,)),
+    "gpt2": ("GPT-2 small, on sequences of 512 tokens", (512,)),
 }
+TOKENS = frozenset({"transformer", "bert_base", "gpt2"})  # take tokens, not numbers
 
 
 class LoadedModel:
@@ -75,7 +80,7 @@ def build(
         from gpumux.plan import zoo
 
         with torch.device(device):
-            return zoo.BUILDERS[name](), [_sample(shape or BUILT_IN[name][1], name == "transformer")]
+            return zoo.BUILDERS[name](), [_sample(shape or BUILT_IN[name][1], name in TOKENS)]
     module_name, colon, attribute = name.partition(":")
     if not colon:
         known = ", ".join(BUILT_IN)

@@ -93,7 +93,7 @@ class Grouping:
         self.base: dict[fx.Node, fx.Node] = {}  # view -> the node that it views
         self.constant: dict[fx.Node, list[fx.Node]] = {}  # node equal for every sample -> the nodes that make it
         self.found: list[TracedLayer] = []
-        self.seen: set[str] = set()
+        self.seen: set[int] = set()  # ids of parameters; tied ones are one
         self.names: set[str] = set()
 
     def layers(self) -> list[TracedLayer]:
@@ -143,18 +143,15 @@ class Grouping:
 
     def _parameters(self, node: fx.Node) -> int:
         """Bytes of the parameters that this node is the first to use."""
-        found: list[tuple[str, Any]] = []
+        found: list[Any] = []
         if node.op == "get_attr":
             owner, _, leaf = str(node.target).rpartition(".")
-            found = [(str(node.target), getattr(self.module.get_submodule(owner), leaf))]
+            found = [getattr(self.module.get_submodule(owner), leaf)]
         elif node.op == "call_module":
-            found = [
-                (f"{node.target}.{name}", each)
-                for name, each in self.module.get_submodule(str(node.target)).named_parameters()
-            ]
-        new = [(name, each) for name, each in found if isinstance(each, nn.Parameter) and name not in self.seen]
-        self.seen |= {name for name, _ in new}
-        return sum(each.numel() * each.element_size() for _, each in new if each.requires_grad)
+            found = list(self.module.get_submodule(str(node.target)).parameters())
+        new = [each for each in found if isinstance(each, nn.Parameter) and id(each) not in self.seen]
+        self.seen |= {id(each) for each in new}
+        return sum(each.numel() * each.element_size() for each in new if each.requires_grad)
 
     def _is_view(self, node: fx.Node) -> bool:
         if node.op == "call_module":

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-VGG = {
+VGG: dict[int, tuple[int | str, ...]] = {
     11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     16: (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"),
+    19: (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M"),
 }
 
 
@@ -33,14 +34,16 @@ def _dense(wide: int, hidden: int, classes: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-def vgg(depth: int) -> nn.Module:
+def vgg(depth: int, norm: bool = False) -> nn.Module:
     layers: list[nn.Module] = []
     channels = 3
     for each in VGG[depth]:
         if isinstance(each, str):
             layers.append(nn.MaxPool2d(2, 2))
         else:
-            layers += [nn.Conv2d(channels, each, 3, padding=1), nn.ReLU(inplace=True)]
+            layers.append(nn.Conv2d(channels, each, 3, padding=1))
+            layers += [nn.BatchNorm2d(each)] if norm else []
+            layers.append(nn.ReLU(inplace=True))
             channels = each
     return Classifier(nn.Sequential(*layers), _dense(512 * 7 * 7, 4096, 1000))
 
@@ -270,11 +273,69 @@ class Encoder(nn.Module):
         return out
 
 
+class LanguageLayer(nn.Module):
+    """Attention with one projection for queries, keys and values, and a feed-forward of four widths, both with dropout.
+    `causal`: pre-norm, and no token sees later ones, as in GPT-2; else post-norm, as in BERT."""
+
+    def __init__(self, width: int, heads: int, causal: bool, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.causal, self.chance = heads, causal, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.projection, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        activation = nn.GELU(approximate="tanh" if causal else "none")
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
+        self.drop1, self.drop2 = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        q, k, v = self.projection(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        chance = self.chance if self.training else 0.0
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=chance, is_causal=self.causal)
+        out: Tensor = self.drop1(self.out(mixed.transpose(1, 2).flatten(2)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
+        if self.causal:
+            x = x + self._mixed(self.norm1(x))
+            out = x + self.drop2(self.mlp(self.norm2(x)))
+        else:
+            x = self.norm1(x + self._mixed(x))
+            out = self.norm2(x + self.drop2(self.mlp(x)))
+        return out
+
+
+class Language(nn.Module):
+    """[N, T] tokens -> [N, T, words] logits, the output tied to the input embedding, 12 layers. `causal`: GPT-2; else
+    BERT with its head for masked language modelling, on whole sequences without padding."""
+
+    def __init__(self, *, words: int, length: int, causal: bool, width: int = 768, heads: int = 12) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.start = nn.Identity() if causal else nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.1)
+        self.layers = nn.ModuleList(LanguageLayer(width, heads, causal) for _ in range(12))
+        head = (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.head = nn.LayerNorm(width) if causal else nn.Sequential(*head)
+        self.decoder = nn.Linear(width, words, bias=not causal)
+        self.decoder.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.start(self.embed(tokens) + self.position.weight[: tokens.shape[1]]))
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.decoder(self.head(x))
+        return logits
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "alexnet": alexnet,
     "vgg11": lambda: vgg(11),
     "vgg16": lambda: vgg(16),
+    "vgg19_bn": lambda: vgg(19, norm=True),
+    "resnet50": lambda: ResNet((3, 4, 6, 3), 1),
     "wide_resnet101_2": lambda: ResNet((3, 4, 23, 3), 2),
     "inception_v3": inception_v3,
     "transformer": Encoder,
+    "bert_base": lambda: Language(words=30_522, length=512, causal=False),
+    "gpt2": lambda: Language(words=50_257, length=1024, causal=True),
 }

@@ -37,7 +37,7 @@ from gpumux.program.ir import (
     View,
     aligned,
 )
-from gpumux.program.memory import ArenaPlan, footprint, plan
+from gpumux.program.memory import first_fit, footprint
 from gpumux.program.validate import check_sizes, describe_op, leaves, op_args, tensor_refs, validate
 from gpumux.types import Footprint
 
@@ -712,13 +712,12 @@ _DIVISIONS = frozenset({"div", "div_", "floor_divide", "floor_divide_", "fmod", 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """A Program that passed. content_hash: of the encoding. footprint: state holds the state slots and the constants,
-    each rounded up to 64 bytes; transient is the plan's peak and what one operator returns that no view names. notes:
-    values that could still crash a kernel."""
+    each rounded up to 64 bytes; transient is what a general allocator is estimated to take for the temporaries
+    (`first_fit`), and what one operator returns that no view names. notes: values that could still crash a kernel."""
 
     program: Program
     content_hash: str
     footprint: Footprint
-    plan: ArenaPlan
     notes: tuple[str, ...]
 
 
@@ -734,12 +733,10 @@ def check(encoded: bytes, limits: ProgramLimits = DEFAULT, extra_ops: Collection
             except ProgramError as e:
                 line = describe_op(program, index).strip()
                 raise ProgramError(f"operator {index}, {op.target}: {e.message} [{line:.400}]", e.remedy) from e
-    planned = plan(program)
     return CheckReport(
         program,
         content_hash(encoded),
-        footprint(program, planned, run.unseen_bytes),
-        planned,
+        footprint(program, first_fit(program), run.unseen_bytes),
         _notes(program),
     )
 

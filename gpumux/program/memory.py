@@ -1,12 +1,20 @@
-"""Places temporaries in one arena: first-fit offsets, and the bytes of the arena that each piece needs."""
+"""Places temporaries in one arena: how high the arena is, and the bytes of it that each piece needs.
+
+`first_fit` places storages in the order of the step, as an allocator does that can't know what comes: it estimates what
+a general allocator takes. `plan` sees the whole step before it places anything, and is lower.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from gpumux.program.ir import DIRECT_BYTES, ITEM_BYTES, Collective, Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
@@ -65,11 +73,10 @@ class ArenaPlan:
     live: tuple[Interval | None, ...]
 
 
-def plan(program: Program) -> ArenaPlan:
-    """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
-    while its arguments still hold their memory."""
-    live = intervals(program)
-    sizes = [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+def first_fit(program: Program) -> ArenaPlan:
+    """Offsets such that no two temporaries alive at once overlap: each storage, in the order of the step, at the lowest
+    offset where it fits. An operator's outputs are placed while its arguments still hold their memory."""
+    live, sizes = _needs(program)
     births: dict[int, list[int]] = {}
     deaths: dict[int, list[int]] = {}
     for storage, span in enumerate(live):
@@ -86,15 +93,87 @@ def plan(program: Program) -> ArenaPlan:
     return ArenaPlan(tuple(offsets), tuple(sizes), arena.peak, live)
 
 
+def plan(program: Program) -> ArenaPlan:
+    """The lowest of all plans of the Program; of equal ones that whose height, averaged over the operators, is the
+    least."""
+    return min(plans(program).values(), key=lambda each: (each.peak_bytes, sum(heights(each))))
+
+
+def plans(program: Program) -> dict[str, ArenaPlan]:
+    """Plans of one Program by how they are made; in none do two temporaries overlap that are alive at once.
+
+    first fit   storages in the order of the step
+    largest     the largest storage first, each at the lowest offset that is free while it lives
+    dies last   likewise, beginning with what dies last: the plan sinks early in the backward pass
+    longest     always the lowest place that is left, filled with what lives longest there
+
+    Above MOST_PLANNED temporaries only the first is made: the others take time that grows with the square of their
+    number."""
+    first = first_fit(program)
+    temps = [storage for storage, size in enumerate(first.sizes) if size]
+    if not temps or len(temps) > MOST_PLANNED:
+        return {"first fit": first}
+    spans = [first.live[storage] for storage in temps]
+    births = np.array([span.birth for span in spans if span is not None])
+    lasts = np.array([span.last for span in spans if span is not None])
+    sizes = np.array([first.sizes[storage] for storage in temps])
+    found = {
+        "largest": _in_order(np.lexsort((births, -sizes)), births, lasts, sizes),
+        "dies last": _in_order(np.lexsort((births, -lasts)), births, lasts, sizes),
+        "longest": _lowest_place_first(births, lasts, sizes),
+    }
+    made = {"first fit": first}
+    for name, placed in found.items():
+        offsets = [-1 if span is None else 0 for span in first.live]
+        for storage, offset in zip(temps, placed.tolist(), strict=True):
+            offsets[storage] = offset
+        made[name] = ArenaPlan(tuple(offsets), first.sizes, int((placed + sizes).max()), first.live)
+    return made
+
+
+def live_bytes(planned: ArenaPlan) -> list[int]:
+    """Bytes of the temporaries alive at each operator, and after the last one those of results. No plan's arena is
+    lower than the largest of them."""
+    changes = [0] * (_end(planned) + 1)
+    for size, span in zip(planned.sizes, planned.live, strict=True):
+        if span is not None:
+            changes[span.birth] += size
+            changes[span.last + 1] -= size
+    return list(accumulate(changes))[:-1]
+
+
+def live_peak(planned: ArenaPlan) -> int:
+    """The most bytes of temporaries that are alive at once."""
+    return max(live_bytes(planned), default=0)
+
+
+def heights(planned: ArenaPlan) -> list[int]:
+    """At each operator, and after the last one, the end of the highest temporary alive, in bytes from the arena's
+    start."""
+    found = np.zeros(_end(planned), dtype=np.int64)
+    for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):
+        if span is not None and size:
+            part = found[span.birth : span.last + 1]
+            np.maximum(part, offset + size, out=part)
+    return [int(height) for height in found]
+
+
 def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Footprint:
     """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
     peak, or for a wave the arena of both, `unseen_bytes` that no view names and room for a collective's messages; one
-    slot of its data segment."""
+    slot of its data segment.
+
+    `planned` is how the device places temporaries: `first_fit` where a general allocator does it, which is so wherever
+    operators allocate what they return, on a CPU and on a GPU; `plan` where they lie at the plan's offsets. For a wave
+    it adds to the arena what it is above the plan of the wave, since an allocator keeps no arena tight."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
     messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
-    arena = arena_bytes(op_heights(planned, len(program.ops))) if program.wave is not None else 0
-    transient = max(arena, planned.peak_bytes) + unseen_bytes + messages
-    return Footprint(state, transient, slot_layout(program).nbytes, arena)
+    transient, arena = planned.peak_bytes, 0
+    if program.wave is not None:
+        waves = wave_plan(program)
+        arena = _arena(program, waves)
+        transient = arena + max(0, planned.peak_bytes - waves.peak_bytes)
+    return Footprint(state, transient + unseen_bytes + messages, slot_layout(program).nbytes, arena)
 
 
 def _message_bytes(program: Program, one: Collective) -> int:
@@ -157,11 +236,6 @@ def piece_bytes(planned: ArenaPlan, boundaries: Sequence[int]) -> tuple[int, ...
 # and *descends* from then on: it never needs more again than the highest piece that is left.
 
 
-def op_heights(planned: ArenaPlan, operators: int) -> tuple[int, ...]:
-    """The height of each operator, in bytes."""
-    return piece_bytes(planned, range(operators + 1))
-
-
 def wave_pieces(program: Program, planned: ArenaPlan, bounds: Sequence[int]) -> WavePieces | None:
     """What the scheduler needs of the pieces [bounds[i], bounds[i + 1]) of a wave's Program; None for another one. The
     tail of the Program must be the start of a piece."""
@@ -171,25 +245,110 @@ def wave_pieces(program: Program, planned: ArenaPlan, bounds: Sequence[int]) -> 
     return WavePieces(program.wave.lane, tail, piece_bytes(planned, bounds))
 
 
-def arena_bytes(heights: Sequence[int], seconds: Sequence[float] | None = None) -> int:
-    """Bytes that two waves need if the second begins when the first has ended the last of its highest operators, and
-    both then run at the same speed: at each operator of the second wave, what it has needed so far, and what the first
-    one needs from there to its end. At least the height of one wave. `seconds`: of each operator; None: all take the
-    same time. A wave that is ahead of that waits; it needs no more than its own height to come to its end."""
-    if not heights:
+def wave_plan(program: Program) -> ArenaPlan:
+    """The plan of a wave's Program with which two waves need the lowest arena."""
+    return min(plans(program).values(), key=lambda each: _arena(program, each))
+
+
+def _arena(program: Program, planned: ArenaPlan) -> int:
+    """Bytes of the arena of two waves, as far as can be said before operators are measured."""
+    return lock_step_bytes(planned, [1.0] * len(program.ops))
+
+
+def lock_step_bytes(planned: ArenaPlan, op_seconds: Sequence[float], behind_s: float = 0.0) -> int:
+    """Bytes of an arena in which two waves of one Program fit that run at equal speed, the second one behind the first.
+
+    Each wave lies as `planned` has it, the first from the arena's bottom up and the second from its top down, so they
+    overlap unless the arena is as high as both together. `op_seconds`: the seconds of each operator of the Program.
+
+    The second wave begins `behind_s` after the first has run its last peak: the last operator at which the plan's
+    height is its peak. From then on both take as long for an operator as `op_seconds` says. While the second wave runs
+    its operator i, up to its own last peak, it has taken the highest byte of its operators 0 to i, and the first wave
+    still needs the highest byte of the operators that it has not finished when i begins. The result is the largest sum
+    of the two, and at least one wave's peak. Where the first wave has ended before the second is at its peak, it needs
+    nothing: its next step begins when the second wave has run its last peak, and the two have changed places. After
+    its last peak a wave needs less and less, so that later sums are no larger.
+
+    It says nothing of waves that run at other speeds: only a lease keeps those apart. Raises ValueError if there is not
+    a time for each operator at which the plan has temporaries."""
+    high = heights(planned)
+    if len(op_seconds) < len(high) - 1:  # results live past the last operator, where nothing runs
+        raise ValueError(f"{len(op_seconds)} times for {len(high)} operators")
+    if not any(high):
         return 0
-    peak = max(heights)
-    after = len(heights) - heights[::-1].index(peak)  # the first operator behind the last of the highest
-    rising = list(accumulate(heights, max))
-    falling = [*list(accumulate(reversed(heights), max))[::-1], 0]
-    clock = [0.0, *accumulate(seconds if seconds is not None else [1.0] * len(heights))]
-    most = peak
-    for operator, needs in enumerate(rising):
-        at = max(bisect_right(clock, clock[after] + clock[operator]) - 1, after)
-        if at >= len(heights):
-            break
-        most = max(most, needs + falling[at])
+    peak = max(high[: len(op_seconds)])  # what lives after the last operator lived at it
+    last_peak = max(at for at, height in enumerate(high[: len(op_seconds)]) if height == peak)
+    high += [0] * (len(op_seconds) - len(high))
+    needed = [*accumulate(reversed(high), max)][::-1]
+    clock = [0.0, *accumulate(op_seconds)]
+    most, first, taken = planned.peak_bytes, last_peak + 1, 0
+    for index in range(last_peak + 1):
+        now = clock[last_peak + 1] + behind_s + clock[index]
+        while first < len(op_seconds) and clock[first + 1] <= now:
+            first += 1  # the first wave has finished it
+        taken = max(taken, high[index])
+        most = max(most, taken + (needed[first] if first < len(needed) else 0))
     return most
+
+
+Numbers: TypeAlias = "npt.NDArray[np.int64]"
+MOST_PLANNED = 40_000  # temporaries
+
+
+def _needs(program: Program) -> tuple[tuple[Interval | None, ...], list[int]]:
+    """Each storage's interval, and the bytes it takes."""
+    live = intervals(program)
+    return live, [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+
+
+def _end(planned: ArenaPlan) -> int:
+    """One more than the last index of an operator at which a temporary lives."""
+    return max((span.last + 1 for span in planned.live if span is not None), default=0)
+
+
+def _in_order(order: Numbers, births: Numbers, lasts: Numbers, sizes: Numbers) -> Numbers:
+    """Offsets where each storage, in this order, lies as low as those placed before it allow."""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    starts, ends, begin, until = (np.empty(len(sizes), dtype=np.int64) for _ in range(4))
+    for placed, index in enumerate(order):
+        size = sizes[index]
+        beside = (begin[:placed] <= lasts[index]) & (until[:placed] >= births[index])
+        below = starts[:placed][beside]
+        sort = np.argsort(below, kind="stable")
+        # Between the highest end so far and the next start is a gap; above all of them there is no bound.
+        tops = np.maximum.accumulate(np.append(0, ends[:placed][beside][sort]))
+        free = np.append(below[sort], np.iinfo(np.int64).max) - tops
+        offset = tops[np.argmax(free >= size)]
+        offsets[index] = starts[placed] = offset
+        ends[placed], begin[placed], until[placed] = offset + size, births[index], lasts[index]
+    return offsets
+
+
+def _lowest_place_first(births: Numbers, lasts: Numbers, sizes: Numbers) -> Numbers:
+    """Offsets by a skyline over the operators: its lowest stretch is filled with the storage that lives longest of
+    those that live within it, or, if there is none, raised to its lower neighbour. (Sekiyama et al., "Profile-guided
+    memory optimization for deep neural networks", 2018)"""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    order = np.lexsort((-sizes, births - lasts))
+    begin, until = births[order], lasts[order]
+    skyline = np.zeros(int(lasts.max()) + 1, dtype=np.int64)
+    for _ in range(len(sizes)):
+        while True:
+            start = int(skyline.argmin())
+            height = skyline[start]
+            other = skyline[start:] != height
+            end = start + int(other.argmax()) if other.any() else len(skyline)
+            fits = (begin >= start) & (until < end)
+            found = int(fits.argmax())
+            if fits[found]:
+                break
+            beside = [skyline[at] for at in (start - 1, end) if 0 <= at < len(skyline)]
+            skyline[start:end] = min(beside)
+        storage = order[found]
+        offsets[storage] = height
+        skyline[begin[found] : until[found] + 1] = height + sizes[storage]
+        begin[found] = -1  # placed
+    return offsets
 
 
 class _Arena:

@@ -18,7 +18,7 @@ from gpumux.fuse.member import Member
 from gpumux.fuse.template import align, stream_bytes
 from gpumux.hostmemory import free_bytes
 from gpumux.program.ir import Program
-from gpumux.program.memory import footprint, plan
+from gpumux.program.memory import first_fit, footprint
 from gpumux.tune.checkpoints import preserving_random_state
 from gpumux.tune.space import Choices, Config, Space, Value
 from gpumux.tune.task import Batch, Task, naming_trial
@@ -131,7 +131,7 @@ def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
 
 def guess(captured: CapturedStep) -> MemoryModel:
     """A generous estimate without fusing: for each model its state and its temporaries three times."""
-    found = footprint(captured.program, plan(captured.program))
+    found = footprint(captured.program, first_fit(captured.program))
     return MemoryModel(found.slot_bytes, 3 * (found.state_bytes + stream_bytes() + found.transient_bytes))
 
 
@@ -148,7 +148,7 @@ def array_bytes(programs: Sequence[Program]) -> int:
     and in the models that the factory made, and an arena and a batch for each Program."""
     total = 0
     for program in programs:
-        found = footprint(program, plan(program))
+        found = footprint(program, first_fit(program))
         total += 2 * found.state_bytes + found.transient_bytes + found.slot_bytes
     return total
 

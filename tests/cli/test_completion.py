@@ -58,6 +58,8 @@ def test_commands_verbs_flags_and_values(bash):
     assert bash("gpumux", "serve", "--threads", "") == [], "nobody knows the number"
     assert set(bash("gpumux", "plan", "")) >= {"burst", "profile"}
     assert "--global-batch" in bash("gpumux", "plan", "burst", "--")
+    assert {"--within", "--optimizer"} <= set(bash("gpumux", "plan", "memory", "--"))
+    assert set(bash("gpumux", "plan", "memory", "--optimizer", "")) == {"sgd", "momentum", "adamw"}
     assert bash("gpumux", "completion", "") == list(SHELLS)
     assert bash("gpumux", "nonsense", "") == bash("gpumux", "")
 

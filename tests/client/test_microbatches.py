@@ -13,6 +13,7 @@ from torch import nn
 
 from gpumux import client, errors
 from gpumux.capture.microbatch.split import TOLERANCE
+from gpumux.plan.memory import ways
 from gpumux.program.memory import plan
 from tests.client.parity import Work, batches, plain, simple_loop, through
 
@@ -572,6 +573,26 @@ def test_operators_are_shorter_and_the_step_needs_less_memory(endpoint: str) -> 
     assert max(work(split)) * 4 == max(work(whole))
     assert sum(work(split)) == sum(work(whole))
     assert plan(split).peak_bytes < 0.6 * plan(whole).peak_bytes
+
+
+def test_plan_memory_says_what_microbatches_need(endpoint: str) -> None:
+    """It captures a loop over both halves, which needs no proof on real numbers."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))]
+    model, x = nn.Sequential(*layers), torch.randn(128, 64)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = ways.loss_of(model(x))
+        loss.backward()
+        opt.step()
+        return loss
+
+    with client.submit(step, example=(x,), model=model, optimizer=opt, microbatches=2, endpoint=endpoint) as job:
+        split, *_ = programs(job)
+    looped = ways.captured_step(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), (x,), parts=2)
+    assert plan(looped).peak_bytes == pytest.approx(plan(split).peak_bytes, rel=0.1)
 
 
 def test_dropout_draws_other_masks_for_each_part_and_repeats_with_the_seed(endpoint: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumux.cli.main import main
 from microbench import common
 
 Report = dict[str, Any]
@@ -26,6 +27,7 @@ QUICK = {
     "gangs": ["--ranks", "2", "--low", "small-kernels-b4", "--steps", "50", "--warm-up", "100"],
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "16", "--parts", "1", "4"],
     "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
+    "temporaries": ["--workloads", "cnn:tiny", "bert-base:tiny", "--run", "cnn:tiny"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
 
@@ -160,6 +162,18 @@ def microbatches(report: Report) -> None:
     assert report["parts"]["4"]["temporary_bytes"]["median"] < report["parts"]["1"]["temporary_bytes"]["median"]
 
 
+def temporaries(report: Report) -> None:
+    assert list(report["workloads"]) == ["cnn:tiny", "bert-base:tiny"]
+    for each in report["workloads"].values():
+        assert each["live_bytes"] <= each["plan_bytes"] == min(each["plans"].values()) <= each["first_fit_bytes"]
+        assert each["plans"][each["chosen"]] == each["plan_bytes"]
+    ran, captured = report["workloads"].values()
+    assert ran["declared_bytes"] >= ran["state_bytes"] + ran["first_fit_bytes"]
+    assert ran["charged_bytes"] >= ran["declared_bytes"]
+    assert ran["measured_bytes"] > 0
+    assert "measured_bytes" not in captured
+
+
 def snapshots(report: Report) -> None:
     (size,) = report["sizes"]
     assert size["snapshots"] > 0
@@ -197,7 +211,26 @@ def leaves(value: object) -> list[object]:
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
+    "temporaries": temporaries,
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_memory_of_waves_is_what_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    program = importlib.import_module("microbench.wave_memory")
+    monkeypatch.setattr(program, "MODELS", {"transformer": ((1,), "sgd")})
+    threads, out = torch.get_num_threads(), tmp_path / "result.json"
+    try:
+        assert program.main(["--out", str(out)]) == 0
+        assert main(["plan", "memory", "transformer", "--batch", "1", "--optimizer", "sgd", "--json"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    (step,) = json.loads(out.read_text())["steps"].values()
+    assert json.loads(said[said.rindex("\n{") :]).items() <= step.items()
+    assert step["half_step_bytes"] <= step["ways"]["waves"]["total_bytes"]
 
 
 @pytest.mark.slow

@@ -72,7 +72,8 @@ def test_attention_written_as_products_is_a_block_in_a_block():
 @pytest.mark.parametrize(
     ("name", "layers", "blocks", "millions"),
     [("vgg16", 21, 0, 138.4), ("inception_v3", 124, 15, 23.8), ("wide_resnet101_2", 140, 33, 126.9),
-     ("transformer", 68, 18, 34.9)],
+     ("transformer", 68, 18, 34.9), ("resnet50", 72, 16, 25.6), ("vgg19_bn", 24, 0, 143.7),
+     ("bert_base", 87, 24, 109.5), ("gpt2", 110, 24, 124.4)],
 )  # fmt: skip
 def test_the_papers_models_are_what_they_should_be(name: str, layers: int, blocks: int, millions: float):
     traced = trace(models.find(name))

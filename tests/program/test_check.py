@@ -27,6 +27,7 @@ from gpumux.program.ir import (
     View,
     slot_layout,
 )
+from gpumux.program.memory import first_fit, footprint
 from tests.program import samples
 from tests.program.strategies import programs
 
@@ -62,7 +63,7 @@ def test_samples_pass(name):
     assert report.program == program
     assert report.content_hash == content_hash(encoded) == hashlib.sha256(encoded).hexdigest()
     assert report.footprint.slot_bytes == slot_layout(program).nbytes
-    assert report.footprint.transient_bytes == report.plan.peak_bytes
+    assert report.footprint == footprint(program, first_fit(program))
 
 
 def test_footprints_are_what_the_samples_need():

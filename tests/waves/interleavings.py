@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpumux.program.memory import ArenaPlan, Interval, arena_bytes, op_heights, piece_bytes
+from gpumux.program.memory import ArenaPlan, Interval, lock_step_bytes, piece_bytes
 from gpumux.scheduler.jobs import JobProgram, JobStep, ScheduledJob
 from gpumux.scheduler.leases import WaveLease
 from gpumux.types import Footprint, JobSpec, Peer, Priority, WavePieces
@@ -64,7 +64,7 @@ def random_case(rng: random.Random) -> Case:
     planned = ArenaPlan(tuple(offsets), sizes, peak, tuple(span for span, _ in spans))
     cuts = {0, 2 * layers, ops, *rng.sample(range(1, ops), rng.randint(0, ops - 1))}
     bounds = tuple(sorted(cuts))
-    most = max(arena_bytes(op_heights(planned, ops)), peak)
+    most = lock_step_bytes(planned, [1.0] * ops)
     return Case(planned, bounds, bounds.index(2 * layers), rng.choice((peak, most, rng.randint(peak, most))))
 
 

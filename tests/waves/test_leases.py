@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from gpumux.program.memory import arena_bytes
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.leases import WaveLease
@@ -47,18 +46,6 @@ def test_a_step_holds_what_is_out_and_what_its_rest_needs(launched: int, done: i
     lease = WaveLease(WavePieces(0, TAIL, HEIGHTS), ARENA)
     assert lease.held(launched, done) == held
     assert lease.descends(launched) is (launched > 4)
-
-
-def test_the_arena_is_what_two_waves_need_at_one_speed():
-    assert arena_bytes(()) == 0
-    assert arena_bytes((3,)) == 3
-    # Forward 1..4, backward 4..1: the second wave needs 1, 2, 3, 4 while the first still needs 3, 2, 1, 0.
-    assert arena_bytes((1, 2, 3, 4, 3, 2, 1)) == 4
-    # A step that keeps its height to the end can't share.
-    assert arena_bytes((4, 4, 1, 4)) == 4
-    assert arena_bytes((1, 4, 4, 4, 3, 3, 3, 3)) == 7
-    # The second wave is slow at first, so the first one has ended when it is high.
-    assert arena_bytes((1, 4, 3, 3), [10.0, 1.0, 1.0, 1.0]) == 4
 
 
 class Waves:

@@ -39,7 +39,7 @@ from gpumux.hostmemory import cpu_name
 from gpumux.program import onednn_lstm
 from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, gated, piece_seconds, units
 from gpumux.program.ir import Collective, Program, View, gates, labels, piece_starts
-from gpumux.program.memory import plan, wave_pieces
+from gpumux.program.memory import wave_pieces, wave_plan
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 from gpumux.types import WavePieces
 
@@ -276,7 +276,7 @@ class LoadedProgram:
         self._piece_s: list[list[float]] = []
         self.newest = 0
         self._gates, self._starts = gates(program), piece_starts(program)
-        self._plan = plan(program) if program.wave is not None else None
+        self._plan = wave_plan(program) if program.wave is not None else None
         # Draws of a wave's step follow each other as if no other step ran between its pieces.
         self._sets_generator = program.wave is not None and program.generator is not None
         self._collectives: dict[int, list[Collective]] = {}  # by the operator they stand before

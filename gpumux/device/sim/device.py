@@ -46,7 +46,7 @@ from gpumux.program.ir import (
     piece_starts,
     slot_layout,
 )
-from gpumux.program.memory import footprint, plan, traffic, wave_pieces
+from gpumux.program.memory import first_fit, footprint, traffic, wave_pieces, wave_plan
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import refuse_rank, state_slots, validate
 from gpumux.types import (
@@ -122,7 +122,7 @@ class SimChecks:
                 allowlist.resolve(op.target, self._extra_ops)
             except ProgramError as error:
                 raise ProgramError(f"operator {index}: {error.message}", error.remedy) from None
-        return CheckedProgram(program, footprint(program, plan(program)), hashlib.sha256(encoded).hexdigest())
+        return CheckedProgram(program, footprint(program, first_fit(program)), hashlib.sha256(encoded).hexdigest())
 
 
 # ---- A step's kernels cut into pieces, by the time of each kernel alone on one GPU.
@@ -267,6 +267,7 @@ class SimProgram:
         self._priority = job.priority
         self._program = program
         self._gates, self._starts = gates(program), piece_starts(program)
+        self._plan = wave_plan(program) if program.wave is not None else None
         self._exchanges = exchanges(program)
         self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)
@@ -296,7 +297,7 @@ class SimProgram:
 
     def wave(self, bounds: Sequence[int]) -> WavePieces | None:
         """What the scheduler needs of pieces with these bounds, if the program is for one of two waves."""
-        return wave_pieces(self._program, plan(self._program), bounds) if self._program.wave is not None else None
+        return wave_pieces(self._program, self._plan, bounds) if self._plan is not None else None
 
     def exchange(self, launch: Launch) -> GateExchange | None:
         """What is exchanged after this piece, if anything is."""
