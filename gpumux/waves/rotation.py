@@ -70,7 +70,7 @@ class Reduction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PartitionSchedule:
     """One optimizer step. `boxes` by cycle, then device; a device has one box in a cycle, or none."""
 
     name: str
@@ -107,7 +107,7 @@ class Schedule:
         return found
 
 
-def rotation(devices: int) -> Schedule:
+def rotation(devices: int) -> PartitionSchedule:
     """Model-parallel waves: as many partitions and batches as devices. Raises ConfigError for none."""
     n = _at_least_one(devices, "devices")
     where = {(c, (i - c) % n): i for c in range(n) for i in range(n)}  # (partition, batch): device
@@ -120,10 +120,10 @@ def rotation(devices: int) -> Schedule:
             box = _box(where, n, cycle, partition, (device - partition) % n, direction)
             boxes.append(Box(*box, resident=resident, loads=loads, stores=stores))
     reductions = tuple(Reduction(m, 2 * n - 1 - m, tuple(range(n))) for m in reversed(range(n)))
-    return Schedule("waves", n, n, tuple(boxes), reductions)
+    return PartitionSchedule("waves", n, n, tuple(boxes), reductions)
 
 
-def pipelined(devices: int, microbatches: int) -> Schedule:
+def pipelined(devices: int, microbatches: int) -> PartitionSchedule:
     """GPipe: partition d on device d, one optimizer step for all microbatches. Raises ConfigError for none."""
     n, m = _at_least_one(devices, "devices"), _at_least_one(microbatches, "microbatches")
     ahead = n + m - 1
@@ -135,7 +135,7 @@ def pipelined(devices: int, microbatches: int) -> Schedule:
     return _in_place("pipelined", n, m, cells)
 
 
-def model_parallel(devices: int, batches: int = 1) -> Schedule:
+def model_parallel(devices: int, batches: int = 1) -> PartitionSchedule:
     """Plain model parallelism: partition d on device d, and one batch after the other through all of them. One
     optimizer step for all of them. Raises ConfigError for none."""
     n, m = _at_least_one(devices, "devices"), _at_least_one(batches, "batches")
@@ -147,7 +147,7 @@ def model_parallel(devices: int, batches: int = 1) -> Schedule:
     return _in_place("model parallel", n, m, cells)
 
 
-def _in_place(name: str, n: int, batches: int, cells: Sequence[tuple[int, int, int, Direction]]) -> Schedule:
+def _in_place(name: str, n: int, batches: int, cells: Sequence[tuple[int, int, int, Direction]]) -> PartitionSchedule:
     """Partition d stays on device d, which applies its gradients when it has been through all batches."""
     where = {(partition, batch): partition for partition in range(n) for batch in range(batches)}
     boxes = []
@@ -157,7 +157,7 @@ def _in_place(name: str, n: int, batches: int, cells: Sequence[tuple[int, int, i
         boxes.append(Box(*box, resident=((partition,),)))
         last[partition] = cycle
     reductions = sorted((Reduction(m, after, (m,)) for m, after in last.items()), key=lambda each: each.after)
-    return Schedule(name, n, batches, tuple(boxes), tuple(reductions))
+    return PartitionSchedule(name, n, batches, tuple(boxes), tuple(reductions))
 
 
 def _box(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gpumux.waves.rotation import Box, Schedule, Transfer
+from gpumux.waves.rotation import Box, PartitionSchedule, Transfer
 
 
 class EmulatedDevice:
@@ -48,7 +48,7 @@ class Executor:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: PartitionSchedule,
         partitions: Sequence[nn.Module],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         loss_fn: Callable[[Tensor, Tensor], Tensor],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpumux.errors import ConfigError
-from gpumux.waves.rotation import Schedule, model_parallel, pipelined, rotation
+from gpumux.waves.rotation import PartitionSchedule, model_parallel, pipelined, rotation
 from tests.waves.executor import Executor
 
 # Figure 10 of the paper by hand: a line a cycle, devices from left to right; F or B, the device, then partition, batch.
@@ -40,7 +40,7 @@ B0_0,0 . .
 counts = st.integers(1, 16)
 
 
-def labels(schedule: Schedule) -> list[list[str]]:
+def labels(schedule: PartitionSchedule) -> list[list[str]]:
     made = [["."] * schedule.devices for _ in range(schedule.cycles)]
     for box in schedule.boxes:
         assert made[box.cycle][box.device] == "."  # one box at a time
@@ -52,7 +52,7 @@ def drawn(text: str) -> list[list[str]]:
     return [line.split() for line in text.strip().splitlines()]
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: PartitionSchedule) -> None:
     """Every batch meets every partition once in each direction, in order; what a box receives was sent before, to its
     device, and what is sent is received; the backward pass is where the forward pass was."""
     for batch in range(schedule.batches):
@@ -162,7 +162,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_three_steps_are_those_of_plain_torch_on_the_batches(schedule: Schedule):
+def test_three_steps_are_those_of_plain_torch_on_the_batches(schedule: PartitionSchedule):
     """Gradients averaged over the batches, batch norm by batch, in float64."""
     each = 8 // schedule.partitions
     parts = [nn.Sequential(*layers()[i * each : (i + 1) * each]).double() for i in range(schedule.partitions)]
@@ -211,7 +211,7 @@ def test_running_statistics_are_those_of_the_batches_a_device_saw():
 def test_the_executor_notices_what_was_not_sent():
     whole = rotation(2)
     without = [box for box in whole.boxes if box.label != "F0_0,0"]
-    broken = Schedule(whole.name, 2, 2, tuple(without), whole.reductions)
+    broken = PartitionSchedule(whole.name, 2, 2, tuple(without), whole.reductions)
     executor = Executor(broken, [nn.Linear(3, 3), nn.Linear(3, 3)], optimizer, F.mse_loss)
     with pytest.raises(KeyError):
         executor.step([(torch.ones(2, 3), torch.ones(2, 3))] * 2)
