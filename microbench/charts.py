@@ -28,10 +28,11 @@ def curves(
     *,
     columns: int = COLUMNS,
     doubling: bool = True,
+    bottom: float | None = 0.0,
 ) -> None:
     """Panels side by side, each with its own scale. `kinds`: label and colour by a curve's name, in the order of the
     legend. Where y was measured several times, a band goes from the lowest to the highest. `doubling`: x is in steps of
-    a factor of two, each with a tick, and y begins at 0."""
+    a factor of two, each with a tick. `bottom`: where y begins, None for what suits the curves."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     drawn = figure(max(5.0, 3.0 * columns), 0.9 + 2.5 * rows)
@@ -49,7 +50,7 @@ def curves(
             ticks = sorted({x for points in panel.curves.values() for x, *_ in points})
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks], fontsize=7)
             axes.minorticks_off()
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=bottom)
         axes.set_title(panel.title, fontsize=8)
     for axes in grid[:, 0]:
         axes.set_ylabel(names[1], fontsize=8)

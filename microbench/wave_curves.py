@@ -195,6 +195,7 @@ def draw(path: Path, cells: Sequence[dict[str, Any]], seeds: int) -> None:
         ("epoch", "%"),
         columns=len(RATES),
         doubling=False,
+        bottom=None,
     )
 
 
