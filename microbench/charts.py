@@ -20,11 +20,20 @@ class Panel:
 
 
 def curves(
-    path: Path, title: str, panels: Sequence[Panel], kinds: Mapping[str, tuple[str, str]], names: tuple[str, str]
+    path: Path,
+    title: str,
+    panels: Sequence[Panel],
+    kinds: Mapping[str, tuple[str, str]],
+    names: tuple[str, str],
+    *,
+    columns: int = COLUMNS,
+    doubling: bool = True,
+    bottom: float | None = 0.0,
 ) -> None:
     """Panels side by side, each with its own scale. `kinds`: label and colour by a curve's name, in the order of the
-    legend. Where y was measured several times, a band goes from the lowest to the highest."""
-    columns = min(COLUMNS, len(panels))
+    legend. Where y was measured several times, a band goes from the lowest to the highest. `doubling`: x is in steps of
+    a factor of two, each with a tick. `bottom`: where y begins, None for what suits the curves."""
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     drawn = figure(max(5.0, 3.0 * columns), 0.9 + 2.5 * rows)
     grid = drawn.subplots(rows, columns, squeeze=False)
@@ -35,12 +44,13 @@ def curves(
             label, color = kinds[name]
             (shown[label],) = axes.plot(xs, ys, marker="o", ms=3, lw=1.2, color=color)
             axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for points in panel.curves.values() for x, *_ in points})
-        axes.set_xticks(ticks, [f"{x:g}" for x in ticks], fontsize=7)
-        axes.minorticks_off()
-        axes.tick_params(axis="y", labelsize=7)
-        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=7)
+        if doubling:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({x for points in panel.curves.values() for x, *_ in points})
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks], fontsize=7)
+            axes.minorticks_off()
+        axes.set_ylim(bottom=bottom)
         axes.set_title(panel.title, fontsize=8)
     for axes in grid[:, 0]:
         axes.set_ylabel(names[1], fontsize=8)

@@ -79,6 +79,20 @@ def data_parallel(ranks: int) -> RankPlacement:
     return RankPlacement(ranks, default=tuple(range(ranks)))
 
 
+def rotated(partitions: Sequence[Sequence[str]]) -> RankPlacement:
+    """Model-parallel waves (waves/rotation.py) on as many ranks as partitions: every layer is on all ranks, and part j
+    of the batch is on rank (j + c) mod N in partition c. `partitions`: the layers of each, in the order they run.
+    Raises ConfigError for a layer in two of them."""
+    n = len(partitions)
+    layers: dict[str, tuple[int, ...]] = {}
+    for c, names in enumerate(partitions):
+        for name in names:
+            if name in layers:
+                raise ConfigError(f"{name} is in two partitions", "name each layer once")
+            layers[name] = tuple([(part + c) % n for part in range(n)])
+    return RankPlacement(n, layers)
+
+
 def nested(first: int, count: int) -> tuple[int, ...]:
     """`count` ranks from `first` on, in an order of parts in which each rank that is also among fewer of them, or more,
     keeps all samples that it can: doubled ranks split each part in two, and the rank that had it keeps the first. The

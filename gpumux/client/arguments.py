@@ -162,3 +162,16 @@ def refuse_with_ranks(**given: bool) -> None:
     found = next((name for name, is_given in given.items() if is_given), None)
     if found is not None:
         raise ConfigError(f"{found}= is given, and several daemons", f"drop {found}=, or submit to one daemon")
+
+
+def refuse_with_waves(**given: bool) -> None:
+    """Raises ConfigError for an argument that two waves do not take. given: by name, whether it was given."""
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise ConfigError(f"waves=2 does not go together with {wrong[0]}", f"leave out {wrong[0]}, or waves")
+
+
+def check_waves(waves: int) -> None:
+    """Raises ConfigError for another number than 1 or 2."""
+    if waves not in (1, 2) or isinstance(waves, bool):
+        raise ConfigError(f"waves={waves!r}", "use 1, or 2 for two waves (docs/waves.md)")

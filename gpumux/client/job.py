@@ -48,10 +48,10 @@ from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
-from gpumux.client.waves import Waves
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
+from gpumux.waves.steps import Waves
 from gpumux.waves.trace import LANES, adds_to_gradients
 from gpumux.wire import messages as m
 

@@ -23,8 +23,8 @@ from gpumux.capture.structure import Structure, from_local
 from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
-from gpumux.client.waves import Waves
 from gpumux.errors import ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
+from gpumux.waves.steps import Waves
 
 log = logging.getLogger("gpumux.client")
 

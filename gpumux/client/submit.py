@@ -18,12 +18,14 @@ from gpumux.capture.state import StateTable
 from gpumux.client.arguments import (
     check_compile,
     check_rng,
+    check_waves,
     daemons_of,
     draws_from_client,
     job_spec,
     number,
     placement_of,
     refuse_with_ranks,
+    refuse_with_waves,
     several,
     whole,
     with_inner,
@@ -35,9 +37,9 @@ from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.snapshots import write_of_rank
 from gpumux.client.tracebacks import folded
-from gpumux.client.waves import Waves, check_waves, refuse_with_waves
 from gpumux.errors import ConfigError, NotOwner
 from gpumux.program.saved_plan import SavedPlan
+from gpumux.waves.steps import Waves
 from gpumux.waves.trace import WaveSplitter
 from gpumux.wire.codec import MAX_INT
 

@@ -211,9 +211,14 @@ def check(path: Path) -> None:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write a PNG with the same bytes for the same picture. Raises ConfigError if the file can't be written."""
+    """Write a PNG, or an SVG where the path ends so, with the same bytes for the same picture. Raises ConfigError if
+    the file can't be written."""
+    from matplotlib import rc_context
+
+    svg = path.suffix == ".svg"
     try:
-        drawn.savefig(path, format="png", metadata={"Software": None})
+        with rc_context({"svg.hashsalt": "gpumux", "svg.fonttype": "none"}):
+            drawn.savefig(path, format="svg" if svg else "png", metadata={"Date" if svg else "Software": None})
     except OSError as error:
         raise ConfigError(
             f"can't write {path}: {error.strerror}", "choose a file in a directory you may write"

@@ -173,11 +173,12 @@ def test_with_momentum_waves_diverge_at_a_tenth_of_the_learning_rate(
 
 
 def test_what_the_replicas_differ_by_is_never_damped():
-    """On a quadratic both stay off the optimum, by lr / 4 times the first gradient each, on opposite sides: there the
-    two gradients cancel. Their mean is at the optimum."""
-    waves = WaveReference(_quadratic, sgd(0.2), _half_square)
+    """On a quadratic both stay off the optimum, by rate / (4 + rate) of where they began, on opposite sides: there the
+    two gradients cancel. Their mean is at the optimum. `rate`: learning rate times curvature."""
+    rate = 0.2
+    waves = WaveReference(_quadratic, sgd(rate), _half_square)
     for _ in range(400):
         waves.step(None)
     tick, tock = (next(wave[0].parameters()).item() for wave in waves.replicas)
-    assert tick == pytest.approx(-0.2 / 4, abs=NEAR)
-    assert tock == pytest.approx(0.2 / 4, abs=NEAR)
+    assert tick == pytest.approx(-rate / (4 + rate), abs=NEAR)
+    assert tock == pytest.approx(rate / (4 + rate), abs=NEAR)

@@ -6,7 +6,6 @@ replica of the newest step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,10 +14,7 @@ import torch
 
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import State, StepProgram
-from gpumux.errors import ConfigError
 from gpumux.waves.trace import WavePrograms
-
-log = logging.getLogger("gpumux.client")
 
 Write = Callable[[int, torch.Tensor], None]
 
@@ -120,19 +116,3 @@ def _waves(captured: StepProgram) -> WavePrograms:
     found: Any = captured.ranked
     assert isinstance(found, WavePrograms)
     return found
-
-
-# ---- what waves cost, and what to use in their place
-
-
-def refuse_with_waves(**given: bool) -> None:
-    """Raises ConfigError for an argument that two waves do not take. given: by name, whether it was given."""
-    wrong = [name for name, is_given in given.items() if is_given]
-    if wrong:
-        raise ConfigError(f"waves=2 does not go together with {wrong[0]}", f"leave out {wrong[0]}, or waves")
-
-
-def check_waves(waves: int) -> None:
-    """Raises ConfigError for another number than 1 or 2."""
-    if waves not in (1, 2) or isinstance(waves, bool):
-        raise ConfigError(f"waves={waves!r}", "use 1, or 2 for two waves (docs/waves.md)")
