@@ -1,16 +1,18 @@
 """A Transformer under a memory limit that two waves of it fit into, and a doubled batch does not.
 
 Digits of scikit-learn as sequences of 64 pixels. A first job of each way runs without a limit, and says what its
-process held. Then each trains under the same limit (RLIMIT_DATA of the job's process, above what it holds before its
-first step): the doubled batch is killed by it, the waves and the doubled batch in two microbatches train to the end.
+process held beside what it has when its Programs are loaded. Then each trains under one limit of that (RLIMIT_DATA of
+the job's process), half way between the waves and the doubled batch.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,9 @@ from microbench.walk import descendants
 
 BATCH = 128
 EPOCHS = 30
-MEASURED_STEPS = 12
+MEASURED_STEPS = 40
+TRAINED = 1536  # images
 ACCURACY = 0.9
-SLACK = 24 << 20  # of the limit over what the waves' process held
 
 
 class Pixels(nn.Module):
@@ -70,7 +72,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     data, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
     x, y = torch.tensor(data, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
-    return x[:1536], y[:1536], x[1536:], y[1536:]
+    return x[:TRAINED], y[:TRAINED], x[TRAINED:], y[TRAINED:]
 
 
 def loader(x: torch.Tensor, y: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -109,12 +111,33 @@ def executor_of(daemon: RunningDaemon, before: set[int]) -> int:
     return max(set(descendants(daemon.process.pid)) - before, key=data_bytes)
 
 
-def train(
-    way: Way, limit: int | None, epochs: int, progress: Callable[[str], None]
-) -> dict[str, Any]:  # fmt: skip
-    """Train one way in a daemon of its own. limit: bytes that its process may have beside what it holds when its
-    Programs are loaded; None: no limit, and a few steps only, whose growth is measured."""
+class Highest:
+    """The most private memory of a process, in bytes, looked at every millisecond inside the context."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.bytes = data_bytes(pid)
+
+    def _look(self) -> None:
+        while not self._over.wait(0.001):
+            self.bytes = max(self.bytes, data_bytes(self._pid))
+
+    def __enter__(self) -> Highest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def train(way: Way, limit: int | None, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Train one way for so many steps, in a daemon of its own. limit: bytes that its process may have beside what it
+    holds when its Programs are loaded; None: no limit, and the growth is measured."""
     train_x, train_y, test_x, test_y = images()
+    begun = time.monotonic()
     with running_daemon() as daemon:
         before = set(descendants(daemon.process.pid))
         model, job = submit(daemon, way, train_x, train_y)
@@ -123,29 +146,22 @@ def train(
             base = data_bytes(pid)
             if limit is not None:
                 resource.prlimit(pid, resource.RLIMIT_DATA, (base + limit, base + limit))
-            steps = MEASURED_STEPS if limit is None else epochs * len(train_y) // way.batch
-            most, begun = 0, time.monotonic()
             batches = loader(train_x, train_y, way.batch)
             try:
-                for number in range(steps):
-                    loss = job.step(*next(batches))
-                    if limit is None:
-                        float(loss)
-                        most = max(most, data_bytes(pid) - base)
-                    elif number % 100 == 0:
-                        progress(f"{way.name}: step {number} of {steps}, loss {float(loss):.3f}")
-                stats = job.stats()
+                with Highest(pid) if limit is None else nullcontext() as highest:
+                    for number in range(steps):
+                        loss = job.step(*next(batches))
+                        if number % 100 == 0:
+                            progress(f"{way.name}: step {number} of {steps}, loss {float(loss):.3f}")
+                    float(loss)
+                charged = job.stats()["memory_bytes"]
             except GpumuxError as error:
-                return {
-                    "way": way.name,
-                    "failed": f"{type(error).__name__}: {error}",
-                    "seconds": time.monotonic() - begun,
-                }
-        charged = stats["memory_bytes"]
+                return {"way": way.name, "failed": f"{type(error).__name__}: {error}", "step": number}
         with torch.no_grad():
             accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
-    found = {"way": way.name, "charged_bytes": charged, "accuracy": accuracy, "seconds": time.monotonic() - begun}
-    return {**found, "grown_bytes": most} if limit is None else {**found, "steps": steps}
+    found = {"way": way.name, "charged_bytes": charged, "accuracy": accuracy, "steps": steps}
+    found["seconds"] = time.monotonic() - begun
+    return found if highest is None else {**found, "grown_bytes": highest.bytes - base}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,11 +170,11 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    free = {way.name: train(way, None, 0, say) for way in WAYS}
+    free = {way.name: train(way, None, MEASURED_STEPS, say) for way in WAYS}
     grown = {name: one["grown_bytes"] for name, one in free.items()}
     say(", ".join(f"{name} grew by {bytes_ / 2**20:.0f} MiB" for name, bytes_ in grown.items()))
-    limit = grown["two waves"] + SLACK
-    limited = {way.name: train(way, limit, args.epochs, say) for way in WAYS}
+    limit = (grown["two waves"] + grown["doubled batch"]) // 2
+    limited = {way.name: train(way, limit, args.epochs * TRAINED // way.batch, say) for way in WAYS}
     rows = []
     for way in WAYS:
         one = limited[way.name]

@@ -145,6 +145,7 @@ class StepAnswers:
 MEASURE_EVERY_S = 0.5
 SLACK, SLACK_BYTES = 1.15, 64 << 20  # allowed beyond what is planned, before the heap is trimmed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+_MMAP_THRESHOLD, LARGE_BYTES = -3, 256 << 10  # of mallopt(3); a fixed threshold is not raised by what is freed
 _BEGIN_ANEW = b"5"
 
 
@@ -192,6 +193,7 @@ class Heap:
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        self._set = getattr(ctypes.CDLL(None), "mallopt", None)
         self._planned = 0
         self._largest = 0
         self._next, self._pause = 0.0, FIRST_PAUSE_S
@@ -202,6 +204,12 @@ class Heap:
         self._planned += kept
         self._largest = max(self._largest, transient)
         self._next, self._pause = 0.0, FIRST_PAUSE_S
+
+    def share(self) -> None:
+        """Return each large block to the kernel as it is freed: two waves give memory to each other in turns, and
+        blocks that the heap keeps for one of them would not fit what the other needs."""
+        if self._set is not None:
+            self._set(_MMAP_THRESHOLD, LARGE_BYTES)
 
     def look(self, held: int, now: float) -> None:
         """Trim the heap if a step held more bytes than planned, and no trim was made recently."""
@@ -387,6 +395,8 @@ class Executor:
             os.close(description)
             os.close(data_fd)
         self._programs[program] = loaded
+        if decoded.wave is not None:
+            self._heap.share()
         constants = sum(map(len, decoded.consts))
         self._heap.loaded(sum(load["new_buffers"]) + load["data_bytes"] + constants, load["transient_bytes"])
         gc.collect()
