@@ -27,7 +27,7 @@ from microbench.daemon import running_daemon
 STEPS, PAUSE_S = 4, 0.6  # the executor's memory is looked at every half second
 PHASES = 6  # of an optimizer's beginning, at most
 REAL = ("resnet50", "gpt2", "bert-base", "vit-b16", "t5-small", "whisper-tiny", "llama-160m")
-RUN = ("tiny", "small", "resnet50:full", "vit-b16:full")  # sizes, and workloads
+RUN = ("cnn:small", "resnet50:full", "vit-b16:full")  # sizes, and workloads
 HIGHEST = 1.02  # of the plan over the live peak, wanted at most
 
 

@@ -29,8 +29,7 @@ MODELS: dict[str, tuple[tuple[int, int], str]] = {
 
 
 def measure(model: str, batch: int, optimizer: str) -> dict[str, Any]:
-    from gpumux.cli.memory import body
-    from gpumux.plan.memory import ways
+    from gpumux.plan.memory import advice, ways
     from gpumux.plan.models import find
 
     began = time.process_time()
@@ -41,7 +40,7 @@ def measure(model: str, batch: int, optimizer: str) -> dict[str, Any]:
     seconds = [each.seconds for each in op_profiles(program, A100)]
     saved = ways.shared_arena(program, seconds) - ways.shared_arena(program, seconds, half_a_step=True)
     half = found.way("waves").total_bytes - saved
-    return {**body(found, 1.1), "half_step_bytes": half, "captured_s": spent, "operators": len(program.ops)}
+    return {**advice.body(found, 1.1), "half_step_bytes": half, "captured_s": spent, "operators": len(program.ops)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,14 +8,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gpumux.cli import advise, burst, memory
-from gpumux.cli.advise import idle_option, is_file, model_profile
+from gpumux.cli import advise, burst
+from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, size, table
+from gpumux.device.sim.cost import preset
 from gpumux.errors import ConfigError
 from gpumux.plan.layers import ModelProfile, save
 from gpumux.plan.network import measured, ranks
 from gpumux.plan.network.measured import MeasuredNetwork
+from gpumux.simulate.result import check
+
+if TYPE_CHECKING:
+    from gpumux.plan.memory.ways import MemoryComparison
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
@@ -24,7 +30,7 @@ MEASURING = ("device", "repeats", "threads", "algorithms")  # options that only 
 
 
 def run(args: argparse.Namespace) -> int:
-    verbs = {"burst": burst.run, "profile": _profile, "network": _network, "memory": memory.run, **advise.VERBS}
+    verbs = {"burst": burst.run, "profile": _profile, "network": _network, "memory": _memory, **advise.VERBS}
     return verbs[args.verb](args)
 
 
@@ -191,3 +197,56 @@ def _described(found: MeasuredNetwork, out: Path) -> str:
         f" ({'; '.join(machines)}; torch {found.versions.get('torch', 'unknown')})"
     )
     return "\n".join([head, table(header, rows), "", *notes])
+
+
+# ---- `gpumux plan memory`.
+
+
+def _memory(args: argparse.Namespace) -> int:
+    """Capture a step in several ways, and say what each takes."""
+    if is_file(args.model):
+        raise ConfigError(
+            f"{args.model} has layers' times and no step to capture", "name the model: module:factory, or a built-in"
+        )
+    if args.plot is not None:
+        check(Path(args.plot))
+    from gpumux.plan.memory import advice, picture, ways
+    from gpumux.plan.models import find
+
+    loaded = find(args.model, args.input, device="cpu")
+    spec = preset(args.gpu_model or DEFAULT_GPU)
+    try:
+        found = ways.compare(loaded, args.batch, spec, optimizer=args.optimizer, progress=_progress("ways"))
+    finally:
+        _end_progress()
+    if args.plot is not None:
+        picture.draw(found, Path(args.plot))
+    if args.json:
+        emit_json(advice.body(found, args.within))
+    else:
+        emit(_compared(found, args.within))
+    return 0
+
+
+def _compared(found: MemoryComparison, within: float) -> str:
+    """The ways as a table, then what to take and what was left out."""
+    from gpumux.plan.memory import advice
+
+    doubled = found.way("doubled").total_bytes
+    rows = [
+        (advice.SAID[each.way], str(each.samples), size(each.state_bytes), size(each.batch_bytes),
+         size(each.temporary_bytes), size(each.total_bytes), f"{each.total_bytes / doubled:.0%}",
+         f"x {found.relative(each.way):.2f}")
+        for each in found.ways
+    ]  # fmt: skip
+    header = ("WAY", "SAMPLES", "STATE", "BATCH", "TEMPORARIES", "TOTAL", "OF DOUBLED", "TIME")
+    lines = [
+        f"{found.model}, batch {found.batch}, {found.optimizer}; times are modelled for an {found.device}, launches not"
+        " included",
+        table(header, rows),
+        "",
+        advice.sentence(found, within),
+    ]
+    lines += [f"{advice.SAID[way]}: left out, since {why}" for way, why in found.left_out.items()]
+    lines += [f"{advice.SAID[way]}: {note}" for way, note in found.notes.items()]
+    return "\n".join(lines)

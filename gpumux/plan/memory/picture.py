@@ -27,8 +27,9 @@ def draw(found: MemoryComparison, path: Path) -> None:
         axes.axhline(way.total_bytes / GIB, color=LINE_COLOR, lw=0.8, ls="--")
         axes.set_title(f"{way.way}: {way.samples} samples, {way.total_bytes / GIB:.2f} GiB", fontsize=8, loc="left")
         axes.set_ylabel("GiB", fontsize=8)
-        axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=7)
+    panels[0, 0].set_ylim(0, 1.05 * max(each.total_bytes for each in found.ways) / GIB)  # all panels have these
+    panels[0, 0].set_xlim(0, max(sum(seconds for seconds, _, _ in each.live) for each in found.ways) * 1e3)
     panels[-1, 0].set_xlabel(f"predicted ms on an {found.device}", fontsize=8)
     for phase, color in COLORS.items():
         panels[0, 0].axvspan(0, 0, color=color, label=phase)
