@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[tuple[int, int], str]] = {
 def measure(model: str, batch: int, optimizer: str) -> dict[str, Any]:
     from gpumux.plan.memory import advice, ways
     from gpumux.plan.models import find
+    from gpumux.program.memory import shared_arenas
 
     began = time.process_time()
     loaded = find(model, device="cpu")
@@ -38,7 +39,10 @@ def measure(model: str, batch: int, optimizer: str) -> dict[str, Any]:
     spent = time.process_time() - began
     program = ways.captured_step(loaded.module, ways.OPTIMIZERS[optimizer], loaded.example(batch))
     seconds = [each.seconds for each in op_profiles(program, A100)]
-    saved = ways.shared_arena(program, seconds) - ways.shared_arena(program, seconds, half_a_step=True)
+    at_once, half_apart = (
+        min(arena for arena, _ in shared_arenas(program, seconds, half_a_step)) for half_a_step in (False, True)
+    )
+    saved = at_once - half_apart
     half = found.way("waves").total_bytes - saved
     return {**advice.body(found, 1.1), "half_step_bytes": half, "captured_s": spent, "operators": len(program.ops)}
 

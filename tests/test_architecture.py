@@ -42,7 +42,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "device": SHARED,
     "daemon": SHARED | {"scheduler", "wire", "device", "metrics"},
     "simulate": SHARED | {"scheduler", "device"},
-    "plan": SHARED | {"device", "simulate", "fuse", "waves"},  # roofline and pictures; a captured step, and its waves
+    "plan": SHARED | {"device", "simulate", "fuse"},  # roofline and pictures; a captured step
     "capture": SHARED,
     "burst": SHARED | {"capture"},
     "waves": SHARED | {"capture"},

@@ -170,8 +170,7 @@ def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Fo
     messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
     transient, arena = planned.peak_bytes, 0
     if program.wave is not None:
-        waves = wave_plan(program)
-        arena = _arena(program, waves)
+        arena, waves = wave_plan(program)
         transient = arena + max(0, planned.peak_bytes - waves.peak_bytes)
     return Footprint(state, transient + unseen_bytes + messages, slot_layout(program).nbytes, arena)
 
@@ -245,14 +244,25 @@ def wave_pieces(program: Program, planned: ArenaPlan, bounds: Sequence[int]) -> 
     return WavePieces(program.wave.lane, tail, piece_bytes(planned, bounds))
 
 
-def wave_plan(program: Program) -> ArenaPlan:
-    """The plan of a wave's Program with which two waves need the lowest arena."""
-    return min(plans(program).values(), key=lambda each: _arena(program, each))
+def shared_arenas(
+    program: Program, seconds: Sequence[float], half_a_step: bool = False
+) -> list[tuple[int, ArenaPlan]]:  # fmt: skip
+    """For each plan of the Program the bytes of an arena for two waves (`lock_step_bytes`). `half_a_step`: the second
+    wave begins half a step behind the first, or when that one is past its last peak, if that is later."""
+    found = []
+    for each in plans(program).values():
+        high = heights(each)
+        last = max((at for at in range(min(len(high), len(seconds))) if high[at] == each.peak_bytes), default=-1)
+        behind = max(0.0, sum(seconds) / 2 - sum(seconds[: last + 1])) if half_a_step else 0.0
+        found.append((lock_step_bytes(each, seconds, behind), each))
+    return found
 
 
-def _arena(program: Program, planned: ArenaPlan) -> int:
-    """Bytes of the arena of two waves, as far as can be said before operators are measured."""
-    return lock_step_bytes(planned, [1.0] * len(program.ops))
+def wave_plan(program: Program) -> tuple[int, ArenaPlan]:
+    """Bytes of the arena that two waves of the Program are charged, and the plan with which they need no more: half a
+    step apart, where two peaks lie evenly in a step. All operators count as equally long, since none is measured yet.
+    Waves that are less apart wait for each other."""
+    return min(shared_arenas(program, [1.0] * len(program.ops), half_a_step=True), key=lambda found: found[0])
 
 
 def lock_step_bytes(planned: ArenaPlan, op_seconds: Sequence[float], behind_s: float = 0.0) -> int:

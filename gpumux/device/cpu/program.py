@@ -276,7 +276,7 @@ class LoadedProgram:
         self._piece_s: list[list[float]] = []
         self.newest = 0
         self._gates, self._starts = gates(program), piece_starts(program)
-        self._plan = wave_plan(program) if program.wave is not None else None
+        self._plan = wave_plan(program)[1] if program.wave is not None else None
         # Draws of a wave's step follow each other as if no other step ran between its pieces.
         self._sets_generator = program.wave is not None and program.generator is not None
         self._collectives: dict[int, list[Collective]] = {}  # by the operator they stand before

@@ -267,7 +267,7 @@ class SimProgram:
         self._priority = job.priority
         self._program = program
         self._gates, self._starts = gates(program), piece_starts(program)
-        self._plan = wave_plan(program) if program.wave is not None else None
+        self._plan = wave_plan(program)[1] if program.wave is not None else None
         self._exchanges = exchanges(program)
         self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)

@@ -28,7 +28,6 @@ from gpumux.fuse.member import Member
 from gpumux.plan.models import LoadedModel
 from gpumux.program import memory
 from gpumux.program.ir import Program, aligned, labels
-from gpumux.waves.height import lock_step_bytes
 
 WAYS = ("whole", "doubled", "microbatches", "checkpointing", "waves")
 PHASES = ("forward", "backward", "optimizer")
@@ -277,23 +276,12 @@ def _waves(batch: int, program: Program, gradients: int, spec: GpuSpec) -> StepM
     and one is written."""
     seconds = [each.seconds for each in op_profiles(program, spec)]
     held = memory.footprint(program, memory.plan(program))
+    arena = min(nbytes for nbytes, _ in memory.shared_arenas(program, seconds))
     return StepMemory(
         "waves", 2 * batch, 2 * held.state_bytes, 2 * held.slot_bytes,
-        gradients + shared_arena(program, seconds), 2 * (sum(seconds) + 3 * gradients / spec.bandwidth),
+        gradients + arena, 2 * (sum(seconds) + 3 * gradients / spec.bandwidth),
         _staggered(program, seconds, gradients),
     )  # fmt: skip
-
-
-def shared_arena(program: Program, seconds: Sequence[float], half_a_step: bool = False) -> int:
-    """Bytes of the lowest arena for two waves (`lock_step_bytes`) over all plans of the Program. `half_a_step`: the
-    second wave begins half a step behind the first, or when that one is past its last peak, if that is later."""
-    found = []
-    for each in memory.plans(program).values():
-        high = memory.heights(each)
-        last = max((at for at in range(min(len(high), len(seconds))) if high[at] == each.peak_bytes), default=-1)
-        behind = max(0.0, sum(seconds) / 2 - sum(seconds[: last + 1])) if half_a_step else 0.0
-        found.append(lock_step_bytes(each, seconds, behind))
-    return min(found)
 
 
 def _staggered(program: Program, seconds: Sequence[float], gradients: int) -> tuple[tuple[float, str, int], ...]:

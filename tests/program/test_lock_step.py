@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.program.memory import ArenaPlan, Interval, heights, plans
-from gpumux.waves.height import lock_step_bytes
+from gpumux.program.memory import ArenaPlan, Interval, heights, lock_step_bytes, plans
 from tests.program.strategies import programs
 
 
