@@ -52,17 +52,19 @@ class LeftConstant(NamedTuple):
 
     places: Sequence[_Place]
     value: torch.Tensor
+    fake: FakeTensor
 
     @property
     def first(self) -> bool:
         """Whether there was no tensor of this shape before."""
         return any(not isinstance(p.old, torch.Tensor) or p.old.shape != self.value.shape for p in self.places)
 
-    def put(self) -> None:
+    def put(self) -> torch.Tensor:
         """Put a copy there, as the script may write into what a step left."""
         copy = self.value.clone()
         for place in self.places:
             place.with_value(copy)()
+        return copy
 
     def restore(self) -> None:
         for place in self.places:
@@ -347,7 +349,7 @@ class SideEffects:
     def constants(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[LeftConstant]:
         """The tensors that the trace left and whose value is known. What was in their places before is restored, so
         that the next trace makes them as well."""
-        found = [LeftConstant(places, known) for new, places in self._whole() if (known := value(new)) is not None]
+        found = [LeftConstant(places, known, new) for new, places in self._whole() if (known := value(new)) is not None]
         for one in found:
             one.restore()
         return found
