@@ -384,10 +384,15 @@ class SideEffects:
                     "pass it in optimizer=, alone or in a list with the others",
                 )
 
-    def restorers(self) -> list[Callable[[], None]]:
-        """A function for every place that holds a tensor of the trace now, which restores its old value."""
-        found = [place.with_value(place.old) for place in self._places()]
-        return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
+    def restorers(self) -> list[tuple[Callable[[], None], Callable[[], None]]]:
+        """Two functions for every place that holds a tensor of the trace now: one restores its old value, and one puts
+        the present value there again."""
+        found = [(place.with_value(place.old), place.with_value(place.value)) for place in self._places()]
+        return found + [
+            (_relist(items, old), _relist(items, list(items)))
+            for _, items, old in self._lists
+            if self._changed(items, old)
+        ]
 
     def names(self) -> Iterator[str]:
         """The names of the attributes, variables and items of lists that hold a tensor of the trace now."""
@@ -529,7 +534,7 @@ class SideEffects:
         for optimizer, state in self._others:
             optimizer.state.clear()
             optimizer.state.update(state)
-        for put in self.restorers():
+        for put, _ in self.restorers():
             put()
         for place in list(self._constants(everywhere=True)):
             place.with_value(place.old)()

@@ -879,7 +879,8 @@ class StepFunction:
         """`fingerprint.extend`. The trace may have changed what was not watched, which nothing has put back: the next
         trace shows it."""
         before = fingerprint.variables()
-        fresh = fingerprint.extend(executed)
+        with self._tracer.put_away():  # an attribute that only the trace has is not there later
+            fresh = fingerprint.extend(executed)
         if fresh:
             self._late |= fingerprint.variables() - before
         return fresh

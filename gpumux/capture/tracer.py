@@ -396,7 +396,7 @@ class Tracer:
         self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
-        self._restorers: list[Callable[[], None]] = []
+        self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
         self._warned = False  # of objects of the batch that a step changes
         self._left: list[LeftValue] = []  # of the traces whose tensors still lie in variables
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
@@ -628,10 +628,22 @@ class Tracer:
 
     def tidy(self) -> None:
         """Remove the fake tensors that traces left in the user's attributes and variables."""
-        for put in reversed(self._restorers):
+        for put, _ in reversed(self._restorers):
             put()
         self._restorers.clear()
         self._left.clear()
+
+    @contextmanager
+    def put_away(self) -> Iterator[None]:
+        """Inside, the user's attributes and variables hold what they held before the traces whose fake tensors are in
+        them."""
+        for put, _ in reversed(self._restorers):
+            put()
+        try:
+            yield
+        finally:
+            for _, again in self._restorers:
+                again()
 
     # ---- before the step ---------------------------------------------------------------------------
 
