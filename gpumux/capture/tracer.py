@@ -30,7 +30,15 @@ from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import RankTraces, Recorder, TraceRecord
-from gpumux.capture.side_effects import LeftNumbers, LeftValue, SideEffects, changes_variables, left_by_another_call
+from gpumux.capture.side_effects import (
+    LeftNumbers,
+    LeftValue,
+    SideEffects,
+    changes_variables,
+    left_by_another_call,
+    of_numbers,
+    replay_of,
+)
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
@@ -502,8 +510,9 @@ class Tracer:
                 self._refuse_unwatched(left, fingerprint, observer.found)
                 rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
+                replays = self._new_keys(scope)
                 moves_all = moved(fingerprint.changes(before), scope)
-                replays = left.replays(scope)
+                replays += left.replays(scope)
                 switches = fingerprint.switched(before, lift.switches)
                 replays += [LeftNumbers(switch.put, (switch.new,), _LEAF) for switch in switches]
                 for switch in switches:
@@ -716,7 +725,6 @@ class Tracer:
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         written = written_inputs(rec.record)
-        self._refuse_new_keys()
         leaves, spec = flatten(out)
         results: list[Any] = []
         with torch.no_grad():
@@ -793,15 +801,22 @@ class Tracer:
             found.append((place, rec.view_of(to)))
         return found
 
-    def _refuse_new_keys(self) -> None:
+    def _new_keys(self, scope: Scope) -> list[LeftNumbers]:
+        """What the step puts into groups of optimizers under keys that they did not have (timm's optimizers count their
+        steps there). Takes it away again. Raises CaptureError for what is no number or other constant, and for a group
+        that it adds."""
+        found = []
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
             for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
-                fresh = sorted(str(k) for k in group if k not in keys)
-                if fresh or len(optimizer.param_groups) != len(known):
+                fresh = [key for key in group if key not in keys]
+                refused = sorted(str(key) for key in fresh if not of_numbers(group[key], 1))
+                if refused or len(optimizer.param_groups) != len(known):
                     raise CaptureError(
-                        f"the step adds {', '.join(fresh) or 'a group'} to optimizer {i}'s param_groups[{j}]",
+                        f"the step adds {', '.join(refused) or 'a group'} to optimizer {i}'s param_groups[{j}]",
                         "put it there before you submit",
                     )
+                found += [replay_of(partial(_fill_group, optimizer, j, key), group.pop(key), scope) for key in fresh]
+        return found
 
     def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
         value = self.table.optimizers[i].param_groups[j][key]
@@ -843,6 +858,10 @@ def _nothing() -> None:
 def _fill(tensor: torch.Tensor, value: Number) -> None:
     with torch.no_grad():
         tensor.fill_(value)
+
+
+def _fill_group(optimizer: Any, group: int, key: str, value: Any) -> None:
+    optimizer.param_groups[group][key] = value  # looked up each time, as load_state_dict makes new groups
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:
