@@ -646,8 +646,8 @@ def _orthogonal(found: Tensor) -> Tensor:
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    found = (x if wide else x.mT).to(found.dtype)
-    return found
+    result: Tensor = (x if wide else x.mT).to(found.dtype)
+    return result
 
 
 @idiom("Muon: momentum made orthogonal by Newton-Schulz iterations in bfloat16")

@@ -728,7 +728,7 @@ class StepFunction:
     def _refuse_arrays(self, fingerprint: Fingerprint) -> None:
         """Raises CaptureError if the step reads a numpy array over memory of the job's state, which no step brings up
         to date."""
-        arrays = [(name, value) for name, value in fingerprint.values() if isinstance(value, numpy.ndarray)]
+        arrays = list(fingerprint.holding(lambda value: isinstance(value, numpy.ndarray)))
         for name, array in arrays:
             address = array.__array_interface__["data"][0]
             for of, tensor in self._table.tensors:
@@ -749,12 +749,11 @@ class StepFunction:
             state = plain_state(optimizer.state)
             names |= {id(entry): "an entry of the optimizer's state" for entry in state.values()}
             names[id(state)] = "the optimizer's state"
-        held = next(
-            ((name, names[id(v)]) for name, v in fingerprint.values() if isinstance(v, dict) and id(v) in names), None
-        )
+        held = next(fingerprint.holding(lambda value: isinstance(value, dict) and id(value) in names), None)
         if held is not None:
             raise CaptureError(
-                f"the step reads {held[0]}, which is {held[1]}, and steps in the daemon leave that variable as it is",
+                f"the step reads {held[0]}, which is {names[id(held[1])]}, and steps in the daemon leave that variable"
+                " as it is",
                 "let the step read optimizer.state itself: optimizer.state[parameter][...]",
             )
 
