@@ -512,7 +512,8 @@ class Walk:
             self._class(label, cls, space)
             self._named_entries(label, space, _OF_OPTIMIZERS)
         for kind in _STEP_HOOKS:
-            self._hooks(f"{label}.{kind}", getattr(optimizer, kind, None) or {})
+            if hasattr(optimizer, kind):
+                self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
 
     def _group_value(self, label: str, value: Any) -> None:
         """Watch a value of a group, except numbers, also in lists and tuples, which are lifted to host scalars."""
