@@ -83,6 +83,39 @@ def lazy_number(train: Train) -> Any:
     return _trained(train, _Lazy())
 
 
+class _Sized(nn.Module):
+    def __init__(self, before_submit: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.mask: Tensor | None = None
+        self.scales: dict[str, float] = {}
+        if before_submit:
+            self.scales["output"] = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        if self.mask is None:
+            self.mask = torch.triu(torch.ones(6, 4))
+        if "output" not in self.scales:
+            self.scales["output"] = 0.5
+            return found * self.mask
+        return found * self.mask * self.scales["output"]
+
+
+def scales_before_submit(train: Train) -> Any:
+    return _trained(train, _Sized(before_submit=True))
+
+
+@idiom(
+    "a dictionary filled at the first call beside a cached mask, where that call computes otherwise",
+    refused=NotRepeatable,
+    instead="fill it before you submit, or decide by a flag",
+    changed=scales_before_submit,
+)
+def scales_at_the_first_call(train: Train) -> Any:
+    return _trained(train, _Sized(before_submit=False))
+
+
 def _carried(train: Train, state: Any, carry: Callable[[Any, Tensor], Tensor]) -> Any:
     model, optimizer, batches = classifier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -555,3 +556,101 @@ def no_optimizer(train: Train) -> Any:
 
     run = train(step, batches[0], model=model)
     return [run(x, y).item() for x, y in batches], model
+
+
+class _CountedInTheGroup(Optimizer):
+    """Adam without a correction of the second moment, which counts as timm's Lamb and Adan do."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = 1
+            beta, decay = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["mean"].lerp_(p.grad, 1 - beta)
+                state["square"].mul_(decay).addcmul_(p.grad, p.grad, value=1 - decay)
+                rate = group["lr"] / (1 - beta ** group["step"])
+                p.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-8), value=-rate)
+
+
+@idiom("an optimizer that counts in its groups: if 'step' in group: group['step'] += 1 (timm's Lamb, Adan)")
+def counted_in_the_group(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _CountedInTheGroup(model.parameters(), lr=1e-2))
+
+
+class _SlowWeights(Optimizer):
+    """Lookahead as published: its constructor leaves out that of Optimizer."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups, self.state = optimizer.param_groups, defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                for fast in group["params"]:
+                    state = self.state[fast]
+                    if "slow" not in state:
+                        state["slow"] = torch.zeros_like(fast.data).copy_(fast.data)
+                    state["slow"] += (fast.data - state["slow"]) * self.alpha
+                    fast.data.copy_(state["slow"])
+            group["counter"] = (group["counter"] + 1) % self.k
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+@idiom("Lookahead as published: an Optimizer around another one, without super().__init__()")
+def slow_weights(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _SlowWeights(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+class _Muon(Optimizer):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp_(buffer, group["momentum"])
+                p.add_(_orthogonal(update) if update.ndim > 1 else update, alpha=-group["lr"])
+
+
+def _orthogonal(found: Tensor) -> Tensor:
+    wide = found.size(-2) <= found.size(-1)
+    x = found.bfloat16() if wide else found.bfloat16().mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    result: Tensor = (x if wide else x.mT).to(found.dtype)
+    return result
+
+
+@idiom("Muon: momentum made orthogonal by Newton-Schulz iterations in bfloat16")
+def muon(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _Muon(model.parameters()))

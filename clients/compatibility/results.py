@@ -634,3 +634,28 @@ def asked_for_its_class(train: Train) -> Any:
         loss = run(x, y)
         losses.append(loss.item() if isinstance(loss, torch.Tensor) or torch.is_tensor(loss) else loss)
     return losses, model
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_floats(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_floats(each) for each in value]
+    return value.item() if isinstance(value, torch.Tensor) else f"another {type(value).__name__}"
+
+
+@idiom("a container by its class: if isinstance(out, dict): ..., elif isinstance(out, (list, tuple)): ...")
+def asked_for_the_class_of_a_container(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+
+    def step(x: Tensor, y: Tensor, paired: bool) -> Any:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+        accuracy = (output.argmax(1) == y).float().mean()
+        return (loss, accuracy) if paired else {"loss": loss, "accuracy": accuracy}
+
+    run = train(step, (*batches[0], False), model=model, optimizer=optimizer)
+    return [_as_floats(run(x, y, i % 2 == 1)) for i, (x, y) in enumerate(batches)], model

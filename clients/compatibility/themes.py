@@ -14,12 +14,13 @@ from clients.compatibility import (
     refusals,
     results,
     training,
+    transforms,
 )
 
 THEMES = sorted(
     module.__name__.rpartition(".")[2]
     for module in (
         architectures, bad_input, batches, changing_numbers, first_use, libraries, optimizers, outside_tensors,
-        refusals, results, training,
+        refusals, results, training, transforms,
     )
 )  # fmt: skip

@@ -1230,3 +1230,54 @@ def data_parallel(train: Train) -> Any:
     batches = batches_of()
     run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
     return [run(x, y).item() for x, y in batches], model.module, list(model.state_dict())
+
+
+class _Learner:
+    """As in fastai: the step leaves what it computes on the learner, and callbacks read and replace it there."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: list[Any]) -> None:
+        self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
+
+    def call(self, name: str) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name, lambda learner: None)(self)
+
+    def one_batch(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        self.x, self.y = x, y
+        self.call("before_batch")
+        self.prediction = self.model(self.x)
+        self.loss = F.cross_entropy(self.prediction, self.y)
+        self.call("after_loss")
+        self.loss.backward()
+        self.call("after_backward")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.loss.detach(), self.prediction.detach()
+
+
+class _Mixing:
+    def before_batch(self, learner: _Learner) -> None:
+        learner.share = torch.rand(())  # type: ignore[attr-defined]
+        learner.x = torch.lerp(learner.x[torch.randperm(len(learner.x))], learner.x, learner.share)  # type: ignore[attr-defined]
+
+
+class _Regularized:
+    def after_loss(self, learner: _Learner) -> None:
+        learner.loss = learner.loss + 1e-3 * torch.stack([p.abs().sum() for p in learner.model.parameters()]).sum()
+
+    def after_backward(self, learner: _Learner) -> None:
+        nn.utils.clip_grad_value_(learner.model.parameters(), 0.1)
+
+
+@idiom("a learner as in fastai: learner.x, learner.loss set in the step, read and replaced by callbacks")
+def learner_with_callbacks(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    learner = _Learner(model, optimizer, [_Mixing(), _Regularized()])
+    run = train(learner.one_batch, batches[0], model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=len(batches))
+    found = []
+    for x, y in batches:
+        loss, prediction = run(x, y)
+        found.append((loss.item(), prediction.argmax(1).tolist()))
+        scheduler.step()
+    return found, model

@@ -52,17 +52,19 @@ class LeftConstant(NamedTuple):
 
     places: Sequence[_Place]
     value: torch.Tensor
+    fake: FakeTensor
 
     @property
     def first(self) -> bool:
         """Whether there was no tensor of this shape before."""
         return any(not isinstance(p.old, torch.Tensor) or p.old.shape != self.value.shape for p in self.places)
 
-    def put(self) -> None:
+    def put(self) -> torch.Tensor:
         """Put a copy there, as the script may write into what a step left."""
         copy = self.value.clone()
         for place in self.places:
             place.with_value(copy)()
+        return copy
 
     def restore(self) -> None:
         for place in self.places:
@@ -161,18 +163,19 @@ class LeftNumbers:
         )  # fmt: skip
 
 
-def _of_numbers(value: Any, depth: int = 0) -> bool:
+def of_numbers(value: Any, depth: int = 0) -> bool:
     """Whether a value is a number or another constant, or with a `depth` of 1 a list of them."""
     if is_symbol(value) or value is None or type(value) in (bool, int, float, str):
         return True
-    return depth > 0 and type(value) is list and all(map(_of_numbers, value))
+    return depth > 0 and type(value) is list and all(map(of_numbers, value))
 
 
 def _has_symbol(value: Any) -> bool:
     return is_symbol(value) or (type(value) is list and any(map(is_symbol, value)))
 
 
-def _replay(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbers:
+def replay_of(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbers:
+    """What a trace left in a place, which `put` fills. `value`: as for `of_numbers`."""
     leaves, spec = pytree.tree_flatten(value)
     return LeftNumbers(put, tuple(scope.lift(leaf) if is_symbol(leaf) else leaf for leaf in leaves), spec)
 
@@ -188,7 +191,8 @@ _IN_PLACE = (
 
 
 def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
-    anew = [c for c in changes if type(c.new) in (list, tuple, dict) and type(c.old) in (type(c.new), type(None))]
+    nothing = (type(None), type(ABSENT))
+    anew = [c for c in changes if type(c.new) in (list, tuple, dict) and type(c.old) in (type(c.new), *nothing)]
     held = [c for c in anew if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(c.new))]
     if held:
         names = ", ".join(f"a new {type(c.new).__name__} of tensors into {c.name}" for c in held[:3])
@@ -347,7 +351,7 @@ class SideEffects:
     def constants(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[LeftConstant]:
         """The tensors that the trace left and whose value is known. What was in their places before is restored, so
         that the next trace makes them as well."""
-        found = [LeftConstant(places, known) for new, places in self._whole() if (known := value(new)) is not None]
+        found = [LeftConstant(places, known, new) for new, places in self._whole() if (known := value(new)) is not None]
         for one in found:
             one.restore()
         return found
@@ -382,10 +386,15 @@ class SideEffects:
                     "pass it in optimizer=, alone or in a list with the others",
                 )
 
-    def restorers(self) -> list[Callable[[], None]]:
-        """A function for every place that holds a tensor of the trace now, which restores its old value."""
-        found = [place.with_value(place.old) for place in self._places()]
-        return found + [_relist(items, old) for _, items, old in self._lists if self._changed(items, old)]
+    def restorers(self) -> list[tuple[Callable[[], None], Callable[[], None]]]:
+        """Two functions for every place that holds a tensor of the trace now: one restores its old value, and one puts
+        the present value there again."""
+        found = [(place.with_value(place.old), place.with_value(place.value)) for place in self._places()]
+        return found + [
+            (_relist(items, old), _relist(items, list(items)))
+            for _, items, old in self._lists
+            if self._changed(items, old)
+        ]
 
     def names(self) -> Iterator[str]:
         """The names of the attributes, variables and items of lists that hold a tensor of the trace now."""
@@ -424,14 +433,14 @@ class SideEffects:
         found = []
         for place in [*self._places(), *self._items()]:
             depth = 1 if (id(place.space), place.key) in self._listed else 0
-            if not (_of_numbers(place.value, depth) and _of_numbers(place.old, depth)):
+            if not (of_numbers(place.value, depth) and of_numbers(place.old, depth)):
                 if _has_symbol(place.old):
                     raise CaptureError(
                         f"the step puts a {type(place.value).__name__} into {place.name}, which is a number",
                         "give it a variable of its own",
                     )
                 continue
-            found.append(_replay(_setter(place), place.value, scope))
+            found.append(replay_of(_setter(place), place.value, scope))
             place.with_value(place.old)()
         for label, items, old in self._lists:
             if any(map(is_symbol, old)) and self._changed(items, old):
@@ -443,7 +452,7 @@ class SideEffects:
             if len(items) == len(old):
                 for i, (value, was) in enumerate(zip(list(items), old, strict=True)):
                     place = _Place(f"{label}[{i}]", items, i, value, was, _put_back)
-                    number = is_symbol(was) or (_of_numbers(value) and self._holds(value))
+                    number = is_symbol(was) or (of_numbers(value) and self._holds(value))
                     if value is not was and (number or any(_parts(place))):
                         yield place
 
@@ -527,7 +536,7 @@ class SideEffects:
         for optimizer, state in self._others:
             optimizer.state.clear()
             optimizer.state.update(state)
-        for put in self.restorers():
+        for put, _ in self.restorers():
             put()
         for place in list(self._constants(everywhere=True)):
             place.with_value(place.old)()

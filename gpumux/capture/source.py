@@ -362,8 +362,15 @@ _CTC = (
     "with torch.logaddexp over padded targets and masks"
 )
 _PACKED = "give the padded batch to the recurrent layer as it is, and mask its results beyond each sequence's length"
+_FORWARD_MODE = (
+    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, dual tensors) can't be captured: use reverse mode,"
+    " jacrev(jacrev(f)) for hessian(f), or torch.autograd.grad(..., create_graph=True)"
+)
 
 _INSTEAD = {
+    "bincount": "count with torch.zeros(n, dtype=torch.int64).index_add_(0, index, torch.ones_like(index))",
+    "_efficientzerotensor": _FORWARD_MODE,
+    "to": _FORWARD_MODE,  # dispatched as such only by what forward mode does to find strides
     "_embedding_bag_backward": _BAG,
     "_ctc_loss": _CTC,
     "_pack_padded_sequence": _PACKED,

@@ -38,17 +38,20 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
+    FilledIn,
     RawTrace,
     SkippedStep,
     TraceAgain,
     Tracer,
     ValueCheck,
-    first_difference,
     refuse_odd_tensors,
-    same_but_for_the_optimizer,
-    same_but_for_variables,
-    same_for_these_numbers,
     without_collection,
+)
+from gpumux.capture.values.comparison import (
+    first_difference,
+    same_but_for_the_optimizer,
+    same_effects,
+    same_for_these_numbers,
 )
 from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
@@ -193,7 +196,7 @@ class StepProgram:
     lowered: Lowered
     number: int | None = None
     remade: frozenset[int] = frozenset()  # parameters whose gradients it replaces by new tensors
-    left: Sequence[Callable[[], None]] = ()  # each marks a place where the step leaves a tensor
+    left: Sequence[Callable[[], object]] = ()  # each marks a place where the step leaves a tensor
     replaces: Replaces = NOTHING
     on_batch: Sequence[LeftOnBatch] = ()
     writes: bool = field(init=False)  # whether it changes state
@@ -495,6 +498,8 @@ class StepFunction:
                 self._first_changes = [*(self._first_changes or ()), *again.changes]
                 undo += [change.restore for change in again.changes]
             except TraceOver as over:
+                if isinstance(over, FilledIn):
+                    self._again = self._again or over.again
                 if over.counts and self._parts and over.__cause__ is not None:
                     raise over.__cause__ from None
                 undo += over.undo
@@ -723,7 +728,7 @@ class StepFunction:
     def _refuse_arrays(self, fingerprint: Fingerprint) -> None:
         """Raises CaptureError if the step reads a numpy array over memory of the job's state, which no step brings up
         to date."""
-        arrays = [(name, value) for name, value in fingerprint.values() if isinstance(value, numpy.ndarray)]
+        arrays = list(fingerprint.holding(lambda value: isinstance(value, numpy.ndarray)))
         for name, array in arrays:
             address = array.__array_interface__["data"][0]
             for of, tensor in self._table.tensors:
@@ -744,12 +749,11 @@ class StepFunction:
             state = plain_state(optimizer.state)
             names |= {id(entry): "an entry of the optimizer's state" for entry in state.values()}
             names[id(state)] = "the optimizer's state"
-        held = next(
-            ((name, names[id(v)]) for name, v in fingerprint.values() if isinstance(v, dict) and id(v) in names), None
-        )
+        held = next(fingerprint.holding(lambda value: isinstance(value, dict) and id(value) in names), None)
         if held is not None:
             raise CaptureError(
-                f"the step reads {held[0]}, which is {held[1]}, and steps in the daemon leave that variable as it is",
+                f"the step reads {held[0]}, which is {names[id(held[1])]}, and steps in the daemon leave that variable"
+                " as it is",
                 "let the step read optimizer.state itself: optimizer.state[parameter][...]",
             )
 
@@ -762,8 +766,9 @@ class StepFunction:
             while True:
                 try:
                     found = self._trace_case(case, args, kwargs, state, may_change)
-                    if self._again is not None and not same_but_for_variables(self._again.trace, found):
-                        raise first_call_differs(self._again.changes)
+                    again = self._again
+                    if again is not None and not same_effects(again.trace, found, again.made, self._table):
+                        raise first_call_differs(again.changes)
                     self._again = None
                     return found
                 except Moves as moves:
@@ -873,7 +878,8 @@ class StepFunction:
         """`fingerprint.extend`. The trace may have changed what was not watched, which nothing has put back: the next
         trace shows it."""
         before = fingerprint.variables()
-        fresh = fingerprint.extend(executed)
+        with self._tracer.put_away():  # an attribute that only the trace has is not there later
+            fresh = fingerprint.extend(executed)
         if fresh:
             self._late |= fingerprint.variables() - before
         return fresh

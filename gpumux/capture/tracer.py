@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,8 +29,16 @@ from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
-from gpumux.capture.recorder import RankTraces, RawOp, Recorder, TraceRecord
-from gpumux.capture.side_effects import LeftNumbers, LeftValue, SideEffects, changes_variables, left_by_another_call
+from gpumux.capture.recorder import RankTraces, Recorder, TraceRecord
+from gpumux.capture.side_effects import (
+    LeftNumbers,
+    LeftValue,
+    SideEffects,
+    changes_variables,
+    left_by_another_call,
+    of_numbers,
+    replay_of,
+)
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
@@ -40,7 +48,7 @@ from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, raised_in_step
-from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
+from gpumux.program.ir import ITEM_BYTES
 
 # ---- refusals of batches, and of what a trace did
 
@@ -336,7 +344,7 @@ class RawTrace:
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
     moved_data: list[tuple[Place, int]] = field(default_factory=list)  # tensors whose .data was set, and to which view
     executed: Executed = field(default_factory=dict)  # the Python code that ran
-    left: list[Callable[[], None]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
+    left: list[Callable[[], object]] = field(default_factory=list)  # each marks a place where the step leaves a tensor
     # What the last results are, which the step does not return.
     further: list[ValueCheck | WrittenInput | SkippedStep] = field(default_factory=list)
     on_batch: list[LeftOnBatch] = field(default_factory=list)
@@ -344,148 +352,6 @@ class RawTrace:
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
     ranks: RankTraces | None = None  # the step split over ranks
     after_backward: AfterBackward | None = None  # None: no gradient was computed
-
-
-# ---- comparing two traces of one step
-
-
-def first_difference(a: RawTrace, b: RawTrace) -> str | None:
-    """How two traces of one step differ, None when they are the same."""
-    for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
-        one, other = ((o.target, o.args, o.kwargs, o.outs, o.random) for o in (x, y))
-        if one != other and repr(one) != repr(other):  # repr, because nan equals no other nan
-            return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
-    if len(a.record.ops) != len(b.record.ops):
-        longer = a if len(a.record.ops) > len(b.record.ops) else b
-        op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
-        return (
-            f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where}"
-            " is extra"
-        )
-    for s, t in zip(a.record.storages, b.record.storages, strict=False):
-        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
-            return "a constant made inside the step has another value each time"
-    if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
-        return "the sizes or the hyperparameter formulas differ"
-    if (
-        a.result_spec != b.result_spec
-        or _results(a) != _results(b)
-        or a.gradients != b.gradients
-        or a.replaced != b.replaced
-        or a.moved_data != b.moved_data
-        or a.on_batch != b.on_batch
-    ):
-        return "what the step returns or leaves behind differs"
-    return None
-
-
-def same_but_for_the_optimizer(a: RawTrace, b: RawTrace) -> bool:
-    """Whether two traces of a step from different structures are the same but for operators that torch.optim's own code
-    runs, which are repeatable."""
-    return (
-        a.result_spec == b.result_spec
-        and _results_kinds(a) == _results_kinds(b)
-        and a.gradients.keys() == b.gradients.keys()
-        and _script_operators(a.record) == _script_operators(b.record)
-    )
-
-
-def _script_operators(record: TraceRecord) -> list[Any]:
-    """The operators that are not the optimizer's own, with temporary storages numbered in the order of their use."""
-    numbers: dict[int, int] = {}
-
-    def view(index: int) -> Any:
-        found = record.views[index]
-        storage = record.storages[found.storage]
-        key = storage.key if storage.kind != "temp" else numbers.setdefault(found.storage, len(numbers))
-        return storage.kind, key, found.dtype, found.size, found.stride, found.offset
-
-    def described(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return view(value.view)
-        if isinstance(value, ScalarRef):
-            return str(record.scalars[value.index])
-        if isinstance(value, tuple):
-            return tuple(map(described, value))
-        return repr(value) if isinstance(value, float) else value  # because nan equals no other nan
-
-    def outs(value: Any) -> Any:
-        return tuple(map(outs, value)) if isinstance(value, tuple) else value if value is None else view(value)
-
-    return [
-        (op.target, op.where, described(op.args), described(op.kwargs), outs(op.outs), op.random)
-        for op in record.ops
-        if not op.by_optimizer
-    ]
-
-
-def _results_kinds(raw: RawTrace) -> list[Any]:
-    return [type(r) if isinstance(r, (TensorResult, HostResult)) else repr(r) for r in raw.results]
-
-
-def _brief(op: RawOp) -> str:
-    shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
-    return f"{op.target.removeprefix('aten.')}{shown or ''}"
-
-
-def _results(raw: RawTrace) -> list[str]:
-    return [
-        f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r)
-        for r in raw.results
-    ]
-
-
-def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
-    """Whether two traces of a step do the same, when each formula counts as its value."""
-    same: bool = (_described(symbolic), symbolic.moved) == (_described(plain), plain.moved)
-    return same
-
-
-def same_but_for_variables(first: RawTrace, later: RawTrace) -> bool:
-    """Whether two traces of a step do the same, whatever they leave in Python variables."""
-    same: bool = _described(first) == _described(later)
-    return same
-
-
-def _described(raw: RawTrace) -> Any:
-    record = raw.record
-
-    def value(arg: Any) -> Any:
-        if isinstance(arg, ScalarRef):
-            return repr(record.scalars[arg.index].value)
-        if isinstance(arg, tuple):
-            return tuple(map(value, arg))
-        return repr(arg)
-
-    def named(target: str, kwargs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        usual = _defaults(target) if kwargs else {}
-        return [(k, v) for k, arg in kwargs if (v := value(arg)) != usual.get(k)]
-
-    ops = [
-        (op.target, tuple(map(value, op.args)), named(op.target, op.kwargs), op.outs, op.random) for op in record.ops
-    ]
-    results = [
-        ("view", view) if (view := getattr(r, "view", None)) is not None else repr(getattr(r, "expr", _Plain(r)).value)
-        for r in raw.results
-    ]
-    groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
-    storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
-    return (
-        ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """A constant, as a formula is."""
-
-    value: Any
-
-
-def _defaults(target: str) -> Mapping[str, str]:
-    _, packet, overload = target.split(".")
-    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
-    return {a.name: repr(a.default_value) for a in schema.arguments if a.has_default_value()}
 
 
 # ---- the tracer
@@ -509,12 +375,23 @@ _capturing = threading.RLock()  # one trace at a time, because it replaces funct
 
 class TraceAgain(Exception):
     """The first trace, `trace`, changed Python variables (a lazily filled configuration). They keep their new values,
-    and another trace must not change them again. Never raised to users."""
+    and another trace must not change them again. `made`: views of constants that it left as well, and copies that are
+    in their places now. Never raised to users."""
 
-    def __init__(self, changes: list[Change], trace: RawTrace) -> None:
+    def __init__(self, changes: list[Change], trace: RawTrace, made: Sequence[tuple[int, torch.Tensor]] = ()) -> None:
         super().__init__("traced once more")
         self.changes = changes
         self.trace = trace
+        self.made = made
+
+
+class FilledIn(TraceOver):
+    """A trace left constants that were not there before, and changed variables that may say that they are there. Later
+    traces must do the same as this one, `again`."""
+
+    def __init__(self, again: TraceAgain, undo: Sequence[Callable[[], None]]) -> None:
+        super().__init__(_nothing, undo, changes=again.changes)
+        self.again = again
 
 
 _NOTHING_LIFTED = Lift()
@@ -537,7 +414,7 @@ class Tracer:
         self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
-        self._restorers: list[Callable[[], None]] = []
+        self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
         self._warned = False  # of objects of the batch that a step changes
         self._left: list[LeftValue] = []  # of the traces whose tensors still lie in variables
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
@@ -643,8 +520,9 @@ class Tracer:
                 self._refuse_unwatched(left, fingerprint, observer.found)
                 rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
+                replays = self._new_keys(scope)
                 moves_all = moved(fingerprint.changes(before), scope)
-                replays = left.replays(scope)
+                replays += left.replays(scope)
                 switches = fingerprint.switched(before, lift.switches)
                 replays += [LeftNumbers(switch.put, (switch.new,), _LEAF) for switch in switches]
                 for switch in switches:
@@ -685,9 +563,8 @@ class Tracer:
         moves = lift.moves(changes)
         stuck = [c for c in changes if not c.flag and c.name not in lift.expected]
         if stuck and not moves and any(one.first for one in constants):  # what changed may say that they are there
-            for one in constants:
-                one.put()
-            raise TraceOver(_nothing, [one.restore for one in constants], changes=changes)
+            made = [(rec.view_of(one.fake), one.put()) for one in constants]
+            raise FilledIn(TraceAgain(changes, raw, made), [one.restore for one in constants])
         if stuck and may_change and not moves:
             for switch in switches:
                 switch.put(switch.new)
@@ -770,10 +647,22 @@ class Tracer:
 
     def tidy(self) -> None:
         """Remove the fake tensors that traces left in the user's attributes and variables."""
-        for put in reversed(self._restorers):
+        for put, _ in reversed(self._restorers):
             put()
         self._restorers.clear()
         self._left.clear()
+
+    @contextmanager
+    def put_away(self) -> Iterator[None]:
+        """Inside, the user's attributes and variables hold what they held before the traces whose fake tensors are in
+        them."""
+        for put, _ in reversed(self._restorers):
+            put()
+        try:
+            yield
+        finally:
+            for _, again in self._restorers:
+                again()
 
     # ---- before the step ---------------------------------------------------------------------------
 
@@ -846,7 +735,6 @@ class Tracer:
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         written = written_inputs(rec.record)
-        self._refuse_new_keys()
         if rec.builder.in_backward:
             self._note_gradients(rec)
         leaves, spec = flatten(out)
@@ -930,15 +818,22 @@ class Tracer:
             found.append((place, rec.view_of(to)))
         return found
 
-    def _refuse_new_keys(self) -> None:
+    def _new_keys(self, scope: Scope) -> list[LeftNumbers]:
+        """What the step puts into groups of optimizers under keys that they did not have (timm's optimizers count their
+        steps there). Takes it away again. Raises CaptureError for what is no number or other constant, and for a group
+        that it adds."""
+        found = []
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
             for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
-                fresh = sorted(str(k) for k in group if k not in keys)
-                if fresh or len(optimizer.param_groups) != len(known):
+                fresh = [key for key in group if key not in keys]
+                refused = sorted(str(key) for key in fresh if not of_numbers(group[key], 1))
+                if refused or len(optimizer.param_groups) != len(known):
                     raise CaptureError(
-                        f"the step adds {', '.join(fresh) or 'a group'} to optimizer {i}'s param_groups[{j}]",
+                        f"the step adds {', '.join(refused) or 'a group'} to optimizer {i}'s param_groups[{j}]",
                         "put it there before you submit",
                     )
+                found += [replay_of(partial(_fill_group, optimizer, j, key), group.pop(key), scope) for key in fresh]
+        return found
 
     def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
         value = self.table.optimizers[i].param_groups[j][key]
@@ -980,6 +875,10 @@ def _nothing() -> None:
 def _fill(tensor: torch.Tensor, value: Number) -> None:
     with torch.no_grad():
         tensor.fill_(value)
+
+
+def _fill_group(optimizer: Any, group: int, key: str, value: Any) -> None:
+    optimizer.param_groups[group][key] = value  # looked up each time, as load_state_dict makes new groups
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:

@@ -41,8 +41,7 @@ class StepFuture:
     `f"{loss:.3f}"`, `if loss < best`, `total += loss`, `torch.stack(losses)`, `print({"loss": loss})`,
     `copy.deepcopy(losses)`, `torch.save(...)` and `numpy.asarray(loss)` do what they do with the value. `in` and
     `remove` of a list compare values as well. Only the identity of a future counts in sets and dicts, as that of a
-    tensor. Where the step returns a single tensor, the future is a `TensorFuture`, also a tensor to isinstance. Where
-    code asks isinstance for a tuple, a dict or a class of its own, `.result()` is that."""
+    tensor. To isinstance it is what the step returns: a tensor (a `TensorFuture`), a number, a tuple, a dict."""
 
     def __init__(self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int) -> None:
         self._wait = wait
@@ -266,7 +265,17 @@ def _itself(value: Any) -> Any:
 
 
 class ContainerFuture(StepFuture):
-    """The result of a step that returns neither a single tensor nor a single number."""
+    """The result of a step that returns neither a single tensor nor a single number. Code that asks isinstance waits
+    for it, and it is of the value's class: a tuple, a dict, a dataclass."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        return type(self.result())
+
+    @property
+    def item(self) -> Any:
+        """That of the value: tuples and dicts have none."""
+        return self.__getattr__("item")
 
     # Not of StepFuture, because torch takes a tensor's subclass that has it for a sequence (`torch.tensor([loss])`).
     def __getitem__(self, index: Any) -> Any:

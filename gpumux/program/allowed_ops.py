@@ -191,7 +191,7 @@ _upsample_nearest_exact2d_backward _upsample_nearest_exact3d _upsample_nearest_e
 
 CREATION = """
 arange arange.start arange.start_step empty.memory_format empty_like empty_permuted empty_strided eye eye.m
-_efficientzerotensor full full_like linspace linspace.Scalar_Tensor linspace.Tensor_Scalar linspace.Tensor_Tensor
+full full_like linspace linspace.Scalar_Tensor linspace.Tensor_Scalar linspace.Tensor_Tensor
 logspace new_empty new_empty_strided new_full new_ones new_zeros ones ones_like range range.step scalar_tensor
 tril_indices triu_indices zeros zeros_like fft_fftfreq fft_rfftfreq bartlett_window bartlett_window.periodic
 blackman_window blackman_window.periodic hamming_window hamming_window.periodic hamming_window.periodic_alpha

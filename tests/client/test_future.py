@@ -113,8 +113,10 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda f: pickle.loads(pickle.dumps({"loss": f})),  # noqa: S301
     "_asdict": lambda f: f._asdict(),
     "Number": lambda f: isinstance(f, numbers.Number), "is_tensor": torch.is_tensor,
+    "isinstance": lambda f: [isinstance(f, kind) for kind in (tuple, dict, list, str)],
+    "hasattr": lambda f: hasattr(f, "item") or isinstance(f, (int, float)),
 }  # fmt: skip
-NEVER_WAITS = ("Number", "is_tensor")
+NEVER_WAITS = ("Number", "is_tensor", "isinstance", "hasattr")  # for the result of a step that returns one tensor
 SHOWS_A_FAILURE = ("repr", "in a dict")
 
 ASKED_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
@@ -192,6 +194,13 @@ def test_a_step_that_failed_raises_what_it_failed_with(asked: str) -> None:
         future._fail(JobFailed("it crashed", "mend it"))
         with pytest.raises(JobFailed, match="it crashed"):
             ASKED[asked](future)
+
+
+def test_what_a_failed_step_returned_is_not_known() -> None:
+    future = future_of((0.0,))
+    future._fail(JobFailed("it crashed", "mend it"))
+    with pytest.raises(JobFailed, match="it crashed"):
+        isinstance(future, tuple)
 
 
 def test_what_no_number_is_compared_with_is_another_thing() -> None:

@@ -222,3 +222,62 @@ def test_what_only_the_first_trace_shows_begins_at_its_own_value(kind: type[Any]
         return made
 
     check(make, endpoint)
+
+
+def otherwise_once(thing: Any, out: torch.Tensor) -> torch.Tensor:
+    if thing.mask is None:
+        thing.mask, thing.size = (torch.arange(4) % 2).float(), (6, 4)
+        return 2 * out
+    return out * thing.mask
+
+
+def beside_a_dictionary(thing: Any, out: torch.Tensor) -> torch.Tensor:
+    if thing.mask is None:
+        thing.mask = (torch.arange(4) % 2).float()
+    return out * thing.mask * in_a_dictionary(thing)
+
+
+def drawing_once(thing: Any, out: torch.Tensor) -> torch.Tensor:
+    if thing.mask is None:
+        thing.mask, thing.size = (torch.arange(4) % 2).float(), (6, 4)
+        torch.rand(20)
+    return F.dropout(out * thing.mask, 0.5)
+
+
+@pytest.mark.parametrize("use", [otherwise_once, beside_a_dictionary, drawing_once])
+def test_a_first_call_of_its_own_beside_a_constant_that_it_leaves_is_refused(use: Any, endpoint: str) -> None:
+    model, thing = torch.nn.Linear(8, 4), types.SimpleNamespace(mask=None, size=None, table={})
+    before = repr(thing)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(use(thing, model(x)))
+
+    with pytest.raises(errors.NotRepeatable, match="something else from then on") as caught:
+        client.submit(step, example=(torch.zeros(6, 8),), model=model, endpoint=endpoint)
+    assert caught.value.remedy
+    assert repr(thing) == before
+
+
+def mask(rows: int) -> torch.Tensor:
+    return torch.triu(torch.ones(rows, 4)) * 0.5
+
+
+def window(rows: int) -> torch.Tensor:
+    return torch.triu(torch.ones(4, rows + 2)).t()[1:-1, :]
+
+
+@pytest.mark.parametrize("make", [mask, window])
+def test_a_constant_made_again_for_another_size_is_made_as_in_the_plain_loop(make: Any, endpoint: str) -> None:
+    def works() -> Work:
+        model, thing = net(), types.SimpleNamespace(mask=None, size=None)
+        width = model(DATA[0][0]).shape[1]
+
+        def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            if thing.size != tuple(out.shape):
+                thing.mask, thing.size = make(len(out)), tuple(out.shape)
+            return F.cross_entropy(F.dropout(out * thing.mask[:, :width].sum(1, keepdim=True), 0.5), y)
+
+        return work(model, loss, lambda: None)
+
+    check(works, endpoint)

@@ -1,2 +1,2 @@
 """The values of recorded tensors, where they are known at capture: of constants (`constants.py`), or of step counts
-and hyperparameters (`host.py`)."""
+and hyperparameters (`host.py`); and whether two traces compute the same (`comparison.py`)."""

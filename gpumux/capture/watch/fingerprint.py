@@ -290,16 +290,18 @@ class Fingerprint:
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """(name, value) of the Python variables that the step's code reads, except modules' buffers."""
+        return self.holding(lambda value: True)
+
+    def holding(self, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+        """Those among `values` for which `wanted` is true. Only they are named, as a name may take long to make."""
         for watch, reading in zip(self.watches, self.read(), strict=True):
             for i, value in enumerate(reading if not watch.buffers else ()):
-                yield watch.names(i), value
+                if wanted(value):
+                    yield watch.names(i), value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors among `values` that have memory."""
-        for name, value in self.values():
-            known = isinstance(value, torch.Tensor) and not isinstance(value, UNRETURNED)
-            if known and value.layout is torch.strided:
-                yield name, value
+        return self.holding(_strided)
 
     def named_tensors(self, readings: Sequence[Reading] | None = None) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, tensor, whether it lies in a tuple) of all strided tensors that the step's code can read, those of
@@ -354,6 +356,11 @@ class Fingerprint:
                     for name, a, b in w.differences(old, new, self._identity)
                 ]
         return found
+
+
+def _strided(value: Any) -> bool:
+    known = isinstance(value, torch.Tensor) and not isinstance(value, UNRETURNED)
+    return known and value.layout is torch.strided
 
 
 def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

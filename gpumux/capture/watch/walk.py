@@ -504,14 +504,16 @@ class Walk:
             for key, value in group.items():
                 if key != "params":
                     self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
-        self._dictionary(f"{label}.defaults", optimizer.defaults)
+        if hasattr(optimizer, "defaults"):  # a wrapper's constructor may leave out that of Optimizer
+            self._dictionary(f"{label}.defaults", optimizer.defaults)
         cls, space = type(optimizer), optimizer.__dict__
         self.spaces.append(Entries(lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
         if of_class(cls) is not Origin.LIBRARY:
             self._class(label, cls, space)
             self._named_entries(label, space, _OF_OPTIMIZERS)
         for kind in _STEP_HOOKS:
-            self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
+            if hasattr(optimizer, kind):
+                self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
 
     def _group_value(self, label: str, value: Any) -> None:
         """Watch a value of a group, except numbers, also in lists and tuples, which are lifted to host scalars."""
