@@ -48,7 +48,8 @@ class Pixels(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(self.value(x[..., None]) + self.place)
-        return self.out(hidden.mean(1))
+        found: torch.Tensor = self.out(hidden.mean(1))
+        return found
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--epochs", type=int, default=EPOCHS)
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     free = {way.name: train(way, None, MEASURED_STEPS, say) for way in WAYS}
     grown = {name: one["grown_bytes"] for name, one in free.items()}
     say(", ".join(f"{name} grew by {bytes_ / 2**20:.0f} MiB" for name, bytes_ in grown.items()))

@@ -259,10 +259,10 @@ def shared_arenas(
 
 
 def wave_plan(program: Program) -> tuple[int, ArenaPlan]:
-    """Bytes of the arena that two waves of the Program are charged, and the plan with which they need no more: half a
-    step apart, where two peaks lie evenly in a step. All operators count as equally long, since none is measured yet.
-    Waves that are less apart wait for each other."""
-    return min(shared_arenas(program, [1.0] * len(program.ops), half_a_step=True), key=lambda found: found[0])
+    """Bytes of the arena that two waves of the Program are charged, and the plan with which they need no more where the
+    second begins as soon as the first is past its peak. All operators count as equally long, since none is measured
+    yet; waves that need more at other speeds wait for each other."""
+    return min(shared_arenas(program, [1.0] * len(program.ops)), key=lambda found: found[0])
 
 
 def lock_step_bytes(planned: ArenaPlan, op_seconds: Sequence[float], behind_s: float = 0.0) -> int:
