@@ -281,6 +281,8 @@ class Job:
                 ahead = [choice.program] if self._waves is None else self._waves.ahead(choice.program, at == 0)
                 for program in ahead:
                     self.upload(program)
+                if self._waves is not None and at == 0:
+                    self._waves.warn(choice.program, self.name)
         except BaseException:
             self._functions.remove(entry)
             raise

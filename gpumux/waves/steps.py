@@ -6,6 +6,7 @@ replica of the newest step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,7 +15,11 @@ import torch
 
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import State, StepProgram
+from gpumux.program.ir import aligned
+from gpumux.program.memory import wave_plan
 from gpumux.waves.trace import WavePrograms
+
+log = logging.getLogger("gpumux.client")
 
 Write = Callable[[int, torch.Tensor], None]
 
@@ -64,6 +69,23 @@ class Waves:
         if _waves(captured).trains:
             self._states[self.step % 2] = after
             self.step += 1
+
+    def warn(self, captured: StepProgram, name: str) -> None:
+        """Say what the waves take, and what the same samples a step would take in two microbatches."""
+        if not _waves(captured).trains:
+            return
+        lowered = _waves(captured).lowered[0, False]
+        gradients = set(self._table.gradients_between_waves.values())
+        sizes = {b: aligned(self._table.buffers[b].nbytes) for b in lowered.binding}
+        of_gradients = sum(nbytes for b, nbytes in sizes.items() if b in gradients)
+        state = sum(sizes.values()) - of_gradients
+        arena, planned = wave_plan(lowered.program)
+        log.warning(
+            "job %r: two waves take about %.0f MiB; a doubled batch with microbatches=2 would take about %.0f MiB, and"
+            " trains as one batch. See docs/waves.md, and `gpumux plan memory`",
+            name, (2 * state + of_gradients + arena) / 2**20,
+            (state + of_gradients + planned.peak_bytes) / 2**20,
+        )  # fmt: skip
 
     def _of(self, captured: StepProgram, key: tuple[int, bool]) -> StepProgram:
         made = self._made.get(id(captured))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -341,6 +342,14 @@ def test_a_seed_of_its_own_with_dropout_is_refused(endpoint):
         return loss
 
     assert "seed=" in refused(endpoint, step, model, opt, seed=3).remedy
+
+
+def test_a_submit_says_what_microbatches_would_take(endpoint, caplog):
+    with caplog.at_level(logging.WARNING, "gpumux.client"):
+        submit(endpoint, wide, adamw)[2].close()
+    (line,) = [record.message for record in caplog.records if "two waves take" in record.message]
+    waves, microbatches = map(float, re.findall(r"about (\d+) MiB", line))
+    assert waves > microbatches > 0
 
 
 def test_a_job_of_waves_stays_low(endpoint):
