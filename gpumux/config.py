@@ -232,11 +232,7 @@ class Config:
     policy: str = _setting("guarded", "scheduling policy: which job's piece is launched next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
     low_nice: int = _setting(
-        19,
-        "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none. At 19 they also"
-        " run only where a core has nothing else to do (SCHED_IDLE)",
-        low=0,
-        high=19,
+        19, "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none", low=0, high=19
     )
     metrics_host: str = _setting("127.0.0.1", "address the metrics are served on")
     metrics_port: int = _setting(

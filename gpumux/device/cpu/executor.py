@@ -344,7 +344,7 @@ class Executor:
         """Set the niceness of this process and all its threads. Raises PermissionError."""
         for thread in map(int, os.listdir("/proc/self/task")):
             try:
-                give_way(thread, nice, self._usual)
+                os.setpriority(os.PRIO_PROCESS, thread, nice)
             except ProcessLookupError:
                 pass  # it ended meanwhile
         self._waits = CoreWaits() if nice > self._usual else None
@@ -488,20 +488,6 @@ def _refusal(error: BaseException) -> GpumuxError:
     return ProgramError(f"the program can't be loaded: {text}", "check its state bindings and sizes")
 
 
-MOST_NICE = 19
-
-
-def give_way(thread: int, nice: int, usual: int) -> None:
-    """Set the niceness of a thread; 0: this one. At the highest one, above the process's `usual` niceness, the thread
-    also runs only where a core has nothing else to do (SCHED_IDLE): niceness alone leaves it some of a core that high
-    jobs of other daemons use. Raises PermissionError and ProcessLookupError."""
-    nice = min(nice, MOST_NICE)
-    idle = nice == MOST_NICE > usual
-    if idle != (os.sched_getscheduler(thread) == os.SCHED_IDLE):
-        os.sched_setscheduler(thread, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
-    os.setpriority(os.PRIO_PROCESS, thread, nice)
-
-
 def python_cost() -> float:
     """Measure how many seconds longer an operator takes from Python than in a graph."""
     x, one = torch.zeros(1), torch.ones(1)
@@ -531,7 +517,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
     settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
-    give_way(0, settings["usual"] + settings["nice"], settings["usual"])
+    os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()
     torch.default_generator.manual_seed(settings["seed"])

@@ -104,8 +104,7 @@ def _make_considerate(threads: set[str]) -> None:
     slice, 4 ms."""
     for thread in threads:
         try:
-            if os.sched_getscheduler(int(thread)) != os.SCHED_IDLE:  # which interrupts no other thread either
-                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
         except OSError:
             pass  # it has ended, or this may not be set here: messages are as fast as they are without it
 

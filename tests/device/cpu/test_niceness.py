@@ -107,33 +107,6 @@ def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours(driver: Dr
         assert os.getpriority(os.PRIO_PROCESS, pid) == nice
 
 
-def policies(pid: int) -> set[int]:
-    return {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
-
-
-@pytest.mark.skipif(os.getpriority(os.PRIO_PROCESS, 0) == 19, reason="this process is as nice as can be itself")
-def test_low_jobs_of_the_highest_niceness_run_where_a_core_is_idle() -> None:
-    device = CpuDevice(low_nice=19)
-    device.open()
-    driver = Driver(CASE, device)
-    try:
-        for priority, policy in ((Priority.LOW, os.SCHED_IDLE), (Priority.HIGH, os.SCHED_OTHER)):
-            before = set(executors(device))
-            job = driver.open(priority=priority)
-            program = job.load(samples.add_one())
-            job.step(program)
-            (pid,) = set(executors(device)) - before
-            assert policies(pid) == {policy}
-            changed = Priority.HIGH if priority is Priority.LOW else Priority.LOW
-            if device.may_regrade(changed) is None:
-                device.regrade(job.job, changed)
-                job.step(program)
-                assert policies(pid) == {os.SCHED_IDLE if changed is Priority.LOW else os.SCHED_OTHER}
-    finally:
-        driver.finish()
-        device.close()
-
-
 def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypatch, tmp_path) -> None:
     powerless = tmp_path / "status"
     powerless.write_text("Name:\tx\nCapEff:\t0000000000000000\n")
