@@ -24,10 +24,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
 CORE := $(RUN) gpumux.compile_core
 SOURCES := gpumux clients microbench tests
-# A file's tests stay together, as they share a daemon, and so do those of some folders (tests/conftest.py). One worker
-# more than cores, since many wait for processes they started; each takes half a gigabyte, so there are few.
+# A file's tests stay together, as they share a daemon. One worker more than cores, since many wait for processes they
+# started; each takes half a gigabyte, so there are few.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
-BESIDE := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo burst test test-fast core lint ruff fmt gpu clean
 

@@ -19,10 +19,6 @@ import gpumux.scheduler  # noqa: F401
 
 del os.environ["GPUMUX_CORE"]
 
-# For steps that are compiled, here and in daemons: torch's compiler tries out no instruction sets, which takes longer
-# than compiling a step.
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -32,9 +28,6 @@ pytest_plugins = ["pytester"]
 
 SETTLE_S = 30.0  # how long asynchronous teardown may take before it is called a leak; machines are busy at times
 SLOW_TIMEOUT_S = 900.0  # of a slow test; it may meet a busy machine, too
-# Folders whose files stay together where tests run side by side, because they share a daemon or a device, which takes
-# seconds to start. The tests of other folders stay together file by file.
-TOGETHER = ("client/gangs", "daemon", "device/cpu", "device/cuda")
 PREFIX = f"gm{os.getpid()}-"  # names are short: an AF_UNIX path holds 107 bytes
 
 UNHURRIED: dict[str, Any] = {
@@ -53,27 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves_runtime_files: kills a daemon, which then can't clean up after itself")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run last, so that a mistake the quick ones find shows early. Where tests run side by side, groups with
-    slow tests or of many files are first, so that no worker is left alone with one."""
+    """Slow tests run last, so that a mistake the quick ones find shows early. Where files are run side by side, those
+    with slow tests are first, so that no worker is left alone with one."""
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     for item in slow:
         item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if hasattr(config, "workerinput"):
-        groups = {item: _group(item.path) for item in items}
-        for item, group in groups.items():
-            item.add_marker(pytest.mark.xdist_group(group))
-        long = {groups[item] for item in slow} | set(TOGETHER)
-        items.sort(key=lambda item: groups[item] not in long)
+        files = {item.path for item in slow}
+        items.sort(key=lambda item: item.path not in files)
     else:
         items.sort(key=lambda item: item in slow)
-
-
-def _group(path: Path) -> str:
-    """The folder or file that all tests of `path` stay together with."""
-    name = path.relative_to(Path(__file__).parent).as_posix()
-    return next((folder for folder in TOGETHER if name.startswith(f"{folder}/")), name)
 
 
 def pytest_collection_finish() -> None:

@@ -278,7 +278,9 @@ class Job:
         self._functions.append(entry)
         try:
             for at, choice in enumerate(function.confirmed(lambda: self._warm(entry, phases))):
-                ahead = [choice.program] if self._waves is None else self._waves.ahead(choice.program, at == 0)
+                ahead = [choice.program]
+                if self._waves is not None:
+                    ahead = self._waves.ahead(choice.program, at == 0, function is self._functions[0][0])
                 for program in ahead:
                     self.upload(program)
                 if self._waves is not None and at == 0:
@@ -373,10 +375,7 @@ class Job:
         self._staleness.check_writes(bytes_too=True)
         self._local.take_gradients()
         choice = self._choose(function, batch, named)
-        captured, number = choice.program, choice.program.number
-        if self._waves is not None:
-            choice.program = self._waves.program(captured)
-            number = choice.program.number
+        number = choice.program.number
         if number is None:
             if self._waves is None:
                 choice = self._keeping(function, batch, named, choice)
@@ -401,24 +400,31 @@ class Job:
         else:
             with client_generator.lock:
                 future = self._send_drawing_step(function, choice, program, slot, filled)
-        if self._waves is not None:
-            self._waves.stepped(captured, self._state)
         if choice.program.written:
             _answered(future)  # the script may read what the step wrote into its batch
         return future
 
     def _choose(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> Choice:
         """What this call runs."""
-        state = self._state
-        if self._waves is not None and function is self._functions[0][0]:
-            state = self._waves.state(state)
-        choice = function.choose(batch, named, state)
+        if self._waves is not None:
+            return self._choose_of_waves(self._waves, function, batch, named)
+        choice = function.choose(batch, named, self._state)
         if isinstance(choice, KeepMore):
-            if self._waves is not None:
-                raise adds_to_gradients()
             self._local.keep_gradients(choice.keep)
             choice = function.choose(batch, named, self._state)  # raises where the gradients' values are gone
             assert isinstance(choice, Choice)
+        return choice
+
+    def _choose_of_waves(
+        self, waves: Waves, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> Choice:  # fmt: skip
+        main = function is self._functions[0][0]
+        choice = function.choose(batch, named, waves.state(self._state) if main else self._state)
+        if main and isinstance(choice, Choice) and not waves.trains(choice.program):
+            choice = function.choose(batch, named, self._state)  # it runs on the newest replica
+        if isinstance(choice, KeepMore):
+            raise adds_to_gradients()
+        choice.program = waves.program(choice.program, main)
         return choice
 
     def _keeping(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any], choice: Choice) -> Choice:
@@ -487,6 +493,8 @@ class Job:
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
         self._local.advance(choice, future)
+        if self._waves is not None:
+            self._waves.stepped(self._state)
         return future
 
     def _take_generator(self, future: StepFuture) -> None:

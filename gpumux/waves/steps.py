@@ -15,6 +15,7 @@ import torch
 
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import State, StepProgram
+from gpumux.errors import NotSplittable
 from gpumux.program.ir import aligned
 from gpumux.program.memory import wave_plan
 from gpumux.waves.trace import WavePrograms
@@ -38,6 +39,7 @@ class Waves:
         self._states: list[State] = []  # the host side of each replica's state
         self._made: dict[int, dict[tuple[int, bool], StepProgram]] = {}  # by the captured Program
         self._captured: list[StepProgram] = []  # so that no other one has its id
+        self._trains = False  # whether the call that is under way is a step of a wave
         self.step = 0
 
     @property
@@ -53,20 +55,33 @@ class Waves:
             self._states = [present, present]
         return self._states[self.step % 2]
 
-    def program(self, captured: StepProgram) -> StepProgram:
-        """What the next call runs of a captured Program."""
-        waves = _waves(captured)
-        return self._of(captured, (self.step % 2, self.step == 0) if waves.trains else (self.newest, False))
+    def trains(self, captured: StepProgram) -> bool:
+        """Whether a captured Program is a step of a wave."""
+        return _waves(captured).trains
 
-    def ahead(self, captured: StepProgram, first_phase: bool) -> list[StepProgram]:
-        """The Programs to load when a step is submitted. `first_phase`: the job's first step is of this phase."""
-        waves = _waves(captured)
-        wanted = [(0, waves.trains and first_phase), *([(1, False)] if waves.trains else [])]
+    def program(self, captured: StepProgram, main: bool) -> StepProgram:
+        """What the next call runs of a captured Program. `main`: of the submitted step. Raises NotSplittable."""
+        self._trains = self._may_train(captured, main)
+        return self._of(captured, (self.step % 2, self.step == 0) if self._trains else (self.newest, False))
+
+    def ahead(self, captured: StepProgram, first_phase: bool, main: bool) -> list[StepProgram]:
+        """The Programs to load when a step is submitted. `first_phase`: the job's first step is of this phase; `main`:
+        as in `program`. Raises NotSplittable."""
+        trains = self._may_train(captured, main)
+        wanted = [(0, trains and first_phase), *([(1, False)] if trains else [])]
         return [self._of(captured, one) for one in wanted]
 
-    def stepped(self, captured: StepProgram, after: State) -> None:
-        """The chosen step was sent, and `after` is the host side of the state after it."""
-        if _waves(captured).trains:
+    def _may_train(self, captured: StepProgram, main: bool) -> bool:
+        if self.trains(captured) and not main:
+            raise NotSplittable(
+                "a job of two waves trains by its submitted step alone, and this one changes state, too",
+                "let an added step change nothing (an evaluation), or submit the job without waves=2",
+            )
+        return self.trains(captured)
+
+    def stepped(self, after: State) -> None:
+        """The chosen Program was sent, and `after` is the host side of the state after it."""
+        if self._trains:
             self._states[self.step % 2] = after
             self.step += 1
 

@@ -231,6 +231,46 @@ def test_an_added_evaluation_sees_the_newest_replica(endpoint):
                 assert measure(*data[0]).item() == loss_of(reference.model, data[0]).item()
 
 
+def test_an_added_step_that_trains_is_refused(endpoint):
+    model, opt, job = submit(endpoint, Tied, sgd)
+
+    def another(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = 2 * F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    with job, pytest.raises(errors.NotSplittable, match="its submitted step alone"):
+        job.add(another, example=batches(1)[0])
+
+
+def test_a_step_that_only_evaluates_in_a_case_runs_on_the_newest_replica(endpoint):
+    data = batches(6)
+    model = Tied()
+    opt = adamw(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if model.training:
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        return loss
+
+    reference = WaveReference(Tied, adamw, loss_of)
+    with client.submit(step, example=data[0], model=model, optimizer=opt, endpoint=endpoint, waves=2) as job:
+        for batch in data:
+            assert job.step(*batch).item() == reference.step(batch).item()
+            model.eval()
+            with torch.no_grad():
+                expected = loss_of(reference.model.eval(), data[0]).item()
+            reference.model.train()
+            assert job.step(*data[0]).item() == expected
+            assert equal(model, opt, reference)
+            model.train()
+
+
 def test_batches_of_several_shapes_take_turns(endpoint):
     data = [batch if m % 3 else (batch[0][:5], batch[1][:5]) for m, batch in enumerate(batches(8))]
     reference = WaveReference(Tied, momentum, loss_of)
