@@ -263,8 +263,7 @@ def test_a_step_that_only_evaluates_in_a_case_runs_on_the_newest_replica(endpoin
         for batch in data:
             assert job.step(*batch).item() == reference.step(batch).item()
             model.eval()
-            with torch.no_grad():
-                expected = loss_of(reference.model.eval(), data[0]).item()
+            expected = loss_of(reference.model.eval(), data[0]).item()  # with gradients, as in the step
             reference.model.train()
             assert job.step(*data[0]).item() == expected
             assert equal(model, opt, reference)
