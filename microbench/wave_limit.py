@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from clients.data import digits
 from gpumux import client
 from gpumux.errors import GpumuxError
 from microbench import common
@@ -30,7 +31,6 @@ from microbench.walk import descendants
 BATCH = 128
 EPOCHS = 20
 MEASURED_STEPS = 32
-TRAINED = 1536  # images
 ACCURACY = 0.9
 LAYERS = 6
 CGROUPS = Path("/sys/fs/cgroup")
@@ -49,7 +49,7 @@ class Pixels(nn.Module):
         self.out = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(self.value(x[..., None]) + self.place)
+        hidden = self.layers(self.value(x.flatten(1)[..., None]) + self.place)
         found: torch.Tensor = self.out(hidden.mean(1))
         return found
 
@@ -68,24 +68,7 @@ WAYS = (
 )
 
 
-def images() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training images and labels, test images and labels."""
-    from sklearn.datasets import load_digits
-
-    data, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
-    x, y = torch.tensor(data, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
-    return x[:TRAINED], y[:TRAINED], x[TRAINED:], y[TRAINED:]
-
-
-def loader(x: torch.Tensor, y: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    draw = torch.Generator().manual_seed(2)
-    while True:
-        for some in torch.randperm(len(y), generator=draw).split(batch):
-            yield x[some], y[some]
-
-
-def submit(daemon: RunningDaemon, way: Way, x: torch.Tensor, y: torch.Tensor) -> tuple[nn.Module, client.Job]:
+def submit(daemon: RunningDaemon, way: Way, example: tuple[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, client.Job]:
     model = Pixels()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -96,7 +79,6 @@ def submit(daemon: RunningDaemon, way: Way, x: torch.Tensor, y: torch.Tensor) ->
         optimizer.step()
         return loss
 
-    example = x[: way.batch], y[: way.batch]
     job = client.submit(
         step, example=example, model=model, optimizer=optimizer, endpoint=daemon.endpoint, replay_bytes=0, **way.given
     )
@@ -159,18 +141,18 @@ def limited(pid: int, nbytes: int) -> Iterator[None]:
 def train(way: Way, limit: int | None, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Train one way for so many steps, in a daemon of its own. limit: bytes that its process may take beside what it
     holds when its Programs are loaded; None: no limit, and what it takes is measured."""
-    train_x, train_y, test_x, test_y = images()
+    data = digits()
+    batches = data.batches(way.batch, seed=2)
     begun = time.monotonic()
     with ExitStack() as stack:
         daemon = stack.enter_context(running_daemon())
         before = set(descendants(daemon.process.pid))
-        model, job = submit(daemon, way, train_x, train_y)
+        model, job = submit(daemon, way, next(batches))
         pid = executor_of(daemon, before)
         base = private_bytes(pid)
         if limit is not None:
             stack.enter_context(limited(pid, limit))
         stack.enter_context(job)
-        batches = loader(train_x, train_y, way.batch)
         try:
             with Highest(pid) if limit is None else nullcontext() as highest:
                 for number in range(steps):
@@ -183,7 +165,7 @@ def train(way: Way, limit: int | None, steps: int, progress: Callable[[str], Non
             return {"way": way.name, "failed": f"{type(error).__name__}: {error}", "step": number}
         job.sync()
         with torch.no_grad():
-            accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
+            accuracy = float((model(data.x_test).argmax(1) == data.y_test).float().mean())
     found = {"way": way.name, "charged_bytes": charged, "accuracy": accuracy, "steps": steps}
     found["seconds"] = time.monotonic() - begun
     return found if highest is None else {**found, "grown_bytes": highest.bytes - base}
@@ -202,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     grown = {name: one["grown_bytes"] for name, one in free.items()}
     say(", ".join(f"{name} grew by {bytes_ / 2**20:.0f} MiB" for name, bytes_ in grown.items()))
     limit = (grown["two waves"] + grown["doubled batch"]) // 2
-    ended = {way.name: train(way, limit, args.epochs * TRAINED // way.batch, say) for way in WAYS}
+    ended = {way.name: train(way, limit, args.epochs * digits().steps_per_epoch(way.batch), say) for way in WAYS}
     rows = []
     for way in WAYS:
         one = ended[way.name]

@@ -1,4 +1,4 @@
-"""A job's two waves, as the client follows them: whose turn it is, and the host side of each replica's state.
+"""A job's two waves, as the client follows them: which one is next, and the host side of each replica's state.
 
 Step m belongs to wave m mod 2 (gpumux/waves/trace.py). What the local model shows after it, and what is fetched, is the
 replica of the newest step.
@@ -37,8 +37,6 @@ class Waves:
     def __init__(self, table: StateTable) -> None:
         self._table = table
         self._states: list[State] = []  # the host side of each replica's state
-        self._made: dict[int, dict[tuple[int, bool], StepProgram]] = {}  # by the captured Program
-        self._captured: list[StepProgram] = []  # so that no other one has its id
         self._trains = False  # whether the call that is under way is a step of a wave
         self.step = 0
 
@@ -103,14 +101,11 @@ class Waves:
         )  # fmt: skip
 
     def _of(self, captured: StepProgram, key: tuple[int, bool]) -> StepProgram:
-        made = self._made.get(id(captured))
-        if made is None:
-            self._captured.append(captured)
-            made = self._made[id(captured)] = {}
-        if key not in made:
-            lowered = replace(_waves(captured).lowered[key], exit=captured.lowered.exit)
-            made[key] = replace(captured, lowered=lowered, number=None, ranked=None)
-        return made[key]
+        waves = _waves(captured)
+        if key not in waves.made:
+            lowered = replace(waves.lowered[key], exit=captured.lowered.exit)
+            waves.made[key] = replace(captured, lowered=lowered, number=None, ranked=None)
+        return waves.made[key]
 
     # ---- state
 

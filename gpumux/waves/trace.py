@@ -21,6 +21,7 @@ import torch
 from gpumux.capture.lower import Lowered, dense, lower
 from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
+from gpumux.capture.step import StepProgram
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
 from gpumux.errors import NotSplittable
@@ -47,6 +48,7 @@ class WavePrograms:
 
     trains: bool
     lowered: dict[tuple[int, bool], Lowered] = field(default_factory=dict)
+    made: dict[tuple[int, bool], StepProgram] = field(default_factory=dict)  # of those, the ones in use
 
 
 class WaveSplitter:
