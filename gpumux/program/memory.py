@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpumux.program.ir import DIRECT_BYTES, ITEM_BYTES, Collective, Program, aligned, slot_layout
 from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
 from gpumux.types import Footprint, WavePieces
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# numpy is imported where storages are placed with it: a simulation of jobs without waves starts without it.
 
 # ---- The lifetime of each storage. Aliases need no special care: views of one storage are one storage.
 
@@ -109,6 +112,8 @@ def plans(program: Program) -> dict[str, ArenaPlan]:
 
     Above MOST_PLANNED temporaries only the first is made: the others take time that grows with the square of their
     number."""
+    import numpy as np
+
     first = first_fit(program)
     temps = [storage for storage, size in enumerate(first.sizes) if size]
     if not temps or len(temps) > MOST_PLANNED:
@@ -150,6 +155,8 @@ def live_peak(planned: ArenaPlan) -> int:
 def heights(planned: ArenaPlan) -> list[int]:
     """At each operator, and after the last one, the end of the highest temporary alive, in bytes from the arena's
     start."""
+    import numpy as np
+
     found = np.zeros(_end(planned), dtype=np.int64)
     for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):
         if span is not None and size:
@@ -318,6 +325,8 @@ def _end(planned: ArenaPlan) -> int:
 
 def _in_order(order: Numbers, births: Numbers, lasts: Numbers, sizes: Numbers) -> Numbers:
     """Offsets where each storage, in this order, lies as low as those placed before it allow."""
+    import numpy as np
+
     offsets = np.zeros(len(sizes), dtype=np.int64)
     starts, ends, begin, until = (np.empty(len(sizes), dtype=np.int64) for _ in range(4))
     for placed, index in enumerate(order):
@@ -338,6 +347,8 @@ def _lowest_place_first(births: Numbers, lasts: Numbers, sizes: Numbers) -> Numb
     """Offsets by a skyline over the operators: its lowest stretch is filled with the storage that lives longest of
     those that live within it, or, if there is none, raised to its lower neighbour. (Sekiyama et al., "Profile-guided
     memory optimization for deep neural networks", 2018)"""
+    import numpy as np
+
     offsets = np.zeros(len(sizes), dtype=np.int64)
     order = np.lexsort((-sizes, births - lasts))
     begin, until = births[order], lasts[order]

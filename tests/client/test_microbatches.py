@@ -412,6 +412,27 @@ def test_gradient_penalty_and_a_running_mean(endpoint: str) -> None:
     check(make, endpoint)
 
 
+def test_gradients_that_do_not_depend_on_what_the_model_makes(endpoint: str) -> None:
+    """Those of the weights are made before the parts, of whole samples; those of the bias after them. Both read the
+    gradient of the loss, which is made once."""
+
+    def make() -> Work:
+        model = nn.Linear(12, 10)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = data_of((8, 12))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(x).sum() / len(x) ** 2 + model(x).mean()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data, 6), {"microbatches": 2})
+
+    check(make, endpoint)
+
+
 def mixup(x: torch.Tensor) -> torch.Tensor:
     return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
 
@@ -436,7 +457,7 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("hardest half", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(len(x) // 2)[0].mean(),
      "topk mixes samples"),
     ("spread", lambda m, x, y: m(x).std(), "single samples"),
-    ("mean and sum", lambda m, x, y: m(x).mean() + m(x).square().sum(), "neither the sum nor the mean"),
+    ("mean and sum", lambda m, x, y: m(x).mean() + m(x).square().sum(), "adds a sum over the batch and a mean"),
     ("neighbours", lambda m, x, y: (m(x) - m(x.roll(1, 0))).square().mean(), "roll mixes samples"),
     ("halves", lambda m, x, y: (m(x[: len(x) // 2]) * m(x[len(x) // 2 :])).mean(), "mixes samples"),
     ("first sample", lambda m, x, y: (m(x) * m(x)[0]).mean(), "picks certain samples"),
@@ -447,7 +468,8 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("fixed size", lambda m, x, y: (m(x) * torch.ones(8, 1)).mean(), "not on one of 2 parts"),
     ("labels of its own", lambda m, x, y: F.cross_entropy(m(x), m(x).argmax(1)),
      "labels that the step works out itself"),
-    ("batch size squared", lambda m, x, y: m(x).sum() / len(x) ** 2 + m(x).mean(), "neither the sum nor the mean"),
+    ("batch size squared", lambda m, x, y: m(x).square().sum() / len(x) ** 2 + m(x).mean(),
+     "adds a sum over the batch and a mean"),
 ]  # fmt: skip
 
 

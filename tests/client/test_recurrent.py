@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microbench.daemon import running_daemon
 from tests.client.parity import Work, batches, check, simple_loop, values
+from tests.onednn import skip_without_bfloat16_lstm
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
@@ -149,6 +150,9 @@ FORWARDS: dict[str, Forward] = {
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_ways_to_use_an_lstm(forward: str, endpoint: str) -> None:
+    if forward == "autocast":
+        skip_without_bfloat16_lstm()
+
     def make() -> Work:
         model = Tagger()
         opt = OPTIMIZERS["adam"](model.parameters())

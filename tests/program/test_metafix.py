@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpumux.program.check import fake_call
+from tests.onednn import skip_without_bfloat16_lstm
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -117,6 +118,8 @@ def test_fake_and_real_agree(name, func, args):
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 def test_layers_of_an_lstm_make_what_the_kernel_makes(biased: bool, dtype: torch.dtype, reverse: bool):
     """With the workspace, whose size the kernel is asked for, and two gradients of biases in memory of their own."""
+    if dtype == BF16:
+        skip_without_bfloat16_lstm()
     weights = [ones(36, 7, dtype=dtype), ones(36, 9, dtype=dtype)]
     weights += [ones(36, dtype=dtype)] * 2 if biased else weights
     tensors = [ones(6, 3, 7, dtype=dtype), *weights, ones(3, 9, dtype=dtype), ones(3, 9, dtype=dtype)]

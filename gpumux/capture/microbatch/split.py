@@ -58,9 +58,25 @@ def join(
             ops, view = _side_by_side(emitter, whole.view, mine.view, proof.joined[whole.view, mine.view])
             tail += ops
             results[position] = TensorResult(view)
-    tail += [pairs[j].full for j, level in levels if level is RunLevel.TAIL or j in plan.late]
+    late = _not_yet_run(pairs, plan)
+    tail += [pairs[j].full for j, level in levels if level is RunLevel.TAIL or j in late]
     emitter.record.ops = _renumbered([*once, *parts, *tail])
     return replace(full, record=emitter.record, results=results)
+
+
+def _not_yet_run(pairs: list[OperatorPair], plan: SplitPlan) -> set[int]:
+    """Operators that the tail has to run on the whole batch, since they did not run on it before the parts. Raises
+    NotSplittable if one that did has been followed by a change in place that the tail is not to see."""
+    both = plan.late & plan.whole
+    kept = {storage for j in both for storage in pairs[j].full.writes}
+    for j in sorted(plan.whole - plan.late):
+        if kept & pairs[j].full.writes:
+            raise NotSplittable(
+                f"{pairs[j].full.where}: {pairs[j].name} changes in place, before the parts of the batch run, what is"
+                " needed unchanged after them",
+                REMEDY,
+            )
+    return plan.late - both
 
 
 _PARTS_APART = 1 << 32
