@@ -181,7 +181,7 @@ def test_a_terminal_gets_its_screen_and_its_keys_back(end, code, monkeypatch, ca
         monkeypatch.setattr("sys.stdout", terminal)
         monkeypatch.setattr("sys.stdin", keyboard)
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(top.shutil, "get_terminal_size", lambda: os.terminal_size((50, 8)))
+        monkeypatch.setattr(top.shutil, "get_terminal_size", lambda **_: os.terminal_size((50, 8)))
         monkeypatch.setattr(top, "Control", FakeControl(bodies(3), end))
         assert main(["top"]) == code
         assert top.termios.tcgetattr(slave) == before
