@@ -55,7 +55,8 @@ class Gang:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A client's request when it opens a job. `memory_limit` None means no limit of its own. `models`: number of models
+    """A client's request when it opens a job. `memory_limit` None means no limit of its own. `arena`: the user
+    whose jobs share one arena for temporaries with it, None for memory of its own. `models`: number of models
     that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several."""
 
     name: str
@@ -67,6 +68,7 @@ class JobSpec:
     seed: int = 0
     models: int = 1
     gang: Gang | None = None
+    arena: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,8 +21,9 @@ from gpumux.wire.endpoint import default_endpoint
 
 
 def job_spec(
-    step: Any, priority: Any, name: Any, weight: Any, max_slowdown: Any, memory_limit: Any, max_inflight: Any, seed: Any
-) -> JobSpec:
+    step: Any, priority: Any, name: Any, weight: Any, max_slowdown: Any, memory_limit: Any, max_inflight: Any,
+    seed: Any, memory: Any = "own",
+) -> JobSpec:  # fmt: skip
     """The JobSpec of these arguments of submit(). Raises ConfigError, naming the argument and its valid values."""
     if not callable(step):
         raise ConfigError(f"step is a {type(step).__name__}", "pass the function that runs one training step")
@@ -34,11 +36,18 @@ def job_spec(
     )
     if memory_limit is not None:
         memory_limit = whole("memory_limit", memory_limit, 1, MAX_INT, "give bytes above 0, or None for no limit")
+    if memory not in ("own", "shared"):
+        raise ConfigError(f"memory is {memory!r:.60}", 'use "own" or "shared"')
+    if memory == "shared" and level is Priority.HIGH:
+        raise ConfigError(
+            'memory="shared" is for low jobs: they wait for each other', 'leave out memory=, or submit it with "low"'
+        )
     inflight = whole("max_inflight", max_inflight, 1, 64, "use 1 to 64; 2 keeps the device busy")
     if seed is None:
         seed = torch.initial_seed()
     seed = whole("seed", seed, 0, 2**64 - 1, "use a whole number from 0 to 2**64 - 1")
-    return JobSpec(_label(step, name), level, share, slowdown, memory_limit, inflight, seed)
+    arena = os.getuid() if memory == "shared" else None
+    return JobSpec(_label(step, name), level, share, slowdown, memory_limit, inflight, seed, arena=arena)
 
 
 def _label(step: Callable[..., Any], name: Any) -> str:

@@ -488,7 +488,7 @@ def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:
         )  # fmt: skip
     return m.OpenJob(
         0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
-        spec.seed, spec.models,
+        spec.seed, spec.models, spec.arena is not None,
     )  # fmt: skip
 
 

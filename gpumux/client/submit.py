@@ -54,7 +54,7 @@ def submit(
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
     plan: str | Path | SavedPlan | RankPlacement | None = None, endpoints: Sequence[str] | None = None,
     devices: int | None = None,
-    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
+    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1, memory: str = "own",
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -69,6 +69,8 @@ def submit(
         device.
     priority: "high" keeps the speed it has when alone, "low" uses the remaining time of the device.
     endpoint: the daemon's; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
+    memory: "shared": its temporaries lie in one arena with those of the user's other low jobs that say so. The jobs are
+        charged the largest step among them once, and take turns: one waits until another is past its peak.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
     memory_limit: bytes this job may hold on the device. max_inflight: the most unanswered steps.
     rng: the source of random draws (dropout). "client": torch's default generator, as in the plain loop. A step begins
@@ -123,7 +125,7 @@ def submit(
     optimizers = with_inner(several(optimizer, torch.optim.Optimizer, "optimizer"))
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     name = resume if name is None else name
-    spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
+    spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed, memory)
     if max_variants is not None:
         max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
@@ -138,12 +140,14 @@ def submit(
     if placement is not None:
         placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
+        refuse_with_ranks(memory=memory == "shared")
         refuse_with_waves(endpoints=waves > 1)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
 
     if waves > 1:
         high = priority == "high"
         refuse_with_waves(microbatches=microbatches > 1, compile=compile, resume=resume is not None, priority=high)
+        refuse_with_waves(memory=memory == "shared")
 
     def attempt(session: Session) -> Job:
         job: Job | None = None

@@ -407,7 +407,8 @@ class Completions:
             len(event.operators),
             event.content_hash,
         )
-        self._context.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
+        live = event.live if job.spec.arena is not None else ()
+        self._context.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators, live))
 
     def _refused(self, event: dev.ProgramRefused) -> None:
         self._context.checks.ended(event.job, event.program)

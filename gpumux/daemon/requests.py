@@ -134,6 +134,8 @@ class Changes:
         fault = self._refuses(session, priority, m.weight)
         if fault is None and priority is Priority.HIGH and record.waves:
             fault = admission.high_waves(record.id)
+        if fault is None and priority is Priority.HIGH and record.spec.arena is not None:
+            fault = admission.high_in_arena(record.id)
         if fault is not None:
             self._context.refuse(session, m.ref, fault)
             return
@@ -254,7 +256,7 @@ class Requests:
             raise NotOwner("another session has a job with this id", "choose a fresh random id")
         if (session.id, job) in self._records.opening:
             raise ProtocolError("this job is being opened already", "wait for the answer")
-        spec = _spec(m)
+        spec = _spec(m, session.peer.uid)
         if spec.gang is not None:
             self._allow_gang(spec.gang)
         self._records.opening[session.id, job] = m.ref, spec
@@ -479,13 +481,14 @@ def start_load(context: DaemonContext, job: JobRecord) -> None:
         context.checks.submit(job, record)
 
 
-def _spec(m: msg.OpenJob | msg.OpenGangJob) -> JobSpec:
-    """Make a JobSpec of a message, with the types that the scheduler expects; the scheduler checks ranges."""
+def _spec(m: msg.OpenJob | msg.OpenGangJob, uid: int) -> JobSpec:
+    """Make a JobSpec of a user's message, with the types that the scheduler expects; the scheduler checks ranges."""
     if m.priority not in (Priority.LOW, Priority.HIGH):
         raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
     return JobSpec(
         m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models,
         Gang(m.gang, m.rank, m.ranks, m.store, m.timeout_s) if isinstance(m, msg.OpenGangJob) else None,
+        uid if isinstance(m, msg.OpenJob) and m.shares_memory else None,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ so that processes agree, and the virtual clock for sim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -73,6 +73,16 @@ class MemoryFigures:
     measured: dict[JobId, int] = field(default_factory=dict)
 
 
+def counted_twice(transients: Iterable[tuple[int | None, int]]) -> int:
+    """Of jobs' bytes of temporaries, each with the arena in which they lie, those that another job's in the same arena
+    count as well: the jobs take turns there."""
+    by_arena: dict[int, list[int]] = {}
+    for arena, nbytes in transients:
+        if arena is not None:
+            by_arena.setdefault(arena, []).append(nbytes)
+    return sum(sum(found) - max(found) for found in by_arena.values())
+
+
 class Launch(NamedTuple):
     """One piece of one step. `slot`: the step's slot in the program's data segment. `scalars`: the step's host scalars,
     as many as the Program declares, sent with every piece."""
@@ -96,7 +106,7 @@ class Launch(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ProgramChecked:
     """`check` passed. `operators`: the names of the program's operators, in order; `scalars`: the kind of each host
-    scalar of a step."""
+    scalar of a step; `live`: bytes of temporaries alive at each operator, and of results after the last one."""
 
     job: JobId
     program: ProgramId
@@ -104,6 +114,7 @@ class ProgramChecked:
     content_hash: str
     operators: tuple[str, ...]
     scalars: tuple[Literal["float", "int"], ...]
+    live: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from gpumux.program.ir import (
     View,
     aligned,
 )
-from gpumux.program.memory import first_fit, footprint
+from gpumux.program.memory import first_fit, footprint, live_bytes
 from gpumux.program.validate import check_sizes, describe_op, leaves, op_args, tensor_refs, validate
 from gpumux.types import Footprint
 
@@ -713,11 +713,13 @@ _DIVISIONS = frozenset({"div", "div_", "floor_divide", "floor_divide_", "fmod", 
 class CheckReport:
     """A Program that passed. content_hash: of the encoding. footprint: state holds the state slots and the constants,
     each rounded up to 64 bytes; transient is what a general allocator is estimated to take for the temporaries
-    (`first_fit`), and what one operator returns that no view names. notes: values that could still crash a kernel."""
+    (`first_fit`), and what one operator returns that no view names. live: bytes of temporaries alive at each operator
+    (`live_bytes`). notes: values that could still crash a kernel."""
 
     program: Program
     content_hash: str
     footprint: Footprint
+    live: tuple[int, ...]
     notes: tuple[str, ...]
 
 
@@ -733,10 +735,12 @@ def check(encoded: bytes, limits: ProgramLimits = DEFAULT, extra_ops: Collection
             except ProgramError as e:
                 line = describe_op(program, index).strip()
                 raise ProgramError(f"operator {index}, {op.target}: {e.message} [{line:.400}]", e.remedy) from e
+    planned = first_fit(program)
     return CheckReport(
         program,
         content_hash(encoded),
-        footprint(program, first_fit(program), run.unseen_bytes),
+        footprint(program, planned, run.unseen_bytes),
+        tuple(live_bytes(planned)),
         _notes(program),
     )
 

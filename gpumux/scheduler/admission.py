@@ -1,8 +1,8 @@
 """Which jobs and programs are accepted: by owner, count and memory; and the scheduler's refusals in words.
 
 Memory is charged before it is used. A job is charged the persistent state and the slots of all its programs, and the
-largest transient part among them, since its programs never run at once. The three are summed separately, so that a
-device that lends one arena to jobs in turn can count transient bytes once.
+largest transient part among them, since its programs never run at once. Jobs that share an arena are charged the
+largest transient part of them all, once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import inf
 from gpumux.access import Rule, refuse_submit
 from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
 from gpumux.scheduler.config import SchedulerConfig
-from gpumux.scheduler.jobs import ScheduledJob
+from gpumux.scheduler.jobs import ScheduledJob, SharedArena
 from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
 
 # ---- Refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
@@ -68,6 +68,13 @@ def high_waves(job: JobId) -> Fault:
     return refused(
         f"job {job} trains two waves, and the promise to a high job is for steps that follow each other",
         "leave it low, or submit it without waves=2",
+    )
+
+
+def high_in_arena(job: JobId) -> Fault:
+    return refused(
+        f"job {job} shares memory with other jobs, and a high job waits for none",
+        'leave it low, or submit it without memory="shared"',
     )
 
 
@@ -133,6 +140,7 @@ class AdmissionLedger:
     charges: dict[JobId, Charge] = field(default_factory=dict)
     jobs_by_uid: dict[int, int] = field(default_factory=dict)
     bytes_by_uid: dict[int, int] = field(default_factory=dict)  # of those with jobs
+    arenas: dict[int, SharedArena] = field(default_factory=dict)  # by uid, of those with jobs that share one
 
     def open_device(self, memory_bytes: int) -> None:
         cap = self.config.memory_bytes
@@ -165,11 +173,18 @@ class AdmissionLedger:
         self.charges[job.id] = Charge()
         self.jobs_by_uid[job.peer.uid] = self.jobs_by_uid.get(job.peer.uid, 0) + 1
         self.bytes_by_uid.setdefault(job.peer.uid, 0)
+        if job.spec.arena is not None:
+            job.arena = self.arenas.setdefault(job.peer.uid, SharedArena())
+            job.arena.jobs[job.id] = job
 
     def remove_job(self, job: ScheduledJob) -> None:
-        uid, total = job.peer.uid, self.charges.pop(job.id).total
-        self.used -= total
-        self.bytes_by_uid[uid] -= total
+        uid, arena = job.peer.uid, job.arena
+        self._add(uid, -_alone(job, self.charges.pop(job.id)))
+        if arena is not None:
+            del arena.jobs[job.id]
+            if not arena.jobs:
+                self._add(uid, -arena.nbytes)
+                del self.arenas[uid]
         self.jobs_by_uid[uid] -= 1
         if not self.jobs_by_uid[uid]:
             del self.jobs_by_uid[uid], self.bytes_by_uid[uid]
@@ -189,38 +204,53 @@ class AdmissionLedger:
             return admission(f"the program's sizes are negative: {footprint}", "report this as a device bug")
         if footprint.arena_bytes and job.priority is Priority.HIGH:
             return high_waves(job.id)
-        before = self.charges[job.id].total
+        before = self.charges[job.id]
         after = charge_for([*(p.footprint for p in job.programs.values()), footprint])
         if job.spec.memory_limit is not None and after.total > job.spec.memory_limit:
             return admission(
                 f"job {job.id} would hold {describe(after)}, above its memory_limit of {size(job.spec.memory_limit)}",
                 f"raise memory_limit to at least {after.total}, or use a smaller batch or model",
             )
+        more = _alone(job, after) - _alone(job, before)
+        if job.arena is not None:
+            more += max(0, after.transient - job.arena.nbytes)
         rule = self.config.access.rule_for(job.peer)
         most, mine = rule.max_bytes or self.config.max_bytes_per_uid, self.bytes_by_uid[job.peer.uid]
-        if most is not None and mine - before + after.total > most:
+        if most is not None and mine + more > most:
             holder, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
             return admission(
                 f"job {job.id} would hold {describe(after)}; with your other jobs that is "
-                f"{size(mine - before + after.total)}, and the most {holder} may have is {size(most)}",
+                f"{size(mine + more)}, and the most {holder} may have is {size(most)}",
                 f"close a job, use a smaller batch or model, or raise {setting}",
             )
-        if self.used - before + after.total > self.capacity:
-            free, need = self.capacity - self.used, after.total - before
+        if self.used + more > self.capacity:
+            free = self.capacity - self.used
             return admission(
-                f"the program needs {size(need)} more, job {job.id} would then hold {describe(after)}; "
+                f"the program needs {size(more)} more, job {job.id} would then hold {describe(after)}; "
                 f"{size(free)} of {size(self.capacity)} are free",
-                f"free {size(need - free)}: close a job, or use a smaller batch, model or max_inflight",
+                f"free {size(more - free)}: close a job, or use a smaller batch, model or max_inflight",
             )
         return None
 
     def recharge(self, job: ScheduledJob) -> None:
         """Charge the job for the programs it has now."""
         charge = charge_for(p.footprint for p in job.programs.values())
-        more = charge.total - self.charges[job.id].total
-        self.used += more
-        self.bytes_by_uid[job.peer.uid] += more
+        self._add(job.peer.uid, _alone(job, charge) - _alone(job, self.charges[job.id]))
         self.charges[job.id] = charge
+        if job.arena is not None:
+            self.resize(job.peer.uid, job.arena)
+
+    def resize(self, uid: int, arena: SharedArena) -> None:
+        """Charge a user for an arena: what the largest step of its jobs needs. When the job with that step has left,
+        the arena shrinks as what the others hold does."""
+        largest = max((self.charges[job].transient for job in arena.jobs), default=0)
+        nbytes = largest if largest >= arena.nbytes else max(largest, min(arena.nbytes, arena.held()))
+        self._add(uid, nbytes - arena.nbytes)
+        arena.nbytes = nbytes
+
+    def _add(self, uid: int, nbytes: int) -> None:
+        self.used += nbytes
+        self.bytes_by_uid[uid] += nbytes
 
     def check(self, jobs: Mapping[JobId, ScheduledJob]) -> None:
         """Raise AssertionError unless the sums are the sums of the parts."""
@@ -231,11 +261,19 @@ class AdmissionLedger:
             expected = charge_for(p.footprint for p in job.programs.values())
             assert self.charges[job.id] == expected, f"job {job.id} charged {self.charges[job.id]}, owes {expected}"
             by_uid[job.peer.uid] = by_uid.get(job.peer.uid, 0) + 1
-            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + expected.total
+            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + _alone(job, expected)
+        for uid, arena in self.arenas.items():
+            assert arena.jobs, f"user {uid} has an arena for no job"
+            bytes_of[uid] = bytes_of.get(uid, 0) + arena.nbytes
         assert bytes_of == self.bytes_by_uid, f"bytes by uid {self.bytes_by_uid}, should be {bytes_of}"
         assert by_uid == self.jobs_by_uid, f"jobs by uid {self.jobs_by_uid}, should be {by_uid}"
-        assert self.used == sum(c.total for c in self.charges.values()), f"used {self.used} is not the charges' sum"
+        assert self.used == sum(bytes_of.values()), f"used {self.used} is not the charges' sum"
         assert self.capacity is None or self.used <= self.capacity, f"{self.used} bytes used of {self.capacity}"
+
+
+def _alone(job: ScheduledJob, charge: Charge) -> int:
+    """Bytes that a job is charged besides an arena that it shares."""
+    return charge.total - (charge.transient if job.arena is not None else 0)
 
 
 def _limited(rule: Rule, own: int, setting: str, general: str) -> tuple[str, str]:
@@ -256,6 +294,8 @@ def refuse_spec(spec: JobSpec, config: SchedulerConfig) -> Fault | None:
         return refused(f"a step trains {spec.models} models", f"say 1 to {MAX_MODELS}")
     if not 1.0 <= spec.max_slowdown < inf:
         return refused(f"max_slowdown is {spec.max_slowdown}", "choose a ratio of 1 or more, such as 1.10")
+    if spec.arena is not None and spec.priority is Priority.HIGH:
+        return refused("a high job is to share memory with others, and would wait for them", "leave it low, or alone")
     if spec.memory_limit is not None and spec.memory_limit <= 0:
         return refused(f"memory_limit is {spec.memory_limit}", "give it in bytes, or leave it out")
     if len(spec.name) > MAX_NAME:

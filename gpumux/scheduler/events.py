@@ -67,6 +67,7 @@ class ProgramOffered:
     footprint: Footprint
     content_hash: str = ""  # equal programs of any job have equal ones
     operators: tuple[str, ...] = ()  # their names, in captured order, where the device gives them
+    live: tuple[int, ...] = ()  # bytes of temporaries alive at each of them, if the job shares an arena
 
 
 @dataclass(frozen=True, slots=True)

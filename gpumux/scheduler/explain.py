@@ -76,6 +76,8 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
         )
     elif blocked == "wave":
         doing = f"waits for its other wave to give memory back, or to end; {out} on the device"
+    elif blocked == "memory":
+        doing = f"waits for memory: {_arena(state, job)}"
     elif blocked == "changing":
         doing = "is about to change its priority"
     elif blocked:
@@ -83,6 +85,18 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
     else:
         doing = f"has work queued and {out} on the device"
     return f"{subject} {doing}; {job.steps_done} steps done."
+
+
+def _arena(state: SchedulerState, job: ScheduledJob) -> str:
+    """What the other jobs hold of the arena that a job shares, and whether one of them stands still."""
+    assert job.arena is not None
+    holding = [other for other in job.arena.others(job) if other.arena_bytes()]
+    who = [
+        f"job {_name(state, other.id)} holds {other.arena_bytes() / 2**20:.0f} MiB"
+        + (", and is paused" if other.paused else "")
+        for other in holding
+    ]
+    return f"{' and '.join(who) or 'another job comes first'}, of {job.arena.nbytes / 2**20:.0f} MiB that they share"
 
 
 def _collective(state: SchedulerState, job: ScheduledJob) -> str:
@@ -462,6 +476,7 @@ TEMPLATES: dict[str, str] = {
     "waits:turn": "waits: job {0} comes first in the {1} class",
     **{f"waits:held:{reason}": f"held ({reason}): {{0}}" for reason in REASONS},
     "waits:wave": "waits: the other wave's step has not given enough memory back, or not ended",
+    "waits:memory": "waits: other jobs have the memory that it shares with them",
     "waits:peers": "waits for its peers: collective {0} of {1}, before piece {2}",
     "met": "the collective before piece {0} has ended: {1:.3f} ms after the piece before",
     "launched": "piece {0} of {1} launched as {2} on stream {3}, cut {4}",

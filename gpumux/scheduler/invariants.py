@@ -34,6 +34,12 @@ def _check_sessions(state: SchedulerState) -> None:
         assert not orphan, f"job {job.id} outlives its session"
         assert state.leaving is None or job.state is JobState.CLOSING, f"job {job.id} is open while leaving"
     assert not state.changed_jobs, "an event left its notes behind"
+    for uid, arena in state.ledger.arenas.items():
+        ascending = [job.id for job in arena.jobs.values() if job.ascends()]
+        assert len(ascending) < 2, f"jobs {ascending} of user {uid} ascend in one arena"
+        assert arena.held() <= arena.nbytes, f"jobs of user {uid} hold {arena.held()} bytes of {arena.nbytes}"
+        mine = {job.id for job in state.jobs.values() if job.spec.arena is not None and job.peer.uid == uid}
+        assert arena.jobs.keys() == mine, f"user {uid} shares an arena among {set(arena.jobs)}, not {mine}"
 
 
 def _check_job(job: ScheduledJob) -> None:

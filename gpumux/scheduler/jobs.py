@@ -16,7 +16,7 @@ from itertools import pairwise
 from sys import intern
 from typing import TypeAlias
 
-from gpumux.scheduler.leases import WaveLease
+from gpumux.scheduler.leases import Lease, WaveLease
 from gpumux.types import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
 
 
@@ -75,6 +75,8 @@ class JobProgram:
     spans: tuple[Span, ...] = ()
     gated: tuple[int, ...] = ()
     wave: WaveLease | None = None  # of the newest cut, if it is for one of two waves
+    live: tuple[int, ...] = ()  # of a job in a shared arena: bytes of temporaries alive at each operator
+    lease: Lease | None = None  # of the newest cut, if the job is in a shared arena
     cut_target_s: float | None = None  # piece length the device was asked for; None: its own choice
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device gives a content hash
@@ -109,8 +111,8 @@ class JobProgram:
 
 
 class JobStep:
-    """A submitted step. `cut`, `pieces`, `bounds`, `spans`, `gated` and `wave` are fixed when the first piece is
-    launched; a later cut applies to later steps."""
+    """A submitted step. `cut`, `pieces`, `bounds`, `spans`, `gated`, `wave` and `lease` are fixed when the first piece
+    is launched; a later cut applies to later steps."""
 
     # Set when the first piece is launched:
     cut = -1
@@ -119,6 +121,7 @@ class JobStep:
     spans: tuple[Span, ...] = ()
     gated: tuple[int, ...] = ()
     wave: WaveLease | None = None
+    lease: Lease | None = None
     met = 0  # collectives that have ended: the peers came to so many of the gated pieces
     launched = 0
     done = 0
@@ -137,7 +140,7 @@ class JobStep:
         """The first piece is launched."""
         program = self.program
         self.cut, self.pieces, self.bounds, self.spans = program.cut, program.pieces, program.bounds, program.spans
-        self.gated, self.wave = program.gated, program.wave
+        self.gated, self.wave, self.lease = program.gated, program.wave, program.lease
 
     def waits_for_peers(self) -> bool:
         """Whether the next piece may not be launched before its collective has ended."""
@@ -151,7 +154,7 @@ def _may_run_beside(younger: JobStep, older: JobStep) -> bool:
         return older.launched > 0  # they run one after the other, as the steps of any job
     if younger.launched >= lease.tail or not ahead.descends(older.launched):
         return False
-    needs = max(lease.held(younger.launched, younger.done), lease.heights[younger.launched])
+    needs = lease.with_next(younger.launched, younger.done)
     return needs + ahead.held(older.launched, older.done) <= max(lease.arena, ahead.arena)
 
 
@@ -207,6 +210,8 @@ class ScheduledJob:
     sent_bytes: int = 0  # to other ranks
     received_bytes: int = 0
     held_s: dict[str, float] = field(default_factory=dict)  # by reason, of holds that are over
+    arena: SharedArena | None = None  # in which its temporaries lie, if it shares one
+    left_bytes: int = 0  # of that arena, held until the device has released the job
 
     def busy(self) -> bool:
         """Whether something submitted is not answered yet."""
@@ -230,7 +235,9 @@ class ScheduledJob:
                 return "peers"
             if head.program.wave is not None:
                 return "" if self._of_waves() is not None else "wave"
-            return "" if head.program.cut >= 0 else "program"
+            if head.program.cut < 0:
+                return "program"
+            return "" if self.arena is None or self.arena.allows(self, head) else "memory"
         return "transfer"
 
     def parked(self) -> bool:
@@ -264,6 +271,18 @@ class ScheduledJob:
         younger = type(second) is JobStep and second.program.wave is not None and _may_run_beside(second, head)
         return second if younger and type(second) is JobStep and not self.younger_last else head
 
+    def arena_bytes(self) -> int:
+        """Bytes that it holds of the arena that it shares. Its steps run one after the other."""
+        if self.state is JobState.CLOSING:
+            return self.left_bytes
+        held = [step.lease.held(step.launched, step.done) for step in self.steps() if step.lease is not None]
+        return max(held, default=0)
+
+    def ascends(self) -> bool:
+        """Whether a step of it that has begun may need more of that arena than the job holds."""
+        begun = [(step, step.lease) for step in self.steps() if step.lease is not None and step.launched]
+        return any(not lease.descends(step.launched) for step, lease in begun)
+
     def next_seconds(self) -> float:
         """Predicted seconds of the next piece. Only for a job that is not blocked."""
         step = self.head_step()
@@ -292,3 +311,31 @@ class ScheduledJob:
         self.queue.clear()
         self.running.clear()
         self.transfer, self.inflight, self.transfers = None, 0, 0
+
+
+class SharedArena:
+    """Memory for temporaries that low jobs of one user take in turns: one ascends at a time, while others may descend
+    (leases.py). `nbytes`: what they are charged together."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[JobId, ScheduledJob] = {}
+        self.nbytes = 0
+
+    def held(self) -> int:
+        return sum(job.arena_bytes() for job in self.jobs.values())
+
+    def others(self, job: ScheduledJob) -> list[ScheduledJob]:
+        return [other for other in self.jobs.values() if other is not job]
+
+    def allows(self, job: ScheduledJob, step: JobStep) -> bool:
+        """Whether the next piece of a job's step may be launched."""
+        lease = step.lease if step.launched else step.program.lease
+        others = self.others(job)
+        if not others or lease is None or (step.launched and lease.descends(step.launched)):
+            return True
+        if not step.launched and job.running and any(other.busy() for other in others):
+            return False  # its steps would follow each other without a gap, and never let another job begin
+        if any(other.ascends() for other in others):
+            return False
+        needs = lease.with_next(step.launched, step.done)
+        return needs + sum(other.arena_bytes() for other in others) <= self.nbytes

@@ -265,7 +265,7 @@ def take(state: SchedulerState) -> dict[str, Any]:
             "free": None if ledger.capacity is None else ledger.capacity - ledger.used,
             "state": sum(charge.state for charge in charges),
             "slots": sum(charge.slots for charge in charges),
-            "transient": sum(charge.transient for charge in charges),
+            "transient": ledger.used - sum(charge.state + charge.slots for charge in charges),
         },
         "guard": None if state.guard is None else guard_figures(state.guard, state.now),
         "counters": {"events": state.events, "ignored": dict(state.ignored), "refusals": dict(state.refusals)},
@@ -316,7 +316,8 @@ def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
         "steps_failed": job.steps_failed,
         "device_seconds": job.device_s,
         "guard": None if state.guard is None else job_figures(state.guard, job, state.now),
-        "memory": {**asdict(charge), "total": charge.total, "limit": job.spec.memory_limit},
+        "memory": {**asdict(charge), "total": charge.total, "limit": job.spec.memory_limit}
+        | {"shared": None if job.arena is None else job.arena.nbytes},
     }
 
 

@@ -37,8 +37,17 @@ from gpumux.scheduler.events import (
     WakeAt,
 )
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.jobs import JobProgram, JobState, JobStep, JobTransfer, OpenSession, ScheduledJob, spans
-from gpumux.scheduler.leases import WaveLease
+from gpumux.scheduler.jobs import (
+    JobProgram,
+    JobState,
+    JobStep,
+    JobTransfer,
+    OpenSession,
+    ScheduledJob,
+    SharedArena,
+    spans,
+)
+from gpumux.scheduler.leases import WaveLease, lease_of
 from gpumux.scheduler.policy import NextLaunch, Policy
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
 from gpumux.types import (
@@ -115,6 +124,16 @@ def refresh(state: SchedulerState, job: ScheduledJob) -> None:
     elif job.state is JobState.DRAINING and not job.busy():
         _unload(state, job, admission.closing(job.id), None)
     state.windows.update(job)
+    if job.arena is not None:
+        refresh_arena(state, job, job.arena)
+
+
+def refresh_arena(state: SchedulerState, job: ScheduledJob, arena: SharedArena) -> None:
+    """After a change to what the job holds of an arena, or waits for: which of its jobs may go on."""
+    state.ledger.resize(job.peer.uid, arena)
+    for each in arena.jobs.values():
+        state.windows.update(each)
+        state.changed_jobs.append(each)
 
 
 def finish_change(state: SchedulerState, job: ScheduledJob) -> None:
@@ -176,9 +195,12 @@ def close(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | 
         fail(state, job, step.id, fault)
     for transfer in job.all_transfers():
         state.commands.append(FinishTransfer(job.id, transfer.id, fault))
+    job.left_bytes = job.arena_bytes()
     job.empty()
     _unload(state, job, fault, tell)
     state.windows.update(job)
+    if job.arena is not None:
+        refresh_arena(state, job, job.arena)
 
 
 def _unload(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
@@ -358,6 +380,8 @@ def job_released(state: SchedulerState, event: JobReleased) -> None:
     lose_launches(state, state.windows.remove_job(job))
     state.ledger.remove_job(job)
     del state.jobs[job.id]
+    if job.arena is not None and job.arena.jobs:
+        refresh_arena(state, job, job.arena)
     remember_name(state, job)
     if job.session in state.sessions:
         state.sessions[job.session].jobs.remove(job.id)
@@ -380,8 +404,12 @@ def program_offered(state: SchedulerState, event: ev.ProgramOffered) -> None:
         return refuse(state, RefuseProgram(job.id, event.program, fault), fault)
     key = event.content_hash or f"{job.id}/{event.program}"
     program = JobProgram(event.program, event.footprint, event.content_hash, operators=event.operators, key=key)
+    if job.arena is not None:
+        program.live = event.live
     job.programs[event.program] = program
     state.ledger.recharge(job)
+    if job.arena is not None:
+        refresh_arena(state, job, job.arena)
     return state.commands.append(AcceptProgram(job.id, event.program))
 
 
@@ -398,6 +426,8 @@ def program_ready(state: SchedulerState, event: ProgramReady) -> None:
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
     program.spans, program.gated = spans(program.key, program.bounds), event.gated
+    if job.arena is not None:
+        program.lease = lease_of(program.live, program.footprint.transient_bytes, program.bounds)
     if event.wave is not None:
         program.wave = WaveLease(event.wave, program.footprint.arena_bytes)
     record(state, job.id, None, "program", program.id, program.cut, len(program.pieces))
@@ -679,11 +709,13 @@ class Scheduler:
             job.running[step.id] = step
             windows.update(job)
             state.changed_jobs.append(job)
-        elif step.wave is not None:
+        elif step.wave is not None or step.lease is not None:
             windows.update(job)
         elif step.gated and step.waits_for_peers():
             windows.update(job)
             record(state, job.id, step.id, "waits:peers", step.met + 1, len(step.gated), step.launched)
+        if job.arena is not None:
+            refresh_arena(state, job, job.arena)
 
     def _wake_at(self, when: float) -> None:
         """Ask for a Tick at this time, if none comes before; inf: none is needed."""

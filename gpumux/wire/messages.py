@@ -215,11 +215,13 @@ class OpenJob:
     max_inflight: int
     seed: int
     models: int = 1
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGangJob:
-    """OpenJob for one rank of a job on several devices; its last fields are those of gpumux.types.Gang."""
+    """OpenJob for one rank of a job on several devices; its last fields are those of gpumux.types.Gang. It shares no
+    memory with other jobs."""
 
     ref: int
     job: str
@@ -521,11 +523,12 @@ Message = (
 
 # Tag -> class. Never reuse a tag.
 REGISTRY: dict[int, type[Any]] = {
-    1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step, 9: StepDone,
+    1: Hello, 2: Welcome, 3: Refusal, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step, 9: StepDone,
     10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone, 15: PauseJob,
     16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report, 23: Heartbeat,
     24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
     31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, 36: OpenGangJob,
+    37: OpenJob,
     **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 

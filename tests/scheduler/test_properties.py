@@ -85,11 +85,15 @@ class Life(RuleBasedStateMachine):
         weight=st.floats(0.1, 10),
         inflight=st.integers(1, 4),
         pieces=PIECES,
+        shared=st.booleans(),
     )
-    def request_job(self, n: int, priority: str, weight: float, inflight: int, pieces: tuple[float, ...]) -> None:
+    def request_job(
+        self, n: int, priority: str, weight: float, inflight: int, pieces: tuple[float, ...], shared: bool
+    ) -> None:
         sessions = sorted(self.world.sessions)
         name, session = f"j{self.fresh()}", sessions[n % len(sessions)]
-        (answer,) = self.world.request(name, priority, session, weight=weight, max_inflight=inflight)
+        arena = 0 if shared and priority == "low" else None
+        (answer,) = self.world.request(name, priority, session, weight=weight, max_inflight=inflight, arena=arena)
         full = len(self.world.jobs) - (name in self.world.jobs) >= MODEST["max_jobs"]
         if isinstance(answer, cmd.RefuseJob):
             assert answer.fault.code == ("daemon_gone" if self.leaving else "admission_refused")

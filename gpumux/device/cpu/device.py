@@ -181,8 +181,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             return self._emit(JobDied(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
+        settings["shares"] = spec.arena is not None
         try:
-            executor = start_executor(self._fork_server, job, settings)
+            executor = start_executor(self._fork_server, job, settings, spec.arena)
         except OSError as error:
             return self._emit(JobDied(job, no_process(error)))
         fd = executor.channel.fileno()

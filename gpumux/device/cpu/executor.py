@@ -206,8 +206,8 @@ class Heap:
         self._next, self._pause = 0.0, FIRST_PAUSE_S
 
     def share(self) -> None:
-        """Return each large block to the kernel as it is freed: two waves give memory to each other in turns, and
-        blocks that the heap keeps for one of them would not fit what the other needs."""
+        """Return each large block to the kernel as it is freed: two waves, or two jobs, give memory to each other in
+        turns, and blocks that the heap keeps for one of them would not fit what the other needs."""
         if self._set is not None:
             self._set(_MMAP_THRESHOLD, LARGE_BYTES)
 
@@ -246,6 +246,8 @@ class Executor:
         self._answers = StepAnswers(page)
         self._peak = PeakMemory(page)
         self._heap = Heap()
+        if settings["shares"]:
+            self._heap.share()
         self._target_s: float = settings["target_s"]
         self._progress = progress_on(page)
         self._buffers: list[torch.Tensor] = []

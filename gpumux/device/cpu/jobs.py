@@ -124,7 +124,7 @@ class ExecutorRecord(DeviceJob):
     def memory(self) -> int:
         """Bytes the job is charged: what its programs declare, or what its process was measured to hold if that is more
         (gaps in its heap count, too). OWN_BYTES, which every process has beside its tensors, are not charged."""
-        return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
+        return max(self.charged + self.transient, self.measured - OWN_BYTES)
 
     def answered(self, launch: Launch) -> PieceDone | None:
         """The end of a launch whose step the process has answered, before its message about it has arrived."""
@@ -154,9 +154,11 @@ class ExecutorRecord(DeviceJob):
         return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
 
 
-def start_executor(server: ForkServer, job: JobId, settings: dict[str, Any]) -> ExecutorRecord:
-    """Ask the fork server for a job's process. Messages sent before the process runs wait in its channel. Raises
-    OSError."""
+def start_executor(
+    server: ForkServer, job: JobId, settings: dict[str, Any], arena: int | None
+) -> ExecutorRecord:  # fmt: skip
+    """Ask the fork server for a job's process. `arena`: that of its temporaries, if it shares one. Messages sent before
+    the process runs wait in its channel. Raises OSError."""
     ours, theirs = pair()
     ours.setblocking(False)
     try:
@@ -167,4 +169,4 @@ def start_executor(server: ForkServer, job: JobId, settings: dict[str, Any]) -> 
         raise
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = server.fork("executor", settings, (theirs.detach(), page_fd))
-    return ExecutorRecord(job, token, Channel(ours), page)
+    return ExecutorRecord(job, token, Channel(ours), page, arena=arena)

@@ -108,6 +108,11 @@ class Engine:
                     "the program exchanges data with other ranks, which is not proven on a GPU",
                     "run its ranks on daemons with --device cpu",
                 )
+            if job.spec.arena is not None:
+                raise ProgramError(
+                    "the job shares memory with other jobs, and on a GPU the graphs of each job keep their own",
+                    'submit it without memory="shared", or to a daemon with --device cpu',
+                )
             if program.wave is not None:
                 raise ProgramError(
                     "the program is for one of a job's two waves, which are not proven on a GPU",

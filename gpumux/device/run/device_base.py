@@ -40,14 +40,20 @@ class DeviceJob:
     """What every device keeps of a job; its own record extends it. `WHERE`: follows the free bytes in refusals."""
 
     WHERE: ClassVar[str] = ""
+    arena: int | None = None  # which it shares with other jobs (JobSpec)
     charged: int = 0  # bytes of its buffers and data
     unloading: bool = False
     transients: dict[ProgramId, int] = field(default_factory=dict)  # bytes of temporaries, by program loaded or loading
 
     @property
+    def transient(self) -> int:
+        """Bytes of temporaries of the program that needs most: they never run at once."""
+        return max(self.transients.values(), default=0)
+
+    @property
     def memory(self) -> int:
-        """Bytes charged to the job. Its programs never run at once, so they share the transient part."""
-        return self.charged + max(self.transients.values(), default=0)
+        """Bytes charged to the job."""
+        return self.charged + self.transient
 
     def refuses(self, program: ProgramId, wanted: int, free: int) -> Fault | None:
         """Why a program that needs `wanted` bytes is refused where `free` are left, or None."""
@@ -136,7 +142,10 @@ class DeviceBase(ABC, Generic[J]):
             return
         charge, transient = sum(new_buffers) + self._data_charge(data, footprint), footprint.transient_bytes
         free = self.memory().free_bytes
-        fault = held.refuses(program, charge + transient, free)
+        there = 0  # bytes of the arena in which the temporaries lie
+        if held.arena is not None:
+            there = max(other.transient for other in self._jobs.values() if other.arena == held.arena)
+        fault = held.refuses(program, charge + max(0, transient - there), free)
         if fault is not None:
             self._emit(dev.ProgramRefused(job, program, fault))
             return
@@ -185,7 +194,8 @@ class DeviceBase(ABC, Generic[J]):
 
     def memory(self) -> dev.MemoryFigures:
         by_job = {job: held.memory for job, held in self._jobs.items()}
-        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+        used = sum(by_job.values()) - dev.counted_twice((held.arena, held.transient) for held in self._jobs.values())
+        return dev.MemoryFigures(self._total, max(0, self._total - used), by_job)
 
     # ---- opening
 

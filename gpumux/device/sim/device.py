@@ -27,6 +27,7 @@ from gpumux.device.base import (
     ProgramProfiled,
     ProgramRefused,
     SegmentHandle,
+    counted_twice,
 )
 from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernels_of, op_profiles, preset, solo_seconds
 from gpumux.device.sim.gpu import Gpu
@@ -46,7 +47,7 @@ from gpumux.program.ir import (
     piece_starts,
     slot_layout,
 )
-from gpumux.program.memory import first_fit, footprint, traffic, wave_pieces, wave_plan
+from gpumux.program.memory import first_fit, footprint, live_bytes, traffic, wave_pieces, wave_plan
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import refuse_rank, state_slots, validate
 from gpumux.types import (
@@ -82,6 +83,7 @@ class CheckedProgram:
 
     program: Program
     footprint: Footprint
+    live: tuple[int, ...]  # bytes of temporaries alive at each operator
     content_hash: str
 
 
@@ -101,7 +103,9 @@ class SimChecks:
         self._passed[job, program] = passed
         scalars = passed.program.scalars
         operators = tuple([intern(op.target) for op in passed.program.ops])
-        return ProgramChecked(job, program, passed.footprint, passed.content_hash, operators, tuple(scalars))
+        return ProgramChecked(
+            job, program, passed.footprint, passed.content_hash, operators, tuple(scalars), passed.live
+        )
 
     def take(self, job: JobId, program: ProgramId, encoded: bytes) -> CheckedProgram | None:
         """The checked program of exactly these bytes; None if they were not checked."""
@@ -122,7 +126,9 @@ class SimChecks:
                 allowlist.resolve(op.target, self._extra_ops)
             except ProgramError as error:
                 raise ProgramError(f"operator {index}: {error.message}", error.remedy) from None
-        return CheckedProgram(program, footprint(program, first_fit(program)), hashlib.sha256(encoded).hexdigest())
+        planned = first_fit(program)
+        content_hash = hashlib.sha256(encoded).hexdigest()
+        return CheckedProgram(program, footprint(program, planned), tuple(live_bytes(planned)), content_hash)
 
 
 # ---- A step's kernels cut into pieces, by the time of each kernel alone on one GPU.
@@ -626,7 +632,8 @@ class SimDevice:
 
     def memory(self) -> MemoryFigures:
         by_job = {job.job: job.memory for job in self._jobs.values()}
-        return MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+        used = sum(by_job.values()) - counted_twice((job.spec.arena, job.transient) for job in self._jobs.values())
+        return MemoryFigures(self._total, max(0, self._total - used), by_job)
 
     def close(self) -> None:
         if self._wakeup < 0:

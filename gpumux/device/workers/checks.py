@@ -229,6 +229,8 @@ def _answer(check: Check, tag: int, said: Any) -> ProgramChecked | ProgramRefuse
     if tag == REFUSED:
         return ProgramRefused(check.job, check.program, Fault(*said))
     assert tag == CHECKED
-    content_hash, sizes, targets, scalars = said
+    content_hash, sizes, targets, scalars, live = said
     operators = tuple([intern(target) for target in targets])  # thousands, of a few dozen kinds
-    return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars))
+    return ProgramChecked(
+        check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars), tuple(live)
+    )

@@ -146,7 +146,7 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
     footprint = report.footprint
     sizes = list(astuple(footprint))
     operators = [op.target for op in report.program.ops]
-    channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars])
+    channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars, report.live])
     return True
 
 
