@@ -205,8 +205,10 @@ class Job:
         recovered."""
         if self._kept is not None:
             self._session.call(m.Replay(0, self.id, 0, 1), [self._kept.generator])
-            self._kept = None
         self._recovery.ready()
+        if self._kept is not None:
+            self._local.go_on(self._kept)
+            self._kept = None
 
     @folded
     def add(
@@ -596,10 +598,9 @@ class Job:
 
     def _keep(self) -> None:
         self._recovery.ensure_open()
-        if self._over is not None:
-            what = "over several daemons" if self._waves is None else "of two waves"
+        if self._over is not None and self._waves is None:
             raise ConfigError(
-                f"a job {what} can't be resumed, so keep=True would keep its state in vain",
+                "a job over several daemons can't be resumed, so keep=True would keep its state in vain",
                 "save job.state_dict() and the steps so far",
             )
         if self._recovery.snapshots is None:

@@ -23,6 +23,7 @@ from gpumux.capture.structure import Structure, from_local
 from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
+from gpumux.client.snapshots import SnapshotMetadata
 from gpumux.errors import ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
 from gpumux.waves.steps import Waves
 
@@ -161,17 +162,36 @@ class LocalModel:
         """Job.load_state()."""
         waves = self._waves
         saved = state.get("waves") if waves is not None and isinstance(state, dict) else None
-        if waves is None or not isinstance(saved, dict):
-            self._load(state)
+        if waves is None or state is None or not isinstance(saved, dict):
+            self._load(None if state is None else partial(load_local, self._table, state))
             if waves is not None:
                 waves.loaded()
             return
+        self._load_waves(
+            waves, saved["step"], partial(load_local, self._table, saved["other"]),
+            partial(load_local, self._table, state), saved["gradients"],
+        )  # fmt: skip
+
+    def go_on(self, kept: SnapshotMetadata) -> None:
+        """Load what a kept job of two waves has besides the replica that the job was submitted with."""
+        if self._waves is not None and kept.waves is not None:
+            self._load_waves(
+                self._waves, int(kept.waves["step"]), partial(kept.put_back, self._table, other=True),
+                partial(kept.put_back, self._table), kept.gradients_between_waves(),
+            )  # fmt: skip
+
+    def _load_waves(
+        self, waves: Waves, step: int, put_other: Callable[[], None], put_newest: Callable[[], None],
+        gradients: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Load the state of two waves that have run so many steps: the replica of the newest step, the other one, and
+        the newest step's gradients. `put_other`, `put_newest`: write a replica into the local model."""
         with self._recovery.lock:
-            self._load(saved["other"])
-            other, step = self.state, saved["step"]
-            self._load(state, (step + 1) % 2, again=True)
+            self._load(put_other)
+            other = self.state
+            self._load(put_newest, (step + 1) % 2, again=True)
             waves.loaded(other, self.state, step)
-            self._push_gradients_between(saved["gradients"])
+            self._push_gradients_between(gradients)
 
     def _push_gradients_between(self, gradients: dict[str, torch.Tensor]) -> None:
         """Push the gradients of the newest step to the other wave. Raises ConfigError for those of another step."""
@@ -192,9 +212,9 @@ class LocalModel:
             for buffer in buffers.values():
                 self._table.buffers[buffer].home = []
 
-    def _load(self, state: dict[str, Any] | None, lane: int | None = None, *, again: bool = False) -> None:
-        """Push a state to the daemon. Of two waves, to both replicas, or that of a `lane`. `again`: other state was
-        pushed just before."""
+    def _load(self, put: Callable[[], None] | None, lane: int | None = None, *, again: bool = False) -> None:
+        """Push the local state to the daemon, after `put` has written it. Of two waves, to both replicas, or that of a
+        `lane`. `again`: other state was pushed just before."""
         with self._recovery.lock, without_modes():
             self._recovery.ensure_open()
             self._keep_local(ALL)
@@ -208,8 +228,8 @@ class LocalModel:
             self.staleness.gradients.detach(frozenset(i for i, value in changes.items() if value is None))
             lost = self.staleness.gradients.lost()
             with self.staleness.suspended(writes=True):
-                if state is not None:
-                    load_local(self._table, state)
+                if put is not None:
+                    put()
                 self._table.refresh()
                 structure, host = from_local(self._table, lost)
             keep = self.state.keep | frozenset(i for i, _ in structure.kept)

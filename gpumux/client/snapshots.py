@@ -25,6 +25,7 @@ from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session
 from gpumux.errors import ConfigError, GpumuxError, from_code
 from gpumux.program.ir import aligned
+from gpumux.waves.steps import Waves
 from gpumux.wire import messages as m
 from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
 
@@ -43,19 +44,21 @@ class Counts:
 
 
 def write(
-    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
-) -> bytes:
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None,
+    waves: Waves | None = None,
+) -> bytes:  # fmt: skip
     """The notes of a snapshot taken now, packed. `resident`: the job buffers in the daemon, in the daemon's order.
-    `generator`: the state of the client's generator, if the job draws from it."""
-    index = {buffer: i for i, buffer in enumerate(resident)}
+    `generator`: the state of the client's generator, if the job draws from it. `waves`: of a job of two, which keeps
+    both replicas."""
+    there = {buffer: i for i, buffer in enumerate(resident)}
+    index = there if waves is None else waves.of_lane(there, waves.newest)
     inline: dict[str, Any] = {}
     room = MAX_INLINE
-    tensors: dict[str, Any] = {}
+    described = _describe(table, state, index)
     for name, tensor in table.tensors:
-        place = table.place(tensor)
-        if place is not None and place.buffer in index:
-            tensors[name] = _place(place, index)
-        elif tensor.nbytes <= room:
+        if name in described["tensors"]:
+            continue
+        if tensor.nbytes <= room:
             room -= tensor.nbytes
             inline[name] = [_dtype(tensor.dtype), list(tensor.shape), _bytes(tensor)]
         else:
@@ -65,15 +68,30 @@ def write(
         "version": VERSION,
         "sizes": [table.buffers[b].nbytes for b in resident],
         "steps": [counts.main, counts.all],
-        "tensors": tensors,
         "inline": inline,
-        "optimizers": [_tree(frozen, state, index) for frozen in state.structure.optimizers],
         "groups": [[_hyper(group) for group in o.param_groups] for o in table.optimizers],
-        "gradients": [[i, _place(place, index)] for i, place in state.structure.kept if place.buffer in index],
+        **described,
     }
+    if waves is not None and waves.step:
+        lane = 1 - waves.newest
+        body["waves"] = {
+            "step": waves.step,
+            "other": _describe(table, waves.state_of(lane), waves.of_lane(there, lane)),
+            "gradients": {name: there[buffer] for name, buffer in table.gradients_between_waves.items()},
+        }
     if generator is not None:
         body["generator"] = _bytes(generator)
     return bytes(msgpack.packb(body))
+
+
+def _describe(table: StateTable, state: State, index: Mapping[int, int]) -> dict[str, Any]:
+    """Where the tensors of a state lie. `index`: of each job buffer, among those of the snapshot."""
+    places = ((name, table.place(tensor)) for name, tensor in table.tensors)
+    return {
+        "tensors": {name: _place(p, index) for name, p in places if p is not None and p.buffer in index},
+        "optimizers": [_tree(frozen, state, index) for frozen in state.structure.optimizers],
+        "gradients": [[i, _place(place, index)] for i, place in state.structure.kept if place.buffer in index],
+    }
 
 
 def write_of_rank(
@@ -147,6 +165,7 @@ class SnapshotMetadata:
             del data  # the error's traceback would keep it
             raise ConfigError(f"the kept snapshot can't be read: {error}", "start the job anew") from error
         self.body = body
+        self.waves: dict[str, Any] | None = body.get("waves")  # what a job of two waves keeps besides
         at, self.buffers = 0, []
         for nbytes in sizes:
             self.buffers.append(data[at : at + nbytes].clone())
@@ -155,13 +174,14 @@ class SnapshotMetadata:
         if any(b.numel() != n for b, n in zip(self.buffers, sizes, strict=True)):
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
-    def put_back(self, table: StateTable) -> None:
+    def put_back(self, table: StateTable, other: bool = False) -> None:
         """Overwrite the state that `table` describes: parameters and buffers, the optimizers' state and
-        hyperparameters, gradients. Also sets torch's default generator if the job drew from its client's. Raises
-        ConfigError, and changes nothing, if the job had other models or optimizers."""
-        body = self.body
+        hyperparameters, gradients. Also sets torch's default generator if the job drew from its client's. `other`: with
+        the replica that the newest step of a job of two waves did not change. Raises ConfigError, and changes nothing,
+        if the job had other models or optimizers."""
+        body = self.body if self.waves is None or not other else self.body | self.waves["other"]
         try:
-            fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
+            fresh = [(name, tensor, self._of(name, tensor, body)) for name, tensor in table.tensors]
             if len(body["optimizers"]) != len(table.optimizers):
                 raise ConfigError(f"the job had {len(body['optimizers'])} optimizers", "submit as many")
             states = [self._state(table, tree) for tree in body["optimizers"]]
@@ -199,17 +219,21 @@ class SnapshotMetadata:
         """The values of the tensors that steps wrote and that `table` does not describe, by name: they are of no
         model."""
         names = {*self.body["tensors"], *self.body["inline"]} - {name for name, _ in table.tensors}
-        return {name: value.clone() for name in sorted(names) if (value := self._value(name)) is not None}
+        return {name: value.clone() for name in sorted(names) if (value := self._value(name, self.body)) is not None}
 
-    def _of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        found = self._value(name)
+    def gradients_between_waves(self) -> dict[str, torch.Tensor]:
+        """The bytes of the gradients that the newest step of two waves left, by the parameter's name."""
+        assert self.waves is not None
+        return {name: self.buffers[at] for name, at in self.waves["gradients"].items()}
+
+    def _of(self, name: str, tensor: torch.Tensor, body: Mapping[str, Any]) -> torch.Tensor | None:
+        found = self._value(name, body)
         if found is not None and (found.shape != tensor.shape or found.dtype != tensor.dtype):
             raise _other(f"its {name} was {found.dtype} {tuple(found.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
         return found
 
-    def _value(self, name: str) -> torch.Tensor | None:
+    def _value(self, name: str, body: Mapping[str, Any]) -> torch.Tensor | None:
         """None for a tensor that was too large to keep. Raises ConfigError if the job had none of that name."""
-        body = self.body
         if name in body["tensors"]:
             found = self._view(body["tensors"][name])
         elif name in body["inline"]:

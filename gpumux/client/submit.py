@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from gpumux.client.job import Job
 from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
-from gpumux.client.snapshots import write_of_rank
+from gpumux.client.snapshots import write, write_of_rank
 from gpumux.client.tracebacks import folded
 from gpumux.errors import ConfigError, NotOwner
 from gpumux.program.saved_plan import SavedPlan
@@ -146,7 +147,7 @@ def submit(
 
     if waves > 1:
         high = priority == "high"
-        refuse_with_waves(microbatches=microbatches > 1, compile=compile, resume=resume is not None, priority=high)
+        refuse_with_waves(microbatches=microbatches > 1, compile=compile, priority=high)
         refuse_with_waves(memory=memory == "shared")
 
     def attempt(session: Session) -> Job:
@@ -155,6 +156,8 @@ def submit(
             table = StateTable(models, optimizers, *devices_of(session, 6))
             table.home = table.home or _first_device(example)
             kept = find_kept(session, resume) if resume is not None else None
+            if kept is not None and kept.snapshot.waves is not None and waves == 1:
+                raise ConfigError(f"the job {resume!r} that was kept trained two waves", "resume it with waves=2")
             if kept is not None:
                 kept.snapshot.put_back(table)
             job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
@@ -163,7 +166,8 @@ def submit(
             clients_generator = draws_from_client(rng, seed, session, table)
             two_waves: dict[str, Any] = {}
             if waves > 1:
-                two_waves = {"over": WaveSplitter(), "waves": Waves(table), "write_notes": write_of_rank}
+                both = Waves(table)
+                two_waves = {"over": WaveSplitter(), "waves": both, "write_notes": partial(write, waves=both)}
             job = Job(
                 session, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, clients_generator=clients_generator,

@@ -7,7 +7,7 @@ replica of the newest step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -44,6 +44,15 @@ class Waves:
     def newest(self) -> int:
         """The lane of the newest step."""
         return (self.step + 1) % 2 if self.step else 0
+
+    def state_of(self, lane: int) -> State:
+        """The host side of a replica's state, once steps have run."""
+        return self._states[lane]
+
+    def of_lane(self, places: Mapping[int, int], lane: int) -> dict[int, int]:
+        """Of what is known by buffers of both replicas, that of one replica, by the buffers of the first."""
+        mine = {b: self._table.replica(b) if lane else b for b in self._table.first_wave}
+        return {b: places[replica] for b, replica in mine.items() if replica in places}
 
     # ---- steps
 

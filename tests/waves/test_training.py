@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpumux import client, errors
 from gpumux.client import Job
 from gpumux.client.session import Session
 from gpumux.wire import messages as m
+from microbench.daemon import running_daemon
 from tests.waves.reference import WaveReference
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -132,17 +133,22 @@ LAUNCHED = re.compile(r"step (\d+): piece (\d+) of (\d+) launched")
 
 
 def wide() -> nn.Module:
-    """Convolutions that take some milliseconds each, so that a step has several pieces."""
+    """Convolutions that take some milliseconds each, so that a step has more pieces than are launched ahead."""
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), *[nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()] * 3]
+    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), *[nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()] * 10]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 64, 10))
 
 
 def test_pieces_of_both_waves_run_in_turns_and_the_bits_are_the_same(endpoint):
-    data = batches(30, 64)
+    data = batches(20, 64)
     model, opt, job = submit(endpoint, wide, adamw)
     with job:
-        losses = [loss.item() for loss in [job.step(*batch) for batch in data]]
+        losses = [loss.item() for loss in [job.step(*batch) for batch in data[:16]]]
+        for first, second in (data[16:18], data[18:]):
+            job.pause()  # so that both are there when the first begins, however busy the machine is
+            pair = job.step(*first), job.step(*second)
+            job.resume()
+            losses += [loss.item() for loss in pair]
         with Session.connect(endpoint, role="control") as session:
             story = session.call(m.ExplainJob(0, job.id))[0].body["story"]
     reference = WaveReference(wide, adamw, loss_of)
@@ -189,6 +195,59 @@ def test_a_checkpoint_holds_both_replicas_in_the_middle_of_a_pair(endpoint, afte
         losses += [job.step(*batch).item() for batch in data[after:]]
     assert losses == expected
     assert equal(model, opt, reference)
+
+
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory) -> Iterator[str]:
+    """A daemon that keeps snapshots."""
+    with running_daemon(threads=1, flags=["--state-dir", str(tmp_path_factory.mktemp("state"))]) as daemon:
+        yield daemon.endpoint
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_a_job_that_was_kept_goes_on_in_the_middle_of_a_pair(keeping, after: int):
+    """Both replicas, both optimizers, the last gradients, the generator and statistics come from the snapshot."""
+    data = batches(9)
+    torch.manual_seed(4)
+    reference = WaveReference(convolutions, momentum, loss_of)
+    expected = [reference.step(batch).item() for batch in data]
+    torch.manual_seed(4)
+    _, _, job = submit(keeping, convolutions, momentum, name="kept waves")
+    losses = [job.step(*batch).item() for batch in data[:after]]
+    job.close(keep=True)
+    torch.manual_seed(99)  # the snapshot has the state of the generator
+    model, opt, job = submit(keeping, convolutions, momentum, name="kept waves", resume="kept waves")
+    with job:
+        assert job.resumed_steps == after
+        losses += [job.step(*batch).item() for batch in data[after:]]
+    assert losses == expected
+    assert equal(model, opt, reference)
+
+
+def test_a_client_that_dies_leaves_both_replicas(keeping):
+    data = batches(7)
+    reference = WaveReference(Tied, adamw, loss_of)
+    expected = [reference.step(batch).item() for batch in data]
+    _, _, job = submit(keeping, Tied, adamw, name="left waves")
+    losses = [job.step(*batch).item() for batch in data[:3]]
+    job._recovery.save()
+    job.close(drain=False)
+    model, opt, job = submit(keeping, Tied, adamw, name="left waves", resume="left waves")
+    with job:
+        losses += [job.step(*batch).item() for batch in data[job.resumed_steps :]]
+    assert losses == expected
+    assert equal(model, opt, reference)
+
+
+def test_a_kept_job_of_two_waves_is_no_job_of_one(keeping):
+    model, _, job = submit(keeping, Tied, sgd, name="two")
+    job.step(*batches(1)[0])
+    job.close(keep=True)
+    with pytest.raises(errors.ConfigError, match="trained two waves"):
+        client.submit(
+            lambda x, y: loss_of(model, (x, y)), example=batches(1)[0], model=model, endpoint=keeping, resume="two"
+        )
+    submit(keeping, Tied, sgd, resume="two")[2].close()
 
 
 def test_a_state_without_waves_begins_anew_on_both_replicas(endpoint):
@@ -362,7 +421,7 @@ def test_arguments_that_do_not_go_together_are_refused(endpoint):
         opt.step()
         return loss
 
-    for given in ({"priority": "high"}, {"microbatches": 2}, {"compile": True}, {"resume": "x"}):
+    for given in ({"priority": "high"}, {"microbatches": 2}, {"compile": True}, {"memory": "shared"}):
         error = refused(endpoint, step, model, opt, **given)
         assert next(iter(given)) in error.message
     with pytest.raises(errors.ConfigError, match="waves=3"):
