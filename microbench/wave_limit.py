@@ -37,19 +37,20 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Pixels(nn.Module):
-    """Pre-norm encoder layers of width 64 over the 64 pixels of an image."""
+    """Pre-norm encoder layers of width 64 over the 64 pixels of an image. Each place has an embedding of its own, and
+    one that its pixel is multiplied by."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.value = nn.Linear(1, 64)
+        self.value = nn.Parameter(0.1 * torch.randn(64, 64))
         self.place = nn.Parameter(0.1 * torch.randn(64, 64))
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.out = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(self.value(x.flatten(1)[..., None]) + self.place)
+        hidden = self.layers(x.flatten(1)[..., None] * self.value + self.place)
         found: torch.Tensor = self.out(hidden.mean(1))
         return found
 

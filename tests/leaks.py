@@ -60,8 +60,9 @@ def snapshot() -> Snapshot:
 def leaked(before: Snapshot, settle_s: float = 30.0) -> list[str]:
     """One line for each kind of thing there is more of than in `before`; empty when all is well."""
     found = growth(before, snapshot())
-    if found:
-        gc.collect()  # a leak is what nothing refers to any more, not what the collector has yet to see
+    if not found:
+        return found
+    gc.collect()  # a leak is what nothing refers to any more, not what the collector has yet to see
     end = time.monotonic() + settle_s
     while (found := growth(before, snapshot())) and time.monotonic() < end:
         threading.Event().wait(0.02)

@@ -1,5 +1,6 @@
 """`python -m tests.burst.many [--placements N] [--steps N] [--only NAME]`: every subject over many random placements on
-1, 2 and 4 ranks, beside plain torch, in as many processes as there are cores."""
+1, 2 and 4 ranks, beside plain torch, in as many processes as there are cores. With --programs, a thousand placements
+are only split, and their Programs checked not to wait for each other."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from multiprocessing import get_context
 
 import torch
 
+from gpumux.burst.programs import bytes_moved
 from gpumux.errors import GpumuxError
-from tests.burst.subjects import SUBJECTS, compare, random_placement
+from tests.burst.subjects import SUBJECTS, compare, random_placement, traces_of
 
 BOUND = 1e-10
 RANKS = (1, 2, 4)
+SPLIT = {"vgg": 400, "inception": 400, "gan": 200}  # placements of each subject with --programs
 
 
 def one(task: tuple[str, int, int]) -> tuple[str, int, float, str]:
@@ -34,13 +37,32 @@ def one(task: tuple[str, int, int]) -> tuple[str, int, float, str]:
     return name, placement.ranks, difference.largest, wrong
 
 
+def split_programs(name: str, placements: int) -> int:
+    """Split a subject's traces over random placements. burst/ranks.py refuses Programs that could wait for each other.
+    Returns how many of them exchange data."""
+    subject = SUBJECTS[name]
+    traces = traces_of(subject, (2, 4))
+    rng = random.Random(name)
+    crossing = 0
+    for at in range(placements):
+        placement = random_placement(subject.layers, rng.choice((2, 4)), rng)
+        step = traces[at % len(traces)].ranked(placement)
+        crossing += bool(bytes_moved([rank.lowered.program for rank in step.ranks]))
+    return crossing
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--placements", type=int, default=200, help="of each subject")
     parser.add_argument("--first", type=int, default=0, help="number of the first placement")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", choices=tuple(SUBJECTS))
+    parser.add_argument("--programs", action="store_true", help="only split steps, a thousand times")
     options = parser.parse_args()
+    if options.programs:
+        for name, placements in SPLIT.items():
+            print(f"{name:12} {placements} placements, {split_programs(name, placements)} exchange data, none waits")
+        return 0
     names = [options.only] if options.only else list(SUBJECTS)
     seeds = range(options.first, options.first + options.placements)
     tasks = [(name, seed, options.steps) for name in names for seed in seeds]

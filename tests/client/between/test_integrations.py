@@ -13,48 +13,52 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.client.between.support import DATA, Script, X, adam, assert_equal, network, same
 
-pl = pytest.importorskip("lightning.pytorch")
-
-from gpumux.integrations.lightning import GpumuxStrategy  # noqa: E402 - needs Lightning
+# Lightning takes seconds to import, which every worker would do that only collects tests.
 
 
-class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
+def module_of(pl: Any) -> Any:
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.layers(x), y)
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.layers(x), y)
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        x, y = batch
-        self.log("right", (self.layers(x).argmax(1) == y).float().mean())
+        def validation_step(self, batch: Any, index: int) -> None:
+            x, y = batch
+            self.log("right", (self.layers(x).argmax(1) == y).float().mean())
 
-    def configure_optimizers(self) -> Any:
-        return adam(self.layers)
+        def configure_optimizers(self) -> Any:
+            return adam(self.layers)
+
+    return Module()
 
 
-def ema() -> Any:
+def ema(pl: Any) -> Any:
     return pl.callbacks.EMAWeightAveraging(decay=0.9)
 
 
-def swa() -> Any:
+def swa(pl: Any) -> Any:
     return pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("callback", [ema, swa])
 def test_m4_averages_of_lightning(callback: Any, endpoint: str, tmp_path: Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    from gpumux.integrations.lightning import GpumuxStrategy
+
     if callback is ema and not hasattr(pl.callbacks, "EMAWeightAveraging"):
         pytest.skip("this Lightning has no such callback")
     batches = TensorDataset(torch.cat([x for x, _ in DATA]), torch.cat([y for _, y in DATA]))
     found = []
     for options in ({}, {"strategy": GpumuxStrategy(endpoint=endpoint)}):
         torch.manual_seed(7)
-        module = Module()
+        module = module_of(pl)
         trainer = pl.Trainer(
-            max_epochs=3, accelerator="cpu", callbacks=[callback()], logger=False, enable_checkpointing=False,
+            max_epochs=3, accelerator="cpu", callbacks=[callback(pl)], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **options,
         )  # fmt: skip
         trainer.fit(module, DataLoader(batches, batch_size=4), DataLoader(batches, batch_size=20))

@@ -108,11 +108,11 @@ class Bench:
     def passes(self, token: int) -> bytes:
         """A process answers that its Program passed. Returns the Program."""
         encoded = self.server.read(token)
-        self.server.ends[token].send(CHECKED, [encoded.hex(), [1, 2, 3], ["aten.add.Tensor"], []])
+        self.server.ends[token].send(CHECKED, [encoded.hex(), [1, 2, 3], ["aten.add.Tensor"], [], [64, 0]])
         assert self.epoll.poll(0)
         (answer,) = self.checks.hear()
         assert isinstance(answer, ProgramChecked)
-        assert answer.content_hash == encoded.hex()
+        assert (answer.content_hash, answer.live) == (encoded.hex(), (64, 0))
         return encoded
 
 
@@ -193,7 +193,7 @@ def test_a_process_that_is_gone_is_sent_nothing(bench: Bench) -> None:
 def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> None:
     bench.submit(ONE, b"a")
     bench.passes(0)
-    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], []])
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], [], []])
     assert bench.checks.hear() == []
     bench.submit(ONE, b"b")
     assert bench.passes(1) == b"b"
@@ -201,7 +201,7 @@ def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> N
 
 def test_an_answer_that_is_heard_with_the_end_of_its_process_counts(bench: Bench) -> None:
     bench.submit(ONE, b"a")
-    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], []])
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], [], []])
     (answer,) = bench.checks.exited(0, 0)
     assert isinstance(answer, ProgramChecked)
 
