@@ -29,7 +29,7 @@ from microbench.daemon import RunningDaemon, running_daemon
 from microbench.walk import descendants
 
 BATCH = 128
-EPOCHS = 20
+EPOCHS = 30
 MEASURED_STEPS = 32
 ACCURACY = 0.9
 LAYERS = 6
