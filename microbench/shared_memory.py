@@ -18,7 +18,7 @@ import torch
 from gpumux import client
 from microbench import common
 from microbench.daemon import running_daemon
-from microbench.real_models import build
+from microbench.real_models import RealModel, build
 from microbench.walk import descendants
 from microbench.wave_limit import private_bytes
 
@@ -34,7 +34,7 @@ class HighestTogether:
         self._pids = pids
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
-        self.base = self.bytes = self._now()
+        self.bytes = self._now()
 
     def _now(self) -> int:
         return sum(private_bytes(pid) for pid in self._pids)
@@ -52,13 +52,18 @@ class HighestTogether:
         self._thread.join()
 
 
+def largest(model: RealModel) -> int:
+    """The length of its largest batch, so that temporaries weigh beside state."""
+    return max(model.batches)
+
+
 def executors(pid: int) -> set[int]:
     return {each for each in descendants(pid) if "executo" in Path(f"/proc/{each}/comm").read_text()}
 
 
 def train(way: str, models: Sequence[str], size: str, steps: int) -> dict[str, Any]:
-    """Both jobs for so many steps each. Returns the bytes that the device counts for both, the most that their
-    processes held beside what they held between steps, and the seconds of a pair of steps."""
+    """Both jobs for so many steps each. Returns the bytes that the device counts for both, the most private memory that
+    their processes held together, and the seconds of a pair of steps."""
     with running_daemon(threads=1) as daemon:
         jobs: list[client.Job] = []
         made = [build(name, size) for name in models]
@@ -66,18 +71,18 @@ def train(way: str, models: Sequence[str], size: str, steps: int) -> dict[str, A
             for name, one in zip(models, made, strict=True):
                 jobs.append(
                     client.submit(
-                        one.step, example=one.batch(0), model=one.model, optimizer=one.optimizer, name=name,
-                        endpoint=daemon.endpoint, replay_bytes=0, memory=way,
+                        one.step, example=one.batch(0, largest(one)), model=one.model, optimizer=one.optimizer,
+                        name=name, endpoint=daemon.endpoint, replay_bytes=0, memory=way,
                     )
                 )  # fmt: skip
             for index in range(WARM):
                 for job, one in zip(jobs, made, strict=True):
-                    float(job.step(*one.batch(index)))
+                    float(job.step(*one.batch(index, largest(one))))
             memory = daemon.status()["memory"]
             with HighestTogether(sorted(executors(daemon.process.pid))) as highest:
                 begun = time.monotonic()
                 for index in range(steps):
-                    futures = [job.step(*one.batch(index)) for job, one in zip(jobs, made, strict=True)]
+                    futures = [job.step(*one.batch(index, largest(one))) for job, one in zip(jobs, made, strict=True)]
                 for future in futures:
                     float(future)
                 seconds = (time.monotonic() - begun) / steps
@@ -85,7 +90,7 @@ def train(way: str, models: Sequence[str], size: str, steps: int) -> dict[str, A
             for job in jobs:
                 job.close(drain=False)
     charged = memory["total_bytes"] - memory["free_bytes"]
-    return {"charged": charged, "grown": highest.bytes - highest.base, "seconds": seconds}
+    return {"charged": charged, "held": highest.bytes, "seconds": seconds}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,12 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for way, runs in found.items():
         seconds = common.figure([run["seconds"] for run in runs])
-        charged, grown = (statistics.median(run[key] for run in runs) / 2**20 for key in ("charged", "grown"))
+        charged, held = (statistics.median(run[key] for run in runs) / 2**20 for key in ("charged", "held"))
         rows.append(
-            [way, f"{charged:.0f}", f"{grown:.0f}", f"{seconds.median:.2f} ({seconds.low:.2f}-{seconds.high:.2f})"]
+            [way, f"{charged:.0f}", f"{held:.0f}", f"{seconds.median:.2f} ({seconds.low:.2f}-{seconds.high:.2f})"]
         )
     print(f"{' and '.join(args.models)} ({args.size}), {args.steps} steps each, {args.rounds} rounds")
-    print(common.table(["memory", "charged MiB", "grown MiB", "seconds a pair of steps"], rows))
+    print(common.table(["memory", "charged MiB", "held MiB", "seconds a pair of steps"], rows))
     common.report("shared_memory", args.out, {"models": list(args.models), "size": args.size, "runs": found})
     return 0
 

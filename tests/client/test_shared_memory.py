@@ -14,6 +14,8 @@ from gpumux.client import Job
 from gpumux.client.session import Session
 from gpumux.wire import messages as m
 from microbench.daemon import RunningDaemon, running_daemon
+from microbench.shared_memory import executors
+from microbench.wave_limit import private_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::gpumux.errors.SimulatedDeviceWarning")
 
@@ -87,6 +89,24 @@ def test_two_jobs_fit_that_do_not_fit_beside_each_other(daemon: RunningDaemon, o
         want = trained(6)
         for model in (first, second):
             assert all(torch.equal(want[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_a_step_no_longer_needs_goes_back_to_the_kernel(one_thread: None) -> None:
+    """Or another job's process could not have it. A job with memory of its own keeps it for its next step."""
+    grown: dict[str, int] = {}
+    for memory in ("shared", "own"):
+        with running_daemon(threads=1) as daemon:
+            _, job = submit(daemon, memory=memory)
+            with job:
+                (pid,) = executors(daemon.process.pid)
+                before = private_bytes(pid)
+                for x, y in batches(3):
+                    job.step(x.repeat(16, 1), y.repeat(16)).result()
+                grown[memory] = private_bytes(pid) - before
+                charged = daemon.status()["jobs"][0]["memory_bytes"]
+    assert charged > 150 << 20
+    assert grown["shared"] < charged / 4
+    assert grown["own"] > charged / 2, "else this test shows nothing"
 
 
 @pytest.mark.parametrize(

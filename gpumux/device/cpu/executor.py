@@ -145,7 +145,8 @@ class StepAnswers:
 MEASURE_EVERY_S = 0.5
 SLACK, SLACK_BYTES = 1.15, 64 << 20  # allowed beyond what is planned, before the heap is trimmed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-_MMAP_THRESHOLD, LARGE_BYTES = -3, 256 << 10  # of mallopt(3); a fixed threshold is not raised by what is freed
+_MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of mallopt(3)
+LARGE_BYTES, MOST_LARGE = 256 << 10, 1 << 16  # a fixed threshold is not raised by what is freed
 _BEGIN_ANEW = b"5"
 
 
@@ -207,8 +208,10 @@ class Heap:
 
     def share(self) -> None:
         """Return each large block to the kernel as it is freed: two waves, or two jobs, give memory to each other in
-        turns, and blocks that the heap keeps for one of them would not fit what the other needs."""
+        turns, and blocks that the heap keeps for one of them would not fit what the other needs. Each step pays for
+        mapping their pages again. (The fork server has all blocks come from the heap: fork_server.py.)"""
         if self._set is not None:
+            self._set(_MMAP_MAX, MOST_LARGE)
             self._set(_MMAP_THRESHOLD, LARGE_BYTES)
 
     def look(self, held: int, now: float) -> None:
