@@ -158,6 +158,11 @@ def _scalars(op: RawOp) -> list[int]:
     return [i for value in (*op.args, *(v for _, v in op.kwargs)) for i in found(value)]
 
 
+def numbers_of(op: RawOp) -> list[float]:
+    """The plain numbers among an operator's arguments: no sizes, no tensors."""
+    return [a for a in (*op.args, *(v for _, v in op.kwargs)) if isinstance(a, (int, float))]
+
+
 def _other_way(where: str, why: str) -> NotSplittable:
     return NotSplittable(
         f"{where} does something else on a part of the batch than on all of it: {why}",
@@ -379,6 +384,11 @@ class Values:
         if self.kind(target.view) not in (ValueKind.DATA, ValueKind.SAME):
             raise self.refuse(pair, "averages over labels that the step works out itself")
         self.chain(self.full.views[target.view].storage, j, pair.full.where)
+        weight = pair.full.args[2]
+        if isinstance(weight, TensorRef):
+            if self.kind(weight.view) not in (ValueKind.SAME, ValueKind.SIZE):
+                raise self.refuse(pair, "weighs labels by what the step works out of samples")
+            self.chain(self.full.views[weight.view].storage, j, pair.full.where)
         total = self.full.views[pair.outs[1][0]].storage
         self.plan.losses[total] = j
 
@@ -536,6 +546,8 @@ class _Walk(Values):
     def _decide(self, j: int, pair: OperatorPair) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         kinds = self.arguments(pair)
         changed = self.changed(pair)
+        if pair.full.random is not None and numbers_of(pair.full) != numbers_of(pair.part):
+            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has")
         if ValueKind.LATE in kinds or changed & self.tail:
             return self._tail_op(j, pair, kinds)
         if pair.name in PATTERN_ONLY:

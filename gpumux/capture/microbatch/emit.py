@@ -32,7 +32,7 @@ class PartEmitter:
         self._views = {view: i for i, view in enumerate(self.record.views)}
         self._storages: dict[tuple[int, int], int] = {}
         self._scales: dict[int, int] = {}  # operator -> view of the factor for its result
-        self._portions: dict[int, int] = {}  # storage of a count -> view of a part's even share
+        self._portions: dict[tuple[int, str], int] = {}  # storage of a count, dtype -> view of a part's even share
         self.extras: list[RawOp] = []  # run once, before the parts; the caller of `emit` moves them
         self._own = {
             s
@@ -93,8 +93,10 @@ class PartEmitter:
         op = self._move(self.pairs[j].part, part)
         name = self.pairs[j].name
         if j in self.plan.divided:
-            args = (op.args[0], TensorRef(self._portion(self.plan.divided[j])), *op.args[2:])
-            return [self._again(op, args)]
+            (out, *_) = op.outs
+            assert isinstance(out, int)
+            portion = self._portion(self.plan.divided[j], self.record.views[out].dtype)
+            return [self._again(op, (op.args[0], TensorRef(portion), *op.args[2:]))]
         if name in NLL_FORWARD and j in self.plan.losses.values():
             (out, *_) = op.outs
             assert isinstance(out, int)
@@ -147,14 +149,16 @@ class PartEmitter:
         self.extras.append(self.call(target, args, out, where, tuple(sorted(kwargs.items()))))
         return out
 
-    def _portion(self, count: int) -> int:
-        """View of a count of the whole batch divided by the number of parts."""
-        if count not in self._portions:
+    def _portion(self, count: int, dtype: str) -> int:
+        """View of a count of the whole batch divided by the number of parts, in the type of the quotient that it gives:
+        two numbers without dimensions give one of the wider type."""
+        if (count, dtype) not in self._portions:
             where = "the step"
             v = next(v for v in self.record.views if v.storage == count and not v.size)
             wide = self._cast(self.view(v), "float64", where)
-            self._portions[count] = self._once("div.Scalar", (TensorRef(wide), self.count), "float64", (), where)
-        return self._portions[count]
+            share = self._once("div.Scalar", (TensorRef(wide), self.count), "float64", (), where)
+            self._portions[count, dtype] = share if dtype == "float64" else self._cast(share, dtype, where)
+        return self._portions[count, dtype]
 
     def _cast(self, view: int, dtype: str, where: str) -> int:
         size = self.record.views[view].size

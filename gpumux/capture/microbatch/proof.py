@@ -28,6 +28,7 @@ from gpumux.capture.microbatch.classify import (
     RunLevel,
     SplitPlan,
     ValueKind,
+    numbers_of,
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
@@ -197,6 +198,27 @@ _COMPARISONS = frozenset(
         "fmin",
     )
 )
+
+# Operators that add what they are given otherwise than _SUMS do.
+_ADDS_OTHERWISE = _SUMS_OF_PRODUCTS | {
+    "index_add", "scatter_add", "scatter", "index_put", "masked_scatter", "index_copy", "mse_loss", "l1_loss", "hypot",
+}  # fmt: skip
+
+# Operators whose numbers are bounds, exponents or divisors, not factors.
+_WITH_BOUNDS = (_COMPARISONS - {"maximum", "minimum", "fmax", "fmin"}) | {
+    "pow", "remainder", "fmod", "huber_loss", "smooth_l1_loss", "hardtanh", "hardshrink", "softshrink", "softplus",
+}  # fmt: skip
+
+
+def _alpha(op: RawOp) -> Any:
+    return dict(op.kwargs).get("alpha", 1)
+
+
+def _compares_with_a_size(pair: OperatorPair, name: str) -> bool:
+    """Whether an operator is given a bound, an exponent or a divisor that the step makes of the batch's size, which an
+    example of small numbers does not show."""
+    return name in _WITH_BOUNDS and numbers_of(pair.full) != numbers_of(pair.part)
+
 
 # Operators that pick values by their positions.
 _PICKING = frozenset(("index", "gather", "index_select", "take", "take_along_dim", "embedding"))
@@ -478,8 +500,7 @@ class _Run:
                     continue
                 elif not (whole.is_floating_point() or whole.is_complex()):
                     # Positions differ in a part and in the batch; the values picked by them are compared.
-                    if any(self._is_of_samples(view) for view, _ in pair.refs):
-                        self._mixed.add(storage)
+                    self._mixed.add(storage)
                 else:
                     raise self._mixes(pair)
             elif kind is ValueKind.SHARE and storage in self.plan.shares:
@@ -542,6 +563,17 @@ class _Run:
         zero or tiny, and where something other than products and sums is made of values that are larger in parts.
         `of_shares`: whether the parts' results are added up."""
         name = pair.name.rstrip("_")
+        if _compares_with_a_size(pair, name):
+            raise NotSplittable(
+                f"{pair.full.where}: {pair.name} is given a number that depends on how many samples the batch has",
+                REMEDY,
+            )
+        unlike = name in _ADDS_OTHERWISE and len({r for r in self._given(pair) if r is not None}) > 1
+        if unlike or (name in _ADDING and _alpha(pair.full) != _alpha(pair.part)):
+            raise NotSplittable(
+                f"{pair.full.where}: {pair.name} adds a sum over the batch and a mean, or what follows from them",
+                REMEDY,
+            )
         if name in _SUMS or self._writes_a_piece(pair):
             if len({r for r in self._given(pair) if r is not None}) > 1:
                 what = (
@@ -651,6 +683,8 @@ class _Run:
 
     def _note_other(self, pair: OperatorPair, kind: ValueKind, a: int, b: int) -> None:
         """Note the ratio of a value that depends on the batch's size alone, or of a share that is not summed."""
+        if kind is ValueKind.SHARE and pair.name in NOT_SUMS and not _adds_magnitudes(pair.full):
+            raise self._is_no_sum(pair)
         whole, parts = self._values(a, b)
         if whole.is_floating_point():
             if kind is ValueKind.SHARE:
@@ -690,17 +724,20 @@ class _Run:
         largest = max((largest_of(t) for t in inputs if t.is_floating_point()), default=0.0)
         match = total(whole, parts, self.tolerance, _NOISE * largest)
         if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
-            raise NotSplittable(
-                f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it"
-                " gives for parts of it",
-                REMEDY,
-            )
+            raise self._is_no_sum(pair)
         self._note(pair, storage, match.ratio, of_shares=True)
         if match.ratio is None and self._is_float(storage):
             match = Match(self._ratios[storage])
             if match.ratio is None and not any(largest_of(t) for t in (whole, *parts)):
                 self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
         self._matches[storage] = match
+
+    def _is_no_sum(self, pair: OperatorPair) -> NotSplittable:
+        return NotSplittable(
+            f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it gives"
+            " for parts of it",
+            REMEDY,
+        )
 
     def _finish(self) -> Proof:
         proof = Proof(samples=self._samples)

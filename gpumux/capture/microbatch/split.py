@@ -43,14 +43,19 @@ def join(
     sums = {s: _birth(emitter, pairs, plan, s) for s in plan.shares}
     ready = _last_touch(pairs, plan)
     parts: list[RawOp] = []
+    once: list[tuple[int, RawOp]] = []  # with the place of the operator that it is, or is for
     for i in range(emitter.count):
         for j, level in levels:
+            if level is RunLevel.ONCE or j in plan.whole:
+                once += [(j, pairs[j].full)] if i == 0 else []
             if level is not RunLevel.PART:
                 continue
-            parts += [replace(op, random=_slot(op, i)) for op in emitter.emit(j, i)]
+            before = len(emitter.extras)
+            emitted = emitter.emit(j, i)
+            once += [(j, extra) for extra in emitter.extras[before:]]
+            parts += [replace(op, random=_slot(op, i)) for op in emitted]
             if i:
                 parts += [_add(emitter, sums[s], i, pairs[j].full.where) for s in ready.get(j, ())]
-    once = [pairs[j].full for j, level in levels if level is RunLevel.ONCE or j in plan.whole] + emitter.extras
     tail = _scaled(emitter, sums, proof)
     results = list(full.results)
     for position, (whole, mine) in enumerate(zip(full.results, part.results, strict=True)):
@@ -60,7 +65,8 @@ def join(
             results[position] = TensorResult(view)
     late = _not_yet_run(pairs, plan)
     tail += [pairs[j].full for j, level in levels if level is RunLevel.TAIL or j in late]
-    emitter.record.ops = _renumbered([*once, *parts, *tail])
+    before_parts = [op for _, op in sorted(once, key=lambda each: each[0])]  # what changes labels comes after their use
+    emitter.record.ops = _renumbered([*before_parts, *parts, *tail])
     return replace(full, record=emitter.record, results=results)
 
 
@@ -184,21 +190,25 @@ class Loader:
         order: dict[int, torch.Tensor] = {}
         for index, storage in enumerate(self._record.storages):
             if storage.kind == "state":
-                machine.hold(index, self._state(index, storage.key, draw, made_up))
+                varied = numbers is Numbers.VARIED and only is None
+                machine.hold(index, self._state(index, storage.key, draw, made_up, varied))
             elif storage.kind == "input":
                 machine.hold(index, self._input(storage.key, draw, numbers, order, only))
         if made_up:
             zeros = [i for i, expr in enumerate(self._record.scalars) if type(expr.value) is float and not expr.value]
             machine.set_scalars(dict.fromkeys(zeros, 0.1))
 
-    def _state(self, index: int, buffer: int, draw: torch.Generator, made_up: bool) -> torch.Tensor:
+    def _state(self, index: int, buffer: int, draw: torch.Generator, made_up: bool, varied: bool) -> torch.Tensor:
         known = self._table.buffers[buffer]
         flat = torch.zeros(known.nbytes, dtype=torch.uint8)
         for storage, start in known.home if known.filled else ():
             flat[start : start + storage.nbytes()].copy_(byte_view(storage))
         typed = flat.view(self._dtype(index))
-        if not typed.is_floating_point() or not typed.numel():
+        if not typed.numel():
             return typed
+        if not typed.is_floating_point():  # counts, tables of indices
+            whole = known.filled and typed.dtype in (torch.int32, torch.int64)
+            return _varied(typed, draw) if varied and whole else typed
         if not known.filled:
             return 0.01 * torch.randn(typed.shape, generator=draw, dtype=torch.float32).to(typed.dtype)
         if not made_up:
@@ -259,7 +269,8 @@ def _varied(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     found = values.unique()
     if len(found) == 1:
         one = int(found)
-        return torch.where(some, values, one - 1 if one > 0 else one + 1)
+        other = one - 1 if one > 0 else one + 1
+        return torch.where(some, values, other) if values.numel() > 1 else torch.full_like(values, other)
     return torch.where(some, values, found[torch.randint(len(found), values.shape, generator=draw)])
 
 
