@@ -116,7 +116,7 @@ def one_rule(life: Any, draw: random.Random) -> None:
         ("close_session", {"n": n, "really": really}),
         ("request_job", {
             "n": n, "priority": draw.choice(("low", "high")), "weight": draw.uniform(0.1, 10.0),
-            "inflight": draw.randint(1, 4), "pieces": pieces(draw),
+            "inflight": draw.randint(1, 4), "pieces": pieces(draw), "shared": draw.random() < 0.5,
         }),
         ("offer", {"n": n, "program": draw.randint(0, 3), "state": draw.choice((0, 10, 1 << 31)), "transient": 10}),
         ("ask_transfer", {"n": n, "into": draw.random() < 0.5}), ("transfer_ended", {"n": n, "fault": None}),
