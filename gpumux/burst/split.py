@@ -252,6 +252,9 @@ class _Walk:
         self.written: dict[int, set[Holder]] = {}  # operator -> the parts of it that ranks run
         self.made: list[set[int]] = [set() for _ in self.everyone]  # storages that a rank has
         self.sequence = 0
+        # From which operator on all is the tail of a wave's step (waves/trace.py), what ranks exchange for it too.
+        self.first_of_tail = next((j for j, pair in enumerate(self.pairs) if pair.full.tail), None)
+        self.to_spread: dict[int, tuple[int, int, frozenset[int], str]] = {}  # running statistics, by their storage
         self.home: dict[int, frozenset[int]] = {}  # storage -> the ranks that have it whole
         for index, storage in enumerate(source.storages):
             if storage.kind == "state":
@@ -271,6 +274,9 @@ class _Walk:
         begin = max((j for j, level in enumerate(self.plan.levels) if level is RunLevel.PART), default=-1) + 1
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
             self.at = j
+            if j == self.first_of_tail:
+                for view, source, ranks, where in self.to_spread.values():
+                    self.spread(view, source, ranks, where)
             if j == begin:
                 self.tail = Tail(begin, self.shares_now(), dict(self.home))
             if level is not RunLevel.PART:
@@ -458,7 +464,8 @@ class _Walk:
             return
         places = sorted(self.layout.copies[j]) if on is None else [on]
         if not pattern:
-            common = [s for s in sorted(pair.full.reads) if self.kinds[s] is ValueKind.SAME]
+            unread = self.to_spread if j in self.plan.norms else ()  # a norm in training mode reads no running ones
+            common = [s for s in sorted(pair.full.reads) if self.kinds[s] is ValueKind.SAME and s not in unread]
             moved = [s for s in sorted(pair.full.reads) if self.kinds[s] in _MOVED and s in self.samples]
             for ranks in places:  # all of them first: the operator may change what another layout is taken from
                 self.provide(common, frozenset(ranks), pair.full.where)
@@ -532,6 +539,11 @@ class _Walk:
         if not ranks:
             return
         v = self.record.views[view]
+        if self.first_of_tail is not None and self.at < self.first_of_tail:  # no step that trains reads it before
+            self.to_spread[v.storage] = view, source, frozenset(ranks), where
+            self.home[v.storage] -= frozenset(ranks)
+            return
+        self.home[v.storage] |= frozenset(ranks)
         fresh = self.emitters[next(iter(self.emitters))].fresh(v.dtype, v.size)
         sent = {source: [(rank, view) for rank in sorted(ranks)]}
         self.exchange(sent, {rank: [(source, fresh)] for rank in ranks}, where)
@@ -539,6 +551,8 @@ class _Walk:
             self.put(rank, self.copy(view, fresh, where))
 
     def put(self, rank: int, op: RawOp) -> None:
+        if self.first_of_tail is not None and self.at >= self.first_of_tail and not op.tail:
+            op = replace(op, tail=True)
         self.ops[rank].append(op)
         self.ats[rank].append(self.at)
         self.made[rank] |= op.writes

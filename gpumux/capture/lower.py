@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.batch.effects import WrittenInput
 from gpumux.capture.generator import STATE_BYTES, words_drawn
-from gpumux.capture.recorder import RawCollective, RawOp, RawStorage, TraceRecord
+from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, RawStorage, TraceRecord
 from gpumux.capture.side_effects import LeftNumbers
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import (
@@ -459,8 +459,7 @@ def _program(
 def lower_rank(raw: RawTrace, rank: int, table: StateTable, keep: frozenset[int], whole: Lowered) -> LoweredRank:
     """The Program of one rank of a step that is split over ranks, with its parts of the results, in order. `whole`: the
     step's Program for one device."""
-    ranks = raw.ranks
-    assert ranks is not None
+    ranks: RankTraces = raw.ranks
     end = _Exit(raw, table, keep)
     views = ranks.record.views
     dropped = {place.buffer for _, place in (*raw.entry.dropped, *end.structure.dropped)}

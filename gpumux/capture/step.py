@@ -30,7 +30,6 @@ from gpumux.capture.fetching import plain_state, without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
-from gpumux.capture.recorder import RankTraces
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
@@ -423,10 +422,9 @@ class RankSplitter(Protocol):
     def counts(self) -> Sequence[int]:
         """In how many parts the batch is traced, each above 1."""
 
-    def split(
-        self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
-    ) -> RankTraces:
-        """The traces of all ranks, from those of the first of so many parts. Raises NotSplittable."""
+    def split(self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable) -> Any:
+        """What becomes RawTrace.ranks: the traces of all ranks, from those of the first of so many parts. Raises
+        NotSplittable."""
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> Any:
         """What the ranks run of a trace that was split. `whole`: its Program for one device. Raises NotSplittable."""

@@ -29,7 +29,7 @@ from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.outside.met import Met, TraceOver
 from gpumux.capture.outside.tensors import COUNTER, Outside
 from gpumux.capture.patches import RngTape, patched
-from gpumux.capture.recorder import RankTraces, Recorder, TraceRecord
+from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.side_effects import (
     LeftNumbers,
     LeftValue,
@@ -350,7 +350,7 @@ class RawTrace:
     on_batch: list[LeftOnBatch] = field(default_factory=list)
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
-    ranks: RankTraces | None = None  # the step split over ranks
+    ranks: Any = None  # what a RankSplitter (step.py) made of the step
     after_backward: AfterBackward | None = None  # None: no gradient was computed
 
 

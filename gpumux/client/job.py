@@ -364,7 +364,7 @@ class Job:
         called with it: don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1,
         and for the first batches of a shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as
         step() does."""
-        if self._over is not None:
+        if self._over is not None and self._over.ranks > 1:
             return torch.utils.data.default_collate(list(samples))  # each rank is given its part of it
         if self._batch_slots is None:
             self._batch_slots = BatchSlots(self._remote, self._recovery)
@@ -598,7 +598,7 @@ class Job:
 
     def _keep(self) -> None:
         self._recovery.ensure_open()
-        if self._over is not None and self._waves is None:
+        if self._over is not None and self._over.ranks > 1:
             raise ConfigError(
                 "a job over several daemons can't be resumed, so keep=True would keep its state in vain",
                 "save job.state_dict() and the steps so far",

@@ -142,7 +142,6 @@ def submit(
         placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
         refuse_with_ranks(memory=memory == "shared")
-        refuse_with_waves(endpoints=waves > 1)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
 
     if waves > 1:
@@ -193,11 +192,12 @@ def submit(
                 session.open_job(job_id, spec)
             except NotOwner:  # the id is fresh, so one daemon was asked twice
                 raise ConfigError("two of the endpoints are one daemon", "name each daemon once") from None
+            split = BurstSplitter(placement, batch_norm)
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),
-                write_notes=write_of_rank, over=BurstSplitter(placement, batch_norm),
-                make_remote=cast("Callable[..., Remote]", GangRemote),
+                write_notes=write_of_rank, over=WaveSplitter(split) if waves > 1 else split,
+                waves=Waves(table) if waves > 1 else None, make_remote=cast("Callable[..., Remote]", GangRemote),
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
             job.start()

@@ -251,8 +251,9 @@ class ProcessGroups(Protocol):
 
     Where a piece has ended and the next one is gated (ProgramReady), the device begins with the collectives between
     them at once and by itself, in order, and reports CollectiveEnded when they have ended; nothing of the job is
-    launched meanwhile. It waits without a core. If a peer is lost or sends something else, the job dies
-    (`peers_lost`), at the latest after `timeout_s` of the gang.
+    launched meanwhile. Of a job's two waves (gpumux/waves), the later step's collectives begin when the earlier step
+    has ended, so that all ranks meet them in one order. It waits without a core. If a peer is lost or sends something
+    else, the job dies (`peers_lost`), at the latest after `timeout_s` of the gang.
     """
 
     def may_join(self, gang: Gang) -> Fault | None:

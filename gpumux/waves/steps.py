@@ -93,18 +93,20 @@ class Waves:
             self.step += 1
 
     def warn(self, captured: StepProgram, name: str) -> None:
-        """Say what the waves take, and what the same samples a step would take in two microbatches."""
-        if not _waves(captured).trains:
+        """Say what the waves take on a device, and what the same samples a step would take in two microbatches."""
+        waves = _waves(captured)
+        if not waves.trains:
             return
-        lowered = _waves(captured).lowered[0, False]
+        ranked = waves.ranked.get((0, False))
+        lowered = waves.lowered[0, False] if ranked is None else ranked.ranks[0].lowered
         gradients = set(self._table.gradients_between_waves.values())
         sizes = {b: aligned(self._table.buffers[b].nbytes) for b in lowered.binding}
         of_gradients = sum(nbytes for b, nbytes in sizes.items() if b in gradients)
         state = sum(sizes.values()) - of_gradients
         arena, planned = wave_plan(lowered.program)
         log.warning(
-            "job %r: two waves take about %.0f MiB; a doubled batch with microbatches=2 would take about %.0f MiB, and"
-            " trains as one batch. See docs/waves.md, and `gpumux plan memory`",
+            "job %r: two waves take about %.0f MiB of a device; a doubled batch with microbatches=2 would take about"
+            " %.0f MiB, and trains as one batch. See docs/waves.md, and `gpumux plan memory`",
             name, (2 * state + of_gradients + arena) / 2**20,
             (state + of_gradients + planned.peak_bytes) / 2**20,
         )  # fmt: skip
@@ -113,7 +115,7 @@ class Waves:
         waves = _waves(captured)
         if key not in waves.made:
             lowered = replace(waves.lowered[key], exit=captured.lowered.exit)
-            waves.made[key] = replace(captured, lowered=lowered, number=None, ranked=None)
+            waves.made[key] = replace(captured, lowered=lowered, number=None, ranked=waves.ranked.get(key))
         return waves.made[key]
 
     # ---- state

@@ -8,18 +8,23 @@ replica and gets the gradients g'_m. Then it takes
 as gradients for all that follows: clipping, the optimizer. Only its own replica changes. Operators up to the last
 backward pass can run beside the step before, of the other wave. The rest, the *tail*, waits until that one has ended,
 because it needs that step's gradients: they lie in buffers that both waves share.
+
+Over several ranks each wave sums its gradients over them (section 3.2.2). That is done at the beginning of the tail:
+the tails of a job's steps run one after the other on every rank, so all ranks meet the collectives in one order,
+however far their waves have come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from gpumux.capture.lower import Lowered, dense, lower
-from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
+from gpumux.burst.ranks import BurstSplitter, RankedStep, RankStep
+from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
+from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import StepProgram
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
@@ -44,37 +49,71 @@ def adds_to_gradients() -> NotSplittable:
 class WavePrograms:
     """What the waves run of one captured Program. `trains`: whether it is a step of a wave. Then `lowered` has, by lane
     and whether the step is the first of all (which has no gradients of another one to take the mean with), its Program.
-    A Program that changes nothing runs on the replica of the newest step, and has one by lane and False."""
+    A Program that changes nothing runs on the replica of the newest step, and has one by lane and False. `ranked`: the
+    same, as Programs of ranks, of a job that has several."""
 
     trains: bool
     lowered: dict[tuple[int, bool], Lowered] = field(default_factory=dict)
+    ranked: dict[tuple[int, bool], RankedStep] = field(default_factory=dict)
     made: dict[tuple[int, bool], StepProgram] = field(default_factory=dict)  # of those, the ones in use
 
 
 class WaveSplitter:
-    """A RankSplitter (capture/step.py) for two waves on one device."""
+    """A RankSplitter (capture/step.py) for two waves, on one device or on the ranks of another one's."""
 
-    ranks = 1
-    counts: Sequence[int] = ()  # how values depend on the batch does not matter
+    def __init__(self, over: BurstSplitter | None = None) -> None:
+        self._over = over
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self._over is None else self._over.ranks
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return () if self._over is None else self._over.counts
 
     def split(
         self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
-    ) -> RankTraces:
-        raise AssertionError("no step of a wave is traced in parts")
+    ) -> dict[bool, RawTrace]:
+        """The step over ranks: by whether it is the first of all, the trace that a wave runs; the same one if it is no
+        step of a wave."""
+        assert self._over is not None, "no step of one device is traced in parts"
+        if not _trains(full):
+            split = replace(full, ranks=self._over.split(full, parts, tensors, table))
+            return {True: split, False: split}
+        after = {count: _refuse(trace, table) for count, trace in {1: full, **parts}.items()}
+        found = {}
+        for first in (True, False):
+            whole = with_mean(full, after[1], table, first=first)
+            some = {count: with_mean(part, after[count], table, first=first) for count, part in parts.items()}
+            found[first] = replace(whole, ranks=self._over.split(whole, some, tensors, table))
+        return found
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> WavePrograms:
         """The waves' Programs. Raises NotSplittable for a step that can't be a wave's."""
         if not _changes_state(whole):
-            return WavePrograms(False, {(lane, False): _in_lane(whole, lane, table) for lane in LANES})
-        after = _refuse(raw, table, keep, whole)
-        found: dict[tuple[int, bool], Lowered] = {}
+            found = WavePrograms(False)
+            for lane in LANES:
+                found.lowered[lane, False] = _in_lane(whole, lane, table)
+                if self._over is not None:
+                    found.ranked[lane, False] = _ranks_in_lane(
+                        self._over.programs(raw.ranks[False], table, keep, whole), lane, table
+                    )
+            return found
+        after = _refuse(raw, table)
+        _refuse_kept(raw, keep, whole)
+        found = WavePrograms(True)
         for first in (True, False):
-            traced = with_mean(raw, after, table, first=first)
+            traced = raw.ranks[first] if self._over is not None else with_mean(raw, after, table, first=first)
             lowered = lower(traced, table, keep, clients_generator=whole.program.generator is not None)
             assert lowered.program.wave is not None, "the operators behind the backward pass are its tail"
             assert lowered.scalars == whole.scalars, "the mean takes no numbers of the step"
-            found |= {(lane, first): _in_lane(lowered, lane, table) for lane in LANES}
-        return WavePrograms(True, found)
+            found.lowered.update({(lane, first): _in_lane(lowered, lane, table) for lane in LANES})
+            if self._over is not None:
+                ranked = self._over.programs(traced, table, keep, lowered)
+                _refuse_early_collectives(ranked)
+                found.ranked.update({(lane, first): _ranks_in_lane(ranked, lane, table) for lane in LANES})
+        return found
 
 
 def with_mean(raw: RawTrace, after: AfterBackward, table: StateTable, *, first: bool) -> RawTrace:
@@ -131,7 +170,10 @@ def _op(target: str, args: tuple[Any, ...], out: int, record: TraceRecord) -> Ra
     return RawOp(f"aten.{target}", args, (), (out,), reads, writes, None, "the mean of two waves' gradients")
 
 
-def _in_lane(lowered: Lowered, lane: int, table: StateTable) -> Lowered:
+L = TypeVar("L", Lowered, LoweredRank)
+
+
+def _in_lane(lowered: L, lane: int, table: StateTable) -> L:
     """The Program over the replica of one wave."""
     program, binding = lowered.program, lowered.binding
     if program.wave is not None:
@@ -139,6 +181,13 @@ def _in_lane(lowered: Lowered, lane: int, table: StateTable) -> Lowered:
     if lane:
         binding = tuple([table.replica(buffer) for buffer in binding])
     return replace(lowered, program=program, binding=binding)
+
+
+def _ranks_in_lane(ranked: RankedStep, lane: int, table: StateTable) -> RankedStep:
+    """The Programs of all ranks over the replicas of one wave."""
+    steps = tuple([RankStep(_in_lane(step.lowered, lane, table), step.inputs) for step in ranked.ranks])
+    homes = {table.replica(b) if lane else b: ranks for b, ranks in ranked.homes.items()}
+    return RankedStep(steps, ranked.results, homes)
 
 
 # ---- steps that can't be a wave's
@@ -149,26 +198,27 @@ def _changes_state(whole: Lowered) -> bool:
     return any(program.storages[storage].kind == "state" for storage in written_storages(program))
 
 
-def _refuse(raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> AfterBackward:
-    """The end of the step's backward pass. Raises NotSplittable for a step that can't be one of a wave."""
+def _trains(raw: RawTrace) -> bool:
+    """Whether a trace computes gradients and writes state."""
+    kinds = [storage.kind for storage in raw.record.storages]
+    writes = any(kinds[storage] == "state" for op in raw.record.ops for storage in op.writes)
+    return writes and raw.after_backward is not None and bool(raw.after_backward.gradients)
+
+
+def _refuse(raw: RawTrace, table: StateTable) -> AfterBackward:
+    """The end of the step's backward pass. Raises NotSplittable for a trace that can't be one of a wave."""
     after = raw.after_backward
     if after is None or not after.gradients:
         raise NotSplittable(
             "the step changes state and leaves no gradients in its parameters, and waves take the mean of gradients",
             f"compute them by backward(), not by torch.autograd.grad(), or {_WITHOUT}",
         )
-    if keep or raw.entry.kept:
+    if raw.entry.kept:
         raise adds_to_gradients()
     if raw.further or raw.moved_data or raw.on_batch:
         raise NotSplittable(
             "the step uses a GradScaler, checks values, sets .data, or changes its batch, which waves do not take",
             f"use bfloat16 in place of the GradScaler and write in place under torch.no_grad(), or {_WITHOUT}",
-        )
-    draws = any(op.random is not None for op in whole.program.ops)
-    if draws and whole.program.generator is None:
-        raise NotSplittable(
-            "the step draws from a generator of the job's own, from which both waves would draw in turns",
-            "submit it without seed= and rng=, so that each step draws what the plain loop draws",
         )
     record = raw.record
     head = record.ops[: after.operators]
@@ -194,6 +244,33 @@ def _refuse(raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lower
                 f"use p.grad, which is the mean of both waves' gradients then, or {_WITHOUT}",
             )
     return after
+
+
+def _refuse_kept(raw: RawTrace, keep: frozenset[int], whole: Lowered) -> None:
+    """Raises NotSplittable for a Program that can't be one of a wave."""
+    if keep:
+        raise adds_to_gradients()
+    draws = any(op.random is not None for op in whole.program.ops)
+    if draws and whole.program.generator is None:
+        raise NotSplittable(
+            "the step draws from a generator of the job's own, from which both waves would draw in turns",
+            "submit it without seed= and rng=, so that each step draws what the plain loop draws",
+        )
+
+
+def _refuse_early_collectives(ranked: RankedStep) -> None:
+    """Raises NotSplittable if ranks wait for each other before the tail, where the other wave's step may be under way:
+    one rank could wait in one wave and another in the other."""
+    for rank, step in enumerate(ranked.ranks):
+        program = step.lowered.program
+        early = [one for one in program.collectives if program.wave is None or one.op < program.wave.tail]
+        if early or program.wave is None:
+            raise NotSplittable(
+                f"rank {rank} waits for others before the backward pass has ended, and two waves over ranks may only"
+                " sum their gradients",
+                "give every layer all ranks (devices= or endpoints= without plan=, batch_norm='rank'), compute means"
+                f" over the batch behind backward(), or {_WITHOUT}",
+            )
 
 
 def _trained(raw: RawTrace, table: StateTable) -> frozenset[int]:

@@ -84,6 +84,10 @@ class StepAnswers:
         # When each step under way started, and its device seconds so far: of two waves, two are.
         self._steps: dict[int, tuple[float, float]] = {}
 
+    def earlier_step(self, step: int) -> bool:
+        """Whether a step before this one is under way."""
+        return any(other < step for other in self._steps)
+
     def use(self, channel: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
         """Answer steps on `channel`, which this object closes, by filling `packet` (device.base.AnswerForm)."""
         self.close()
@@ -261,6 +265,9 @@ class Executor:
         self._usual = settings["usual"]
         self._waits = CoreWaits() if settings["nice"] else None  # None: it gives way to no other job
         self._peers: Peers | None = None  # of a rank of a gang
+        # By step, the program and the piece whose collectives come next: of two waves, once the step before has ended,
+        # since all ranks have to meet them in one order.
+        self._meetings: dict[int, tuple[LoadedProgram, int]] = {}
 
     def serve(self) -> None:
         """Carry out commands until the job fails. Raises EOFError when the daemon has closed the channel."""
@@ -320,7 +327,9 @@ class Executor:
         answered = self._answers.ran(launch, step, submitted, started, ended, suspended, ended_step)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if self._peers is not None and loaded.waits(cut, piece + 1):
-            self._peers.begin(loaded.exchange, partial(self._exchanged, step, piece + 1, ended))
+            self._meetings[step] = loaded, piece + 1
+        if self._meetings and not self._answers.earlier_step(min(self._meetings)):
+            self._meet(min(self._meetings), ended)
         if ended_step:
             self._recut(program, loaded)
             if held:
@@ -334,6 +343,12 @@ class Executor:
     def _leave(self) -> None:
         if self._peers is not None:
             self._peers.leave()
+
+    def _meet(self, step: int, now: float) -> None:
+        """Begin the collectives before the next piece of a step."""
+        assert self._peers is not None
+        loaded, piece = self._meetings.pop(step)
+        self._peers.begin(loaded.exchange, partial(self._exchanged, step, piece, now))
 
     def _exchanged(self, step: int, piece: int, started: float, moved: Moved, exchange_s: float) -> None:
         """Report that the collectives before a piece have ended. Called by the thread of the peers."""

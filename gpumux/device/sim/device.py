@@ -67,6 +67,7 @@ from gpumux.types import (
     Priority,
     ProgramId,
     ProgramReady,
+    StepId,
     TransferEnded,
     TransferId,
     WavePieces,
@@ -352,6 +353,8 @@ class SimJob:
     transient: int = 0  # bytes of the program that needs most: they never run at once
     running: deque[Launch] = field(default_factory=deque)
     waiting: deque[Command] = field(default_factory=deque)
+    under_way: set[StepId] = field(default_factory=set)  # steps that have begun
+    gates: dict[StepId, tuple[int, GateExchange]] = field(default_factory=dict)  # the piece and what comes before it
     fault: Fault | None = None
 
     @property
@@ -695,13 +698,17 @@ class SimDevice:
         job.running.popleft()
         self._events.append(PieceDone(launch.launch, started, ended))
         program = job.programs[launch.program]
+        last = launch.piece + 1 == len(program.cuts[launch.cut].seconds)
+        job.under_way.discard(launch.step) if last else job.under_way.add(launch.step)
         exchange = program.exchange(launch)
         if exchange is not None:
+            job.gates[launch.step] = launch.piece + 1, exchange
+        step = min(job.gates, default=None)
+        if step is not None and step <= min(job.under_way):
+            piece, exchange = job.gates.pop(step)
             until = ended + exchange.seconds
             self._collectives.append(
-                CollectiveEnded(
-                    launch.job, launch.step, launch.piece + 1, ended, until, exchange.moved, exchange.seconds
-                )
+                CollectiveEnded(launch.job, step, piece, ended, until, exchange.moved, exchange.seconds)
             )
         pieces = program.done(launch)
         if pieces is not None:

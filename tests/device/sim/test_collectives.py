@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from gpumux.device.base import ProgramChecked, ProgramRefused
+from gpumux.device.base import Launch, ProgramChecked, ProgramRefused
 from gpumux.device.sim.device import LINK_BANDWIDTH, LINK_LATENCY_S, SimDevice
 from gpumux.program.codec import encode
+from gpumux.program.ir import Wave
 from gpumux.types import CollectiveEnded, Fault, Gang, JobDied, PieceDone, ProgramId
 from tests.device.conftest import Clock
 from tests.device.cpu.gangs import open_ranks, step, summing
@@ -59,6 +61,30 @@ def test_a_job_that_waits_is_unloaded_and_says_no_more(driver: Driver) -> None:
     driver.unload(rank.held.job)
     assert driver.device.due() == float("inf")
     assert not any(isinstance(event, CollectiveEnded) for event in driver.unread)
+
+
+def test_of_two_waves_the_later_steps_collectives_begin_when_the_earlier_step_has_ended(driver: Driver) -> None:
+    """Whatever the speed of the waves, all ranks meet the collectives in the order of the steps."""
+    plain = summing(1, 4, [("float32", (COUNT,))])
+    (gate_op,) = {one.op for one in plain.collectives}
+    waves = [replace(plain, wave=Wave(lane, gate_op)) for lane in (0, 1)]
+    (rank,) = open_ranks([driver], [GANG], waves[:1])
+    held = rank.held
+    programs = [rank.program, held.load(waves[1])]
+    earlier, later = (held.pieces_of_step(program) for program in programs)
+    (gate,) = held.gated[programs[0]]
+
+    def launch(*pieces: Launch) -> None:
+        for piece in pieces:
+            driver.device.launch(piece)
+            driver.wait_for(lambda e: isinstance(e, PieceDone))
+
+    launch(*earlier[:gate])
+    assert driver.until(CollectiveEnded, held.job).step == earlier[0].step
+    launch(*later[:gate], *earlier[gate:-1])
+    assert driver.device.due() == float("inf")
+    launch(earlier[-1])
+    assert driver.until(CollectiveEnded, held.job).step == later[0].step
 
 
 def test_collectives_can_be_ended_from_outside(driver: Driver) -> None:

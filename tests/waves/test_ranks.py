@@ -1,0 +1,201 @@
+"""Two waves over several ranks compute what figure 9 of Wavelet computes with as many: each wave sums its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client, errors
+from gpumux.burst.placement import RankPlacement
+from microbench.daemon import RunningDaemon, running_daemon
+from microbench.kills import Phoenix
+from tests.waves.reference import WaveReference
+from tests.waves.test_training import Tied, loss_of, momentum, sgd
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[list[RunningDaemon]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running_daemon(threads=1)) for _ in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def batches(count: int, samples: int = 16) -> list[Batch]:
+    draw = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(samples, 1, 8, 8, generator=draw), torch.randint(0, 10, (samples,), generator=draw))
+        for _ in range(count)
+    ]
+
+
+def of_ranks(batch: Batch, ranks: int) -> list[Batch]:
+    return list(zip(*(tensor.chunk(ranks) for tensor in batch), strict=True))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
+def training(model: nn.Module, opt: torch.optim.Optimizer, clip: float | None = None) -> Callable[..., torch.Tensor]:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        return loss
+
+    return step
+
+
+def submit(
+    daemons: Sequence[RunningDaemon | Phoenix], make: Callable[[], nn.Module], optimizer: Callable[..., Any],
+    clip: float | None = None, **given: Any,
+) -> tuple[nn.Module, Any, client.Job]:  # fmt: skip
+    model = make()
+    opt = optimizer(model)
+    endpoints = [daemon.endpoint for daemon in daemons]
+    job = client.submit(
+        training(model, opt, clip), example=batches(1)[0], model=model, optimizer=opt, endpoints=endpoints, waves=2,
+        **given,
+    )  # fmt: skip
+    return model, opt, job
+
+
+def assert_like(model: nn.Module, opt: Any, reference: WaveReference) -> None:
+    """The local model and optimizer have the numbers of the reference's newest replica."""
+    for (name, ours), theirs in zip(model.state_dict().items(), reference.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=name)
+    states = opt.state_dict()["state"], reference.optimizer.state_dict()["state"]
+    for mine, its in zip(states[0].values(), states[1].values(), strict=True):
+        for key, value in mine.items():
+            torch.testing.assert_close(value, its[key], rtol=1e-12, atol=1e-12)
+
+
+def adamw_of_large_gradients(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW makes nothing of a gradient that is a rounding error (of a key's bias in attention)."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "optimizer", "clip"),
+    [(2, Tied, adamw_of_large_gradients, 0.5), (2, normed, momentum, None), (4, Tied, sgd, None)],
+    ids=["two, AdamW, clipped", "two, batch norm by rank, momentum", "four, SGD"],
+)
+def test_fifty_steps_have_the_numbers_of_the_reference(daemons, ranks, make, optimizer, clip):
+    data = batches(50)
+    reference = WaveReference(make, optimizer, loss_of, clip, ranks=ranks)
+    expected = [reference.step(of_ranks(batch, ranks)) for batch in data]
+    norm = {"batch_norm": "rank"} if make is normed else {}
+    model, opt, job = submit(daemons[:ranks], make, optimizer, clip, max_inflight=3, **norm)
+    with job:
+        losses = [job.step(*batch) for batch in data]
+        for loss, theirs in zip(losses, expected, strict=True):
+            torch.testing.assert_close(loss.result(), theirs, rtol=1e-12, atol=1e-12)
+        assert job.stats()["waves"] == 2
+        job.sync()
+    assert_like(model, opt, reference)
+
+
+def test_a_state_in_the_middle_of_a_pair_and_an_evaluation(daemons):
+    """state_dict() after an odd number of steps, loaded into a new job; an evaluation sees the newest replica."""
+    data = batches(9)
+    reference = WaveReference(Tied, momentum, loss_of, ranks=2)
+    for batch in data[:5]:
+        reference.step(of_ranks(batch, 2))
+    model, _, job = submit(daemons[:2], Tied, momentum)
+    with job:
+        evaluate = job.add(lambda x, y: F.cross_entropy(model(x), y), example=data[0])
+        for batch in data[:5]:
+            job.step(*batch)
+        with torch.no_grad():
+            theirs = loss_of(reference.model, data[8])
+        torch.testing.assert_close(evaluate(*data[8]).result(), theirs, rtol=1e-12, atol=1e-12)
+        state = job.state_dict()
+    assert state["waves"]["step"] == 5
+    model, opt, job = submit(daemons[:2], Tied, momentum)
+    with job:
+        job.step(*data[7])
+        job.load_state(state)
+        for batch in data[5:]:
+            reference.step(of_ranks(batch, 2))
+            job.step(*batch)
+        job.sync()
+    assert_like(model, opt, reference)
+
+
+def test_kills_change_no_bit(tmp_path):
+    """An executor of one rank, then the daemon of the other, in the middle of pairs."""
+    data = batches(12)
+    with ExitStack() as stack:
+        for rank in range(2):
+            (tmp_path / str(rank)).mkdir()
+        both = [Phoenix(tmp_path / str(rank)) for rank in range(2)]
+        for daemon in both:
+            stack.callback(daemon.close)
+        for daemon in both:
+            daemon.wait_until_ready()
+        found = []
+        for disturbed in (False, True):
+            _, _, job = submit(both, Tied, momentum)
+            with job:
+                losses = []
+                for m, batch in enumerate(data):
+                    losses.append(job.step(*batch))
+                    if disturbed and m in (4, 7):
+                        losses[-2].result()
+                        both[0].kill_executors() if m == 4 else both[1].kill()
+                found.append([*(loss.result() for loss in losses), *job.state_dict()["model"].values()])
+    assert all(map(torch.equal, *found))
+
+
+def test_what_ranks_exchange_before_the_backward_pass_has_ended_is_refused_by_name(daemons):
+    model = normed()
+    opt = sgd(model)
+    endpoints = [daemon.endpoint for daemon in daemons[:2]]
+    given: dict[str, Any] = {"example": batches(1)[0], "model": model, "optimizer": opt, "endpoints": endpoints}
+    with pytest.raises(errors.NotSplittable, match="may only sum their gradients"):
+        client.submit(training(model, opt), waves=2, batch_norm="sync", **given)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        opt.zero_grad()
+        scores = model(x)
+        size = scores.detach().square().mean().sqrt()  # of the whole batch
+        loss = F.cross_entropy(scores, y)
+        loss.backward()
+        opt.step()
+        return loss, size
+
+    with pytest.raises(errors.NotSplittable, match="may only sum their gradients"):
+        client.submit(step, waves=2, batch_norm="rank", **given)
+    one_each = RankPlacement(2, {"0": (0,), "1": (0,), "5": (1,)}, (0,))
+    with pytest.raises(errors.NotSplittable, match="give every layer all ranks"):
+        client.submit(training(model, opt), waves=2, plan=one_each, batch_norm="rank", **given)
+
+
+def test_a_job_over_ranks_is_not_kept(daemons):
+    _, _, job = submit(daemons[:2], Tied, sgd)
+    with pytest.raises(errors.ConfigError, match="can't be resumed"):
+        job.close(keep=True)
+    job.close()
