@@ -22,11 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpumux.burst.ranks import BurstSplitter, RankedStep, RankStep
 from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import StepProgram
+from gpumux.capture.step import RankSplitter, StepProgram
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
 from gpumux.errors import NotSplittable
@@ -50,18 +49,18 @@ class WavePrograms:
     """What the waves run of one captured Program. `trains`: whether it is a step of a wave. Then `lowered` has, by lane
     and whether the step is the first of all (which has no gradients of another one to take the mean with), its Program.
     A Program that changes nothing runs on the replica of the newest step, and has one by lane and False. `ranked`: the
-    same, as Programs of ranks, of a job that has several."""
+    same over ranks (burst.ranks.RankedStep), of a job that has several."""
 
     trains: bool
     lowered: dict[tuple[int, bool], Lowered] = field(default_factory=dict)
-    ranked: dict[tuple[int, bool], RankedStep] = field(default_factory=dict)
+    ranked: dict[tuple[int, bool], Any] = field(default_factory=dict)
     made: dict[tuple[int, bool], StepProgram] = field(default_factory=dict)  # of those, the ones in use
 
 
 class WaveSplitter:
     """A RankSplitter (capture/step.py) for two waves, on one device or on the ranks of another one's."""
 
-    def __init__(self, over: BurstSplitter | None = None) -> None:
+    def __init__(self, over: RankSplitter | None = None) -> None:
         self._over = over
 
     @property
@@ -183,11 +182,11 @@ def _in_lane(lowered: L, lane: int, table: StateTable) -> L:
     return replace(lowered, program=program, binding=binding)
 
 
-def _ranks_in_lane(ranked: RankedStep, lane: int, table: StateTable) -> RankedStep:
-    """The Programs of all ranks over the replicas of one wave."""
-    steps = tuple([RankStep(_in_lane(step.lowered, lane, table), step.inputs) for step in ranked.ranks])
+def _ranks_in_lane(ranked: Any, lane: int, table: StateTable) -> Any:
+    """The Programs of all ranks (burst.ranks.RankedStep) over the replicas of one wave."""
+    steps = tuple([replace(step, lowered=_in_lane(step.lowered, lane, table)) for step in ranked.ranks])
     homes = {table.replica(b) if lane else b: ranks for b, ranks in ranked.homes.items()}
-    return RankedStep(steps, ranked.results, homes)
+    return replace(ranked, ranks=steps, homes=homes)
 
 
 # ---- steps that can't be a wave's
@@ -258,7 +257,7 @@ def _refuse_kept(raw: RawTrace, keep: frozenset[int], whole: Lowered) -> None:
         )
 
 
-def _refuse_early_collectives(ranked: RankedStep) -> None:
+def _refuse_early_collectives(ranked: Any) -> None:
     """Raises NotSplittable if ranks wait for each other before the tail, where the other wave's step may be under way:
     one rank could wait in one wave and another in the other."""
     for rank, step in enumerate(ranked.ranks):

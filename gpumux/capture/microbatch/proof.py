@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import product
 from math import isfinite, prod
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ import torch
 
 from gpumux.capture.microbatch.classify import (
     MEAN,
+    NLL_BACKWARD,
     NORM_BACKWARD,
     NOT_SUMS,
     REMEDY,
@@ -32,6 +35,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
+from gpumux.capture.microbatch.trial import Layout, OperatorTrial, SampleLayout, ShareLayout, SizeLayout, side_by_side
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
@@ -136,6 +140,22 @@ def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float
 
 
 # ---- the proof
+
+
+_OF_PARTS = (ValueKind.SAMPLE, ValueKind.DATA, ValueKind.SHARE)
+_DRAWN = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64"))  # beside floating-point numbers
+
+
+def _is_one_number(values: torch.Tensor) -> bool:
+    """Whether all elements of a tensor that has some are the same: of floating-point numbers, zero."""
+    return not bool(values.any() if values.is_floating_point() else (values != values.flatten()[0]).any())
+
+
+def _agreed(seen: Match, tried: Match | None) -> Match | None:
+    """The match of a result on the step's numbers, and of what the operator makes of other numbers."""
+    if tried is None or tried.ratio is None:
+        return tried
+    return tried if seen.ratio in (None, tried.ratio) and seen.inner in (1, tried.inner) else None
 
 
 _WIDE_TOLERANCE = 1e-8  # float64: the difference between two orders of summation
@@ -378,7 +398,10 @@ class _Run:
         self._always_zero: set[int] = set()
         self._mixed: set[int] = set()  # whole numbers computed from samples, that parts do not give side by side
         self._zero_shares: dict[int, str] = {}  # shares that are zero and have no ratio, and what made each
+        self._zero: set[int] = set()  # storages that hold zeros alone, and may hold other numbers later
+        self._laid: dict[int, SampleLayout] = {}  # by storage of per-sample values of which it is known
         self._at = 0  # the operator that runs
+        self._emitted: list[RawOp] = []  # it, on the parts
         self._draw: torch.Generator | None = None  # of masks
 
     def run(self, load: Load, numbers: Numbers, only: int | None = None) -> Proof:
@@ -440,10 +463,18 @@ class _Run:
         for view in outs_of(pair.full.outs):
             storage = self.record.views[view].storage
             made = not pair.refs or pair.name in PATTERN_ONLY
-            if made and storage in self.machine and not self.machine.flat(storage).any():
+            zero = storage in self.machine and not self.machine.flat(storage).any()
+            if made and zero:
                 self._always_zero.add(storage)
             else:
                 self._always_zero.discard(storage)
+            self._note_zero(storage, zero)
+
+    def _note_zero(self, storage: int, zero: bool) -> None:
+        if zero and storage not in self._always_zero:
+            self._zero.add(storage)
+        else:
+            self._zero.discard(storage)
 
     def _whole(self, op: RawOp) -> None:
         if op.random is not None:
@@ -452,6 +483,7 @@ class _Run:
             self.machine.run(op)
 
     def _in_parts(self, j: int, pair: OperatorPair) -> None:
+        self._emitted = []
         for part in self.parts:
             ops = self.emitter.emit(j, part)
             for extra in self.emitter.extras:
@@ -464,6 +496,7 @@ class _Run:
                 continue
             for op in ops:
                 self.machine.run(with_given_statistics(op) if j in self.plan.norms else op)
+            self._emitted += ops
 
     def _drawn(self, pair: OperatorPair, part: int) -> list[torch.Tensor]:
         """The part's piece of the numbers drawn for the whole batch."""
@@ -482,20 +515,28 @@ class _Run:
     # ---- comparing -----------------------------------------------------------------------------------
 
     def _compare(self, j: int, pair: OperatorPair) -> None:
+        if pair.full.random is not None:
+            for a, b in zip(outs_of(pair.full.outs), outs_of(pair.part.outs), strict=True):
+                self._lie(a, b, Match(1.0))
         if pair.name in UNDEFINED or pair.full.random is not None:
             return
         self._check(pair, any(kind is ValueKind.SHARE for _, _, kind in self.plan.outs[j]))
+        tried = self._try(j, pair) if self._hides(pair) else {}
         for a, b, kind in self.plan.outs[j]:
             storage = self.record.views[a].storage
             if kind in (ValueKind.SAMPLE, ValueKind.DATA):
                 whole, parts = self._values(a, b)
                 match = self._along(a, b, whole, parts)
+                if match is not None and a in tried:
+                    match = _agreed(match, tried[a])
                 if match is not None and not whole.is_floating_point() and self._picks_from_mixed(pair):
                     raise self._mixes(pair)
-                if match is not None and not self._fits_any_order(whole, parts):
+                if match is not None and (a in tried or not self._fits_any_order(whole, parts)):
                     self._samples[j, a] = match
                     self._note(pair, storage, match.ratio)
-                    self._vary(storage, a, b, whole, parts)
+                    self._note_zero(storage, match.ratio is None or not whole.any())
+                    self._lie(a, b, match)
+                    self._vary(storage, a, b, whole, parts, match.inner)
                 elif match is not None:
                     continue
                 elif not (whole.is_floating_point() or whole.is_complex()):
@@ -504,9 +545,89 @@ class _Run:
                 else:
                     raise self._mixes(pair)
             elif kind is ValueKind.SHARE and storage in self.plan.shares:
-                self._share(storage, a, b, pair)
+                self._share(storage, a, b, pair, tried)
             elif kind in (ValueKind.SIZE, ValueKind.SHARE) and storage in self.machine:  # see with_given_statistics
-                self._note_other(pair, kind, a, b)
+                self._note_other(pair, kind, a, b, tried)
+
+    # ---- an operator on numbers drawn for it
+
+    def _hides(self, pair: OperatorPair) -> bool:
+        """Whether the numbers may hide what an operator does: one of its arguments or results is zero, or the same
+        everywhere."""
+        if pair.name in PATTERN_ONLY or not pair.refs:
+            return False
+        if any(self.record.views[view].storage in self._zero for view, _ in pair.refs):
+            return True
+        found = [self.machine.tensor(a) for a, _, kind in self.plan.outs[self._at] if kind in _OF_PARTS]
+        return any(t.numel() and not t.is_complex() and _is_one_number(t) for t in found)
+
+    def _try(self, j: int, pair: OperatorPair) -> dict[int, Match | None]:
+        """How an operator's results on numbers drawn for it are made of those of the parts, by the view of the whole;
+        None: in no way. Without those of which these numbers show nothing either."""
+        plan = self.plan
+        if j in plan.norms or j in plan.divided or j in plan.losses.values() or pair.name in NLL_BACKWARD:
+            return {}  # they take what is known of the whole batch
+        given = self._to_draw(pair)
+        if not given:
+            return {}
+        ops = [pair.full, *self._emitted]
+        trial = OperatorTrial(self.machine, given, frozenset[int]().union(*(op.reads | op.writes for op in ops)))
+        found: dict[int, Match | None] = {}
+        bounds = [False] if pair.name in _PICKING else [True, False]
+        for near, positive in product(bounds, (False, True)):
+            with suppress(Inconclusive), trial.run(pair.full, self._emitted, near=near, positive=positive):
+                for a, b, kind in plan.outs[j]:
+                    if kind in _OF_PARTS and a not in found:
+                        self._note_tried(found, a, b, kind)
+        return found
+
+    def _note_tried(self, found: dict[int, Match | None], a: int, b: int, kind: ValueKind) -> None:
+        whole, parts = self._values(a, b)
+        if not whole.numel() or _is_one_number(whole) or not all(isfinite(largest_of(t)) for t in (whole, *parts)):
+            return
+        if kind is not ValueKind.SHARE:
+            found[a] = self._along(a, b, whole, parts)
+        else:
+            summed = self.record.views[a].storage in self.plan.shares
+            found[a] = total(*(self._all_there(a, b) if summed else (whole, parts)), self.tolerance, 0.0)
+
+    def _to_draw(self, pair: OperatorPair) -> list[Layout]:
+        """The arguments of an operator that other numbers are drawn for; none where one of them lies in a way that is
+        not known."""
+        found: dict[int, Layout] = {}
+        for view, other in pair.refs:
+            storage = self.record.views[view].storage
+            kind, own = self.plan.kinds[storage], tuple(self._of_part(other, part).storage for part in self.parts)
+            known = self.record.storages
+            if not (self._is_float(storage) or self.record.views[view].dtype in _DRAWN):
+                return []
+            if storage in self._laid:
+                found[storage] = self._laid[storage]
+            elif kind is ValueKind.SHARE and storage not in own:
+                ratio = self._ratios.get(storage, None if self._is_float(storage) else 1.0)
+                if ratio is None or known[own[0]].nbytes != known[storage].nbytes:
+                    return []
+                found[storage] = ShareLayout(storage, own, ratio)
+            elif kind in (ValueKind.DATA, ValueKind.SAMPLE):
+                if set(own) != {storage} or self.record.storages[storage].kind != "input":
+                    return []
+                found[storage] = storage
+            elif storage in self._zero and self._is_float(storage):
+                alike = set(own) == {storage}
+                if known[own[0]].nbytes != known[storage].nbytes:
+                    return []
+                found[storage] = storage if alike else SizeLayout(storage, own, self._ratios.get(storage) or 1.0)
+        return list(found.values())
+
+    def _lie(self, a: int, b: int, match: Match) -> None:
+        """Note how a per-sample result lies in memory, if it is all that lies there."""
+        view, storage = self.record.views[a], self.record.storages[self.record.views[a].storage]
+        dim = scaled(view, self._of_part(b, 0), len(self.parts))
+        self._laid.pop(view.storage, None)
+        ratio = match.ratio if self._is_float(view.storage) else 1.0
+        if dim >= 0 and ratio is not None and prod(view.size) * ITEM_BYTES[view.dtype] == storage.nbytes:
+            parts = tuple(self.emitter.part_view(b, part) for part in self.parts)
+            self._laid[view.storage] = SampleLayout(a, parts, dim, match.inner, ratio)
 
     def _picks_from_mixed(self, pair: OperatorPair) -> bool:
         """Whether an operator makes something of whole numbers in which samples are mixed, other than to pick values by
@@ -556,6 +677,7 @@ class _Run:
             self._ratios.pop(storage, None)  # any ratio fits
             self._always_zero.add(storage)
             return
+        self._always_zero.discard(storage)
         self._ratios[storage] = self._structural(pair, of_shares) if ratio is None else ratio
 
     def _check(self, pair: OperatorPair, of_shares: bool) -> None:
@@ -681,7 +803,9 @@ class _Run:
     def _is_of_samples(self, view: int) -> bool:
         return self.plan.kinds[self.record.views[view].storage] in (ValueKind.SAMPLE, ValueKind.DATA)
 
-    def _note_other(self, pair: OperatorPair, kind: ValueKind, a: int, b: int) -> None:
+    def _note_other(
+        self, pair: OperatorPair, kind: ValueKind, a: int, b: int, tried: dict[int, Match | None]
+    ) -> None:  # fmt: skip
         """Note the ratio of a value that depends on the batch's size alone, or of a share that is not summed."""
         if kind is ValueKind.SHARE and pair.name in NOT_SUMS and not _adds_magnitudes(pair.full):
             raise self._is_no_sum(pair)
@@ -689,13 +813,20 @@ class _Run:
         if whole.is_floating_point():
             if kind is ValueKind.SHARE:
                 match = total(whole, parts, self.tolerance, 0.0)
+                if match is not None and a in tried:
+                    match = _agreed(match, tried[a])
+                    if match is None:
+                        raise self._is_no_sum(pair)
                 ratio = match.ratio if match is not None else 1.0
             else:
                 one, other = largest_of(whole), largest_of(parts[0])
                 ratio = one / other if one and other else None
             self._note(pair, self.record.views[a].storage, ratio, of_shares=kind is ValueKind.SHARE)
+        self._note_zero(self.record.views[a].storage, not whole.any())
 
-    def _vary(self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def _vary(
+        self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor], inner: int
+    ) -> None:  # fmt: skip
         """Have a mask that is the same for most samples hold for about half of its elements."""
         fixed = whole.dtype != torch.bool or self.record.storages[storage].kind != "temp" or 0 in whole.stride()
         if self._draw is None or fixed or whole.numel() < 2 or not is_mostly_alike(whole):
@@ -703,10 +834,12 @@ class _Run:
         dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
         drawn = torch.rand(whole.shape, generator=self._draw) < 0.5
         whole.copy_(drawn)
-        for piece, part in zip(parts, drawn.tensor_split(len(parts), dim), strict=True):
+        for piece, part in zip(parts, side_by_side(drawn, dim, inner, len(parts)), strict=True):
             piece.copy_(part)
 
-    def _share(self, storage: int, a: int, b: int, pair: OperatorPair) -> None:
+    def _share(
+        self, storage: int, a: int, b: int, pair: OperatorPair, tried: dict[int, Match | None]
+    ) -> None:  # fmt: skip
         whole, parts = self._values(a, b)
         if self._writes_a_piece(pair):  # one factor has to fit all that lies there
             whole, parts = self._all_there(a, b)
@@ -723,6 +856,9 @@ class _Run:
         inputs = [self.machine.tensor(v) for v, _ in pair.refs if self.record.views[v].storage in self.machine]
         largest = max((largest_of(t) for t in inputs if t.is_floating_point()), default=0.0)
         match = total(whole, parts, self.tolerance, _NOISE * largest)
+        if match is not None and a in tried:
+            match = _agreed(match, tried[a])
+        self._note_zero(storage, not whole.any())
         if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
             raise self._is_no_sum(pair)
         self._note(pair, storage, match.ratio, of_shares=True)
@@ -744,7 +880,9 @@ class _Run:
         for a, b in self.results:
             whole, parts = self._values(a, b)
             match = self._along(a, b, whole, parts)
-            if match is None or match.inner != 1 or self._fits_any_order(whole, parts):
+            laid = self._laid.get(self.record.views[a].storage)
+            in_order = laid is not None and laid.inner == 1
+            if match is None or match.inner != 1 or (not in_order and self._fits_any_order(whole, parts)):
                 raise NotSplittable(
                     f"a result of shape {tuple(whole.shape)} can't be put together from those of parts",
                     "return per-sample values with the batch first, sums, or means, or submit without microbatches",

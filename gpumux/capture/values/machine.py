@@ -6,7 +6,8 @@ of summation is far below any error that matters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,22 @@ class Machine:
     def own(self, index: int) -> None:
         """Copy the elements of storage `index`, so that no other machine shares them."""
         self._held[index] = self._held[index].clone()
+
+    @contextmanager
+    def restored(self, indices: Collection[int]) -> Iterator[None]:
+        """In the block these storages are copies, and what becomes of them is undone at its end."""
+        before = {index: self._held.get(index) for index in indices}
+        try:
+            for index, held in before.items():
+                if held is not None:
+                    self._held[index] = torch.empty(0, dtype=held.dtype).set_(held.untyped_storage().clone())
+            yield
+        finally:
+            for index, held in before.items():
+                if held is None:
+                    self.forget(index)
+                else:
+                    self._held[index] = held
 
     def flat(self, index: int) -> torch.Tensor:
         """All elements of storage `index`."""

@@ -1,0 +1,142 @@
+"""One operator run on numbers drawn for it, on the whole batch and on its parts.
+
+The numbers of a proof (proof.py) may hide what an operator does: a mask that holds nowhere, differences that all are
+zero, a term that is zero at first. What an operator makes of them fits parts in any order and any factor. Here its
+arguments are other numbers, related as those of the step are: samples lie side by side, shares add up, each times its
+factor. How the results are related then is what the operator does, whatever the step's numbers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpumux.capture.recorder import RawOp
+from gpumux.capture.values.machine import Inconclusive, Machine
+
+NEAR = (-1.0, 0.0, 1.0)  # around numbers that an operator is given, such as bounds
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLayout:
+    """How a per-sample value lies in memory: the whole view and those of the parts, which lie along `dim`, `inner`
+    times in turns; the whole is `ratio` times what the parts have."""
+
+    whole: int
+    parts: tuple[int, ...]
+    dim: int
+    inner: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLayout:
+    """A value of which each part has a share: the storage, those of the parts, and the factor of the shares' sum."""
+
+    whole: int
+    parts: tuple[int, ...]
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLayout:
+    """A value that all parts compute alike: the storage, those of the parts, and how many times theirs the whole is."""
+
+    whole: int
+    parts: tuple[int, ...]
+    ratio: float
+
+
+Layout = SampleLayout | ShareLayout | SizeLayout | int  # the number of a storage that all parts read, such as the batch
+
+
+class OperatorTrial:
+    """`given`: the arguments to draw, each once. `kept`: all storages that the operators read or write."""
+
+    def __init__(self, machine: Machine, given: Sequence[Layout], kept: Collection[int]) -> None:
+        self._machine, self._given, self._kept = machine, given, kept
+
+    @contextmanager
+    def run(self, whole: RawOp, parts: Sequence[RawOp], *, near: bool, positive: bool) -> Iterator[None]:
+        """The operators' results, for as long as the block runs. `near`: draw numbers close to those that the operator
+        is given; `positive`: draw no negative ones. Raises Inconclusive if torch refuses them for such numbers."""
+        numbers = _numbers_of(whole) if near else []
+        draw = torch.Generator().manual_seed(5)
+        with self._machine.restored(self._kept):
+            for layout in self._given:
+                if isinstance(layout, SampleLayout):
+                    self._samples(layout, draw, numbers, positive)
+                elif isinstance(layout, ShareLayout):
+                    self._shares(layout, draw, numbers, positive)
+                elif isinstance(layout, SizeLayout):
+                    flat = self._machine.flat(layout.whole)
+                    flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
+                    for storage in layout.parts:
+                        if self._machine.flat(storage).shape != flat.shape:
+                            raise Inconclusive("memory that lies otherwise in parts")
+                        self._machine.flat(storage).copy_(flat / layout.ratio)
+                else:
+                    flat = self._machine.flat(layout)
+                    flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
+            for op in (whole, *parts):
+                self._machine.run(op)
+            yield
+
+    def _samples(
+        self, layout: SampleLayout, draw: torch.Generator, numbers: Sequence[float], positive: bool
+    ) -> None:  # fmt: skip
+        target = self._machine.tensor(layout.whole)
+        made = _drawn(target, target.shape, draw, numbers, positive)
+        target.copy_(made)
+        parts = side_by_side(made, layout.dim, layout.inner, len(layout.parts))
+        for view, part in zip(layout.parts, parts, strict=True):
+            self._machine.tensor(view).copy_(part / layout.ratio if layout.ratio != 1.0 else part)
+
+    def _shares(
+        self, layout: ShareLayout, draw: torch.Generator, numbers: Sequence[float], positive: bool
+    ) -> None:  # fmt: skip
+        whole = self._machine.flat(layout.whole)
+        total = torch.zeros_like(whole)
+        for storage in layout.parts:
+            flat = self._machine.flat(storage)
+            if flat.shape != whole.shape:
+                raise Inconclusive("memory of shares that lie otherwise in parts")
+            flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
+            total += flat
+        whole.copy_(total * layout.ratio if layout.ratio != 1.0 else total)
+
+
+def side_by_side(whole: torch.Tensor, dim: int, inner: int, count: int) -> list[torch.Tensor]:
+    """The parts of which a tensor is made, which lie along `dim`, `inner` times in turns."""
+    blocks = whole.unflatten(dim, (inner, whole.shape[dim] // inner)).chunk(count, dim + 1)
+    return [block.flatten(dim, dim + 1) for block in blocks]
+
+
+def _numbers_of(op: RawOp) -> list[float]:
+    """The numbers among an operator's arguments: values close to them are worth a try."""
+    given: Mapping[str, Any] = dict(op.kwargs)
+    found = [a for a in (*op.args, *given.values()) if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    return [float(a) for a in found if abs(a) < 1 << 31]
+
+
+def _drawn(
+    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, numbers: Sequence[float], positive: bool
+) -> torch.Tensor:
+    """Numbers of a tensor's type: booleans, whole numbers among those that are there and those of the operator, or
+    normal ones, half of them around the operator's numbers."""
+    if like.dtype == torch.bool:
+        return torch.rand(shape, generator=draw) < 0.5
+    if not like.is_floating_point():
+        known = like.unique().tolist()
+        known += [int(n + step) for n in numbers for step in NEAR if n + step >= min(known, default=0)]
+        choice = torch.tensor(known or [0], dtype=like.dtype)
+        return choice[torch.randint(len(choice), shape, generator=draw)]
+    made = torch.randn(shape, generator=draw)
+    if numbers:
+        centres = torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=draw)]
+        made = torch.where(torch.rand(shape, generator=draw) < 0.5, made, made + centres)
+    return (made.abs() + 0.1 if positive else made).to(like.dtype)
