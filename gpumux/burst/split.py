@@ -38,7 +38,7 @@ from gpumux.capture.microbatch.classify import (
 )
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.microbatch.proof import Match, Proof, operators, prove
-from gpumux.capture.microbatch.split import Loader, exits, fixed, split_positions
+from gpumux.capture.microbatch.split import Loader, exits, fixed, split_positions, with_operators_once
 from gpumux.capture.recorder import RankResult, RankTraces, RawCollective, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace, TensorResult
@@ -71,7 +71,8 @@ def split_over_ranks(
     known of the job's other steps, to which is added: the phases of an optimizer differ behind the gradients alone.
     Raises NotSplittable."""
     try:
-        return _split(full, parts, tensors, placement, table, batch_norm, proven or Proven())
+        known = proven or Proven()
+        return with_operators_once(lambda once: _split(full, parts, tensors, placement, table, batch_norm, known, once))
     except NotSplittable as error:
         message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
         raise NotSplittable(message, remedy) from error
@@ -95,6 +96,7 @@ def _split(
     table: StateTable,
     batch_norm: BatchNorm,
     proven: Proven,
+    once: frozenset[int],
 ) -> RankTraces:
     cuts = {g: split_positions(tensors, g, over_ranks=True) for g in parts}
     gradients = {place.buffer for _, place in full.entry.gradients}
@@ -105,7 +107,7 @@ def _split(
     ]
     classified: dict[int, tuple[list[OperatorPair], SplitPlan]] = {}
     for g, part in parts.items():
-        setting = Setting(cuts[g], fixed(table), gradients, norms=True)
+        setting = Setting(cuts[g], fixed(table), gradients, norms=True, once=once)
         pairs = pair_up(full, part)
         plan = classify(pairs, full.record, part.record, g, setting, exits(full), [a for _, a, _ in returned])
         classified[g] = pairs, plan

@@ -1,12 +1,18 @@
 """Steps split over ranks compute what plain torch computes, for any placement of their layers."""
 
+from __future__ import annotations
+
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from gpumux.burst.placement import RankPlacement, data_parallel
 from tests.burst.many import split_programs
-from tests.burst.subjects import SUBJECTS, compare, random_placement
+from tests.burst.subjects import SUBJECTS, Built, compare, random_placement
 
 BOUND = 1e-10
 PLACEMENTS = 4  # of each subject on each number of ranks; `python -m tests.burst.many` runs 200 of each
@@ -39,6 +45,30 @@ def test_data_parallel_training_sums_gradients_and_moves_nothing_else(name: str)
     assert gang.last is not None
     kinds = {one.kind for rank in gang.last.ranks for one in rank.lowered.program.collectives}
     assert kinds == {"all_reduce"}
+
+
+def build_summed(model: Any) -> Built:
+    """The sum of a loss over the batch, a penalty on the weights beside it, and a mean of its own for one layer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y, reduction="sum") + model[0](x).square().mean()
+        loss = loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return [model], [optimizer], [step]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_a_mean_and_a_penalty_on_the_weights_are_added_once_they_are_whole(ranks: int) -> None:
+    subject = replace(SUBJECTS["vgg"], name="summed", build=build_summed)
+    rng = random.Random(ranks)
+    for placement in (data_parallel(ranks), *(random_placement(subject.layers, ranks, rng) for _ in range(PLACEMENTS))):
+        difference, _ = compare(subject, placement, 3)
+        assert difference.largest <= BOUND, placement
 
 
 @pytest.mark.parametrize(("name", "placements"), [("vgg", 40), ("inception", 40), ("gan", 20)])

@@ -108,13 +108,12 @@ def refused(loss_of: Any, labels: Any, endpoint: str) -> errors.NotSplittable:
     return error.value
 
 
-def test_a_sum_beside_a_mean_is_refused_though_one_of_them_is_zero_in_the_example(endpoint: str) -> None:
+def test_a_mean_added_to_a_sum_has_its_own_factor_though_it_is_zero_in_the_example(endpoint: str) -> None:
     def margin(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
         scores, one = m(x)
-        return F.cross_entropy(scores, y, reduction="sum") + F.relu(one.tanh() - 2.0).mean()
+        return F.cross_entropy(scores, y, reduction="sum") + F.relu(one.tanh() - 0.9 + 4 * m.weight).mean()
 
-    error = refused(margin, classes, endpoint)
-    assert "adds a sum over the batch and a mean" in error.message
+    check(lambda: work(margin, classes), endpoint)
 
 
 def test_a_factor_of_zero_in_the_code_hides_nothing(endpoint: str) -> None:
@@ -149,9 +148,13 @@ def never_negative(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return F.cross_entropy(scores, y) + torch.maximum(off, torch.zeros_like(off)).sum()
 
 
-@pytest.mark.parametrize("loss_of", [penalty, from_a_step_on, never_negative])
-def test_a_sum_that_is_added_to_a_mean_is_refused_though_it_is_zero_yet(loss_of: Any, endpoint: str) -> None:
-    assert "adds a sum over the batch and a mean" in refused(loss_of, classes, endpoint).message
+def test_gradients_of_a_sum_and_a_mean_that_meet_in_one_sample_are_refused(endpoint: str) -> None:
+    assert "adds a sum over the batch and a mean" in refused(penalty, classes, endpoint).message
+
+
+@pytest.mark.parametrize("loss_of", [from_a_step_on, never_negative])
+def test_a_sum_of_another_head_is_added_to_a_mean_once_both_are_whole(loss_of: Any, endpoint: str) -> None:
+    check(lambda: work(loss_of, classes), endpoint)
 
 
 def ranking(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -361,14 +364,14 @@ def largest(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return F.cross_entropy(scores, y), (one.detach().sigmoid() * (y == 1)).amax()
 
 
+@pytest.mark.parametrize("loss_of", [tiny, filled, filled_up, regularised, regularised_later])
+def test_what_is_added_to_a_sum_otherwise_than_in_parts_is_added_once_it_is_whole(loss_of: Any, endpoint: str) -> None:
+    check(lambda: work(loss_of, classes), endpoint)
+
+
 @pytest.mark.parametrize(
     ("loss_of", "why"),
     [
-        (tiny, "adds a sum over the batch and a mean"),
-        (filled, "joins a sum over the batch and a mean"),
-        (filled_up, "neither the sum nor the mean"),
-        (regularised, "the same for all parts of the batch"),
-        (regularised_later, "the same for all parts of the batch"),
         (by_rank, "mixes samples"),
         (up_to_a_number, "mixes samples"),
         (hooked(lambda g: g.clamp(-9.0, 9.0)), "clamp is not linear"),

@@ -457,7 +457,6 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("hardest half", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(len(x) // 2)[0].mean(),
      "topk mixes samples"),
     ("spread", lambda m, x, y: m(x).std(), "single samples"),
-    ("mean and sum", lambda m, x, y: m(x).mean() + m(x).square().sum(), "adds a sum over the batch and a mean"),
     ("neighbours", lambda m, x, y: (m(x) - m(x.roll(1, 0))).square().mean(), "roll mixes samples"),
     ("halves", lambda m, x, y: (m(x[: len(x) // 2]) * m(x[len(x) // 2 :])).mean(), "mixes samples"),
     ("first sample", lambda m, x, y: (m(x) * m(x)[0]).mean(), "picks certain samples"),
@@ -468,8 +467,6 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("fixed size", lambda m, x, y: (m(x) * torch.ones(8, 1)).mean(), "not on one of 2 parts"),
     ("labels of its own", lambda m, x, y: F.cross_entropy(m(x), m(x).argmax(1)),
      "labels that the step works out itself"),
-    ("batch size squared", lambda m, x, y: m(x).square().sum() / len(x) ** 2 + m(x).mean(),
-     "adds a sum over the batch and a mean"),
 ]  # fmt: skip
 
 

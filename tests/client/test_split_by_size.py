@@ -172,21 +172,33 @@ def row_of_each_place(m: Counting, x: torch.Tensor, y: torch.Tensor) -> torch.Te
     return F.cross_entropy(m.scores(x), y) + (m.table(m.rows[: len(x)])[:, 0] * x[:, 0]).mean()
 
 
-@pytest.mark.parametrize("loss_of", [counted_before, row_of_each_place])
-def test_whole_numbers_of_the_state_that_are_zero_at_first_hide_nothing(loss_of: Any, endpoint: str) -> None:
+def counting(loss_of: Callable[[Counting, torch.Tensor, torch.Tensor], torch.Tensor]) -> Work:
+    torch.manual_seed(0)
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = loss_of(model, x, y)
+        loss = loss_of(model, x, y)
         loss.backward()
         optimizer.step()
         return loss
 
-    example = torch.randn(SIZE, 5), classes(0)
+    data = [(torch.randn(SIZE, 5), classes(i)) for i in range(4)]
+    return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 4), {"microbatches": 2})
+
+
+def test_a_count_in_the_state_that_is_zero_at_first_goes_on(endpoint: str) -> None:
+    check(lambda: counting(counted_before), endpoint)
+
+
+def test_indices_in_the_state_that_are_zero_at_first_hide_nothing(endpoint: str) -> None:
+    one = counting(row_of_each_place)
+    ((step, example),) = one.functions
     with pytest.raises(errors.NotSplittable):
-        client.submit(step, example=example, model=model, optimizer=optimizer, microbatches=2, endpoint=endpoint)
+        client.submit(
+            step, example=example, model=one.models, optimizer=one.optimizers, microbatches=2, endpoint=endpoint
+        )
 
 
 def clamped(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -234,6 +246,10 @@ def with_alpha(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return m(x)[0].square().sum().add(scaled(m, x, y).sum(), alpha=1 / len(x))
 
 
-@pytest.mark.parametrize("loss_of", [product_added, interpolated, scattered, difference, with_alpha])
+def test_a_factor_by_the_size_is_applied_once_the_sum_is_whole(endpoint: str) -> None:
+    check(lambda: work(with_alpha, large), endpoint)
+
+
+@pytest.mark.parametrize("loss_of", [product_added, interpolated, scattered, difference])
 def test_values_of_other_factors_are_not_added_by_whatever_operator(loss_of: Loss, endpoint: str) -> None:
     assert "adds a sum over the batch and a mean" in refused(loss_of, large, endpoint).message

@@ -262,12 +262,14 @@ class RunLevel(IntEnum):
 class Setting:
     """`split`: positions of the batch tensors that are cut into parts. `fixed`: job buffers without parameters.
     `gradients`: job buffers of gradients that exist before the step. `norms`: whether parts may have batch norms with
-    statistics of their own, for which the caller provides (plan.norms)."""
+    statistics of their own, for which the caller provides (plan.norms). `once`: operators on shares that have to run
+    once, on the sums, as a proof has found."""
 
     split: set[int]
     fixed: set[int]
     gradients: set[int]
     norms: bool = False
+    once: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -594,7 +596,8 @@ class _Walk(Values):
     ) -> tuple[RunLevel, list[tuple[int, int, ValueKind]]]:
         if samples:
             raise self.refuse(pair, "uses a value reduced over the whole batch together with single samples")
-        if j >= self.limit or not self._linear(pair, kinds) or self.changes_state(pair):
+        once = j >= self.limit or j in self.setting.once
+        if once or not self._linear(pair, kinds) or self.changes_state(pair):
             return self._tail_op(j, pair, kinds)
         outs = self.outs(pair, ValueKind.SHARE, ValueKind.SAMPLE)
         if any(kind is ValueKind.SAMPLE for _, _, kind in outs):

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from gpumux.capture.microbatch.classify import (
+    LINEAR,
     MEAN,
     NLL_BACKWARD,
     NORM_BACKWARD,
@@ -252,6 +253,15 @@ class Numbers(Enum):
     EXAMPLE = "the job's state and the example batch"
 
 
+class RunsOnce(NotSplittable):
+    """What linear operators make of shares is not the share of what they make of sums: a sum and a mean are added, or
+    what is the same for all parts is added to a sum. `operators` have to run once, on sums (Setting.once)."""
+
+    def __init__(self, first: NotSplittable, operators: frozenset[int]) -> None:
+        super().__init__(first.message, first.remedy)
+        self.operators = operators
+
+
 class Load(Protocol):
     """Fills state and batch."""
 
@@ -322,7 +332,7 @@ def prove(
 ) -> Proof:
     """Prove a split on real numbers. `results`: (whole view, part view) of per-sample values that the step returns.
     `spread`: look at elements spread over a large value only, for a caller that compares all of them itself. Raises
-    NotSplittable."""
+    RunsOnce or another NotSplittable."""
     reason = ""
     for wide in (True, False):
         found: Proof | None = None
@@ -397,6 +407,8 @@ class _Run:
         self._ratios: dict[int, float | None] = {}  # of all that depends on the batch; None: not known
         self._always_zero: set[int] = set()
         self._mixed: set[int] = set()  # whole numbers computed from samples, that parts do not give side by side
+        self._once: dict[int, NotSplittable] = {}  # operators that have to run once, and why
+        self._not_shared: set[int] = set()  # what they make, and what follows from it
         self._zero_shares: dict[int, str] = {}  # shares that are zero and have no ratio, and what made each
         self._zero: set[int] = set()  # storages that hold zeros alone, and may hold other numbers later
         self._laid: dict[int, SampleLayout] = {}  # by storage of per-sample values of which it is known
@@ -417,10 +429,12 @@ class _Run:
                 self._note_zeros(pair)
             if level is RunLevel.PART:
                 self._in_parts(j, pair)
-                self._compare(j, pair)
+                self._compare_or_run_once(j, pair)
             for storage in last.get(j, ()):
                 for one in (storage, *self._own.get(storage, ())):
                     self.machine.forget(one)
+        if self._once:
+            raise RunsOnce(next(iter(self._once.values())), frozenset(self._once))
         return self._finish()
 
     def _note_given(self) -> None:
@@ -513,6 +527,21 @@ class _Run:
         return self.record.views[self.emitter.part_view(view, part)]
 
     # ---- comparing -----------------------------------------------------------------------------------
+
+    def _compare_or_run_once(self, j: int, pair: OperatorPair) -> None:
+        made = {self.record.views[a].storage for a, _, _ in self.plan.outs[j]}
+        if self._not_shared & {self.record.views[a].storage for a, _ in pair.refs}:
+            self._not_shared |= made
+            return
+        self._not_shared -= made
+        try:
+            self._compare(j, pair)
+        except NotSplittable as error:
+            kinds = {self.plan.kinds[self.record.views[a].storage] for a, _ in pair.refs}
+            if pair.name not in LINEAR or ValueKind.SHARE not in kinds or kinds & {ValueKind.SAMPLE, ValueKind.DATA}:
+                raise
+            self._once[j] = error
+            self._not_shared |= made
 
     def _compare(self, j: int, pair: OperatorPair) -> None:
         if pair.full.random is not None:

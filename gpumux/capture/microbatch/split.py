@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -24,7 +25,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Numbers, Proof, is_mostly_alike, prove
+from gpumux.capture.microbatch.proof import Numbers, Proof, RunsOnce, is_mostly_alike, prove
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
@@ -291,6 +292,8 @@ def _others(values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 # ---- splitting a step
 
 
+T = TypeVar("T")
+
 # How far a split step's gradients and results may be from the whole step's, by dtype, relative to the largest element
 # of the tensor. In exact arithmetic they are equal.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -360,7 +363,39 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
         (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
     ]
     setting = Setting(cut, fixed(table), {place.buffer for _, place in full.entry.gradients})
-    plan = classify(pairs, full.record, part.record, count, setting, exits(full), [a for a, _ in returned])
+
+    def proven(once: frozenset[int]) -> RawTrace:
+        some = replace(setting, once=once)
+        plan = classify(pairs, full.record, part.record, count, some, exits(full), [a for a, _ in returned])
+        return _proven(full, part, tensors, table, pairs=pairs, plan=plan, returned=returned, cut=cut, count=count)
+
+    return with_operators_once(proven)
+
+
+def with_operators_once(split_with: Callable[[frozenset[int]], T]) -> T:
+    """What `split_with` gives, called with the operators that have to run once on sums until its proof finds no more of
+    them. Raises NotSplittable, with the reason that was found first."""
+    once: frozenset[int] = frozenset()
+    first: RunsOnce | None = None
+    while True:
+        try:
+            return split_with(once)
+        except RunsOnce as error:
+            first = first or error
+            if error.operators <= once:
+                raise
+            once |= error.operators
+        except NotSplittable as error:
+            if first is None:
+                raise
+            raise NotSplittable(first.message, first.remedy) from error
+
+
+def _proven(
+    full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], table: StateTable, *, pairs: list[OperatorPair],
+    plan: SplitPlan, returned: list[tuple[int, int]], cut: set[int], count: int,
+) -> RawTrace:  # fmt: skip
+    """The trace of a split that was classified. Raises NotSplittable."""
 
     def emitter(shared: set[int] | None = None) -> PartEmitter:
         return PartEmitter(pairs, full.record, part.record, plan, count=count, split=cut, shared=shared)
