@@ -149,7 +149,14 @@ _DRAWN = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64"))  # besi
 
 def _is_one_number(values: torch.Tensor) -> bool:
     """Whether all elements of a tensor that has some are the same: of floating-point numbers, zero."""
-    return not bool(values.any() if values.is_floating_point() else (values != values.flatten()[0]).any())
+    one = values.new_zeros(()) if values.is_floating_point() else values[(0,) * values.dim()]
+    corner = values[tuple([slice(0, 8)] * values.dim())]  # shows it of most tensors
+    return not bool((corner != one).any()) and not bool((values != one).any())
+
+
+def _is_zero(values: torch.Tensor) -> bool:
+    """Whether a tensor has no other elements than zeros."""
+    return not values.numel() or (_is_one_number(values) and not bool(values.any()))
 
 
 def _agreed(seen: Match, tried: Match | None) -> Match | None:
@@ -477,7 +484,7 @@ class _Run:
         for view in outs_of(pair.full.outs):
             storage = self.record.views[view].storage
             made = not pair.refs or pair.name in PATTERN_ONLY
-            zero = storage in self.machine and not self.machine.flat(storage).any()
+            zero = storage in self.machine and _is_zero(self.machine.flat(storage))
             if made and zero:
                 self._always_zero.add(storage)
             else:
@@ -563,7 +570,7 @@ class _Run:
                 if match is not None and (a in tried or not self._fits_any_order(whole, parts)):
                     self._samples[j, a] = match
                     self._note(pair, storage, match.ratio)
-                    self._note_zero(storage, match.ratio is None or not whole.any())
+                    self._note_zero(storage, match.ratio is None or _is_zero(whole))
                     self._lie(a, b, match)
                     self._vary(storage, a, b, whole, parts, match.inner)
                 elif match is not None:
@@ -851,7 +858,7 @@ class _Run:
                 one, other = largest_of(whole), largest_of(parts[0])
                 ratio = one / other if one and other else None
             self._note(pair, self.record.views[a].storage, ratio, of_shares=kind is ValueKind.SHARE)
-        self._note_zero(self.record.views[a].storage, not whole.any())
+        self._note_zero(self.record.views[a].storage, _is_zero(whole))
 
     def _vary(
         self, storage: int, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor], inner: int
@@ -887,7 +894,7 @@ class _Run:
         match = total(whole, parts, self.tolerance, _NOISE * largest)
         if match is not None and a in tried:
             match = _agreed(match, tried[a])
-        self._note_zero(storage, not whole.any())
+        self._note_zero(storage, _is_zero(whole))
         if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
             raise self._is_no_sum(pair)
         self._note(pair, storage, match.ratio, of_shares=True)
