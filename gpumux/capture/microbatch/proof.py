@@ -147,6 +147,10 @@ _OF_PARTS = (ValueKind.SAMPLE, ValueKind.DATA, ValueKind.SHARE)
 _DRAWN = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64"))  # beside floating-point numbers
 
 
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
 def _is_one_number(values: torch.Tensor) -> bool:
     """Whether all elements of a tensor that has some are the same: of floating-point numbers, zero."""
     one = values.new_zeros(()) if values.is_floating_point() else values[(0,) * values.dim()]
@@ -155,8 +159,10 @@ def _is_one_number(values: torch.Tensor) -> bool:
 
 
 def _is_zero(values: torch.Tensor) -> bool:
-    """Whether a tensor has no other elements than zeros."""
-    return not values.numel() or (_is_one_number(values) and not bool(values.any()))
+    """Whether a tensor has no other elements than zeros, or is a mask that is the same everywhere."""
+    if not values.numel():
+        return True
+    return _is_one_number(values) and (values.dtype == torch.bool or not bool(values.any()))
 
 
 def _agreed(seen: Match, tried: Match | None) -> Match | None:
@@ -413,6 +419,7 @@ class _Run:
         self._samples: dict[tuple[int, int], Match] = {}
         self._ratios: dict[int, float | None] = {}  # of all that depends on the batch; None: not known
         self._always_zero: set[int] = set()
+        self._zero_for_all: set[int] = set()  # of what the present operator makes, what was so of all numbers tried
         self._mixed: set[int] = set()  # whole numbers computed from samples, that parts do not give side by side
         self._once: dict[int, NotSplittable] = {}  # operators that have to run once, and why
         self._not_shared: set[int] = set()  # what they make, and what follows from it
@@ -557,6 +564,7 @@ class _Run:
         if pair.name in UNDEFINED or pair.full.random is not None:
             return
         self._check(pair, any(kind is ValueKind.SHARE for _, _, kind in self.plan.outs[j]))
+        self._zero_for_all = set()
         tried = self._try(j, pair) if self._hides(pair) else {}
         for a, b, kind in self.plan.outs[j]:
             storage = self.record.views[a].storage
@@ -600,22 +608,28 @@ class _Run:
     def _try(self, j: int, pair: OperatorPair) -> dict[int, Match | None]:
         """How an operator's results on numbers drawn for it are made of those of the parts, by the view of the whole;
         None: in no way. Without those of which these numbers show nothing either."""
-        plan = self.plan
-        if j in plan.norms or j in plan.divided or j in plan.losses.values() or pair.name in NLL_BACKWARD:
-            return {}  # they take what is known of the whole batch
-        given = self._to_draw(pair)
-        if not given:
+        given = self._to_draw(j, pair) if j not in self.plan.norms else None
+        if given is None:
             return {}
+        outs = [(a, b, kind) for a, b, kind in self.plan.outs[j] if kind in _OF_PARTS]
         ops = [pair.full, *self._emitted]
         trial = OperatorTrial(self.machine, given, frozenset[int]().union(*(op.reads | op.writes for op in ops)))
         found: dict[int, Match | None] = {}
+        ran = not given
         bounds = [False] if pair.name in _PICKING else [True, False]
-        for near, positive in product(bounds, (False, True)):
+        for near, positive in product(bounds, (False, True)) if given else ():
             with suppress(Inconclusive), trial.run(pair.full, self._emitted, near=near, positive=positive):
-                for a, b, kind in plan.outs[j]:
-                    if kind in _OF_PARTS and a not in found:
+                ran = True
+                for a, b, kind in outs:
+                    if a not in found:
                         self._note_tried(found, a, b, kind)
+        if ran:
+            left = [(self.record.views[a].storage, a) for a, _, _ in outs if a not in found]
+            self._zero_for_all = {storage for storage, a in left if self._is_zero_here(a)}
         return found
+
+    def _is_zero_here(self, view: int) -> bool:
+        return _is_float(self.record.views[view].dtype) and _is_zero(self.machine.tensor(view))
 
     def _note_tried(self, found: dict[int, Match | None], a: int, b: int, kind: ValueKind) -> None:
         whole, parts = self._values(a, b)
@@ -627,31 +641,35 @@ class _Run:
             summed = self.record.views[a].storage in self.plan.shares
             found[a] = total(*(self._all_there(a, b) if summed else (whole, parts)), self.tolerance, 0.0)
 
-    def _to_draw(self, pair: OperatorPair) -> list[Layout]:
-        """The arguments of an operator that other numbers are drawn for; none where one of them lies in a way that is
+    def _to_draw(self, j: int, pair: OperatorPair) -> list[Layout] | None:
+        """The arguments of an operator that other numbers are drawn for: not for those that are always zero, nor for
+        labels and weights of a loss, of which the whole batch's are known. None where one of them lies in a way that is
         not known."""
         found: dict[int, Layout] = {}
-        for view, other in pair.refs:
+        loss = pair.name in NLL_BACKWARD or j in self.plan.losses.values()
+        for view, other in pair.refs[:1] if loss else pair.refs:
             storage = self.record.views[view].storage
             kind, own = self.plan.kinds[storage], tuple(self._of_part(other, part).storage for part in self.parts)
             known = self.record.storages
-            if not (self._is_float(storage) or self.record.views[view].dtype in _DRAWN):
-                return []
+            if not (_is_float(dtype := self.record.views[view].dtype) or dtype in _DRAWN):
+                return None
+            if storage in self._always_zero:
+                continue
             if storage in self._laid:
                 found[storage] = self._laid[storage]
             elif kind is ValueKind.SHARE and storage not in own:
-                ratio = self._ratios.get(storage, None if self._is_float(storage) else 1.0)
+                ratio = self._ratios.get(storage, None if _is_float(dtype) else 1.0)
                 if ratio is None or known[own[0]].nbytes != known[storage].nbytes:
-                    return []
+                    return None
                 found[storage] = ShareLayout(storage, own, ratio)
             elif kind in (ValueKind.DATA, ValueKind.SAMPLE):
                 if set(own) != {storage} or self.record.storages[storage].kind != "input":
-                    return []
+                    return None
                 found[storage] = storage
-            elif storage in self._zero and self._is_float(storage):
+            elif storage in self._zero:
                 alike = set(own) == {storage}
                 if known[own[0]].nbytes != known[storage].nbytes:
-                    return []
+                    return None
                 found[storage] = storage if alike else SizeLayout(storage, own, self._ratios.get(storage) or 1.0)
         return list(found.values())
 
@@ -709,12 +727,12 @@ class _Run:
 
     def _note(self, pair: OperatorPair, storage: int, ratio: float | None, of_shares: bool = False) -> None:
         """Note the ratio of what an operator made; None: it is zero."""
-        if ratio is None and (pair.name in PATTERN_ONLY or not pair.refs):
+        if ratio is None and (pair.name in PATTERN_ONLY or not pair.refs or storage in self._zero_for_all):
             self._ratios.pop(storage, None)  # any ratio fits
             self._always_zero.add(storage)
             return
         self._always_zero.discard(storage)
-        self._ratios[storage] = self._structural(pair, of_shares) if ratio is None else ratio
+        self._ratios[storage] = ratio
 
     def _check(self, pair: OperatorPair, of_shares: bool) -> None:
         """Raises NotSplittable where values of different ratios are added, which does not show while one of them is
@@ -898,9 +916,8 @@ class _Run:
         if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
             raise self._is_no_sum(pair)
         self._note(pair, storage, match.ratio, of_shares=True)
-        if match.ratio is None and self._is_float(storage):
-            match = Match(self._ratios[storage])
-            if match.ratio is None and not any(largest_of(t) for t in (whole, *parts)):
+        if match.ratio is None and storage in self._ratios and self._is_float(storage):
+            if not any(largest_of(t) for t in (whole, *parts)):
                 self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
         self._matches[storage] = match
 
@@ -936,4 +953,4 @@ class _Run:
         return proof
 
     def _is_float(self, storage: int) -> bool:
-        return self.record.storages[storage].dtype.startswith(("float", "bfloat", "complex"))
+        return _is_float(self.record.storages[storage].dtype)

@@ -129,7 +129,7 @@ def _drawn(
     """Numbers of a tensor's type: booleans, whole numbers among those that are there and those of the operator, or
     normal ones, half of them around the operator's numbers."""
     if like.dtype == torch.bool:
-        return torch.rand(shape, generator=draw) < 0.5
+        return torch.rand(shape, generator=draw) < 0.5 if like.numel() > 1 else ~like
     if not like.is_floating_point():
         known = like.unique().tolist()
         known += [int(n + step) for n in numbers for step in NEAR if n + step >= min(known, default=0)]
