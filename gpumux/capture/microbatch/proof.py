@@ -17,16 +17,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 from math import isfinite, prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from gpumux.capture.microbatch.classify import (
     LINEAR,
-    MEAN,
     NLL_BACKWARD,
     NORM_BACKWARD,
-    NOT_SUMS,
     REMEDY,
     OperatorPair,
     RunLevel,
@@ -40,7 +38,7 @@ from gpumux.capture.microbatch.trial import Layout, OperatorTrial, SampleLayout,
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, ScalarRef, View
+from gpumux.program.ir import ITEM_BYTES, View
 
 # ---- comparing a value of the whole batch with those of the parts
 
@@ -189,69 +187,19 @@ def with_given_statistics(op: RawOp, of: RawOp | None = None) -> RawOp:
     return op
 
 
-# Operators that add values, or put them side by side.
-_ADDING = frozenset(("add", "sub", "rsub"))
-_SUMS = _ADDING | {"cat", "stack", "where", "maximum", "minimum"}
+_SUM_AND_MEAN = "adds a sum over the batch and a mean, or what follows from them"
+_ADDING = frozenset(("add", "sub", "rsub", "cat", "stack"))
 
-# Sums of which a term may be a number.
-_WITH_NUMBERS = frozenset(("add", "add_", "sub", "sub_", "rsub", "where"))
-_TINY = 1e-6  # numbers up to it only keep a divisor from zero
-
-# Operators that give a power of their argument.
-_POWERS_OF = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "sign": 0.0}
-
-# Operators that add a value to a product of others.
-_SUMS_OF_PRODUCTS = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul", "addcdiv", "lerp"))
-
-# Operators that do not give c times as much for c times their argument. Close to zero, or far from it, many look
-# as if they did.
-_NOT_HOMOGENEOUS = frozenset(
-    ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh",
-     "asin", "acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "sigmoid",
-     "log_sigmoid_forward", "logit", "gelu", "silu", "mish", "elu", "celu", "selu", "softplus", "_softmax",
-     "_log_softmax", "logsumexp", "logaddexp", "hardtanh", "hardsigmoid", "hardswish", "hardshrink",
-     "softshrink", "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside", "bucketize",
-     "searchsorted", "huber_loss", "smooth_l1_loss")
-)  # fmt: skip
-# Operators that do, as far as what they compare with is zero or grows along.
-_COMPARISONS = frozenset(
-    (
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "threshold",
-        "gt",
-        "ge",
-        "lt",
-        "le",
-        "eq",
-        "ne",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-    )
-)
-
-# Operators that add what they are given otherwise than _SUMS do.
-_ADDS_OTHERWISE = _SUMS_OF_PRODUCTS | {
-    "index_add", "scatter_add", "scatter", "index_put", "masked_scatter", "index_copy", "mse_loss", "l1_loss", "hypot",
+# Operators that give c times as much for c times an argument, whatever the others are, as backward passes do.
+_LINEAR_IN_EACH = (LINEAR - {form for name in _ADDING for form in (name, f"{name}_", f"_foreach_{name}")}) | {
+    "mm", "bmm", "mv", "dot", "convolution", "select", "slice", "constant_pad_nd", "tril", "triu",
 }  # fmt: skip
 
 # Operators whose numbers are bounds, exponents or divisors, not factors.
-_WITH_BOUNDS = (_COMPARISONS - {"maximum", "minimum", "fmax", "fmin"}) | {
-    "pow", "remainder", "fmod", "huber_loss", "smooth_l1_loss", "hardtanh", "hardshrink", "softshrink", "softplus",
-}  # fmt: skip
-
-
-def _alpha(op: RawOp) -> Any:
-    return dict(op.kwargs).get("alpha", 1)
-
-
-def _compares_with_a_size(pair: OperatorPair, name: str) -> bool:
-    """Whether an operator is given a bound, an exponent or a divisor that the step makes of the batch's size, which an
-    example of small numbers does not show."""
-    return name in _WITH_BOUNDS and numbers_of(pair.full) != numbers_of(pair.part)
+_WITH_BOUNDS = frozenset(
+    ("clamp", "clamp_min", "clamp_max", "threshold", "gt", "ge", "lt", "le", "eq", "ne", "pow", "remainder", "fmod",
+     "huber_loss", "smooth_l1_loss", "hardtanh", "hardshrink", "softshrink", "softplus")
+)  # fmt: skip
 
 
 # Operators that pick values by their positions.
@@ -311,20 +259,6 @@ def is_mostly_alike(values: torch.Tensor) -> bool:
     if values.is_complex() or not values.numel():
         return False
     return 2 * int(values.unique(return_counts=True)[1].max()) >= values.numel()
-
-
-def reduction_of(op: RawOp) -> Any:
-    """The argument of a loss that says how it is reduced: 0 not at all, MEAN, 2 by a sum; None if it has none."""
-    _, name, overload = op.target.split(".")
-    for i, argument in enumerate(getattr(getattr(torch.ops.aten, name), overload)._schema.arguments):
-        if argument.name == "reduction":
-            return op.args[i] if i < len(op.args) else dict(op.kwargs).get("reduction", argument.default_value)
-    return None
-
-
-def _adds_magnitudes(op: RawOp) -> bool:
-    """Whether an operator is a norm of order 1."""
-    return op.target.split(".")[1] in ("norm", "linalg_vector_norm") and op.args[1:2] == (1,)
 
 
 def operators(pairs: Sequence[OperatorPair], plan: SplitPlan) -> list[tuple[int, OperatorPair, RunLevel]]:
@@ -563,7 +497,7 @@ class _Run:
                 self._lie(a, b, Match(1.0))
         if pair.name in UNDEFINED or pair.full.random is not None:
             return
-        self._check(pair, any(kind is ValueKind.SHARE for _, _, kind in self.plan.outs[j]))
+        self._check_numbers(pair)
         self._zero_for_all = set()
         tried = self._try(j, pair) if self._hides(pair) else {}
         for a, b, kind in self.plan.outs[j]:
@@ -583,7 +517,9 @@ class _Run:
                     self._vary(storage, a, b, whole, parts, match.inner)
                 elif match is not None:
                     continue
-                elif not (whole.is_floating_point() or whole.is_complex()):
+                elif not (whole.is_floating_point() or whole.is_complex()) and not (
+                    whole.dtype == torch.bool and a in tried
+                ):
                     # Positions differ in a part and in the batch; the values picked by them are compared.
                     self._mixed.add(storage)
                 else:
@@ -597,13 +533,27 @@ class _Run:
 
     def _hides(self, pair: OperatorPair) -> bool:
         """Whether the numbers may hide what an operator does: one of its arguments or results is zero, or the same
-        everywhere."""
+        everywhere, or what it is given is made of parts by several factors, or by another one than 1, and it is not
+        known to be linear. Close to zero, or far from it, many operators look as if they were."""
         if pair.name in PATTERN_ONLY or not pair.refs:
             return False
         if any(self.record.views[view].storage in self._zero for view, _ in pair.refs):
             return True
+        if not pair.name.endswith("backward") and self._may_mix_factors(pair):
+            return True
         found = [self.machine.tensor(a) for a, _, kind in self.plan.outs[self._at] if kind in _OF_PARTS]
         return any(t.numel() and not t.is_complex() and _is_one_number(t) for t in found)
+
+    def _may_mix_factors(self, pair: OperatorPair) -> bool:
+        if pair.name in _LINEAR_IN_EACH and not self._writes_a_piece(pair):
+            return False
+        factors, others = self._factors(pair)
+        if any(self.plan.kinds[self.record.views[v].storage] is ValueKind.SHARE for v, _ in pair.refs):
+            return others or len(factors) > 1
+        if any(kind is ValueKind.SHARE for _, _, kind in self.plan.outs[self._at]):
+            return True  # a reduction, of which few numbers may show little
+        alone = pair.name.rstrip("_") in _ADDING and not others and len(factors) == 1
+        return bool(factors - {1.0}) and not alone
 
     def _try(self, j: int, pair: OperatorPair) -> dict[int, Match | None]:
         """How an operator's results on numbers drawn for it are made of those of the parts, by the view of the whole;
@@ -616,13 +566,15 @@ class _Run:
         trial = OperatorTrial(self.machine, given, frozenset[int]().union(*(op.reads | op.writes for op in ops)))
         found: dict[int, Match | None] = {}
         ran = not given
+        masks = any(self.record.views[v].dtype == "bool" for v, _ in pair.refs)
         bounds = [False] if pair.name in _PICKING else [True, False]
         for near, positive in product(bounds, (False, True)) if given else ():
             with suppress(Inconclusive), trial.run(pair.full, self._emitted, near=near, positive=positive):
                 ran = True
                 for a, b, kind in outs:
-                    if a not in found:
-                        self._note_tried(found, a, b, kind)
+                    self._note_tried(found, a, b, kind)
+            if len(found) == len(outs) and not masks:  # masks of few and of many are different
+                break
         if ran:
             left = [(self.record.views[a].storage, a) for a, _, _ in outs if a not in found]
             self._zero_for_all = {storage for storage, a in left if self._is_zero_here(a)}
@@ -633,13 +585,16 @@ class _Run:
 
     def _note_tried(self, found: dict[int, Match | None], a: int, b: int, kind: ValueKind) -> None:
         whole, parts = self._values(a, b)
-        if not whole.numel() or _is_one_number(whole) or not all(isfinite(largest_of(t)) for t in (whole, *parts)):
+        if not whole.numel() or not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             return
         if kind is not ValueKind.SHARE:
-            found[a] = self._along(a, b, whole, parts)
+            match = self._along(a, b, whole, parts)
         else:
             summed = self.record.views[a].storage in self.plan.shares
-            found[a] = total(*(self._all_there(a, b) if summed else (whole, parts)), self.tolerance, 0.0)
+            match = total(*(self._all_there(a, b) if summed else (whole, parts)), self.tolerance, 0.0)
+        if match is None or not _is_one_number(whole):
+            known = found.get(a, match)
+            found[a] = match if known == match else None
 
     def _to_draw(self, j: int, pair: OperatorPair) -> list[Layout] | None:
         """The arguments of an operator that other numbers are drawn for: not for those that are always zero, nor for
@@ -688,10 +643,45 @@ class _Run:
         them. That parts give the same, as a comparison with a number far away does, is so for these numbers only."""
         return pair.name not in _PICKING and any(self.record.views[v].storage in self._mixed for v, _ in pair.refs)
 
+    def _refused(self, pair: OperatorPair, why: str, remedy: str = REMEDY) -> NotSplittable:
+        return NotSplittable(f"{pair.full.where}: {pair.name} {why}", remedy)
+
     def _mixes(self, pair: OperatorPair) -> NotSplittable:
+        """The error for per-sample results that are not made of those of the parts."""
+        factors, _ = self._factors(pair)
+        if len(factors) > 1:
+            return self._refused(pair, _SUM_AND_MEAN)
+        if factors - {1.0}:
+            return self._refused(
+                pair,
+                "is not linear, and reads gradients that a mean makes larger in parts of the batch than in all of it",
+            )
+        return self._refused(pair, "mixes samples: for parts of the batch it gives other values")
+
+    def _is_no_sum(self, pair: OperatorPair) -> NotSplittable:
+        """The error for a result of the batch that is not made of those of the parts."""
+        factors, others = self._factors(pair)
+        if len(factors) > 1:
+            return self._refused(pair, _SUM_AND_MEAN)
+        if others and pair.name.rstrip("_") in _ADDING:
+            return self._refused(
+                pair,
+                "adds what is the same for all parts of the batch (a regulariser, a constant) to a sum over the batch",
+                "divide the sum by the batch size, or submit the step without microbatches",
+            )
         return NotSplittable(
-            f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values", REMEDY
+            f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it gives"
+            " for parts of it",
+            REMEDY,
         )
+
+    def _factors(self, pair: OperatorPair) -> tuple[set[float], bool]:
+        """The factors of what an operator reads of the batch, and whether it reads other numbers besides."""
+        views = [v for v, _ in pair.refs if _is_float(self.record.views[v].dtype)]
+        storages = {self.record.views[v].storage for v in views} - self._always_zero
+        of_parts = {s for s in storages if self.plan.kinds[s] in _OF_PARTS}
+        factors = {self._ratios.get(s) or 1.0 for s in of_parts}
+        return factors, bool(storages - of_parts) or bool(numbers_of(pair.full))
 
     def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         views = [self.emitter.part_view(b, part) for part in self.parts]
@@ -722,10 +712,7 @@ class _Run:
         longest = max(n for n, m in zip(whole.shape, parts[0].shape, strict=True) if n != m)
         return longest > self.emitter.samples and bool((whole == whole.flatten()[0]).all())
 
-    # Of a value that is zero the ratio can't be seen. It follows from those of what it is computed from: products have
-    # the product of their factors' (a backward pass is linear in gradients), sums the one that all they add have.
-
-    def _note(self, pair: OperatorPair, storage: int, ratio: float | None, of_shares: bool = False) -> None:
+    def _note(self, pair: OperatorPair, storage: int, ratio: float | None) -> None:
         """Note the ratio of what an operator made; None: it is zero."""
         if ratio is None and (pair.name in PATTERN_ONLY or not pair.refs or storage in self._zero_for_all):
             self._ratios.pop(storage, None)  # any ratio fits
@@ -734,72 +721,12 @@ class _Run:
         self._always_zero.discard(storage)
         self._ratios[storage] = ratio
 
-    def _check(self, pair: OperatorPair, of_shares: bool) -> None:
-        """Raises NotSplittable where values of different ratios are added, which does not show while one of them is
-        zero or tiny, and where something other than products and sums is made of values that are larger in parts.
-        `of_shares`: whether the parts' results are added up."""
-        name = pair.name.rstrip("_")
-        if _compares_with_a_size(pair, name):
-            raise NotSplittable(
-                f"{pair.full.where}: {pair.name} is given a number that depends on how many samples the batch has",
-                REMEDY,
-            )
-        unlike = name in _ADDS_OTHERWISE and len({r for r in self._given(pair) if r is not None}) > 1
-        if unlike or (name in _ADDING and _alpha(pair.full) != _alpha(pair.part)):
-            raise NotSplittable(
-                f"{pair.full.where}: {pair.name} adds a sum over the batch and a mean, or what follows from them",
-                REMEDY,
-            )
-        if name in _SUMS or self._writes_a_piece(pair):
-            if len({r for r in self._given(pair) if r is not None}) > 1:
-                what = (
-                    "adds a sum over the batch and a mean"
-                    if name in _ADDING
-                    else "joins a sum over the batch and a mean"
-                )
-                raise NotSplittable(f"{pair.full.where}: {pair.name} {what}, or what follows from them", REMEDY)
-            if of_shares and len({r for r in self._added(pair, of_shares) if r is not None}) > 1:
-                raise NotSplittable(
-                    f"{pair.full.where}: {pair.name} adds what is the same for all parts of the batch (a regulariser, a"
-                    " constant) to a sum over the batch",
-                    "divide the sum by the batch size, or submit the step without microbatches",
-                )
-        samples = self._given([(v, p) for v, p in pair.refs if self._is_of_samples(v)])
-        if any(r not in (1.0, None) for r in samples) and self._is_not_homogeneous(pair, name):
-            raise NotSplittable(
-                f"{pair.full.where}: {pair.name} is not linear, and reads gradients that a mean makes larger in parts"
-                " of the batch than in all of it",
-                REMEDY,
-            )
-
-    def _added(self, pair: OperatorPair, of_shares: bool) -> list[float | None]:
-        """The ratios of what a sum is made of. In a sum of shares, a value that all parts have is added once for each
-        of them."""
-        times = len(self.parts) if of_shares else 1
-        found = self._given(pair)
-        for view, _ in pair.refs:
-            storage = self.record.views[view].storage
-            if self._is_float(storage) and self._is_of_no_part(view) and storage not in self._always_zero:
-                ratio = self._ratios.get(storage, 1.0)
-                found.append(None if ratio is None else ratio / times)
-        for a, b in zip(pair.full.args[:3], pair.part.args[:3], strict=True) if pair.name in _WITH_NUMBERS else ():
-            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b and abs(a) > _TINY:
-                found.append(a / b / times)
-        return found
-
-    def _is_of_no_part(self, view: int) -> bool:
-        return self.plan.kinds[self.record.views[view].storage] in (ValueKind.SAME, ValueKind.SIZE)
-
-    def _is_not_homogeneous(self, pair: OperatorPair, name: str) -> bool:
-        if name not in _COMPARISONS:
-            return name in _NOT_HOMOGENEOUS
-        arguments = [*pair.full.args, *(a for _, a in pair.full.kwargs)]
-        numbers = [
-            isinstance(a, ScalarRef) or abs(a) > _TINY for a in arguments if isinstance(a, (int, float, ScalarRef))
-        ]
-        fixed = [v for v, _ in pair.refs if self.record.views[v].storage not in self._ratios]
-        different = len(set(self._given(pair))) > 1
-        return different or any(numbers) or any(bool(self.machine.tensor(v).any()) for v in fixed)
+    def _check_numbers(self, pair: OperatorPair) -> None:
+        """Raises NotSplittable for a bound, an exponent or a divisor that the step makes of the batch's size, which an
+        example of small numbers does not show."""
+        differ = numbers_of(pair.full) != numbers_of(pair.part)
+        if pair.name.rstrip("_") in _WITH_BOUNDS and differ:
+            raise self._refused(pair, "is given a number that depends on how many samples the batch has")
 
     def _writes_a_piece(self, pair: OperatorPair) -> bool:
         """Whether an operator changes a part of what lies in a storage."""
@@ -808,74 +735,23 @@ class _Run:
         nbytes = {s: self.record.storages[s].nbytes for s in changed}
         return any(v.storage in changed and prod(v.size) * ITEM_BYTES[v.dtype] < nbytes[v.storage] for v in views)
 
-    def _given(self, refs: OperatorPair | Sequence[tuple[int, int]]) -> list[float | None]:
-        """The ratios of the floating-point numbers that an operator reads of the batch, one for each argument."""
-        if isinstance(refs, OperatorPair):
-            adds = refs.name.rstrip("_") in _SUMS or self._writes_a_piece(refs)
-            refs = [(v, p) for v, p in refs.refs if not (adds and self._is_of_no_part(v))]
-        storages = [self.record.views[view].storage for view, _ in refs]
-        return [self._ratios[s] for s in storages if s in self._ratios and self._is_float(s)]
-
-    def _structural(self, pair: OperatorPair, of_shares: bool) -> float | None:
-        given = self._given(pair)
-        name = pair.name.rstrip("_")
-        known = [r for r in given if r is not None]
-        if len(known) < len(given):
-            return None
-        if name in _SUMS or self._writes_a_piece(pair):
-            known = [r for r in self._added(pair, of_shares) if r is not None]
-            return known[0] if len(set(known)) == 1 else 1.0 if not known else None
-        reduction = reduction_of(pair.full)
-        first = self._given(pair.refs[:1])
-        others = known[1:] if first else known
-        if reduction is not None or name.endswith("_backward"):  # of a gradient, and what the forward pass has left
-            if set(others if name.endswith("_backward") else known) - {1.0}:
-                return None
-            return prod(known) / (len(self.parts) if reduction == MEAN else 1)
-        if name in ("pow", *_POWERS_OF):
-            exponent = _POWERS_OF.get(name, pair.full.args[-1])
-            if isinstance(exponent, (int, float)) and len(known) == 1:
-                return float(known[0] ** exponent)
-        if name in (*_SUMS_OF_PRODUCTS, *_NOT_HOMOGENEOUS, "pow") and set(known) - {1.0}:
-            return None
-        found = prod(known)
-        numbers = [
-            (a, b)
-            for a, b in zip(pair.full.args, pair.part.args, strict=False)
-            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a != b and a and b
-        ]
-        if name == "div":
-            found = prod(known[: len(known) - len(others)]) / prod(others)
-            found /= len(self.parts) if self._at in self.plan.divided else 1
-            found *= numbers[0][1] / numbers[0][0] if numbers else 1.0
-        elif name == "mul" and numbers:
-            found *= numbers[0][0] / numbers[0][1]
-        elif name == "mean" and not any(self._is_of_samples(view) for view in outs_of(pair.full.outs)):
-            found /= len(self.parts)
-        return found
-
-    def _is_of_samples(self, view: int) -> bool:
-        return self.plan.kinds[self.record.views[view].storage] in (ValueKind.SAMPLE, ValueKind.DATA)
-
     def _note_other(
         self, pair: OperatorPair, kind: ValueKind, a: int, b: int, tried: dict[int, Match | None]
     ) -> None:  # fmt: skip
         """Note the ratio of a value that depends on the batch's size alone, or of a share that is not summed."""
-        if kind is ValueKind.SHARE and pair.name in NOT_SUMS and not _adds_magnitudes(pair.full):
-            raise self._is_no_sum(pair)
         whole, parts = self._values(a, b)
+        match: Match | None = None
+        if kind is ValueKind.SHARE:
+            match = total(whole, parts, self.tolerance, 0.0)
+            match = _agreed(match, tried[a]) if match is not None and a in tried else match
+            if match is None and (a in tried or whole.dtype == torch.bool):
+                raise self._is_no_sum(pair)
         if whole.is_floating_point():
+            one, other = largest_of(whole), largest_of(parts[0])
+            ratio = one / other if one and other else None
             if kind is ValueKind.SHARE:
-                match = total(whole, parts, self.tolerance, 0.0)
-                if match is not None and a in tried:
-                    match = _agreed(match, tried[a])
-                    if match is None:
-                        raise self._is_no_sum(pair)
                 ratio = match.ratio if match is not None else 1.0
-            else:
-                one, other = largest_of(whole), largest_of(parts[0])
-                ratio = one / other if one and other else None
-            self._note(pair, self.record.views[a].storage, ratio, of_shares=kind is ValueKind.SHARE)
+            self._note(pair, self.record.views[a].storage, ratio)
         self._note_zero(self.record.views[a].storage, _is_zero(whole))
 
     def _vary(
@@ -903,7 +779,7 @@ class _Run:
             match = total(some[0], some[1:], self.tolerance, 0.0)
             if match is not None and match.ratio is not None:
                 self._matches[storage] = match
-                self._note(pair, storage, match.ratio, of_shares=True)
+                self._note(pair, storage, match.ratio)
                 return
         if not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
@@ -913,20 +789,13 @@ class _Run:
         if match is not None and a in tried:
             match = _agreed(match, tried[a])
         self._note_zero(storage, _is_zero(whole))
-        if match is None or (pair.name in NOT_SUMS and not _adds_magnitudes(pair.full)):
+        if match is None:
             raise self._is_no_sum(pair)
-        self._note(pair, storage, match.ratio, of_shares=True)
-        if match.ratio is None and storage in self._ratios and self._is_float(storage):
-            if not any(largest_of(t) for t in (whole, *parts)):
-                self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
+        self._note(pair, storage, match.ratio)
+        unknown = match.ratio is None and storage in self._ratios and self._is_float(storage)
+        if unknown and not any(largest_of(t) for t in (whole, *parts)):
+            self._zero_shares[storage] = f"{pair.full.where}: what {pair.name} makes of the batch"
         self._matches[storage] = match
-
-    def _is_no_sum(self, pair: OperatorPair) -> NotSplittable:
-        return NotSplittable(
-            f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it gives"
-            " for parts of it",
-            REMEDY,
-        )
 
     def _finish(self) -> Proof:
         proof = Proof(samples=self._samples)

@@ -64,7 +64,7 @@ class OperatorTrial:
     def run(self, whole: RawOp, parts: Sequence[RawOp], *, near: bool, positive: bool) -> Iterator[None]:
         """The operators' results, for as long as the block runs. `near`: draw numbers close to those that the operator
         is given; `positive`: draw no negative ones. Raises Inconclusive if torch refuses them for such numbers."""
-        numbers = _numbers_of(whole) if near else []
+        numbers = _numbers_of(whole) if near else None
         draw = torch.Generator().manual_seed(5)
         with self._machine.restored(self._kept):
             for layout in self._given:
@@ -87,7 +87,7 @@ class OperatorTrial:
             yield
 
     def _samples(
-        self, layout: SampleLayout, draw: torch.Generator, numbers: Sequence[float], positive: bool
+        self, layout: SampleLayout, draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
     ) -> None:  # fmt: skip
         target = self._machine.tensor(layout.whole)
         made = _drawn(target, target.shape, draw, numbers, positive)
@@ -97,7 +97,7 @@ class OperatorTrial:
             self._machine.tensor(view).copy_(part / layout.ratio if layout.ratio != 1.0 else part)
 
     def _shares(
-        self, layout: ShareLayout, draw: torch.Generator, numbers: Sequence[float], positive: bool
+        self, layout: ShareLayout, draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
     ) -> None:  # fmt: skip
         whole = self._machine.flat(layout.whole)
         total = torch.zeros_like(whole)
@@ -124,12 +124,13 @@ def _numbers_of(op: RawOp) -> list[float]:
 
 
 def _drawn(
-    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, numbers: Sequence[float], positive: bool
+    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
 ) -> torch.Tensor:
-    """Numbers of a tensor's type: booleans, whole numbers among those that are there and those of the operator, or
-    normal ones, half of them around the operator's numbers."""
+    """Numbers of a tensor's type: booleans, without `numbers` all the same but one; whole numbers among those that are
+    there and `numbers`; or normal ones, half of them around `numbers`."""
     if like.dtype == torch.bool:
-        return torch.rand(shape, generator=draw) < 0.5 if like.numel() > 1 else ~like
+        return _mask(like, shape, draw, numbers is None, positive)
+    numbers = numbers or ()
     if not like.is_floating_point():
         known = like.unique().tolist()
         known += [int(n + step) for n in numbers for step in NEAR if n + step >= min(known, default=0)]
@@ -140,3 +141,15 @@ def _drawn(
         centres = torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=draw)]
         made = torch.where(torch.rand(shape, generator=draw) < 0.5, made, made + centres)
     return (made.abs() + 0.1 if positive else made).to(like.dtype)
+
+
+def _mask(
+    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, all_but_one: bool, positive: bool
+) -> torch.Tensor:
+    if like.numel() == 1:
+        return ~like
+    if not all_but_one:
+        return torch.rand(shape, generator=draw) < 0.5
+    made = torch.full(tuple(shape), positive)
+    made.view(-1)[int(torch.randint(made.numel(), (), generator=draw))] = not positive
+    return made
