@@ -253,3 +253,21 @@ def test_a_factor_by_the_size_is_applied_once_the_sum_is_whole(endpoint: str) ->
 @pytest.mark.parametrize("loss_of", [product_added, interpolated, scattered, difference])
 def test_values_of_other_factors_are_not_added_by_whatever_operator(loss_of: Loss, endpoint: str) -> None:
     assert "adds a sum over the batch and a mean" in refused(loss_of, large, endpoint).message
+
+
+def gradients_of_each(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores = m.scores(x)
+    loss = F.cross_entropy(scores, y)
+    (gradients,) = torch.autograd.grad(loss, scores, retain_graph=True)
+    return loss, gradients, gradients.square().sum(1)
+
+
+def a_quotient_of_means(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
+    scores = m.scores(x)
+    return F.cross_entropy(scores, y), scores.detach().square().mean() / scores.detach().abs().mean()
+
+
+@pytest.mark.parametrize("loss_of", [gradients_of_each, a_quotient_of_means])
+def test_values_that_are_larger_in_parts_are_returned_as_those_of_the_batch(loss_of: Loss, endpoint: str) -> None:
+    """Gradients of a mean for each sample are as many times as large as there are parts."""
+    check(lambda: work(loss_of, classes), endpoint)

@@ -185,33 +185,6 @@ LINEAR = frozenset(
 DIVISIONS = frozenset(("div", "div_"))
 PRODUCTS = frozenset(("mul", "mul_", "_foreach_mul", "_foreach_mul_"))
 
-# Reductions that are no sums. If all values seen of one are zeros, they prove nothing.
-NOT_SUMS = frozenset(
-    [
-        "amax",
-        "amin",
-        "aminmax",
-        "max",
-        "min",
-        "prod",
-        "std",
-        "var",
-        "std_mean",
-        "var_mean",
-        "any",
-        "all",
-        "norm",
-        "linalg_vector_norm",
-        "logsumexp",
-        "median",
-        "nanmedian",
-        "mode",
-        "kthvalue",
-        "argmax",
-        "argmin",
-    ]
-)
-
 BATCH_NORMS = frozenset(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
      "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "batch_norm_with_update")

@@ -4,8 +4,8 @@ Every per-sample value must equal the parts' values laid side by side, and every
 Each operator is compared by itself; NotSplittable names the first that differs.
 
 Of a value that is zero it can't be seen by which factor parts make it up. The example may have a mask that holds
-nowhere, or a coefficient that begins at zero; so the numbers are varied, and where a value is zero with all of them,
-its factor follows from those of what it is computed from.
+nowhere, or a coefficient that begins at zero; so the numbers are varied, and an operator whose arguments or results
+are zero all the same, or that may treat factors otherwise than products and sums do, is tried by itself (trial.py).
 """
 
 from __future__ import annotations
