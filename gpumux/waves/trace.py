@@ -91,13 +91,15 @@ class WaveSplitter:
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> WavePrograms:
         """The waves' Programs. Raises NotSplittable for a step that can't be a wave's."""
         if not _changes_state(whole):
-            found = WavePrograms(False)
-            for lane in LANES:
-                found.lowered[lane, False] = _in_lane(whole, lane, table)
-                if self._over is not None:
-                    found.ranked[lane, False] = _ranks_in_lane(
-                        self._over.programs(raw.ranks[False], table, keep, whole), lane, table
-                    )
+            found = WavePrograms(False, {(lane, False): _in_lane(whole, lane, table) for lane in LANES})
+            if self._over is not None and _trains(raw):
+                raise NotSplittable(
+                    "the step computes gradients over several ranks and keeps nothing of them",
+                    f"compute what it returns of them without p.grad, by torch.autograd.grad(), or {_WITHOUT}",
+                )
+            if self._over is not None:
+                ranked = self._over.programs(raw.ranks[False], table, keep, whole)
+                found.ranked.update({(lane, False): _ranks_in_lane(ranked, lane, table) for lane in LANES})
             return found
         after = _refuse(raw, table)
         _refuse_kept(raw, keep, whole)
@@ -198,10 +200,10 @@ def _changes_state(whole: Lowered) -> bool:
 
 
 def _trains(raw: RawTrace) -> bool:
-    """Whether a trace computes gradients and writes state."""
+    """Whether a trace computes gradients and changes state."""
     kinds = [storage.kind for storage in raw.record.storages]
     writes = any(kinds[storage] == "state" for op in raw.record.ops for storage in op.writes)
-    return writes and raw.after_backward is not None and bool(raw.after_backward.gradients)
+    return (writes or bool(raw.replaced)) and raw.after_backward is not None and bool(raw.after_backward.gradients)
 
 
 def _refuse(raw: RawTrace, table: StateTable) -> AfterBackward:

@@ -194,6 +194,31 @@ def test_what_ranks_exchange_before_the_backward_pass_has_ended_is_refused_by_na
         client.submit(training(model, opt), waves=2, plan=one_each, batch_norm="rank", **given)
 
 
+def test_a_function_that_computes_gradients_and_keeps_nothing_sees_the_newest_replica(daemons):
+    def sensitivity(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        size = torch.stack([p.grad.abs().sum() for p in model.parameters()]).sum()
+        opt.zero_grad()
+        return size
+
+    data = batches(4)
+    reference = WaveReference(Tied, sgd, loss_of, ranks=2)
+    model, opt, job = submit(daemons[:2], Tied, sgd)
+    with job:
+        look = job.add(lambda x, y: sensitivity(model, opt, x, y), example=data[0])
+        for batch in data[:3]:
+            reference.step(of_ranks(batch, 2))
+            job.step(*batch)
+            seen = look(*data[3]).result()
+            theirs = sensitivity(reference.model, reference.optimizer, *data[3])
+            torch.testing.assert_close(seen, theirs, rtol=1e-12, atol=1e-12)
+        job.step(*data[3])
+        job.sync()
+    reference.step(of_ranks(data[3], 2))
+    assert_like(model, opt, reference)
+
+
 def test_a_job_over_ranks_is_not_kept(daemons):
     _, _, job = submit(daemons[:2], Tied, sgd)
     with pytest.raises(errors.ConfigError, match="can't be resumed"):
