@@ -56,7 +56,7 @@ from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.indices import BatchCheck
-from gpumux.program.ir import Op
+from gpumux.program.ir import Op, Program
 from gpumux.program.validate import written_storages
 
 # ---- batches
@@ -210,9 +210,7 @@ class StepProgram:
 
     def __post_init__(self) -> None:
         self.batch_check = BatchCheck(self.lowered.program)
-        program = self.lowered.program
-        ops = tuple(op for op in program.ops if not _evaluates(op))
-        self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+        self.writes = changes_state(self.lowered.program)
         self.leaf = self.lowered.results[0] if self.lowered.result_spec.is_leaf() else None
         results, further = self.lowered.results, self.lowered.further
         self._returned = results[: len(results) - len(further)]
@@ -247,8 +245,13 @@ class StepProgram:
         return leaves[0] if self.leaf is not None else pytree.tree_unflatten(leaves, self.lowered.result_spec)
 
 
+def changes_state(program: Program) -> bool:
+    """Whether a Program changes state of the job. A batch norm that evaluates does not, though it could."""
+    ops = tuple([op for op in program.ops if not _evaluates(op)])
+    return any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+
+
 def _evaluates(op: Op) -> bool:
-    """Whether the operator is a batch norm that does not change its running statistics."""
     return op.target == "aten.native_batch_norm.default" and op.args[5] is False
 
 

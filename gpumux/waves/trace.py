@@ -25,12 +25,11 @@ import torch
 from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import RankSplitter, StepProgram
+from gpumux.capture.step import RankSplitter, StepProgram, changes_state
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import TensorRef, View, Wave, extent
-from gpumux.program.validate import written_storages
 
 LANES = (0, 1)
 _WITHOUT = "submit it without waves=2"
@@ -90,7 +89,7 @@ class WaveSplitter:
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> WavePrograms:
         """The waves' Programs. Raises NotSplittable for a step that can't be a wave's."""
-        if not _changes_state(whole):
+        if not changes_state(whole.program):
             found = WavePrograms(False, {(lane, False): _in_lane(whole, lane, table) for lane in LANES})
             if self._over is not None and _trains(raw):
                 raise NotSplittable(
@@ -187,16 +186,10 @@ def _in_lane(lowered: L, lane: int, table: StateTable) -> L:
 def _ranks_in_lane(ranked: Any, lane: int, table: StateTable) -> Any:
     """The Programs of all ranks (burst.ranks.RankedStep) over the replicas of one wave."""
     steps = tuple([replace(step, lowered=_in_lane(step.lowered, lane, table)) for step in ranked.ranks])
-    homes = {table.replica(b) if lane else b: ranks for b, ranks in ranked.homes.items()}
-    return replace(ranked, ranks=steps, homes=homes)
+    return replace(ranked, ranks=steps)  # a buffer's replica lies where it does
 
 
 # ---- steps that can't be a wave's
-
-
-def _changes_state(whole: Lowered) -> bool:
-    program = whole.program
-    return any(program.storages[storage].kind == "state" for storage in written_storages(program))
 
 
 def _trains(raw: RawTrace) -> bool:

@@ -145,6 +145,28 @@ def test_a_state_in_the_middle_of_a_pair_and_an_evaluation(daemons):
     assert_like(model, opt, reference)
 
 
+def test_every_rank_evaluates_with_the_running_statistics_of_the_newest_step(daemons):
+    """Those of rank 0, as in DistributedDataParallel."""
+    data = batches(4)
+    reference = WaveReference(normed, momentum, loss_of, ranks=2)
+    model, _, job = submit(daemons[:2], normed, momentum, batch_norm="rank")
+
+    def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            scores = model(x)
+        model.train()
+        return scores
+
+    with job:
+        look = job.add(lambda x: evaluate(model, x), example=data[0][:1])
+        for batch in data:
+            reference.step(of_ranks(batch, 2))
+            job.step(*batch)
+            theirs = evaluate(reference.model, batch[0])
+            torch.testing.assert_close(look(batch[0]).result(), theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_kills_change_no_bit(tmp_path):
     """An executor of one rank, then the daemon of the other, in the middle of pairs."""
     data = batches(12)

@@ -458,3 +458,28 @@ def test_a_job_of_waves_stays_low(endpoint):
         pytest.raises(errors.Refused, match="two waves"),
     ):
         session.call(m.ChangeJob(0, job.id, 1, None))
+
+
+def test_an_evaluation_with_batch_norm_is_no_step_of_a_wave(endpoint):
+    data = batches(5)
+    reference = WaveReference(convolutions, sgd, loss_of)
+    torch.manual_seed(6)
+    for batch in data[:3]:
+        reference.step(batch)
+    with torch.no_grad():
+        expected = reference.model.eval()(data[4][0])
+    model, _, job = submit(endpoint, convolutions, sgd)
+
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            scores = model(x)
+        model.train()
+        return scores
+
+    with job:
+        look = job.add(evaluate, example=(data[4][0],))
+        torch.manual_seed(6)
+        for batch in data[:3]:
+            job.step(*batch)
+        assert torch.equal(look(data[4][0]).result(), expected)
