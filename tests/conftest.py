@@ -75,6 +75,19 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Torch's default type is float64, so that differences of summation stay far below a test's bounds."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_leaks_in_all() -> Iterator[None]:
     """What module and session fixtures leave behind, which no single test's check can see."""

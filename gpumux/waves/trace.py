@@ -101,7 +101,7 @@ class WaveSplitter:
                 found.ranked.update({(lane, False): _ranks_in_lane(ranked, lane, table) for lane in LANES})
             return found
         after = _refuse(raw, table)
-        _refuse_kept(raw, keep, whole)
+        _refuse_program(raw, keep, whole)
         found = WavePrograms(True)
         for first in (True, False):
             traced = raw.ranks[first] if self._over is not None else with_mean(raw, after, table, first=first)
@@ -240,7 +240,7 @@ def _refuse(raw: RawTrace, table: StateTable) -> AfterBackward:
     return after
 
 
-def _refuse_kept(raw: RawTrace, keep: frozenset[int], whole: Lowered) -> None:
+def _refuse_program(raw: RawTrace, keep: frozenset[int], whole: Lowered) -> None:
     """Raises NotSplittable for a Program that can't be one of a wave."""
     if keep:
         raise adds_to_gradients()

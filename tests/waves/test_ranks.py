@@ -16,9 +16,11 @@ from gpumux.burst.placement import RankPlacement
 from microbench.daemon import RunningDaemon, running_daemon
 from microbench.kills import Phoenix
 from tests.waves.reference import WaveReference
-from tests.waves.test_training import Tied, loss_of, momentum, sgd
+from tests.waves.test_training import Batch, Tied, loss_of, momentum, sgd, training
+from tests.waves.test_training import batches as float_batches
+from tests.waves.test_training import submit as submit_waves
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +29,8 @@ def daemons() -> Iterator[list[RunningDaemon]]:
         yield [stack.enter_context(running_daemon(threads=1)) for _ in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def batches(count: int, samples: int = 16) -> list[Batch]:
-    draw = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(samples, 1, 8, 8, generator=draw), torch.randint(0, 10, (samples,), generator=draw))
-        for _ in range(count)
-    ]
+def batches(count: int) -> list[Batch]:
+    return float_batches(count, dtype=torch.float64)
 
 
 def of_ranks(batch: Batch, ranks: int) -> list[Batch]:
@@ -56,31 +44,12 @@ def normed() -> nn.Module:
     )
 
 
-def training(model: nn.Module, opt: torch.optim.Optimizer, clip: float | None = None) -> Callable[..., torch.Tensor]:
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.step()
-        return loss
-
-    return step
-
-
 def submit(
     daemons: Sequence[RunningDaemon | Phoenix], make: Callable[[], nn.Module], optimizer: Callable[..., Any],
     clip: float | None = None, **given: Any,
 ) -> tuple[nn.Module, Any, client.Job]:  # fmt: skip
-    model = make()
-    opt = optimizer(model)
     endpoints = [daemon.endpoint for daemon in daemons]
-    job = client.submit(
-        training(model, opt, clip), example=batches(1)[0], model=model, optimizer=opt, endpoints=endpoints, waves=2,
-        **given,
-    )  # fmt: skip
-    return model, opt, job
+    return submit_waves(None, make, optimizer, clip, example=batches(1)[0], endpoints=endpoints, **given)
 
 
 def assert_like(model: nn.Module, opt: Any, reference: WaveReference) -> None:

@@ -61,13 +61,7 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def submit(
-    endpoint: str, make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any], clip: float | None = None,
-    **given: Any,
-) -> tuple[nn.Module, Any, Job]:  # fmt: skip
-    model = make()
-    opt = optimizer(model)
-
+def training(model: nn.Module, opt: torch.optim.Optimizer, clip: float | None = None) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         opt.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -77,7 +71,16 @@ def submit(
         opt.step()
         return loss
 
-    example = batches(1)[0]
+    return step
+
+
+def submit(
+    endpoint: str | None, make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any],
+    clip: float | None = None, example: Batch | None = None, **given: Any,
+) -> tuple[nn.Module, Any, Job]:  # fmt: skip
+    model = make()
+    opt = optimizer(model)
+    step, example = training(model, opt, clip), example or batches(1)[0]
     return (
         model,
         opt,

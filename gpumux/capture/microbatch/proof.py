@@ -34,7 +34,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.trial import Layout, OperatorTrial, SampleLayout, ShareLayout, SizeLayout, side_by_side
+from gpumux.capture.microbatch.trial import Layout, OperatorTrial, SampleLayout, ShareLayout, side_by_side
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
@@ -622,10 +622,11 @@ class _Run:
                     return None
                 found[storage] = storage
             elif storage in self._zero:
-                alike = set(own) == {storage}
+                one = set(own) == {storage}
                 if known[own[0]].nbytes != known[storage].nbytes:
                     return None
-                found[storage] = storage if alike else SizeLayout(storage, own, self._ratios.get(storage) or 1.0)
+                ratio = self._ratios.get(storage) or 1.0
+                found[storage] = storage if one else ShareLayout(storage, own, ratio, alike=True)
         return list(found.values())
 
     def _lie(self, a: int, b: int, match: Match) -> None:

@@ -362,14 +362,26 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     returned = [
         (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
     ]
-    setting = Setting(cut, fixed(table), {place.buffer for _, place in full.entry.gradients})
+    gradients = {place.buffer for _, place in full.entry.gradients}
 
-    def proven(once: frozenset[int]) -> RawTrace:
-        some = replace(setting, once=once)
-        plan = classify(pairs, full.record, part.record, count, some, exits(full), [a for a, _ in returned])
-        return _proven(full, part, tensors, table, pairs=pairs, plan=plan, returned=returned, cut=cut, count=count)
+    def split_with(once: frozenset[int]) -> RawTrace:
+        setting = Setting(cut, fixed(table), gradients, once=once)
+        plan = classify(pairs, full.record, part.record, count, setting, exits(full), [a for a, _ in returned])
 
-    return with_operators_once(proven)
+        def emitter(shared: set[int] | None = None) -> PartEmitter:
+            return PartEmitter(pairs, full.record, part.record, plan, count=count, split=cut, shared=shared)
+
+        joined = [(a, b) for a, b in returned if _per_sample(full, plan.kinds, a)]
+        for a, b in joined:
+            if scaled(full.record.views[a], part.record.views[b], count) < 0:
+                raise NotSplittable(
+                    f"the step returns certain samples of the batch (shape {full.record.views[a].size})",
+                    "return per-sample values of the whole batch, sums, or means, or submit without microbatches",
+                )
+        proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
+        return join(full, part, pairs, plan, emitter(plan.shares), proof)
+
+    return with_operators_once(split_with)
 
 
 def with_operators_once(split_with: Callable[[frozenset[int]], T]) -> T:
@@ -389,26 +401,6 @@ def with_operators_once(split_with: Callable[[frozenset[int]], T]) -> T:
             if first is None:
                 raise
             raise NotSplittable(first.message, first.remedy) from error
-
-
-def _proven(
-    full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], table: StateTable, *, pairs: list[OperatorPair],
-    plan: SplitPlan, returned: list[tuple[int, int]], cut: set[int], count: int,
-) -> RawTrace:  # fmt: skip
-    """The trace of a split that was classified. Raises NotSplittable."""
-
-    def emitter(shared: set[int] | None = None) -> PartEmitter:
-        return PartEmitter(pairs, full.record, part.record, plan, count=count, split=cut, shared=shared)
-
-    joined = [(a, b) for a, b in returned if _per_sample(full, plan.kinds, a)]
-    for a, b in joined:
-        if scaled(full.record.views[a], part.record.views[b], count) < 0:
-            raise NotSplittable(
-                f"the step returns certain samples of the batch (shape {full.record.views[a].size})",
-                "return per-sample values of the whole batch, sums, or means, or submit without microbatches",
-            )
-    proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
-    return join(full, part, pairs, plan, emitter(plan.shares), proof)
 
 
 def _per_sample(full: RawTrace, kinds: list[ValueKind], view: int) -> bool:

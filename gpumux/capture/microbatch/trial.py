@@ -35,23 +35,16 @@ class SampleLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShareLayout:
-    """A value of which each part has a share: the storage, those of the parts, and the factor of the shares' sum."""
+    """A value that each part has, too, in a storage of the same size: the whole is `ratio` times the sum of the parts'
+    values, or, `alike`, times the value that all parts have."""
 
     whole: int
     parts: tuple[int, ...]
     ratio: float
+    alike: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SizeLayout:
-    """A value that all parts compute alike: the storage, those of the parts, and how many times theirs the whole is."""
-
-    whole: int
-    parts: tuple[int, ...]
-    ratio: float
-
-
-Layout = SampleLayout | ShareLayout | SizeLayout | int  # the number of a storage that all parts read, such as the batch
+Layout = SampleLayout | ShareLayout | int  # the number of a storage that all parts read, such as the batch
 
 
 class OperatorTrial:
@@ -72,16 +65,9 @@ class OperatorTrial:
                     self._samples(layout, draw, numbers, positive)
                 elif isinstance(layout, ShareLayout):
                     self._shares(layout, draw, numbers, positive)
-                elif isinstance(layout, SizeLayout):
-                    flat = self._machine.flat(layout.whole)
-                    flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
-                    for storage in layout.parts:
-                        if self._machine.flat(storage).shape != flat.shape:
-                            raise Inconclusive("memory that lies otherwise in parts")
-                        self._machine.flat(storage).copy_(flat / layout.ratio)
                 else:
                     flat = self._machine.flat(layout)
-                    flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
+                    flat.copy_(_drawn(flat, draw, numbers, positive))
             for op in (whole, *parts):
                 self._machine.run(op)
             yield
@@ -90,7 +76,7 @@ class OperatorTrial:
         self, layout: SampleLayout, draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
     ) -> None:  # fmt: skip
         target = self._machine.tensor(layout.whole)
-        made = _drawn(target, target.shape, draw, numbers, positive)
+        made = _drawn(target, draw, numbers, positive)
         target.copy_(made)
         parts = side_by_side(made, layout.dim, layout.inner, len(layout.parts))
         for view, part in zip(layout.parts, parts, strict=True):
@@ -99,14 +85,12 @@ class OperatorTrial:
     def _shares(
         self, layout: ShareLayout, draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
     ) -> None:  # fmt: skip
-        whole = self._machine.flat(layout.whole)
-        total = torch.zeros_like(whole)
-        for storage in layout.parts:
-            flat = self._machine.flat(storage)
-            if flat.shape != whole.shape:
-                raise Inconclusive("memory of shares that lie otherwise in parts")
-            flat.copy_(_drawn(flat, flat.shape, draw, numbers, positive))
-            total += flat
+        whole, parts = self._machine.flat(layout.whole), [self._machine.flat(storage) for storage in layout.parts]
+        if any(part.shape != whole.shape for part in parts):
+            raise Inconclusive("memory that lies otherwise in parts")
+        for part in parts:
+            part.copy_(parts[0] if layout.alike and part is not parts[0] else _drawn(part, draw, numbers, positive))
+        total = parts[0] if layout.alike else sum(parts, torch.zeros_like(whole))
         whole.copy_(total * layout.ratio if layout.ratio != 1.0 else total)
 
 
@@ -124,13 +108,13 @@ def _numbers_of(op: RawOp) -> list[float]:
 
 
 def _drawn(
-    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
-) -> torch.Tensor:
+    like: torch.Tensor, draw: torch.Generator, numbers: Sequence[float] | None, positive: bool
+) -> torch.Tensor:  # fmt: skip
     """Numbers of a tensor's type: booleans, without `numbers` all the same but one; whole numbers among those that are
     there and `numbers`; or normal ones, half of them around `numbers`."""
     if like.dtype == torch.bool:
-        return _mask(like, shape, draw, numbers is None, positive)
-    numbers = numbers or ()
+        return _mask(like, draw, numbers is None, positive)
+    numbers, shape = numbers or (), like.shape
     if not like.is_floating_point():
         known = like.unique().tolist()
         known += [int(n + step) for n in numbers for step in NEAR if n + step >= min(known, default=0)]
@@ -143,13 +127,11 @@ def _drawn(
     return (made.abs() + 0.1 if positive else made).to(like.dtype)
 
 
-def _mask(
-    like: torch.Tensor, shape: Sequence[int], draw: torch.Generator, all_but_one: bool, positive: bool
-) -> torch.Tensor:
+def _mask(like: torch.Tensor, draw: torch.Generator, all_but_one: bool, positive: bool) -> torch.Tensor:
     if like.numel() == 1:
         return ~like
     if not all_but_one:
-        return torch.rand(shape, generator=draw) < 0.5
-    made = torch.full(tuple(shape), positive)
+        return torch.rand(like.shape, generator=draw) < 0.5
+    made = torch.full(like.shape, positive)
     made.view(-1)[int(torch.randint(made.numel(), (), generator=draw))] = not positive
     return made

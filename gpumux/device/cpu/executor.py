@@ -265,9 +265,9 @@ class Executor:
         self._usual = settings["usual"]
         self._waits = CoreWaits() if settings["nice"] else None  # None: it gives way to no other job
         self._peers: Peers | None = None  # of a rank of a gang
-        # By step, the program and the piece whose collectives come next: of two waves, once the step before has ended,
-        # since all ranks have to meet them in one order.
-        self._meetings: dict[int, tuple[LoadedProgram, int]] = {}
+        # By step, the program and its next piece, which begins with collectives. Those of a later step are carried out
+        # when the earlier one has ended, since all ranks have to meet them in one order.
+        self._gates: dict[int, tuple[LoadedProgram, int]] = {}
 
     def serve(self) -> None:
         """Carry out commands until the job fails. Raises EOFError when the daemon has closed the channel."""
@@ -327,9 +327,9 @@ class Executor:
         answered = self._answers.ran(launch, step, submitted, started, ended, suspended, ended_step)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if self._peers is not None and loaded.waits(cut, piece + 1):
-            self._meetings[step] = loaded, piece + 1
-        if self._meetings and not self._answers.earlier_step(min(self._meetings)):
-            self._meet(min(self._meetings), ended)
+            self._gates[step] = loaded, piece + 1
+        if self._gates and not self._answers.earlier_step(min(self._gates)):
+            self._exchange(min(self._gates), ended)
         if ended_step:
             self._recut(program, loaded)
             if held:
@@ -344,10 +344,10 @@ class Executor:
         if self._peers is not None:
             self._peers.leave()
 
-    def _meet(self, step: int, now: float) -> None:
+    def _exchange(self, step: int, now: float) -> None:
         """Begin the collectives before the next piece of a step."""
         assert self._peers is not None
-        loaded, piece = self._meetings.pop(step)
+        loaded, piece = self._gates.pop(step)
         self._peers.begin(loaded.exchange, partial(self._exchanged, step, piece, now))
 
     def _exchanged(self, step: int, piece: int, started: float, moved: Moved, exchange_s: float) -> None:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,15 +27,7 @@ from tests.burst.emulate import Gang
 from tests.burst.norms import NORMED
 from tests.burst.subjects import SUBJECTS, apart, random_placement, tensors_of
 
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def mlp() -> nn.Sequential:
