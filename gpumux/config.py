@@ -288,6 +288,11 @@ class Config:
         "hidden", "whether /metrics and the status page, which ask for no password, name jobs", table="access",
         choices=("hidden", "shown"),
     )  # fmt: skip
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "host names by which /metrics and the status page may be asked for, beside this machine's own",
+        table="access",
+    )
     rules: tuple[Rule, ...] = _setting((), "access rules: what each user may do", table="access")
 
     stores: tuple[str, ...] = _setting(

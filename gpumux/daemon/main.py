@@ -258,7 +258,7 @@ def curve_keys(config: Config) -> ServerCurve | None:
 def bind_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
     if config.metrics_port < 0:
         return None
-    server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
+    server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port, config.allowed_hosts)
     stack.callback(server.close)
     return server
 

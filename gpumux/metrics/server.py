@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
+from ipaddress import ip_address
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -81,6 +84,55 @@ def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -
                 content = json.dumps(body(figures, version), allow_nan=False).encode()
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
         return [] if environ.get("REQUEST_METHOD") == "HEAD" else [content]
+
+    return serve
+
+
+# ---- The names by which the server may be asked for.
+#
+# A page of another site may have its own name resolve to this machine (DNS rebinding), after which a browser lets it
+# read what this server answers. Such a request carries that site's name.
+
+
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d+)?", re.ASCII | re.IGNORECASE)  # host[:port]
+
+
+@cache
+def _names_of_machine() -> frozenset[str]:
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
+
+
+def is_allowed(authority: str, allowed: Collection[str]) -> bool:
+    """Whether a request to `authority` (the Host header) is meant for this machine: an address, a name without a dot,
+    below localhost, or of this machine, or one of `allowed` (in lower case)."""
+    found = _AUTHORITY.fullmatch(authority)
+    host = (found[1] or found[2]).lower().removesuffix(".") if found else ""
+    if not host:
+        return False
+    try:
+        ip_address(host)
+        return True
+    except ValueError:
+        pass
+    return "." not in host or host.endswith(".localhost") or host in allowed or host in _names_of_machine()
+
+
+def for_allowed_hosts(app: App, allowed: Collection[str]) -> App:
+    """`app`, for requests by an allowed name, and of pages that this server served. A request without a Host header
+    comes from no browser."""
+    names = frozenset(name.lower().removesuffix(".") for name in allowed)
+
+    def serve(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host, origin = environ.get("HTTP_HOST"), environ.get("HTTP_ORIGIN")
+        if host is not None and not is_allowed(host, names):
+            said = b"this host name is not this machine's: use its address, or name it in [access] allowed_hosts\n"
+            status = "421 Misdirected Request"
+        elif origin is not None and (host is None or origin.partition("://")[2].lower() != host.lower()):
+            status, said = "403 Forbidden", b"pages of other sites may not ask this server\n"
+        else:
+            return app(environ, start_response)
+        start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(said))), *_HEADERS])
+        return [] if environ.get("REQUEST_METHOD") == "HEAD" else [said]
 
     return serve
 
@@ -152,12 +204,16 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 class MetricsServer:
     """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also if 0 was asked
-    for. Raises EndpointBusy if another process has it, ConfigError if it can't be had at all."""
+    for. Requests by a host name that is neither this machine's nor in `allowed_hosts` are refused. Raises EndpointBusy
+    if another process has the port, ConfigError if it can't be had at all."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
+    ) -> None:  # fmt: skip
         self._fetch: Callable[[], Figures | None] = _nothing_yet
         try:
             app = _one_at_a_time(with_page(make_wsgi_app(registry), lambda: self._fetch(), __version__))
+            app = for_allowed_hosts(app, [host, *allowed_hosts])
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
             # Another process (such as a previous daemon) may release the port; other errors are permanent.

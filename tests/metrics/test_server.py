@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import urllib.error
 import urllib.request
 from contextlib import ExitStack
 
@@ -145,3 +146,61 @@ def test_a_scrape_that_waits_is_let_go_when_the_loop_ends(monkeypatch):
     box.close()
     scrape.join(LONG)
     assert got == [None]
+
+
+def answer_to(port: int, *headers: str) -> str:
+    """The status line of the answer to a request with these headers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG) as connection:
+        connection.sendall("\r\n".join(["GET /metrics HTTP/1.1", *headers, "Connection: close", "", ""]).encode())
+        with connection.makefile("rb") as answer:
+            return answer.readline().decode().split(" ", 2)[1]
+
+
+OWN = (
+    "127.0.0.1", "127.0.0.1:9402", "[::1]:9402", "192.0.2.7", "localhost:9402", "LOCALHOST", "localhost.", "gpu7:9402",
+    "page.localhost", "metrics.example.org", "Metrics.Example.ORG.:443", "gpu7.corp.example:9402",
+)  # fmt: skip
+FOREIGN = (
+    "evil.example", "evil.example:9402", "127.0.0.1.evil.example", "localhost.evil.example", "gpu7.evil.example",
+    "metrics.example.org.evil.example", "x.metrics.example.org", "127.0.0.1@evil.example", "evil.example/127.0.0.1",
+    "[::1].evil.example", "[::1", "[localhost]", "gpu7:x", "..", ".", "",
+)  # fmt: skip
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A server on a machine called gpu7.corp.example, with another name in the configuration."""
+    monkeypatch.setattr(metrics_server, "_names_of_machine", lambda: frozenset({"gpu7.corp.example"}))
+    server = MetricsServer(Metrics([int]).registry, "127.0.0.1", 0, ["Metrics.example.org"])
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_a_name_of_this_machine_is_served(known, host):
+    assert answer_to(known.port, f"Host: {host}") == "200"
+    assert answer_to(known.port, f"Host: {host}", f"Origin: http://{host}") == "200"
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_another_name_is_refused(known, host):
+    """A site's own name that resolves to this machine (DNS rebinding)."""
+    assert answer_to(known.port, f"Host: {host}") == "421"
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://[", "file://"])
+def test_a_page_of_another_origin_is_refused(known, origin):
+    assert answer_to(known.port, f"Host: 127.0.0.1:{known.port}", f"Origin: {origin}") == "403"
+    assert answer_to(known.port, f"Origin: {origin}") == "403"
+
+
+def test_the_machine_knows_its_own_name():
+    assert metrics_server.is_allowed(socket.getfqdn(), ())
+
+
+def test_a_refusal_says_what_to_do(known):
+    request = urllib.request.Request(f"http://127.0.0.1:{known.port}/status.json", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=LONG)
+    with caught.value as refused:
+        assert b"allowed_hosts" in refused.read()
