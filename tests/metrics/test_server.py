@@ -196,6 +196,7 @@ def test_a_page_of_another_origin_is_refused(known, origin):
 
 def test_the_machine_knows_its_own_name():
     assert metrics_server.is_allowed(socket.getfqdn(), ())
+    assert {socket.gethostname().lower(), socket.getfqdn().lower()} <= metrics_server._names_of_machine()
 
 
 def test_a_refusal_says_what_to_do(known):
