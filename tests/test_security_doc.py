@@ -14,6 +14,7 @@ from gpumux.daemon import context as turns
 from gpumux.daemon import logs, requests, tracing
 from gpumux.daemon import requests as changes
 from gpumux.daemon import requests as questions
+from gpumux.daemon.snapshots import requests as snapshots
 from gpumux.scheduler.admission import MAX_NAME
 from gpumux.types import Peer, Priority
 from gpumux.wire import codec as fields
@@ -56,6 +57,14 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
             (Config().max_inflight, requests.MAX_TRANSFERS, questions.MAX_PROFILES, changes.MAX_CHANGES),
         ),
         ("questions of a session that wait", (turns.MAX_WAITING,)),
+        (
+            "snapshots: of a job under way; questions of a session for kept ones; to be read",
+            (1, snapshots.MAX_FINDS, snapshots.MAX_READS),
+        ),
+        (
+            "notes of snapshots that wait for the disk",
+            (snapshots.MAX_NOTES_BYTES_PER_USER >> 20, snapshots.MAX_NOTES_BYTES >> 20),
+        ),
         ("recordings", (int(tracing.MAX_SECONDS), tracing.MAX_RECORDS)),
         ("names; other strings; lists", (MAX_NAME, fields.MAX_NAME, fields.MAX_LIST)),
         ("descriptors of the daemon", (connections.RESERVE,)),

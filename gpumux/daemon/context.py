@@ -10,18 +10,19 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from gpumux.access import BUILT_IN, Access, Rule
 from gpumux.config import Config
 from gpumux.daemon.records import JobRecord, ProgramRecord, Records, SessionRecord
+from gpumux.daemon.round_robin import RoundRobin
 from gpumux.daemon.segments import Segments, SharedSegment
 from gpumux.device.base import Device
 from gpumux.errors import AdmissionRefused, GpumuxError, NotOwner, UnknownJob
 from gpumux.metrics.series import Metrics
 from gpumux.scheduler.events import Event
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import Fault, JobId, ProgramId, SessionId
+from gpumux.types import Fault, JobId, ProgramId
 from gpumux.wire.messages import Message, Refusal
 from gpumux.wire.router import Router
 
@@ -101,57 +102,7 @@ class Permissions:
         return {**body, "jobs": jobs}
 
 
-# ---- Queues for long work: users take turns, and so do the sessions of each user.
-
-
-T = TypeVar("T")
-
-
-class RoundRobin(Generic[T]):
-    """A queue in which users take turns, and the sessions of each user."""
-
-    def __init__(self) -> None:
-        # By uid and session. In both dictionaries the next in turn comes first; none is empty.
-        self.items: dict[int, dict[SessionId, deque[T]]] = {}
-
-    def count(self, session: SessionRecord) -> int:
-        """The number of items of the session."""
-        return len(self.items.get(session.peer.uid, {}).get(session.id, ()))
-
-    def add(self, session: SessionRecord, item: T) -> None:
-        """Append an item to the session's queue."""
-        self.items.setdefault(session.peer.uid, {}).setdefault(session.id, deque()).append(item)
-
-    def next(self, may_run: Callable[[int], bool] = lambda uid: True) -> tuple[int, T] | None:
-        """Remove and return the next item, with its user. Users for which `may_run` is false are skipped. Returns None
-        if there is no such item."""
-        uid = next(filter(may_run, self.items), None)
-        if uid is None:
-            return None
-        sessions = self.items.pop(uid)
-        session = next(iter(sessions))
-        items = sessions.pop(session)
-        item = items.popleft()
-        if items:
-            sessions[session] = items  # after the user's other sessions
-        if sessions:
-            self.items[uid] = sessions  # after the other users
-        return uid, item
-
-    def forget(self, session: SessionRecord) -> None:
-        """Drop a session's items. Idempotent."""
-        sessions = self.items.get(session.peer.uid, {})
-        sessions.pop(session.id, None)
-        if not sessions:
-            self.items.pop(session.peer.uid, None)
-
-    def drop(self, unwanted: Callable[[T], bool]) -> None:
-        """Drop the items for which `unwanted` is true."""
-        for uid, sessions in list(self.items.items()):
-            left = {name: deque(item for item in items if not unwanted(item)) for name, items in sessions.items()}
-            self.items[uid] = {name: items for name, items in left.items() if items}
-            if not self.items[uid]:
-                del self.items[uid]
+# ---- Queues for checks of Programs and for questions.
 
 
 class CheckQueue:
@@ -170,7 +121,7 @@ class CheckQueue:
 
     def submit(self, job: JobRecord, program: ProgramRecord) -> None:
         """Queue a Program for its check."""
-        self._waiting.add(job.session, (job.id, program))
+        self._waiting.add(job.session.peer.uid, job.session.id, (job.id, program))
         self._start()
 
     def ended(self, job: JobId, program: ProgramId) -> None:
@@ -215,10 +166,10 @@ class QuestionQueue:
 
     def add(self, session: SessionRecord, answer: Answer) -> None:
         """Queue a question. Raises AdmissionRefused if the session has MAX_WAITING in the queue."""
-        count = self.waiting.count(session)
+        count = self.waiting.count(session.peer.uid, session.id)
         if count >= MAX_WAITING:
             raise AdmissionRefused(f"{count} questions of this session wait for an answer", "wait for answers")
-        self.waiting.add(session, answer)
+        self.waiting.add(session.peer.uid, session.id, answer)
 
     def answer_next(self) -> None:
         """Answer the next question."""

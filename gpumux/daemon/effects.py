@@ -225,6 +225,7 @@ class CommandRunner:
         try:
             self._context.segments.create(
                 job.session.peer.uid,
+                job.session.id,
                 program.slots * program.slot_bytes,
                 f"data-{job.short}-{program.id}",
                 lambda made: self._load(job, program, made),

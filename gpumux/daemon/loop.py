@@ -367,7 +367,9 @@ class Loop:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
-        self._questions.forget(record)
+        self._questions.forget(record.peer.uid, record.id)
+        self._offload.forget(record.peer.uid, record.id)
+        self._snapshot_requests.left(record)
         self.context.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving

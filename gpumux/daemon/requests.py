@@ -415,6 +415,7 @@ class Requests:
         try:
             self._context.segments.create(
                 session.peer.uid,
+                session.id,
                 nbytes,
                 f"transfer-{job.short}",
                 lambda made: self._staged(job, transfer, record, made),

@@ -7,36 +7,58 @@ pieces.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from gpumux.errors import AdmissionRefused, GpumuxError
+from gpumux.daemon.round_robin import RoundRobin
+from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError
 from gpumux.wire.shared_memory import Segment
 
 # ---- Long work on a thread of its own, with callbacks on the loop's thread.
 
 
-_Job = tuple[Callable[[], Any], Callable[[Any], None]]
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """`run` is called on the thread, and `then` on the loop's with its result. `dropped` is called on the loop's thread
+    if the work is dropped before it begins."""
+
+    run: Callable[[], Any]
+    then: Callable[[Any], None]
+    dropped: Callable[[], None]
 
 
 class Offload:
-    """A thread for work that would delay the loop. `wake` is callable from any thread, and makes the loop call
-    `collect` soon."""
+    """A thread for work that would delay the loop. Users take turns, and the sessions of each user. `wake` is callable
+    from any thread, and makes the loop call `collect` soon."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # its lock guards the two fields that follow
+        self._waiting: RoundRobin[_Work] = RoundRobin()
+        self._closing = False
         self._done: deque[tuple[Callable[[Any], None], Any, BaseException | None]] = deque()
         self._thread = threading.Thread(target=self._work, name="gpumux-offload", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run `work` on the thread, then `then(result)` on the loop's thread, in the order submitted."""
-        self._jobs.put((work, then))
+    def submit(
+        self, uid: int, session: str, work: Callable[[], Any], then: Callable[[Any], None], dropped: Callable[[], None]
+    ) -> None:
+        """Run `work` on the thread, then `then(result)` on the loop's thread; or `dropped`, if the session is forgotten
+        before. Work of one session is done in the order submitted."""
+        with self._changed:
+            self._waiting.add(uid, session, _Work(work, then, dropped))
+            self._changed.notify()
+
+    def forget(self, uid: int, session: str) -> None:
+        """Drop the work of a session that has not begun. Idempotent."""
+        with self._changed:
+            dropped = self._waiting.forget(uid, session)
+        for work in dropped:
+            work.dropped()
 
     def collect(self) -> None:
         """Call `then` for finished work. Raises an exception of `work`: it is a bug, and ends the loop."""
@@ -48,24 +70,35 @@ class Offload:
 
     def close(self) -> None:
         """Finish the submitted work and end the thread. Collects its results, so that they are released."""
-        self._jobs.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join()
         self.collect()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, then = job
+        while (work := self._next()) is not None:
             try:
-                result, error = work(), None
+                result, error = work.run(), None
             except BaseException as caught:  # noqa: BLE001 - carried to the loop, which raises it
                 result, error = None, caught
-            self._done.append((then, result, error))
+            self._done.append((work.then, result, error))
             self._wake()
+
+    def _next(self) -> _Work | None:
+        """Wait for work. Returns None when there is none left and the thread is to end."""
+        with self._changed:
+            while (found := self._waiting.next()) is None:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            return found[1]
 
 
 # ---- Segments.
 
 
+_SESSION_ENDED = DaemonGone("its session has ended", "connect again")
 AT_ONCE_BYTES = 1 << 18  # segments up to this size are made on the loop: a thread would cost more
 
 
@@ -117,12 +150,12 @@ class Segments:
         self.used_by: dict[int, int] = {}  # bytes, by uid
 
     def create(
-        self, uid: int, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None], *,
+        self, uid: int, session: str, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None], *,
         touch: bool = True,
     ) -> None:  # fmt: skip
-        """Make a segment of `nbytes` for a user, and call `then` with it, or with the error: at once for a small one,
-        else in a later turn of the loop. `touch`: see wire.shared_memory.Segment.create. Raises AdmissionRefused over a
-        limit."""
+        """Make a segment of `nbytes` for a user's session, and call `then` with it, or with the error: at once for a
+        small one, else in a later turn of the loop, or when the session ends. `touch`: see
+        wire.shared_memory.Segment.create. Raises AdmissionRefused over a limit."""
         mine = self.used_by.get(uid, 0)
         if self.user_limit is not None and mine + nbytes > self.user_limit:
             raise AdmissionRefused(
@@ -141,7 +174,11 @@ class Segments:
             self._made(uid, nbytes, then, *_attempt(nbytes, name, touch))
         else:
             self._offload.submit(
-                lambda: _attempt(nbytes, name, touch), lambda made: self._made(uid, nbytes, then, *made)
+                uid,
+                session,
+                lambda: _attempt(nbytes, name, touch),
+                lambda made: self._made(uid, nbytes, then, *made),
+                lambda: self._made(uid, nbytes, then, None, _SESSION_ENDED),
             )
 
     def _made(

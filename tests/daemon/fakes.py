@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from gpumux.config import Config
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
+from gpumux.daemon.round_robin import DAEMON
 from gpumux.device import base as dev
+from gpumux.errors import DaemonGone
 from gpumux.metrics.series import Metrics
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
@@ -318,6 +320,7 @@ class FakeWriter:
 
     def __init__(self):
         self.asked: list = []  # (verb, arguments, bytes of each descriptor)
+        self.owners: deque = deque()  # of the requests that wait: (uid, session or job)
         self.waiting: deque = deque()
         self.answers: deque = deque()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -325,12 +328,29 @@ class FakeWriter:
     def follow(self, watch):
         watch((self.fd,))
 
-    def ask(self, verb, arguments, fds, then):
+    def ask(self, verb, arguments, fds, then, *, uid=DAEMON, owner=""):
         self.asked.append((verb, arguments, [os.pread(fd, 1 << 20, 0) for fd in fds]))
         self.waiting.append((then, [os.dup(fd) for fd in fds]))
+        self.owners.append((uid, owner))
+
+    def count(self, uid, owner):
+        return list(self.owners)[1:].count((uid, owner))  # the first one is under way
+
+    def forget(self, uid, owner):
+        waiting, self.waiting = list(zip(self.waiting, self.owners, strict=True)), deque()
+        self.owners.clear()
+        for place, ((then, fds), of) in enumerate(waiting):
+            if place == 0 or of != (uid, owner):
+                self.waiting.append((then, fds))
+                self.owners.append(of)
+                continue
+            for fd in fds:
+                os.close(fd)
+            then(DaemonGone("its session has ended", "connect again"))
 
     def answer(self, answer, fill=b""):
         then, fds = self.waiting.popleft()
+        self.owners.popleft()
         for fd in fds:
             if fill:
                 os.pwrite(fd, fill, 0)

@@ -79,7 +79,8 @@ actions = st.lists(
 @given(actions)
 def test_any_conversation_is_answered_and_leaves_nothing(script):
     daemon = Daemon(Config(max_programs_per_job=3))
-    daemon.loop.segments._offload = slow_work = HeldWork()
+    daemon.loop._offload.close()
+    daemon.loop._offload = daemon.loop.segments._offload = slow_work = HeldWork()
     owed: Counter[tuple[str, int]] = Counter()
     try:
         for name, (uid, inline) in SESSIONS.items():
@@ -114,12 +115,24 @@ class HeldWork:
     def __init__(self):
         self.held = deque()
 
-    def submit(self, work, then):
-        self.held.append((work, then))
+    def submit(self, uid, session, work, then, dropped):
+        self.held.append((uid, session, work, then, dropped))
+
+    def forget(self, uid, session):
+        dropped = [each for each in self.held if each[:2] == (uid, session)]
+        self.held = deque(each for each in self.held if each[:2] != (uid, session))
+        for each in dropped:
+            each[4]()
+
+    def collect(self):
+        """Nothing is finished but by `finish`."""
+
+    def close(self):
+        assert not self.held
 
     def finish(self):
         if self.held:
-            work, then = self.held.popleft()
+            _, _, work, then, _ = self.held.popleft()
             then(work())
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -22,6 +22,7 @@ from typing import Any
 
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import JobRecord, SessionRecord, TransferRecord
+from gpumux.daemon.round_robin import RoundRobin
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.snapshots.store import staged_bytes
 from gpumux.daemon.snapshots.writer import WriterClient
@@ -29,6 +30,7 @@ from gpumux.device.base import GENERATOR
 from gpumux.errors import (
     AdmissionRefused,
     ConfigError,
+    DaemonGone,
     GpumuxError,
     ProtocolError,
     SnapshotFailed,
@@ -43,7 +45,7 @@ from gpumux.wire import messages as msg
 # ---- Reading snapshots, and restoring a job's generator, for a client that resumes a job.
 
 
-MAX_READS = 64  # reads that wait for the disk
+MAX_READS = 16  # reads of one user's sessions that wait for the disk; one of each session
 
 
 def require_writer(writer: WriterClient | None) -> WriterClient:
@@ -84,30 +86,34 @@ class SnapshotRestorer:
         self._context = context
         self._writer = writer
         self._transfers = transfers
-        self._reads: deque[tuple[SessionRecord, msg.ReadSnapshot]] = deque()
+        self._reads: RoundRobin[tuple[SessionRecord, msg.ReadSnapshot]] = RoundRobin()
         self._reading = False
 
     def read(self, session: SessionRecord, m: msg.ReadSnapshot, frames: Sequence[bytes]) -> None:
         require_writer(self._writer)
         if not 0 < len(m.snapshots) <= msg.MAX_ASKED:
             raise ProtocolError(f"{len(m.snapshots)} snapshots", f"name 1 to {msg.MAX_ASKED}")
-        if len(self._reads) >= MAX_READS or any(waits is session for waits, _ in self._reads):
-            raise AdmissionRefused("snapshots wait to be read, this session's or many others'", "try again in a second")
-        self._reads.append((session, m))
+        uid = session.peer.uid
+        if self._reads.count(uid, session.id) or self._reads.count_of(uid) >= MAX_READS:
+            raise AdmissionRefused("this session's or many of your snapshots wait to be read", "try again in a second")
+        self._reads.add(uid, session.id, (session, m))
         self._next_read()
 
+    def left(self, session: SessionRecord) -> None:
+        """Forget the reads of a session that has ended."""
+        self._reads.forget(session.peer.uid, session.id)
+
     def _next_read(self) -> None:
-        """Start the oldest read. Reads run one at a time: the writer holds one snapshot in memory until its segment
-        is made."""
-        if self._reading or not self._reads:
+        """Start the next read; users take turns. Reads run one at a time: the writer holds one snapshot in memory
+        until its segment is made."""
+        if self._reading or (found := self._reads.next()) is None:
             return
-        session, m = self._reads.popleft()
-        if session.id not in self._context.records.sessions:
-            self._next_read()
-            return
+        uid, (session, m) = found
         self._reading = True
-        asked = {"uid": session.peer.uid, "job": m.job, "numbers": m.snapshots}
-        require_writer(self._writer).ask("read", asked, [], lambda answer: self._was_read(session, m, answer))
+        require_writer(self._writer).ask(
+            "read", {"uid": uid, "job": m.job, "numbers": m.snapshots}, [],
+            lambda answer: self._was_read(session, m, answer), uid=uid, owner=session.id,
+        )  # fmt: skip
 
     def _was_read(self, session: SessionRecord, m: msg.ReadSnapshot, answer: Any) -> None:
         if isinstance(answer, GpumuxError):
@@ -122,11 +128,12 @@ class SnapshotRestorer:
 
         def made(segment: SharedSegment | GpumuxError) -> None:
             if isinstance(segment, GpumuxError):
-                self._give_up(session, m, segment)
+                self._drop(session, m, segment)
                 return
             require_writer(self._writer).ask(
-                "fill", {}, [segment.fd], lambda filled: self._hand_over(session, m, answer, segment, filled)
-            )
+                "fill", {}, [segment.fd], lambda filled: self._hand_over(session, m, answer, segment, filled),
+                uid=session.peer.uid, owner=session.id,
+            )  # fmt: skip
 
         try:
             if session.inline and nbytes > self._context.config.max_message_bytes:
@@ -134,9 +141,11 @@ class SnapshotRestorer:
                     f"{nbytes} bytes of state don't fit one message ({self._context.config.max_message_bytes})",
                     "raise max_message_bytes, or resume over the ipc endpoint",
                 )
-            self._context.segments.create(session.peer.uid, nbytes, "restore", made)
+            if session.id not in self._context.records.sessions:
+                raise DaemonGone("its session has ended", "connect again")
+            self._context.segments.create(session.peer.uid, session.id, nbytes, "restore", made)
         except GpumuxError as error:
-            self._give_up(session, m, error)
+            self._drop(session, m, error)
 
     def _hand_over(
         self, session: SessionRecord, m: msg.ReadSnapshot, answer: Any, segment: SharedSegment, filled: Any
@@ -160,6 +169,11 @@ class SnapshotRestorer:
         segment.close()
         self._reading = False
         self._next_read()
+
+    def _drop(self, session: SessionRecord, m: msg.ReadSnapshot, error: GpumuxError) -> None:
+        """Give up a read whose snapshot the writer holds in memory."""
+        require_writer(self._writer).ask("drop", {}, [], _expected, uid=session.peer.uid)
+        self._give_up(session, m, error)
 
     def _give_up(self, session: SessionRecord, m: msg.ReadSnapshot, error: GpumuxError) -> None:
         self._context.refuse(session, m.ref, error)
@@ -192,15 +206,18 @@ class SnapshotRestorer:
             segment.write(0, data)
             self._transfers.start(job, segment, (GENERATOR,), True, lambda fault: ended(segment, fault))
 
-        self._context.segments.create(session.peer.uid, GENERATOR_BYTES, f"generator-{job.short}", made)
+        self._context.segments.create(session.peer.uid, session.id, GENERATOR_BYTES, f"generator-{job.short}", made)
 
 
 # ---- Taking and finding snapshots, and what the end of a job or of the daemon does to them.
 
 
 EXPIRE_EVERY_S = 600.0
-MAX_NOTES_BYTES = 16 * msg.MAX_NOTES  # bytes of notes, over all snapshots that are not written yet
-MAX_FINDS = 8  # FindKept requests of one session that wait for a job to end
+# Bytes of notes of snapshots that are not written yet, of one user, and of all. A user who has none is not refused for
+# what others have.
+MAX_NOTES_BYTES_PER_USER = 4 * msg.MAX_NOTES
+MAX_NOTES_BYTES = 16 * msg.MAX_NOTES
+MAX_FINDS = 8  # FindKept requests of one session that have no answer
 REACT_S = 1.0  # seconds a leaving daemon waits for a client's answer to SnapshotWanted
 _LOOK_S = 0.05
 
@@ -246,7 +263,7 @@ class SnapshotRequests:
         self._expire_at = clock() + EXPIRE_EVERY_S if writer is not None else inf
         self._look_at = inf
         self.due = self._expire_at  # time of the next call of `run_timers` or `may_leave`, on the loop's clock
-        self._notes_bytes = 0
+        self._notes_bytes: Counter[int] = Counter()  # by uid
 
     def handlers(self, working: Callable[[SessionRecord, str], JobRecord]) -> dict[type, Handler]:
         """Handlers by class of message. `working` returns the session's own job, and raises if it no longer accepts
@@ -291,7 +308,7 @@ class SnapshotRequests:
 
         state.preparing = True
         try:
-            self._context.segments.create(session.peer.uid, nbytes, f"snapshot-{job.short}", made)
+            self._context.segments.create(session.peer.uid, session.id, nbytes, f"snapshot-{job.short}", made)
         except GpumuxError as error:
             state.preparing = False
             self._failed(error.code)
@@ -307,9 +324,7 @@ class SnapshotRequests:
             raise AdmissionRefused("there is no memory to copy the job's state to", "prepare a snapshot first")
         if m.snapshot <= state.last:
             raise ProtocolError(f"snapshot {m.snapshot} after {state.last}", "number snapshots upwards")
-        if self._notes_bytes + len(frames[0]) > MAX_NOTES_BYTES:
-            raise AdmissionRefused(f"{self._notes_bytes} bytes of notes wait for the disk", "try again later")
-        self._notes_bytes += len(frames[0])
+        self._charge_notes(session.peer.uid, len(frames[0]))
         staging, notes, sizes = state.staging, bytes(frames[0]), tuple(job.buffers)
         state.staging, state.taking, state.last = None, True, m.snapshot
         behind = job.last_step
@@ -317,7 +332,7 @@ class SnapshotRequests:
         def ended(nbytes: int, error: GpumuxError | Fault | None) -> None:
             staging.close()
             state.taking = False
-            self._notes_bytes -= len(notes)
+            self._notes_bytes[session.peer.uid] -= len(notes)
             seconds = self._clock() - started
             if error is None:
                 state.saved, state.nbytes, state.taken_at = self._now(), nbytes, behind
@@ -348,12 +363,20 @@ class SnapshotRequests:
                 writer.ask(
                     "save", {**facts, **room, **lengths}, [staging.fd, beside],
                     lambda answer: ended(0, answer) if isinstance(answer, GpumuxError) else ended(answer, None),
+                    uid=uid, owner=job.id,
                 )  # fmt: skip
             finally:
                 os.close(beside)
 
         self._transfers.start(job, staging, (*range(len(sizes)), GENERATOR), False, copied)
         self._context.reply(session, msg.Done(m.ref))
+
+    def _charge_notes(self, uid: int, nbytes: int) -> None:
+        """Count the notes of a snapshot that begins. Raises AdmissionRefused if too many wait for the disk."""
+        mine, held = self._notes_bytes[uid], self._notes_bytes.total()
+        if mine + nbytes > MAX_NOTES_BYTES_PER_USER or (mine and held + nbytes > MAX_NOTES_BYTES):
+            raise AdmissionRefused(f"{mine} bytes of notes of your jobs wait for the disk", "try again later")
+        self._notes_bytes[uid] += nbytes
 
     def _failed(self, code: str) -> None:
         self._context.metrics.snapshot_failed(code)
@@ -364,6 +387,8 @@ class SnapshotRequests:
 
     def _find(self, session: SessionRecord, m: msg.FindKept, frames: Sequence[bytes]) -> None:
         writer, mine = require_writer(self._writer), session.peer.uid
+        if writer.count(mine, session.id) + sum(waits is session for _, waits, _ in self._finds) >= MAX_FINDS:
+            raise AdmissionRefused("this session's other questions for kept jobs wait still", "try again in a second")
         for job in self._context.records.jobs.values():
             if job.session.peer.uid == mine and job.spec.name == m.name and job.id in self._jobs:
                 self._still_open(job, session, m)
@@ -382,7 +407,7 @@ class SnapshotRequests:
             except GpumuxError as error:
                 self._context.refuse(session, m.ref, error)
 
-        writer.ask("find", {"uid": mine, "name": m.name}, [], found)
+        writer.ask("find", {"uid": mine, "name": m.name}, [], found, uid=mine, owner=session.id)
 
     def _still_open(self, job: JobRecord, session: SessionRecord, m: msg.FindKept) -> None:
         """Delay the answer until the job, which is ending, is forgotten: only then is it known whether its snapshots
@@ -392,21 +417,26 @@ class SnapshotRequests:
                 f"job {m.name!r} is still open (process {job.session.peer.pid})",
                 "wait until it has ended, or stop it (gpumux jobs stop)",
             )
-        if sum(waits is session for _, waits, _ in self._finds) >= MAX_FINDS:
-            raise AdmissionRefused("this session's other questions for kept jobs wait still", "try again in a second")
         self._finds.append((job.id, session, m))
 
     def _ask_again(self, gone: JobId) -> None:
         """Answer the FindKept requests that waited for the end of this job."""
-        open_still = [entry for entry in self._finds if entry[1].id in self._context.records.sessions]
-        self._finds = [entry for entry in open_still if entry[0] != gone]
-        for session, m in [(session, m) for job, session, m in open_still if job == gone]:
+        waited = [(session, m) for job, session, m in self._finds if job == gone]
+        self._finds = [entry for entry in self._finds if entry[0] != gone]
+        for session, m in waited:
             try:
                 self._find(session, m, ())
             except GpumuxError as error:
                 self._context.refuse(session, m.ref, error)
 
-    # ---- the end of jobs, and of the daemon
+    # ---- the end of sessions, of jobs, and of the daemon
+
+    def left(self, session: SessionRecord) -> None:
+        """Forget the questions of a session that has ended. What its jobs have begun to save is saved."""
+        self._finds = [entry for entry in self._finds if entry[1] is not session]
+        self._restoring.left(session)
+        if self._writer is not None:
+            self._writer.forget(session.peer.uid, session.id)
 
     def forgotten(self, job: JobRecord) -> None:
         """Drop the records of a job that the daemon has forgotten. Snapshots of a finished job are deleted, including
@@ -415,7 +445,8 @@ class SnapshotRequests:
         if state is not None and state.staging is not None:
             state.staging.close()
         if job.finished and self._writer is not None:
-            self._writer.ask("forget", {"uid": job.session.peer.uid, "job": job.id}, [], _expected)
+            uid = job.session.peer.uid
+            self._writer.ask("forget", {"uid": uid, "job": job.id}, [], _expected, uid=uid, owner=job.id)
         self._ask_again(job.id)
 
     def close(self) -> None:

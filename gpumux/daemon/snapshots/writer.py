@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,17 @@ import msgpack
 import numpy as np
 
 import gpumux
+from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
-from gpumux.errors import ConfigError, EndpointBusy, GpumuxError, SnapshotFailed, UnknownJob, from_code
+from gpumux.errors import (
+    ConfigError,
+    DaemonGone,
+    EndpointBusy,
+    GpumuxError,
+    SnapshotFailed,
+    UnknownJob,
+    from_code,
+)
 from gpumux.program.ir import aligned
 from gpumux.types import GENERATOR_BYTES
 
@@ -69,15 +77,15 @@ class DirectoryLock:
 
 class WriterClient:
     """The daemon's side of the writer: `ask` queues a request, and `hear` handles its answer. Call `hear` as `follow`
-    says. One request is under way at a time. If the writer ends, that request fails, and the next one starts another
-    writer."""
+    says. One request is under way at a time; users take turns, so that one user's requests delay another's by one. If
+    the writer ends, the request under way fails, and the next one starts another writer."""
 
     def __init__(self, root: Path, lock: DirectoryLock) -> None:
         self._root = root
         self._lock = lock
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._waiting: deque[tuple[bytes, list[int], Then]] = deque()
+        self._waiting: RoundRobin[tuple[bytes, list[int], Then]] = RoundRobin()
         self._then: Then | None = None
         self._watch: Callable[[Sequence[int]], None] = _unwatched
         self._start()
@@ -92,11 +100,25 @@ class WriterClient:
     def busy(self) -> bool:
         return self._then is not None
 
-    def ask(self, verb: str, arguments: dict[str, Any], fds: Sequence[int], then: Then) -> None:
-        """Queue a request. `fds` stay the caller's. `hear` calls `then` with the answer."""
+    def ask(
+        self, verb: str, arguments: dict[str, Any], fds: Sequence[int], then: Then, *, uid: int = DAEMON,
+        owner: str = "",
+    ) -> None:  # fmt: skip
+        """Queue a request of the user's session or job `owner`; default: the daemon's own. `fds` stay the caller's.
+        `hear` calls `then` with the answer."""
         packet = bytes(msgpack.packb([verb, arguments]))
-        self._waiting.append((packet, [os.dup(fd) for fd in fds], then))
+        self._waiting.add(uid, owner, (packet, [os.dup(fd) for fd in fds], then))
         self._next()
+
+    def count(self, uid: int, owner: str) -> int:
+        """The number of requests of this session or job that wait, without the one under way."""
+        return self._waiting.count(uid, owner)
+
+    def forget(self, uid: int, owner: str) -> None:
+        """Drop the requests of a session that has ended. Their `then` is called with an error. Idempotent."""
+        for _, fds, then in self._waiting.forget(uid, owner):
+            _close(fds)
+            then(DaemonGone("its session has ended", "connect again"))
 
     def hear(self) -> None:
         """Handle an answer, or the end of the process."""
@@ -119,15 +141,14 @@ class WriterClient:
     def close(self) -> None:
         """Let the process finish the request under way, for at most CLOSE_S, and end it. No callback is called any
         more."""
-        for _, fds, _ in self._waiting:
-            _close(fds)
-        self._waiting.clear()
+        while (found := self._waiting.next()) is not None:
+            _close(found[1][1])
         self._then, self._watch = None, _unwatched
         self._stop(CLOSE_S)
 
     def _next(self) -> None:
-        while self._then is None and self._waiting:
-            packet, fds, then = self._waiting.popleft()
+        while self._then is None and (found := self._waiting.next()) is not None:
+            _, (packet, fds, then) = found
             try:
                 if self._sock is None:
                     self._start()
@@ -206,11 +227,12 @@ class Writer:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._read: Snapshot | None = None  # the snapshot of the newest "read", until "fill" has copied it
+        self._read: Snapshot | None = None  # the snapshot of the newest "read", until "fill" or "drop"
         self._verbs: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
             "save": self._save,
             "read": self._find_whole,
             "fill": self._fill,
+            "drop": self._drop,
             "find": self._find,
             "forget": lambda a, _: store.forget(SnapshotOwner(a["uid"], a["job"])),
             "expire": self._expire,
@@ -273,6 +295,9 @@ class Writer:
             at += GENERATOR_BYTES
             whole[at : at + found.notes.nbytes] = found.notes
             del whole
+
+    def _drop(self, _: dict[str, Any], __: list[int]) -> None:
+        self._read = None
 
     def _find(self, a: dict[str, Any], _: list[int]) -> dict[str, Any]:
         kept = self._store.find(a["uid"], a["name"])

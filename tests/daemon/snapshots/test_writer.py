@@ -175,3 +175,34 @@ def test_closing_lets_it_finish_what_it_is_at(tmp_path: Path, monkeypatch: pytes
     os.close(beside)
     asker.close()
     assert [path.name[:8] for path in (tmp_path / "7" / JOB).iterdir()] == ["00000001"]
+
+
+def test_users_take_turns_and_what_a_session_asked_goes_with_it(asker: Asker):
+    """The first request is under way while the others are queued."""
+    order: list[str] = []
+
+    def ask(uid: int, owner: str, name: str) -> None:
+        asker.client.ask(
+            "kept", {}, (), lambda answer: order.append(f"{name} {type(answer).__name__}"), uid=uid, owner=owner
+        )
+
+    for name in ("a1", "a2", "a3"):
+        ask(1, "a", name)
+    ask(1, "gone", "g1")
+    ask(2, "b", "b1")
+    assert (asker.client.count(1, "a"), asker.client.count(1, "gone"), asker.client.count(3, "a")) == (2, 1, 0)
+    asker.client.forget(1, "gone")
+    assert order == ["g1 DaemonGone"]
+    last: list[Any] = []
+    asker.client.ask("kept", {}, (), last.append, uid=1, owner="a")
+    asker.wait(last)
+    assert order[1:] == ["a1 dict", "a2 dict", "b1 dict", "a3 dict"]
+
+
+def test_a_snapshot_that_was_read_is_dropped(asker: Asker):
+    save(asker, 1)
+    asker.ask("read", uid=7, job=JOB, numbers=[1])
+    assert asker.ask("drop") is None
+    segment = memory(bytes(1 << 16))
+    assert isinstance(asker.ask("fill", (segment,)), SnapshotFailed)
+    os.close(segment)
