@@ -27,6 +27,7 @@
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
     |   +-- PeersLost           another rank of the job's gang died, stalled or sent something else
+    |   +-- InternalError       gpumux contradicted itself about the job: a bug, which ends this job alone
     +-- JobClosed               a verb on a closed job
     +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
@@ -171,6 +172,10 @@ class ExecutorCrashed(JobFailed):
 
 class PeersLost(JobFailed):
     code = "peers_lost"
+
+
+class InternalError(JobFailed):
+    code = "internal"
 
 
 class JobClosed(GpumuxError):

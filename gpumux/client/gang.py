@@ -32,6 +32,7 @@ from gpumux.errors import (
     DaemonGone,
     ExecutorCrashed,
     GpumuxError,
+    InternalError,
     JobClosed,
     NotSplittable,
     PeersLost,
@@ -48,7 +49,7 @@ log = logging.getLogger("gpumux.client")
 
 END_S = 60.0  # how long daemons may take to end a job that has ended on one rank
 # Ends of a rank that may follow from another rank's, the likelier the later.
-_FOLLOWS: Final = (DaemonGone.code, ExecutorCrashed.code, PeersLost.code)
+_FOLLOWS: Final = (DaemonGone.code, ExecutorCrashed.code, PeersLost.code, InternalError.code)
 
 
 class GangSession:

@@ -30,6 +30,7 @@ from gpumux.errors import (
     DaemonGone,
     ExecutorCrashed,
     GpumuxError,
+    InternalError,
     JobClosed,
     JobFailed,
     NotOwner,
@@ -180,9 +181,9 @@ LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take 
 SAY_S = 5.0  # how long recovery lasts before it is logged
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 # Ends that a job may recover from: the daemon is gone, or the process that ran the job, or other ranks of it.
-ENDS = frozenset({DaemonGone.code, ExecutorCrashed.code, PeersLost.code})
+ENDS = frozenset({DaemonGone.code, ExecutorCrashed.code, PeersLost.code, InternalError.code})
 # Refusals while the daemon still closes the job's former session, or while other jobs recover as well.
-_NOT_YET = (DaemonGone, ExecutorCrashed, PeersLost, AdmissionRefused, JobClosed, NotOwner)
+_NOT_YET = (DaemonGone, ExecutorCrashed, PeersLost, InternalError, AdmissionRefused, JobClosed, NotOwner)
 
 
 def snapshot_interval_s(session: Session) -> float:
@@ -272,7 +273,7 @@ class Recovery:
             try:
                 self.check_open()
                 return verb()
-            except (DaemonGone, ExecutorCrashed, PeersLost, JobClosed, UnknownJob) as gone:
+            except (DaemonGone, ExecutorCrashed, PeersLost, InternalError, JobClosed, UnknownJob) as gone:
                 if isinstance(gone, (JobClosed, UnknownJob)) and not self._ended_for_now():
                     raise
                 self._recover(session, gone)
@@ -293,7 +294,7 @@ class Recovery:
                 if predicate():
                     return True
                 gone = remote.end_error()
-            except (DaemonGone, ExecutorCrashed, PeersLost) as error:
+            except (DaemonGone, ExecutorCrashed, PeersLost, InternalError) as error:
                 gone = error
             try:
                 if not self._recover(session, gone, until):
@@ -381,7 +382,7 @@ class Recovery:
                 " since",
                 "see why (the log says), raise replay_bytes=, and submit it again",
             )
-        if isinstance(gone, (ExecutorCrashed, PeersLost)) and ended is not None:
+        if isinstance(gone, (ExecutorCrashed, PeersLost, InternalError)) and ended is not None:
             newest = self._pending.newest
             self._crashes = self._crashes + 1 if self._crashed_at == newest else 1
             self._crashed_at = newest

@@ -8,7 +8,8 @@ state never runs ahead of what was done. One turn takes a bounded number of mess
 a completion by no more than that.
 
 Everything here runs on one thread. Only `wake`, `stop` and `call_soon` may be called from other threads (and from
-signal handlers). An exception that leaves `run` is a bug: the daemon logs it and ends (daemon/main.py).
+signal handlers). An exception that no handler expects is a bug: it ends the job or the session that it is about
+(daemon/inconsistencies.py). One that leaves `run` ends the daemon (daemon/main.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gpumux.daemon import report
 from gpumux.daemon.config_reload import Reloading, core_config
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.effects import CommandRunner, Completions
+from gpumux.daemon.inconsistencies import CrashReports, Inconsistencies
 from gpumux.daemon.records import JobRecord, SessionRecord
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Offload, Segments
@@ -38,7 +40,9 @@ from gpumux.device.base import Answering, Device
 from gpumux.metrics.gauges import Figures, SnapshotBox
 from gpumux.metrics.series import Metrics
 from gpumux.scheduler import events as ev
+from gpumux.scheduler.events import Command
 from gpumux.scheduler.scheduler import Scheduler
+from gpumux.types import JobId, LaunchId, SessionId
 from gpumux.wire import router as wire
 from gpumux.wire.messages import Leaving
 
@@ -117,7 +121,7 @@ ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 
 class Loop:
     """Runs a daemon whose parts are open. `identity` is what GetStatus reports about the daemon. `writer` is None if
-    this daemon keeps no snapshots."""
+    this daemon keeps no snapshots, `crashes` if it writes no reports of bugs."""
 
     def __init__(
         self,
@@ -129,6 +133,7 @@ class Loop:
         shared_limit: int,
         clock: Callable[[], float] = time.monotonic,
         writer: WriterClient | None = None,
+        crashes: CrashReports | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -138,7 +143,7 @@ class Loop:
         self._metrics = metrics
         self._identity = identity
         self._wakeup = Wakeup()
-        self._offload = Offload(self._wakeup.set)
+        self._offload = Offload(self._wakeup.set, self._work_failed)
         self.scheduler = Scheduler(core_config(config))
         self.segments = Segments(shared_limit, self._offload, config.max_shared_bytes_per_user or None)
         self.context = DaemonContext(
@@ -154,10 +159,19 @@ class Loop:
         self._questions = self.context.questions.waiting
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.scheduler.handle  # or the recording's, which calls it
-        self._tracing = Tracing(self.context, clock, self._observe)
+        self._bugs = Inconsistencies(
+            self.context, crashes or CrashReports(None), lambda event, now: self._handle(event, now)
+        )
+        self._tracing = Tracing(self.context, clock, self._observe, self._bugs.in_report)
         self._snapshot_requests = SnapshotRequests(self.context, writer, clock)
         self._memory_overuse = report.MemoryOveruseCheck(self.context, clock)
-        self._requests = Requests(self.context, self.status, self._tracing, self._snapshot_requests)
+        self._requests = Requests(
+            self.context,
+            report=self.status,
+            tracing=self._tracing,
+            snapshot_requests=self._snapshot_requests,
+            failed=self._message_failed,
+        )
         self._completions = Completions(self.context)
         self._commands = CommandRunner(self.context, self._snapshot_requests.forgotten)
         self._answering = device if isinstance(device, Answering) else None
@@ -227,9 +241,7 @@ class Loop:
         self.context.waited = 0.5 * (now - self._looked) if now - self._turned < AT_ONCE_S else 0.0
         self._looked = now
         if "device" in ready:
-            for event in self._device.poll():
-                self._completions.handlers[type(event)](event)
-                self._settle(now)
+            self._complete(self._device.poll, now)
         if channels:
             for arrival in self._router.receive_channels(channels, now):
                 self._arrived(arrival, now)
@@ -240,7 +252,10 @@ class Loop:
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
         if "snapshots" in ready:
-            self._snapshot_requests.hear()
+            try:
+                self._snapshot_requests.hear()
+            except Exception as error:  # noqa: BLE001 - a bug, which ends what it is about
+                self._work_failed(self._snapshot_requests.heard, error)
             self._settle(now)
         if self._questions.items:
             self.context.questions.answer_next()
@@ -267,14 +282,24 @@ class Loop:
         if now >= self._tracing.due:
             self._tracing.finish()
         self._snapshot_requests.run_timers(now)
-        self._memory_overuse.check(now)
+        self._make_reports(now)
         if self._stop_reason is not None and self._leave_by == inf and self._snapshot_requests.may_leave(now):
             self._leave(self._stop_reason, now)
-        if self.snapshots.wanted():
-            self.snapshots.publish(self.figures())
         if now >= self._next_call:
             self._next_call = now + self._every_s
             self._on_time()
+
+    def _make_reports(self, now: float) -> None:
+        """Make what operators read, when it is due. It changes nothing, so a bug in it ends nothing."""
+        try:
+            self._memory_overuse.check(now)
+        except Exception as error:  # noqa: BLE001
+            self._bugs.in_report("the check of jobs' memory", error)
+        if self.snapshots.wanted():
+            try:
+                self.snapshots.publish(self.figures())
+            except Exception as error:  # noqa: BLE001
+                self._bugs.in_report("a reading of the metrics", error)
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
@@ -320,10 +345,59 @@ class Loop:
         if now < self._latest:
             now = self._latest
         self._latest = now
-        handle = self._handle
         while events:
-            for command in handle(events.popleft(), now):
-                handlers[type(command)](command)
+            try:
+                commands = self._handle(events.popleft(), now)
+            except Exception as error:  # noqa: BLE001 - a bug, which ends what it is about
+                commands = self._bugs.in_event(error, now)
+            for command in commands:
+                try:
+                    handlers[type(command)](command)
+                except Exception as error:  # noqa: BLE001
+                    self._carry_out(self._bugs.about(getattr(command, "job", None), error, now), now)
+
+    def _carry_out(self, commands: Sequence[Command], now: float) -> None:
+        """Carry out the commands by which something ends that a bug was about."""
+        for command in commands:
+            try:
+                self._commands.handlers[type(command)](command)
+            except Exception as error:  # noqa: BLE001
+                self._carry_out(self._bugs.about(getattr(command, "job", None), error, now), now)
+
+    def _complete(self, take: Callable[[], Iterable[Any]], now: float) -> None:
+        """Handle what the device has completed, which `take` returns, and all that follows from it."""
+        try:
+            found = take()
+        except Exception as error:  # noqa: BLE001
+            self._carry_out(self._bugs.about(None, error, now), now)
+            return
+        for event in found:
+            try:
+                self._completions.handlers[type(event)](event)
+            except Exception as error:  # noqa: BLE001
+                self._carry_out(self._bugs.about(self._job_of(event), error, now), now)
+            self._settle(now)
+
+    def _job_of(self, event: Any) -> JobId | None:
+        job: JobId | None = getattr(event, "job", None)
+        if job is None and (launch := self.scheduler.out(getattr(event, "launch", LaunchId(0)))) is not None:
+            job = launch.job
+        return job
+
+    def _message_failed(self, session: SessionRecord, job: JobRecord | None, error: Exception) -> None:
+        now = self._latest
+        self._carry_out(self._bugs.in_message(session, job, error, now), now)
+
+    def _work_failed(self, owner: str, error: Exception) -> None:
+        """Work that was done for a session or a job, or what followed it, raised."""
+        records = self.context.records
+        session, job = records.sessions.get(SessionId(owner)), records.jobs.get(JobId(owner))
+        if session is None and job is not None:
+            session = job.session
+        if session is not None:
+            self._message_failed(session, job, error)
+        else:
+            self._bugs.in_report("work of a session that has ended, or of none,", error)
 
     def _observe(self, handle: Handle) -> None:
         """Use `handle` to pass events to the scheduler from now on."""
@@ -333,9 +407,8 @@ class Loop:
         """Handle what the device has completed for this job, before the client's message that is being handled."""
         if job.device_answers and self._answering is not None:
             now = self._clock()
-            for event in self._answering.catch_up(job.id):
-                self._completions.handlers[type(event)](event)
-                self._settle(now)
+            answering = self._answering
+            self._complete(lambda: answering.catch_up(job.id), now)
 
     # ---- sessions
 

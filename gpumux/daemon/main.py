@@ -27,9 +27,11 @@ from gpumux import __version__
 from gpumux.config import Config
 from gpumux.daemon import logs
 from gpumux.daemon.config_reload import shared_limit, wire_limits
+from gpumux.daemon.inconsistencies import CrashReports
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
 from gpumux.daemon.snapshots.writer import DirectoryLock, WriterClient
+from gpumux.daemon.state_directory import open_log, open_state_directory
 from gpumux.daemon.systemd import ServiceManager
 from gpumux.device import registry
 from gpumux.device.base import Device
@@ -148,7 +150,8 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     started = time.time()
     raise_file_limit()
     say_core()
-    keep_crashes(config, stack)
+    state = open_state(config, stack)
+    crashes = keep_crashes(config, state, stack)
     texts = config.endpoint or (endpoint.default_endpoint(config.gpu),)
     router = Router(texts, endpoint.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
 
@@ -159,7 +162,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     metrics = Metrics(FROM_CLIENT)  # ports and locks that another daemon may hold come before the device, which is slow
     metrics.start_time.set(started)
     server = bind_metrics(config, metrics, stack)
-    lock = lock_snapshots(config, stack)
+    lock = lock_snapshots(config, state, stack)
     stop.check()
     device = open_device(config, stack)
     stop.check()
@@ -170,7 +173,10 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     router.device["holds_low_work"] = POLICIES[config.policy].holds_low_work  # clients report their waits only then
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
-    loop = Loop(identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer)
+    loop = Loop(
+        identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer,
+        crashes=crashes,
+    )  # fmt: skip
     stack.callback(loop.close)
     stack.callback(leave)  # runs before slow closing, so that clients are told first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
@@ -263,11 +269,11 @@ def bind_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsS
     return server
 
 
-def lock_snapshots(config: Config, stack: ExitStack) -> DirectoryLock | None:
-    """Lock the state directory, if the daemon keeps snapshots. Raises EndpointBusy if another daemon has it."""
-    if not config.state_dir or not config.snapshot_s:
+def lock_snapshots(config: Config, state: int | None, stack: ExitStack) -> DirectoryLock | None:
+    """Lock the snapshots' directory, if the daemon keeps them. Raises EndpointBusy if another daemon has it."""
+    if state is None or not config.snapshot_s:
         return None
-    lock = DirectoryLock(Path(config.state_dir) / "snapshots")
+    lock = DirectoryLock(Path(config.state_dir) / "snapshots", state)
     stack.callback(lock.close)
     return lock
 
@@ -276,26 +282,33 @@ def open_snapshots(config: Config, lock: DirectoryLock | None, stack: ExitStack)
     """Start the process that writes snapshots."""
     if lock is None:
         return None
-    writer = WriterClient(root := Path(config.state_dir) / "snapshots", lock)
+    writer = WriterClient(lock)
     stack.callback(writer.close)
-    log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
+    log.info("snapshots: every %g s, in %s", config.snapshot_s, lock.root)
     return writer
 
 
-def keep_crashes(config: Config, stack: ExitStack) -> None:
-    """Make the state directory, and have a crash of the interpreter write its stacks there."""
+def open_state(config: Config, stack: ExitStack) -> int | None:
+    """Open the state directory, or make it. Returns its descriptor, None if there is none. Raises ConfigError if others
+    may write to it."""
     if not config.state_dir:
+        return None
+    state = open_state_directory(Path(config.state_dir))
+    stack.callback(os.close, state)
+    return state
+
+
+def keep_crashes(config: Config, state: int | None, stack: ExitStack) -> CrashReports:
+    """Have a crash of the interpreter, and reports of bugs, written to crash.log in the state directory."""
+    if state is None:
         faulthandler.enable()
-    else:
-        path = Path(config.state_dir)
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (path / "crash.log").touch(mode=0o600)  # the directory may have existed, open to other users
-            crashes = stack.enter_context((path / "crash.log").open("a"))
-        except OSError as error:
-            raise ConfigError(f"can't use the state directory {path}: {error.strerror}", "choose another") from error
-        faulthandler.enable(crashes)
+        stack.callback(faulthandler.disable)
+        return CrashReports(None)
+    crashes = open_log("crash.log", state, Path(config.state_dir) / "crash.log")
+    stack.callback(os.close, crashes)
+    faulthandler.enable(crashes)
     stack.callback(faulthandler.disable)
+    return CrashReports(crashes)
 
 
 @contextmanager

@@ -171,16 +171,20 @@ MAX_BUFFER_BYTES = 1 << 46
 
 
 class Requests:
-    """Handles every message that a client may send in an open session."""
+    """Handles every message that a client may send in an open session. `failed` is called when the handler of a
+    session's message raises what no handler should, with the job that the message is about, if there is one."""
 
     def __init__(
         self,
         context: DaemonContext,
+        *,
         report: Callable[[], dict[str, Any]],
         tracing: Tracing,
         snapshot_requests: SnapshotRequests,
+        failed: Callable[[SessionRecord, JobRecord | None, Exception], None],
     ) -> None:
         self._context = context
+        self._failed = failed
         self._records = context.records
         self._governed = context.permissions.governed
         self._handlers: dict[type, Handler] = {
@@ -223,6 +227,8 @@ class Requests:
                 self._refuse_step(session, message, error)
             else:
                 self._context.refuse(session, message.ref, error)
+        except Exception as error:  # noqa: BLE001 - a bug, which ends what the message is about
+            self._failed(session, self._records.jobs.get(JobId(getattr(message, "job", ""))), error)
 
     def _unexpected(self, session: SessionRecord, why: str) -> None:
         self._context.unexpected += 1

@@ -26,6 +26,7 @@ class _Work:
     """`run` is called on the thread, and `then` on the loop's with its result. `dropped` is called on the loop's thread
     if the work is dropped before it begins."""
 
+    session: str
     run: Callable[[], Any]
     then: Callable[[Any], None]
     dropped: Callable[[], None]
@@ -33,14 +34,16 @@ class _Work:
 
 class Offload:
     """A thread for work that would delay the loop. Users take turns, and the sessions of each user. `wake` is callable
-    from any thread, and makes the loop call `collect` soon."""
+    from any thread, and makes the loop call `collect` soon. `failed` is called on the loop's thread with the session
+    and the exception if work, or what follows it, raises: that is a bug."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], failed: Callable[[str, Exception], None]) -> None:
         self._wake = wake
+        self._failed = failed
         self._changed = threading.Condition()  # its lock guards the two fields that follow
         self._waiting: RoundRobin[_Work] = RoundRobin()
         self._closing = False
-        self._done: deque[tuple[Callable[[Any], None], Any, BaseException | None]] = deque()
+        self._done: deque[tuple[_Work, Any, Exception | None]] = deque()
         self._thread = threading.Thread(target=self._work, name="gpumux-offload", daemon=True)
         self._thread.start()
 
@@ -50,7 +53,7 @@ class Offload:
         """Run `work` on the thread, then `then(result)` on the loop's thread; or `dropped`, if the session is forgotten
         before. Work of one session is done in the order submitted."""
         with self._changed:
-            self._waiting.add(uid, session, _Work(work, then, dropped))
+            self._waiting.add(uid, session, _Work(session, work, then, dropped))
             self._changed.notify()
 
     def forget(self, uid: int, session: str) -> None:
@@ -61,12 +64,15 @@ class Offload:
             work.dropped()
 
     def collect(self) -> None:
-        """Call `then` for finished work. Raises an exception of `work`: it is a bug, and ends the loop."""
+        """Call `then` for finished work."""
         while self._done:
-            then, result, error = self._done.popleft()
-            if error is not None:
-                raise error
-            then(result)
+            work, result, error = self._done.popleft()
+            try:
+                if error is not None:
+                    raise error
+                work.then(result)
+            except Exception as bug:  # noqa: BLE001
+                self._failed(work.session, bug)
 
     def close(self) -> None:
         """Finish the submitted work and end the thread. Collects its results, so that they are released."""
@@ -80,9 +86,9 @@ class Offload:
         while (work := self._next()) is not None:
             try:
                 result, error = work.run(), None
-            except BaseException as caught:  # noqa: BLE001 - carried to the loop, which raises it
+            except Exception as caught:  # noqa: BLE001 - carried to the loop
                 result, error = None, caught
-            self._done.append((work.then, result, error))
+            self._done.append((work, result, error))
             self._wake()
 
     def _next(self) -> _Work | None:
@@ -194,7 +200,12 @@ class Segments:
             assert error is not None  # _attempt returns one of the two
             then(error)
         else:
-            then(SharedSegment(next(self._numbers), segment, lambda size: self._released(uid, size)))
+            made = SharedSegment(next(self._numbers), segment, lambda size: self._released(uid, size))
+            try:
+                then(made)
+            except BaseException:
+                made.close()
+                raise
 
     def _released(self, uid: int, nbytes: int) -> None:
         self.used_bytes -= nbytes

@@ -11,7 +11,7 @@ from math import inf
 
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import JobRecord, Records, SessionRecord
-from gpumux.errors import AdmissionRefused, ProtocolError
+from gpumux.errors import AdmissionRefused, InternalError, ProtocolError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
@@ -219,13 +219,20 @@ Handle = Callable[[ev.Event, float], list[Command]]
 
 class Tracing:
     """Runs at most one recording. `observe` sets the function by which the loop passes events to the scheduler; `due`
-    is when to call `finish`."""
+    is when to call `finish`. `failed` reports an exception of the recording, which ends it."""
 
-    def __init__(self, context: DaemonContext, clock: Callable[[], float], observe: Callable[[Handle], None]) -> None:
+    def __init__(
+        self,
+        context: DaemonContext,
+        clock: Callable[[], float],
+        observe: Callable[[Handle], None],
+        failed: Callable[[str, Exception], None],
+    ) -> None:
         self.due = inf
         self._context = context
         self._clock = clock
         self._observe = observe
+        self._failed = failed
         self._recording: Recording | None = None
         self._session: SessionRecord | None = None
         self._ref = 0
@@ -257,10 +264,20 @@ class Tracing:
         commands = self._context.scheduler.handle(event, now)
         recording = self._recording
         if recording is not None:  # this event may have ended it
-            recording.saw(event, commands, now)
-            if len(recording.records) >= PART:
-                self._send(now)
+            try:
+                recording.saw(event, commands, now)
+                if len(recording.records) >= PART:
+                    self._send(now)
+            except Exception as error:  # noqa: BLE001 - the jobs that it looks at go on
+                self._abort(error)
         return commands
+
+    def _abort(self, error: Exception) -> None:
+        session, ref = self._session, self._ref
+        self._stop()
+        self._failed("the rest of a recording", error)
+        if session is not None:
+            self._context.refuse(session, ref, InternalError("the recording failed", "look at the daemon's log"))
 
     def _send(self, now: float) -> None:
         """Send a part, and end the recording if it reaches the bound."""

@@ -136,6 +136,8 @@ class Metrics:
         self.jobs_opened = counter("gpumux_jobs_opened", "Jobs that were admitted.", ["priority"])
         self.job_failures = counter("gpumux_job_failures", "Jobs that ended with an error.", ["reason"])
         self.outgrown = counter("gpumux_jobs_outgrown", "Jobs that took more memory than they were charged.")
+        meaning = "Bugs that ended a job, a session, all jobs, or a report, and not the daemon."
+        self.inconsistencies = counter("gpumux_inconsistencies", meaning, ["scope"])
         self.programs_loaded = counter("gpumux_programs_loaded", "Programs made ready to run.")
         self.transfers = counter("gpumux_transfers", "State transfers that ended well.", ["direction"])
         self.transfer_bytes = counter("gpumux_transfer_bytes", "Bytes of state moved.", ["direction"])
@@ -158,6 +160,8 @@ class Metrics:
         self.step_done, self.launched = self.tally.step_done, self.tally.launched
         for reason in ("snapshot_failed", "admission_refused"):
             self.snapshot_failures.labels(reason)  # from the start, so that an alert sees the first
+        for scope in ("job", "session", "device", "report"):
+            self.inconsistencies.labels(scope)
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)

@@ -8,7 +8,7 @@ from math import isclose
 from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
 from gpumux.scheduler.state import SchedulerState
 from gpumux.scheduler.windows import MIN_COST_S, FairQueue, Outstanding, Window
-from gpumux.types import Priority
+from gpumux.types import JobId, Priority
 
 
 def check(state: SchedulerState) -> None:
@@ -23,6 +23,19 @@ def check(state: SchedulerState) -> None:
     if state.policy is not None:
         choice = state.policy.choose(state.windows, state.now)
         assert choice is None, f"room was left unused: job {choice.job.id} could launch"
+
+
+def contradicting(state: SchedulerState) -> list[JobId]:
+    """The jobs that fail the checks of a job by itself, or whose next piece can't be told."""
+    found = []
+    for job in state.jobs.values():
+        try:
+            _check_job(job)
+            if not job.blocked():
+                job.next_seconds()
+        except Exception:  # noqa: BLE001 - what is inconsistent may fail in any way
+            found.append(job.id)
+    return found
 
 
 def _check_sessions(state: SchedulerState) -> None:

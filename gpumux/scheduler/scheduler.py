@@ -516,6 +516,7 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
     if launch is None:
         return ignore(state)
     job, step = launch.job, launch.step
+    state.at = job.id
     job.device_s += seconds
     job.suspended_s += event.suspended
     if state.guard is not None:
@@ -568,6 +569,7 @@ def piece_failed(state: SchedulerState, event: PieceFailed) -> None:
     launch = state.windows.complete(event.launch, 0.0)
     if launch is None:
         return ignore(state)
+    state.at = launch.job.id
     lose_launches(state, [launch.id])
     if launch.job.state is not JobState.CLOSING:
         close(state, launch.job, event.fault, tell=event.fault)
@@ -650,7 +652,7 @@ class Scheduler:
     def handle(self, event: ev.Event, now: float) -> list[Command]:
         """Commands to carry out, in order. `now` is seconds, on the clock of PieceDone's times."""
         state = self._state
-        state.now, state.cause, state.commands = now, event, []
+        state.now, state.cause, state.commands, state.at = now, event, [], None
         state.events += 1
         HANDLERS[type(event)](state, event)
         if state.policy is not None:
@@ -685,6 +687,7 @@ class Scheduler:
     def _launch(self, policy: Policy, choice: NextLaunch) -> None:
         """Launch the next piece of the job's next step."""
         state, job = self._state, choice.job
+        state.at = job.id
         step, windows = job.head_step(), state.windows
         if not step.launched:
             step.begin()
@@ -763,7 +766,60 @@ class Scheduler:
         out = (len(window.launches), limit.launches, window.seconds * 1e3, limit.seconds * 1e3)
         return "window", (name, *out, oldest.id, oldest.piece, oldest.step.id, oldest.job.id)
 
+    # ---- after an exception of `handle`, which is a bug
+
+    def interrupted(self) -> tuple[list[JobId], list[Command]]:
+        """The jobs to blame when `handle` raised: those that contradict themselves, else the one that the event was
+        about, if it was about one. And the commands that were made before, which are to be carried out. To go on, end
+        these jobs, by JobDied, then `check_invariants`."""
+        state = self._state
+        state.changed_jobs.clear()
+        commands, state.commands = state.commands, []
+        jobs = self.contradicting()
+        if not jobs:
+            job = state.at or getattr(state.cause, "job", None)
+            if job is None and isinstance(state.cause, (PieceDone, PieceFailed)):
+                launch = report.out(state, state.cause.launch)
+                job = launch.job if launch is not None else None
+            jobs = [job] if job is not None else []
+        return jobs, commands
+
+    def contradicting(self) -> list[JobId]:
+        """The jobs whose own records contradict each other."""
+        return invariants.contradicting(self._state)
+
+    def end_all(self, fault: Fault, now: float) -> list[Command]:
+        """End every job with `fault`, whatever state it is in, and forget all but what it is charged until the device
+        has released it. Returns the commands, which answer no steps: ForgetJob does, in the daemon."""
+        old = self._state
+        state = self._state = SchedulerState(old.config)
+        state.now, state.cause, state.history, state.departed = now, old.cause, old.history, old.departed
+        state.launch_ids, state.arrivals, state.leaving = old.launch_ids, old.arrivals, old.leaving
+        state.events, state.ignored, state.refusals = old.events, old.ignored, old.refusals
+        if old.info is not None:
+            device_opened(state, ev.DeviceOpened(old.info))
+        for session in old.sessions.values():
+            state.sessions[session.id] = OpenSession(session.id, session.peer)
+        for was in old.jobs.values():
+            job = ScheduledJob(was.id, was.session, was.peer, was.spec, now, was.priority, was.weight)
+            job.state, job.programs, job.end_sent, job.last_step = JobState.CLOSING, was.programs, True, was.last_step
+            state.jobs[job.id] = job
+            state.ledger.add_job(job)
+            state.ledger.recharge(job)
+            if job.session in state.sessions:
+                state.sessions[job.session].jobs.add(job.id)
+            record(state, job.id, None, "closing", fault.message)
+            if not was.end_sent:
+                state.commands.append(EndJob(job.id, job.session, fault))
+            if was.state is not JobState.CLOSING:
+                state.commands.append(UnloadJob(job.id))
+        return state.commands
+
     # ---- what can be read
+
+    def knows(self, job: JobId) -> bool:
+        """Whether the job is open, or ends and the device has not released it."""
+        return job in self._state.jobs
 
     @property
     def config(self) -> SchedulerConfig:

@@ -62,5 +62,6 @@ class SchedulerState:
         # Of the event that is being handled:
         self.now = 0.0
         self.cause: Event = Tick()
+        self.at: JobId | None = None  # the job whose launch is being handled, or made
         self.commands: list[Command] = []
         self.changed_jobs: list[ScheduledJob] = []  # jobs that may wait for another reason now

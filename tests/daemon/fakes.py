@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gpumux.config import Config
+from gpumux.daemon.inconsistencies import CrashReports
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
 from gpumux.daemon.round_robin import DAEMON
@@ -309,6 +310,12 @@ class FakeRouter:
         self.sent.append((session, message, [bytes(f) for f in frames]))
         return True
 
+    def close_session(self, session, error):
+        peer = self.open.pop(session, None)
+        if peer is not None:
+            self.sent.append((session, msg.Refusal(0, error.code, error.message, error.remedy), []))
+            self.arrivals.append(wire.Closed(session, peer, error.message))
+
     def send_segment(self, session, segment, fd, nbytes):
         assert os.fstat(fd).st_size == nbytes
         self.segments[session, segment] = nbytes
@@ -319,6 +326,7 @@ class FakeWriter:
     """A writer that does nothing by itself: `answer(...)` answers the oldest request."""
 
     def __init__(self):
+        self.owner = ""
         self.asked: list = []  # (verb, arguments, bytes of each descriptor)
         self.owners: deque = deque()  # of the requests that wait: (uid, session or job)
         self.waiting: deque = deque()
@@ -350,7 +358,7 @@ class FakeWriter:
 
     def answer(self, answer, fill=b""):
         then, fds = self.waiting.popleft()
-        self.owners.popleft()
+        _, self.owner = self.owners.popleft()
         for fd in fds:
             if fill:
                 os.pwrite(fd, fill, 0)
@@ -377,8 +385,10 @@ class Daemon:
         shared_limit: int = 1 << 30,
         device: FakeDevice | None = None,
         writer: FakeWriter | None = None,
+        crashes: CrashReports | None = None,
     ):
         self.now = 100.0
+        self.consistent = True  # False while a test has spoilt the scheduler's state
         self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
         identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
@@ -390,6 +400,7 @@ class Daemon:
             shared_limit=shared_limit,
             clock=lambda: self.now,
             writer=writer,
+            crashes=crashes,
         )
         self.refs = 0
 
@@ -402,7 +413,8 @@ class Daemon:
         """Turns until nothing is left to do but what the fake device holds back."""
         while True:
             self.loop.turn(channels=[(0, 1)] if self.router.on_channel else ())
-            self.loop.scheduler.check_invariants()
+            if self.consistent:
+                self.loop.scheduler.check_invariants()
             if not (
                 self.device.events
                 or self.router.arrivals

@@ -249,7 +249,7 @@ def test_the_offload_takes_users_in_turn_and_forgets_sessions():
     """The first piece of work keeps the thread until all others are submitted."""
     begun, go = threading.Event(), threading.Event()
     order: list[str] = []
-    offload = Offload(lambda: None)
+    offload = Offload(lambda: None, lambda session, error: None)
 
     def submit(uid: int, session: str, name: str) -> None:
         offload.submit(uid, session, lambda: order.append(name), lambda _: None, lambda: order.append(f"no {name}"))

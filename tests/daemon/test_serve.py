@@ -23,6 +23,7 @@ from gpumux.client.session import Session
 from gpumux.config import Config
 from gpumux.daemon import main as serve
 from gpumux.daemon.snapshots.writer import DirectoryLock
+from gpumux.daemon.state_directory import open_state_directory
 from gpumux.errors import ConfigError
 from gpumux.program import codec
 from gpumux.wire import messages as msg
@@ -99,7 +100,9 @@ def test_what_another_daemon_has_is_noticed_before_the_device_is_opened(
         if taken == "port":
             port = other.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         else:
-            other.enter_context(closing(DirectoryLock(tmp_path / "snapshots")))
+            state = open_state_directory(tmp_path)
+            other.callback(os.close, state)
+            other.enter_context(closing(DirectoryLock(tmp_path / "snapshots", state)))
         config = Config(state_dir=str(tmp_path), endpoint=(f"ipc://{runtime_dir}/g.sock",), metrics_port=port)
         assert serve.run(config) == serve.EX_TEMPFAIL
     assert ("--metrics-port" if taken == "port" else "state_dir of its own") in caplog.text

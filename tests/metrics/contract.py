@@ -53,6 +53,7 @@ FROZEN = {
     "gpumux_job_host_wait_seconds_total": ("counter", ("job",)),
     "gpumux_job_memory_measured_bytes": ("gauge", ("job",)),
     "gpumux_jobs_outgrown_total": ("counter", ()),
+    "gpumux_inconsistencies_total": ("counter", ("scope",)),
     "gpumux_job_promise_kept": ("gauge", ("job",)),
     "gpumux_job_slowdown_p99_ratio": ("gauge", ("job",)),
     "gpumux_job_slowdown_ratio": ("gauge", ("job",)),

@@ -460,6 +460,11 @@ class SnapshotRequests:
         if self._writer is not None:
             self._writer.hear()
 
+    @property
+    def heard(self) -> str:
+        """The session or job whose request `hear` was about."""
+        return self._writer.owner if self._writer is not None else ""
+
     def run_timers(self, now: float) -> None:
         """Have the writer delete expired snapshots, when that is due."""
         if self._writer is not None and now >= self._expire_at:

@@ -5,7 +5,8 @@
 A snapshot is written under another name, forced to the disk, and renamed. Its name holds the SHA-256 of the whole file,
 so that a torn or changed file is detected without a second file; `sha256sum` checks it as well. The newest two of a job
 are kept. Names of files consist of numbers and hexadecimal ids; the job's own name is in the file's metadata. Only the
-daemon's user may read directories and files.
+daemon's user may read directories and files. Each directory is opened by descriptor without following links, and used
+only if it is the daemon's own, so that nothing outside is read, written or removed.
 
 The writer's process (writer.py) uses this module; its functions may take long.
 """
@@ -15,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from gpumux.daemon.state_directory import open_own
 from gpumux.errors import SnapshotFailed, UnknownJob
 from gpumux.program.ir import aligned
 from gpumux.types import GENERATOR_BYTES
@@ -74,78 +75,83 @@ def buffer_name(index: int) -> str:
 
 
 class Store:
-    """The snapshots in one directory, which no other process uses. Times are seconds since 1970, given by the
-    caller."""
+    """The snapshots in the directory of descriptor `at`, which stays the caller's, and which no other process uses.
+    `root`: its path, for errors. Times are seconds since 1970, given by the caller."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, at: int) -> None:
         self.root = root
+        self._at = at
+
+    @contextmanager
+    def _home(self, owner: SnapshotOwner, make: bool = False) -> Iterator[int]:
+        """A descriptor of the job's directory, closed afterwards. Raises OSError if there is none, or if it is a link
+        or another user's."""
+        if not _JOB.fullmatch(owner.job):
+            raise ValueError(f"{owner.job!r} is no job id")
+        with _opened(str(int(owner.uid)), self._at, make) as user, _opened(owner.job, user, make) as home:
+            yield home
 
     # ---- writing
 
     def save(self, owner: SnapshotOwner, number: int, tensors: Mapping[str, Array], facts: Mapping[str, str]) -> int:
         """Write snapshot `number`, and keep it and the newest one before. Returns the file's bytes. Raises
         SnapshotFailed, and leaves the directory as it was before."""
-        home = self._home(owner)
-        temporary = home / f"{number:08d}.part"
         try:
-            _make_private(self.root, home)
+            with self._home(owner, make=True) as home:
+                return self._save(home, number, tensors, facts)
+        except (OSError, SafetensorError, MemoryError) as error:
+            raise SnapshotFailed(
+                f"{self.root / str(owner.uid) / owner.job} could not be written to: {_reason(error)}",
+                "make room on that disk, or put state_dir on a larger one",
+            ) from error
+
+    def _save(self, home: int, number: int, tensors: Mapping[str, Array], facts: Mapping[str, str]) -> int:
+        temporary = f"{number:08d}.part"
+        try:
             with _umask(0o077):
-                save_file(dict(tensors), temporary, {"gpumux": FORMAT, **facts})
-            with temporary.open("rb+") as file:
+                save_file(dict(tensors), _path(home, temporary), {"gpumux": FORMAT, **facts})
+            with open(temporary, "rb+", opener=_opener(home)) as file:
                 digest = _digest(file)
                 nbytes = os.fstat(file.fileno()).st_size
                 self._sync(file.fileno())
-            self._rename(temporary, home / f"{number:08d}-{digest}.safetensors")
+            self._rename(home, temporary, f"{number:08d}-{digest}.safetensors")
             self._sync_directory(home)
-        except (OSError, SafetensorError, MemoryError) as error:
+        except (OSError, SafetensorError, MemoryError):
             with suppress(OSError):
-                temporary.unlink()
-            raise SnapshotFailed(
-                f"{home} could not be written to: {_reason(error)}",
-                "make room on that disk, or put state_dir on a larger one",
-            ) from error
+                os.unlink(temporary, dir_fd=home)
+            raise
         self._keep_newest(home, number, digest)
         return nbytes
 
     def _sync(self, fd: int) -> None:
         os.fsync(fd)
 
-    def _rename(self, source: Path, target: Path) -> None:
-        source.rename(target)
+    def _rename(self, home: int, source: str, target: str) -> None:
+        os.rename(source, target, src_dir_fd=home, dst_dir_fd=home)
 
-    def _sync_directory(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    def _sync_directory(self, home: int) -> None:
+        os.fsync(home)
 
-    def _keep_newest(self, home: Path, number: int, digest: str) -> None:
+    def _keep_newest(self, home: int, number: int, digest: str) -> None:
         """Delete snapshots that are too old, and those under this number or later ones from another history of the
         job."""
-        before = sorted((n for n, _, _ in _files(home) if n < number), reverse=True)[: GENERATIONS - 1]
-        for n, theirs, path in _files(home):
+        files = _files(home)
+        before = sorted((n for n, _, _ in files if n < number), reverse=True)[: GENERATIONS - 1]
+        for n, theirs, name in files:
             if n not in before and (n, theirs) != (number, digest):
                 with suppress(OSError):
-                    path.unlink()
+                    os.unlink(name, dir_fd=home)
 
     # ---- reading
 
     def read(self, owner: SnapshotOwner, numbers: Sequence[int]) -> tuple[Snapshot | None, list[int]]:
         """Read the first of `numbers` that exists and is undamaged. Returns it, None if there is none, and the damaged
         ones before it."""
-        present: dict[int, list[tuple[str, Path]]] = {}
-        for number, digest, path in _files(self._home(owner)):
-            present.setdefault(number, []).append((digest, path))
-        bad: list[int] = []
-        for number in numbers:
-            for digest, path in present.get(number, ()):
-                found = _read(number, digest, path)
-                if found is not None:
-                    return found, bad
-            if number in present:
-                bad.append(number)
-        return None, bad
+        try:
+            with self._home(owner) as home:
+                return _read_first(home, numbers)
+        except OSError:
+            return None, []  # there are none
 
     def find(self, uid: int, name: str) -> Kept:
         """Find the user's job of this name, the newest if there are several. Raises UnknownJob."""
@@ -163,35 +169,44 @@ class Store:
 
     def name_of(self, kept: Kept) -> str:
         """The job's name, from its newest readable snapshot; "" if none can be read."""
-        for _, _, path in sorted(_files(self._home(kept.owner)), reverse=True):
-            try:
-                with safe_open(path, framework="np") as file:
-                    return str((file.metadata() or {}).get("name", ""))
-            except (OSError, SafetensorError, ValueError):
-                continue
+        with suppress(OSError), self._home(kept.owner) as home:
+            for _, _, name in sorted(_files(home), reverse=True):
+                try:
+                    with safe_open(_path(home, name), framework="np") as file:
+                        return str((file.metadata() or {}).get("name", ""))
+                except (OSError, SafetensorError, ValueError):
+                    continue
         return ""
 
     def kept(self, uid: int | None = None) -> Iterator[Kept]:
         """Every job with snapshots, of one user or all."""
-        for user in _children(self.root, _UID):
-            if uid is not None and user.name != str(uid):
+        for user in _names(self._at, _UID):
+            if uid is not None and user != str(uid):
                 continue
-            for home in _children(user, _JOB):
-                files = sorted(_files(home), reverse=True)
-                stats = [path.stat() for _, _, path in files if path.exists()]
-                if files and stats:
-                    numbers = tuple(dict.fromkeys(number for number, _, _ in files))
-                    nbytes, saved = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
-                    yield Kept(SnapshotOwner(int(user.name), home.name), numbers, nbytes, saved)
+            for job in self._jobs(user):
+                found, owner = None, SnapshotOwner(int(user), job)
+                with suppress(OSError), self._home(owner) as home:
+                    found = _kept(owner, home)
+                if found is not None:
+                    yield found
+
+    def _jobs(self, user: str) -> list[str]:
+        with suppress(OSError), _opened(user, self._at) as opened:
+            return _names(opened, _JOB)
+        return []
 
     # ---- cleaning up
 
     def forget(self, owner: SnapshotOwner) -> None:
         """Remove a job's snapshots. Idempotent."""
-        home = self._home(owner)
-        shutil.rmtree(home, ignore_errors=True)
+        with suppress(OSError), _opened(str(int(owner.uid)), self._at) as user:
+            with suppress(OSError), self._home(owner) as home:
+                for name in os.listdir(home):
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=home)
+            os.rmdir(owner.job, dir_fd=user)
         with suppress(OSError):
-            home.parent.rmdir()  # if this was the user's last job
+            os.rmdir(str(int(owner.uid)), dir_fd=self._at)  # if this was the user's last job
 
     def expire(self, before: float, living: frozenset[SnapshotOwner]) -> list[SnapshotOwner]:
         """Remove the jobs whose newest snapshot was written before, except `living` ones."""
@@ -220,29 +235,53 @@ class Store:
 
     def tidy(self) -> None:
         """Remove half-written files of a writer that was killed. Call it at the start, before any other use."""
-        for user in _children(self.root, _UID):
-            for home in _children(user, _JOB):
-                for path in home.iterdir():
-                    if not _FILE.fullmatch(path.name):  # also the library's own temporary files
-                        with suppress(OSError):
-                            path.unlink()
-                with suppress(OSError):
-                    home.rmdir()  # if nothing is left
+        for user in _names(self._at, _UID):
+            with suppress(OSError), _opened(user, self._at) as opened:
+                for job in _names(opened, _JOB):
+                    with suppress(OSError), _opened(job, opened) as home:
+                        for name in os.listdir(home):
+                            if not _FILE.fullmatch(name):  # also the library's own temporary files
+                                with suppress(OSError):
+                                    os.unlink(name, dir_fd=home)
+                    with suppress(OSError):
+                        os.rmdir(job, dir_fd=opened)  # if nothing is left
             with suppress(OSError):
-                user.rmdir()
-
-    def _home(self, owner: SnapshotOwner) -> Path:
-        if not _JOB.fullmatch(owner.job):
-            raise ValueError(f"{owner.job!r} is no job id")
-        return self.root / str(int(owner.uid)) / owner.job
+                os.rmdir(user, dir_fd=self._at)
 
 
-def _read(number: int, digest: str, path: Path) -> Snapshot | None:
+def _kept(owner: SnapshotOwner, home: int) -> Kept | None:
+    files, stats = sorted(_files(home), reverse=True), []
+    for _, _, name in files:
+        with suppress(OSError):
+            stats.append(os.stat(name, dir_fd=home, follow_symlinks=False))
+    if not stats:
+        return None
+    numbers = tuple(dict.fromkeys(number for number, _, _ in files))
+    return Kept(owner, numbers, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
+
+
+def _read_first(home: int, numbers: Sequence[int]) -> tuple[Snapshot | None, list[int]]:
+    """See Store.read."""
+    present: dict[int, list[tuple[str, str]]] = {}
+    for number, digest, name in _files(home):
+        present.setdefault(number, []).append((digest, name))
+    bad: list[int] = []
+    for number in numbers:
+        for digest, name in present.get(number, ()):
+            found = _read(number, digest, home, name)
+            if found is not None:
+                return found, bad
+        if number in present:
+            bad.append(number)
+    return None, bad
+
+
+def _read(number: int, digest: str, home: int, name: str) -> Snapshot | None:
     try:
-        with path.open("rb") as raw:
+        with open(name, "rb", opener=_opener(home)) as raw:
             if _digest(raw) != digest:
                 return None
-        with safe_open(path, framework="np") as file:
+        with safe_open(_path(home, name), framework="np") as file:
             names = set(file.keys())
             if (file.metadata() or {}).get("gpumux") != FORMAT or not {GENERATOR, NOTES} <= names:
                 return None
@@ -262,26 +301,39 @@ def _digest(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _files(home: Path) -> list[tuple[int, str, Path]]:
-    """(number, digest, path) of each snapshot in a job's directory."""
-    try:
-        entries = list(home.iterdir())
-    except OSError:
-        return []
-    found = [(match, path) for path in entries if (match := _FILE.fullmatch(path.name))]
-    return [(int(match[1]), match[2], path) for match, path in found]
+def _files(home: int) -> list[tuple[int, str, str]]:
+    """(number, digest, name) of each snapshot in a job's directory."""
+    found = [(match, name) for name in os.listdir(home) if (match := _FILE.fullmatch(name))]
+    return [(int(match[1]), match[2], name) for match, name in found]
 
 
-def _children(path: Path, name: re.Pattern[str]) -> list[Path]:
+def _names(at: int, name: re.Pattern[str]) -> list[str]:
     try:
-        return sorted(entry for entry in path.iterdir() if name.fullmatch(entry.name) and entry.is_dir())
+        return sorted(entry for entry in os.listdir(at) if name.fullmatch(entry))
     except OSError:
         return []
 
 
-def _make_private(root: Path, home: Path) -> None:
-    for path in (root, home.parent, home):
-        path.mkdir(mode=0o700, exist_ok=True)
+@contextmanager
+def _opened(name: str, at: int, make: bool = False) -> Iterator[int]:
+    """A descriptor of a directory of the daemon's own. Raises OSError."""
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=at)
+    fd = open_own(name, at)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _opener(home: int) -> Callable[[str, int], int]:
+    return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=home)
+
+
+def _path(home: int, name: str) -> str:
+    """A path for a library that takes no descriptor. Nothing but this user can put a link there."""
+    return f"/proc/self/fd/{home}/{name}"
 
 
 def _reason(error: BaseException) -> str:

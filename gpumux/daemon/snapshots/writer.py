@@ -22,6 +22,7 @@ import numpy as np
 import gpumux
 from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
+from gpumux.daemon.state_directory import open_private
 from gpumux.errors import (
     ConfigError,
     DaemonGone,
@@ -43,18 +44,19 @@ Then = Callable[[Any], None]  # called with the answer, or with a GpumuxError
 
 
 class DirectoryLock:
-    """Locks a directory for one daemon: flock on ROOT/lock, which the writer inherits, so that the lock is free only
-    when both have ended. Raises EndpointBusy after `wait_s` seconds, and ConfigError if the directory can't be
-    locked."""
+    """Opens the directory `root` in the state directory of descriptor `state`, and locks it for one daemon: flock on
+    ROOT/lock, which the writer inherits, so that the lock is free only when both have ended. Raises EndpointBusy after
+    `wait_s` seconds, and ConfigError if the directory can't be locked, or others may read it or write to it."""
 
-    def __init__(self, root: Path, wait_s: float = LOCK_S) -> None:
+    def __init__(self, root: Path, state: int, wait_s: float = LOCK_S) -> None:
+        self.root = root
+        self.directory = open_private(root.name, state, root)
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self.fd = os.open("lock", flags, 0o600, dir_fd=self.directory)
         except OSError as error:
-            raise ConfigError(
-                f"can't use {root} for snapshots: {error.strerror}", "choose another state_dir"
-            ) from error
+            os.close(self.directory)
+            raise ConfigError(f"can't lock {root}: {error.strerror}", f"rm {root / 'lock'}") from error
         give_up = time.monotonic() + wait_s
         while True:
             try:
@@ -62,17 +64,18 @@ class DirectoryLock:
                 return
             except BlockingIOError:
                 if time.monotonic() >= give_up:
-                    os.close(self.fd)
+                    self.close()
                     raise EndpointBusy(
                         f"another daemon keeps its snapshots in {root}", "give each daemon a state_dir of its own"
                     ) from None
             except OSError as error:
-                os.close(self.fd)
+                self.close()
                 raise ConfigError(f"can't lock {root}: {error.strerror}", "use a local file system") from error
             time.sleep(_RETRY_S)
 
     def close(self) -> None:
         os.close(self.fd)
+        os.close(self.directory)
 
 
 class WriterClient:
@@ -80,13 +83,13 @@ class WriterClient:
     says. One request is under way at a time; users take turns, so that one user's requests delay another's by one. If
     the writer ends, the request under way fails, and the next one starts another writer."""
 
-    def __init__(self, root: Path, lock: DirectoryLock) -> None:
-        self._root = root
+    def __init__(self, lock: DirectoryLock) -> None:
         self._lock = lock
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._waiting: RoundRobin[tuple[bytes, list[int], Then]] = RoundRobin()
+        self._waiting: RoundRobin[tuple[str, bytes, list[int], Then]] = RoundRobin()
         self._then: Then | None = None
+        self.owner = ""  # session or job of the request under way, or answered last
         self._watch: Callable[[Sequence[int]], None] = _unwatched
         self._start()
 
@@ -107,7 +110,7 @@ class WriterClient:
         """Queue a request of the user's session or job `owner`; default: the daemon's own. `fds` stay the caller's.
         `hear` calls `then` with the answer."""
         packet = bytes(msgpack.packb([verb, arguments]))
-        self._waiting.add(uid, owner, (packet, [os.dup(fd) for fd in fds], then))
+        self._waiting.add(uid, owner, (owner, packet, [os.dup(fd) for fd in fds], then))
         self._next()
 
     def count(self, uid: int, owner: str) -> int:
@@ -116,7 +119,7 @@ class WriterClient:
 
     def forget(self, uid: int, owner: str) -> None:
         """Drop the requests of a session that has ended. Their `then` is called with an error. Idempotent."""
-        for _, fds, then in self._waiting.forget(uid, owner):
+        for _, _, fds, then in self._waiting.forget(uid, owner):
             _close(fds)
             then(DaemonGone("its session has ended", "connect again"))
 
@@ -133,28 +136,30 @@ class WriterClient:
             answer = b""
         if not answer:
             self._stop(0.0)
-        if then is not None:
-            self._then = None
-            then(_meaning(answer))
-        self._next()
+        try:
+            if then is not None:
+                self._then = None
+                then(_meaning(answer))
+        finally:
+            self._next()
 
     def close(self) -> None:
         """Let the process finish the request under way, for at most CLOSE_S, and end it. No callback is called any
         more."""
         while (found := self._waiting.next()) is not None:
-            _close(found[1][1])
+            _close(found[1][2])
         self._then, self._watch = None, _unwatched
         self._stop(CLOSE_S)
 
     def _next(self) -> None:
         while self._then is None and (found := self._waiting.next()) is not None:
-            _, (packet, fds, then) = found
+            _, (owner, packet, fds, then) = found
             try:
                 if self._sock is None:
                     self._start()
                 assert self._sock is not None
                 socket.send_fds(self._sock, [packet], fds)
-                self._then = then
+                self._then, self.owner = then, owner
             except OSError as error:
                 then(SnapshotFailed(f"the snapshots' process can't be asked: {error}", "look at the daemon's log"))
             finally:
@@ -169,10 +174,10 @@ class WriterClient:
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-P", "-m", "gpumux.daemon.snapshots.writer", str(theirs.fileno()),
-                    str(os.getpid()), str(self._root),
+                    str(os.getpid()), str(self._lock.directory), str(self._lock.root),
                 ],
-                pass_fds=[theirs.fileno(), self._lock.fd], stdin=subprocess.DEVNULL, stdout=2, process_group=0,
-                env={**os.environ, "PYTHONPATH": _path()},
+                pass_fds=[theirs.fileno(), self._lock.fd, self._lock.directory], stdin=subprocess.DEVNULL, stdout=2,
+                process_group=0, env={**os.environ, "PYTHONPATH": _path()},
             )  # fmt: skip
         self._sock = ours
         self._watch((ours.fileno(),))
@@ -330,7 +335,8 @@ def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
 
 
 def main() -> None:
-    """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT ROOT`, started by the daemon."""
+    """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT DIRECTORY ROOT`, started by the daemon. SOCKET and
+    DIRECTORY are descriptors."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     # If the daemon is killed, the kernel kills its writer, so that the next daemon is alone in the directory.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -339,7 +345,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the daemon says when it is time
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(19)
-    store = Store(Path(sys.argv[3]))
+    store = Store(Path(sys.argv[4]), int(sys.argv[3]))
     store.tidy()
     writer = Writer(store)
     while True:

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import stat
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,16 @@ from gpumux.errors import SnapshotFailed, UnknownJob
 JOB, OTHER = "ab" * 16, "cd" * 16
 MINE = SnapshotOwner(1000, JOB)
 NOBODY: frozenset[SnapshotOwner] = frozenset()
+
+
+class OpenedStore(Store):
+    """A store whose directory's descriptor is closed when nothing refers to it."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(mode=0o700, exist_ok=True)
+        at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, at)
+        super().__init__(root, at)
 
 
 def tensors(seed: int, *sizes: int) -> dict[str, np.ndarray]:
@@ -43,7 +54,7 @@ def number_read(store: Store, *numbers: int, owner: SnapshotOwner = MINE) -> tup
 
 
 def test_what_is_saved_is_read(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1)
     found, bad = store.read(MINE, [1])
     assert bad == []
@@ -54,7 +65,7 @@ def test_what_is_saved_is_read(tmp_path: Path):
 
 
 def test_two_generations_are_kept(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     for number in range(1, 6):
         save(store, number)
     (kept,) = store.kept()
@@ -64,7 +75,7 @@ def test_two_generations_are_kept(tmp_path: Path):
 
 
 def test_only_the_owner_may_read(tmp_path: Path):
-    store = Store(tmp_path / "snapshots")
+    store = OpenedStore(tmp_path / "snapshots")
     save(store, 1)
     for path in (store.root, store.root / "1000", store.root / "1000" / JOB):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -75,7 +86,7 @@ def test_only_the_owner_may_read(tmp_path: Path):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path, bytes]:
     """A store with snapshots 1 and 2, the file of the second, and what is in it."""
-    store = Store(tmp_path_factory.mktemp("store"))
+    store = OpenedStore(tmp_path_factory.mktemp("store"))
     save(store, 1)
     save(store, 2)
     path = files(store)[-1]
@@ -104,7 +115,7 @@ def test_any_torn_file_is_noticed(two: tuple[Store, Path, bytes], keep: int):
 
 
 def test_a_file_under_another_name_is_not_read(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1)
     (file,) = files(store)
     file.rename(file.with_name(file.name.replace("00000001", "00000009")))
@@ -115,7 +126,7 @@ def test_a_file_under_another_name_is_not_read(tmp_path: Path):
     assert number_read(store, 1) == (None, [1])
 
 
-class Broken(Store):
+class Broken(OpenedStore):
     """A disk on which one step of writing fails."""
 
     def __init__(self, root: Path, at: str, number: int = errno.ENOSPC) -> None:
@@ -130,9 +141,9 @@ class Broken(Store):
         self._fail("sync")
         super()._sync(fd)
 
-    def _rename(self, source: Path, target: Path) -> None:
+    def _rename(self, home: int, source: str, target: str) -> None:
         self._fail("rename")
-        super()._rename(source, target)
+        super()._rename(home, source, target)
 
 
 @pytest.mark.parametrize("at", ["sync", "rename"])
@@ -152,7 +163,7 @@ def test_a_snapshot_that_fails_leaves_the_former_ones_and_nothing_else(tmp_path:
 
 def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path):
     """The library writes, so the fault is the kernel's: a limit on the size of files, as a full disk would be."""
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -165,7 +176,7 @@ def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path):
 
 
 def test_a_killed_writers_leavings_go(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1)
     for name in ("00000002.part", ".tmpAbC123"):
         (store.root / "1000" / JOB / name).write_bytes(b"half")
@@ -175,9 +186,53 @@ def test_a_killed_writers_leavings_go(tmp_path: Path):
     assert not (store.root / "2000").exists()
 
 
+def planted(tmp_path: Path) -> tuple[OpenedStore, Path]:
+    """A store with a snapshot of another job, and a directory outside with files that must stay."""
+    store, outside = OpenedStore(tmp_path / "snapshots"), tmp_path / "outside"
+    save(store, 1, SnapshotOwner(1000, OTHER))
+    outside.mkdir()
+    for name in ("precious", "00000003.part", "00000001-" + "0" * 64 + ".safetensors"):
+        (outside / name).write_text("keep")
+    return store, outside
+
+
+@pytest.mark.parametrize("what", ["job", "user"])
+def test_a_planted_link_to_a_directory_is_never_followed(tmp_path: Path, what: str):
+    store, outside = planted(tmp_path)
+    (outside / JOB).mkdir()
+    (outside / JOB / "precious").write_text("keep")
+    if what == "job":
+        (store.root / "1000" / JOB).symlink_to(outside)
+    else:
+        (store.root / "2000").symlink_to(outside)
+    owner = MINE if what == "job" else SnapshotOwner(2000, JOB)
+    before = sorted((path.relative_to(outside), path.is_dir()) for path in outside.rglob("*"))
+    store.tidy()
+    store.forget(owner)
+    store.expire(1e12, frozenset({SnapshotOwner(1000, OTHER)}))
+    assert store.read(owner, [1]) == (None, [])
+    with pytest.raises(SnapshotFailed):
+        save(store, 2, owner)
+    assert [kept.owner for kept in store.kept()] == [SnapshotOwner(1000, OTHER)]
+    assert sorted((path.relative_to(outside), path.is_dir()) for path in outside.rglob("*")) == before
+
+
+def test_a_planted_link_in_the_place_of_a_file_is_never_followed(tmp_path: Path):
+    store, outside = planted(tmp_path)
+    save(store, 1)
+    (file,) = files(store)
+    link = file.with_name("00000002-" + file.name.split("-")[1])
+    link.symlink_to(file)  # whole, by its digest
+    assert number_read(store, 2, 1) == (1, [2])
+    (file.parent / "left.part").symlink_to(outside / "precious")
+    store.tidy()
+    assert not (file.parent / "left.part").is_symlink()
+    assert (outside / "precious").read_text() == "keep"
+
+
 def test_another_history_under_the_same_numbers_goes(tmp_path: Path):
     """A job came back from snapshot 2: what it saved as 3 and 4 before is of a past that is not its own."""
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     for number in (2, 3):
         save(store, number)
     store.save(MINE, 3, tensors(99, 300, 0, 7), {"name": "sweep"})
@@ -187,7 +242,7 @@ def test_another_history_under_the_same_numbers_goes(tmp_path: Path):
 
 
 def test_finding_by_name(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1, name="../../etc/passwd")
     save(store, 4, SnapshotOwner(1000, OTHER), name="sweep")
     save(store, 9, SnapshotOwner(2000, JOB), name="theirs")
@@ -200,7 +255,7 @@ def test_finding_by_name(tmp_path: Path):
 
 
 def test_only_ids_become_names(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     for job in ("../" + "a" * 29, "A" * 32, "ab", ""):
         with pytest.raises(ValueError, match="no job id"):
             save(store, 1, SnapshotOwner(1000, job))
@@ -209,7 +264,7 @@ def test_only_ids_become_names(tmp_path: Path):
 
 
 def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     save(store, 1)
     save(store, 1, SnapshotOwner(1000, OTHER))
     for kept in store.kept():
@@ -224,7 +279,7 @@ def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
 
 
 def test_a_users_limit(tmp_path: Path):
-    store = Store(tmp_path)
+    store = OpenedStore(tmp_path)
     one = save(store, 1)
     save(store, 1, SnapshotOwner(1000, OTHER))
     theirs = SnapshotOwner(2000, JOB)

@@ -23,12 +23,20 @@ SIZES = (5, 64, 0, 130)
 WAIT_S = 120.0  # generous: the process that writes is the last to get a busy processor
 
 
+def lock(root: Path, wait_s: float = 10.0) -> DirectoryLock:
+    state = os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return DirectoryLock(root, state, wait_s)
+    finally:
+        os.close(state)
+
+
 class Asker:
     """A WriterClient, and a wait for its answers."""
 
     def __init__(self, root: Path) -> None:
-        self.lock = DirectoryLock(root)
-        self.client = WriterClient(root, self.lock)
+        self.lock = lock(root)
+        self.client = WriterClient(self.lock)
         self.fds: tuple[int, ...] = ()
         self.client.follow(self._watch)
 
@@ -148,7 +156,7 @@ def test_a_writer_that_dies_fails_what_it_was_at_and_is_replaced(asker: Asker):
 
 def test_one_daemon_a_directory(asker: Asker, tmp_path: Path):
     with pytest.raises(EndpointBusy, match="another daemon"):
-        DirectoryLock(tmp_path / "snapshots", wait_s=0.0)
+        lock(tmp_path / "snapshots", wait_s=0.0)
 
 
 def test_closing_lets_it_finish_what_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
