@@ -344,6 +344,8 @@ class Requests:
             # The device may have answered a step, and its client sent the next one, before the loop read the event.
             self._context.catch_up(job)
             return self._step(session, m, frames, caught_up=True)
+        if job.over:  # slots of steps that nothing will answer may still be in use
+            raise JobClosed(f"job {job.short} has ended", "open a new one")
         if m.slot in program.busy:
             raise ProtocolError(f"slot {m.slot} holds an unanswered step", "wait for its answer")
         if m.step <= job.last_step:
