@@ -18,6 +18,7 @@ from gpumux.daemon.snapshots import requests as snapshots
 from gpumux.scheduler.admission import MAX_NAME
 from gpumux.types import Peer, Priority
 from gpumux.wire import codec as fields
+from gpumux.wire import connections as bounds
 from gpumux.wire import listen as connections
 from gpumux.wire.limits import Limits
 
@@ -45,6 +46,8 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
     ("row", "numbers"),
     [
         ("connections", (connections.SLACK, 2 * connections.SLACK)),
+        ("connections without a session", (bounds.STRANGERS_PER_USER, bounds.STRANGERS, int(bounds.HELLO_S))),
+        ("kept free for root, and for the daemon's user", (bounds.RESERVED, bounds.RESERVED_SESSIONS)),
         ("sessions", (Config().max_sessions_per_user, Config().max_sessions)),
         ("messages, bytes of a session", (int(Limits().messages_per_s), int(Limits().bytes_per_s) >> 30)),
         ("jobs", (Config().max_jobs_per_user, Config().max_jobs)),

@@ -2,9 +2,9 @@
 
 libzmq accepts every connection, and ends the whole process if it runs out of descriptors (an assertion in its
 listener). So it accepts through an `AcceptGate`, one connection at a time: its monitor reports the connection, the
-kernel names its user, and a connection over the limit is shut down at once, which makes libzmq close it. While
-descriptors are short, or too many connections are being shut down, none is accepted: new ones wait in the kernel's
-queue. A session needs one connection, so an honest user stays far below the limit.
+kernel names its user, and a connection over the limit (connections.py), or without a Hello in time, is shut down, which
+makes libzmq close it. While descriptors are short, or too many connections are being shut down, none is accepted: new
+ones wait in the kernel's queue. A session needs one connection, so an honest user stays far below the limit.
 
 Before the daemon opens any other descriptor for a client, `check_descriptors` keeps a part of the process's limit free
 for work under way; the gate needs the smaller half of that part.
@@ -24,7 +24,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -35,6 +34,7 @@ import zmq
 from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError, EndpointBusy
 from gpumux.types import Peer
 from gpumux.wire.channel import ChannelListener
+from gpumux.wire.connections import SLACK, Bounds, Connection, ConnectionTable, Owner, bounds
 from gpumux.wire.endpoint import (
     Endpoint,
     EndpointLock,
@@ -133,7 +133,6 @@ def _is_epoll(name: str) -> bool:
 
 
 log = logging.getLogger("gpumux.daemon")
-SLACK = 32  # connections of a user beyond its sessions: commands that come and go, clients that reconnect
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _WATCHED = int(
     zmq.EVENT_LISTENING
@@ -142,27 +141,31 @@ _WATCHED = int(
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_MONITOR_STOPPED
 )
-_TCP = -1  # the uid of all tcp connections, whose keys are not known yet
 _EVENT = struct.Struct("=HI")  # event, descriptor
 _FOUND_S = 10.0  # longest wait for libzmq's I/O thread to listen
 _FULL_MS = 100  # between two checks for room
+_LOOK_MS = 500  # between two looks for connections that should have said Hello
 _numbers = count()
+TRUSTED = frozenset({0, os.geteuid()})  # users who find a place when all others' are taken
 
 
 class Connections:
-    """Limits the connections to a ROUTER socket that is not bound yet, in a thread of its own: libzmq accepts no faster
-    than this thread lets it, and the loop must not wait for that. `refused` counts connections that were shut down."""
+    """Limits the connections to a ROUTER socket that is not bound yet (connections.py), in a thread of its own: libzmq
+    accepts no faster than this thread lets it, and the loop must not wait for that. `refused` counts connections that
+    were shut down. The loop keeps `named`, the connections that have a session, and `reads`: how often it has read all
+    messages that had arrived."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listening: zmq.Socket[bytes], limits: Limits) -> None:
         address = f"inproc://gpumux-connections-{next(_numbers)}"
         self.limits = limits
         self.refused = 0
+        self.named: set[Connection] = set()
+        self.reads = 0
         self._listening = listening
         self._gate: AcceptGate | None = None
         self._ready = threading.Event()  # the gate is in place, or there can be none
         self._open = False  # whether the gate admits a connection that no event has reported yet
-        self._owners: dict[int, tuple[int, int]] = {}  # uid and the socket's inode, by descriptor
-        self._by_uid: Counter[int] = Counter()
+        self._table = ConnectionTable(TRUSTED)
         listening.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
@@ -188,7 +191,7 @@ class Connections:
             if self._gate is not None and not self._open and not full:
                 self._gate.next()
                 self._open = True
-            if not self._events.poll(_FULL_MS if full else None):
+            if not self._events.poll(_FULL_MS if full else _LOOK_MS):
                 self._sweep()
                 continue
             what, fd = _EVENT.unpack(self._events.recv())
@@ -206,13 +209,19 @@ class Connections:
                 self._open = False
             if what == zmq.EVENT_ACCEPT_FAILED:
                 continue  # `fd` is the number of an error
-            self._forget(fd)  # a descriptor that was reported before is another connection now
+            self._table.remove(fd)  # a descriptor that was reported before is another connection now
             if what == zmq.EVENT_ACCEPTED:
                 self._accepted(fd)
+            self._cut_overdue()
 
     def _has_room(self) -> bool:
         """Whether one more connection may be accepted, even if only to be shut down."""
-        return len(self._owners) < most(self.limits)[0] + SLACK and _lowest_free() < file_limit() - _reserve() // 2
+        most = self._bounds()
+        room = most.in_all + 2 * most.reserved + SLACK
+        return len(self._table) < room and _lowest_free() < file_limit() - _reserve() // 2
+
+    def _bounds(self) -> Bounds:
+        return bounds(self.limits.max_sessions, self.limits.max_sessions_per_user, file_limit())
 
     def _accepted(self, fd: int) -> None:
         connection = _copy(fd)
@@ -220,37 +229,40 @@ class Connections:
             return  # it is gone already
         with connection:
             try:
-                uid = _owner(connection)
+                owner = _owner(connection)
                 inode = os.fstat(connection.fileno()).st_ino
             except OSError:
                 return
-            self._owners[fd] = uid, inode
-            self._by_uid[uid] += 1
-            in_all, own = most(self.limits)
-            if len(self._owners) > in_all or (uid != _TCP and self._by_uid[uid] > own):
-                self.refused += 1
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # it hung up by itself
+            if not self._table.add((fd, inode), owner, time.monotonic(), self.named, self._bounds()):
+                self._shut_down(connection)
 
-    def _forget(self, fd: int) -> None:
-        owner = self._owners.pop(fd, None)
-        if owner is not None:
-            uid, _ = owner
-            self._by_uid[uid] -= 1
-            if not self._by_uid[uid]:
-                del self._by_uid[uid]
+    def _shut_down(self, connection: socket.socket) -> None:
+        self.refused += 1
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it hung up by itself
+
+    def _cut_overdue(self) -> None:
+        """Shut down connections that have not said Hello in time."""
+        for fd, inode in self._table.overdue(time.monotonic(), set(self.named), self.reads):
+            self._table.remove(fd)
+            connection = _copy(fd)
+            if connection is not None:
+                with connection:
+                    if os.fstat(connection.fileno()).st_ino == inode:
+                        self._shut_down(connection)
 
     def _sweep(self) -> None:
         """Forget connections that libzmq has closed without an event, so that they take no places."""
-        for fd, (_, inode) in list(self._owners.items()):
+        for fd, inode in self._table.connections():
             try:
                 gone = os.fstat(fd).st_ino != inode
             except OSError:
                 gone = True
             if gone:
-                self._forget(fd)
+                self._table.remove(fd)
+        self._cut_overdue()
 
 
 def _copy(fd: int) -> socket.socket | None:
@@ -267,16 +279,9 @@ def _copy(fd: int) -> socket.socket | None:
         return None
 
 
-def most(limits: Limits) -> tuple[int, int]:
-    """The most connections in all, and of one user: as many as sessions may need, within half of the process's
-    limit."""
-    half = file_limit() // 2
-    return min(limits.max_sessions + 2 * SLACK, half), min(limits.max_sessions_per_user + SLACK, half)
-
-
-def _owner(connection: socket.socket) -> int:
+def _owner(connection: socket.socket) -> Owner:
     if connection.family != socket.AF_UNIX:
-        return _TCP
+        return str(connection.getpeername()[0])
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])
 
@@ -487,9 +492,33 @@ class Sockets:
         self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
         return self.touched
 
+    def named_by(self, route: Route, frame: zmq.Frame) -> Connection | None:
+        """The connection that `frame` came by has a session from now on. Returns it, None if it is gone."""
+        connections = self.listening[route[0]].connections
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+            named = fd, os.fstat(fd).st_ino
+        except (OSError, ValueError, zmq.ZMQError):
+            return None
+        if connections is not None:
+            connections.named.add(named)
+        return named
+
+    def all_read(self) -> None:
+        """All messages that had arrived have been read."""
+        for listening in self.listening:
+            if listening.connections is not None:
+                listening.connections.reads += 1
+
+    def left(self, route: Route, connection: Connection | None) -> None:
+        """The session of this connection has ended. Idempotent."""
+        connections = self.listening[route[0]].connections
+        if connections is not None and connection is not None:
+            connections.named.discard(connection)
+
     @property
     def refused_connections(self) -> int:
-        """The number of connections that were shut down because a user had too many."""
+        """The number of connections that were shut down: too many, or without a Hello."""
         return sum(at.connections.refused for at in self.listening if at.connections is not None)
 
     def limit(self, limits: Limits) -> None:

@@ -42,8 +42,9 @@ from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError, ProtocolErr
 from gpumux.types import Peer, SessionId
 from gpumux.wire.channel import FROM_DAEMON, PACKET, DaemonChannel, decode_packet
 from gpumux.wire.codec import decode, encode
+from gpumux.wire.connections import RESERVED_SESSIONS, Connection
 from gpumux.wire.limits import Limits
-from gpumux.wire.listen import FULL, Listening, Route, Sockets, check_descriptors
+from gpumux.wire.listen import FULL, TRUSTED, Listening, Route, Sockets, check_descriptors
 from gpumux.wire.messages import (
     FROM_CLIENT,
     PROTOCOL_VERSION,
@@ -206,6 +207,7 @@ class RouterSession:
     heard: float
     sent: float
     inline: bool  # its tensors travel as frames; it has no channel
+    connection: Connection | None = None  # of ZeroMQ
     channel: DaemonChannel | None = None  # once its client has opened it
     unsent: deque[Unsent] = field(default_factory=deque)
 
@@ -225,17 +227,21 @@ class RouterSession:
 
 def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
     """Raise ProtocolError or AdmissionRefused if this session may not begin. `others`: the peers of all open
-    sessions."""
+    sessions. Root and the daemon's user have RESERVED_SESSIONS that others can't take."""
     if hello.role not in ROLES:
         raise ProtocolError(f"the role {hello.role!r} is unknown", f"use one of {', '.join(ROLES)}")
     if not over_ipc and not hello.inline:
         raise ProtocolError("descriptors can't travel over tcp", "say inline, or use the ipc endpoint")
-    if len(others) >= limits.max_sessions:
-        raise AdmissionRefused(f"{limits.max_sessions} sessions are open already", "close some clients")
-    if sum(other.uid == peer.uid for other in others) >= limits.max_sessions_per_user:
+    mine = sum(other.uid == peer.uid for other in others)
+    if mine >= limits.max_sessions_per_user:
         raise AdmissionRefused(
             f"{limits.max_sessions_per_user} sessions of this user are open already", "close some clients"
         )
+    if peer.uid in TRUSTED and mine < RESERVED_SESSIONS:
+        return
+    kept = sum(min(RESERVED_SESSIONS, sum(other.uid == uid for other in others)) for uid in TRUSTED)
+    if len(others) - kept >= limits.max_sessions:
+        raise AdmissionRefused(f"{limits.max_sessions} sessions are open already", "close some clients")
 
 
 def make_welcome(session: SessionId, channel: str, nonce: bytes, limits: Limits, device: dict[str, Any]) -> Welcome:
@@ -322,6 +328,8 @@ class Router:
         """End sessions that were silent for lease_s, send heartbeats that are due, and close connections that have not
         named their session."""
         self.sockets.channels.expire(now)
+        if not self._behind:
+            self.sockets.all_read()
         if now >= self._next_check:
             self._next_check = now + self.limits.heartbeat_s / 4
             for session in list(self._sessions.values()):
@@ -483,6 +491,7 @@ class Router:
             nonce, path = self.sockets.channels.expect(session, peer.uid), str(self.sockets.channels.path)
         welcome = make_welcome(session, path, nonce, self.limits, self.device)
         record = self._sessions[session] = RouterSession.begin(session, peer, name, route, welcome, self.limits, now)
+        record.connection = self.sockets.named_by(route, first)
         self._routes[route] = record
         self._arrivals.append(Opened(session, peer, hello, hello.inline))
         self.send(session, welcome)
@@ -620,6 +629,7 @@ class Router:
         if record is None:
             return
         self._routes.pop(record.route, None)
+        self.sockets.left(record.route, record.connection)
         self._close_channel(record)
         self._arrivals.append(Closed(session, record.peer, reason))
 

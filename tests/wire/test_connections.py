@@ -10,14 +10,13 @@ import threading
 
 import pytest
 
+from gpumux.wire import connections as bounds
 from gpumux.wire import listen as connections
-from gpumux.wire.limits import Limits
+from gpumux.wire.connections import Bounds, ConnectionTable
 from gpumux.wire.listen import AcceptGate, Connections
-from gpumux.wire.router import Opened
+from gpumux.wire.messages import Goodbye
+from gpumux.wire.router import Closed, Opened
 from tests.wire.world import HELLO, WAIT_MS
-
-FEW = Limits(max_sessions=4, max_sessions_per_user=2)
-OWN = FEW.max_sessions_per_user + connections.SLACK
 
 
 def connect(path: str) -> socket.socket:
@@ -53,13 +52,13 @@ def test_a_user_with_too_many_connections_loses_the_newest(make_world, make_clie
     world = make_world(max_sessions=4, max_sessions_per_user=2)
     honest = make_client(world)
     session = world.open(honest).session
-    held = [connect(f"{runtime_dir}/g.sock") for _ in range(OWN + 20)]
+    held = [connect(f"{runtime_dir}/g.sock") for _ in range(bounds.STRANGERS_PER_USER + 20)]
     try:
-        assert closed(held, 21) == 21, "one connection is the honest client's"
-        assert world.router.sockets.refused_connections == 21
+        assert closed(held, 20) == 20, "the honest client has said Hello"
+        assert world.router.sockets.refused_connections == 20
         world.now += 1.0
         world.router.expire(world.now)
-        assert world.router.counters["connections"] == 21
+        assert world.router.counters["connections"] == 20
         world.serves(honest, session, 1)
     finally:
         for made in held:
@@ -68,6 +67,44 @@ def test_a_user_with_too_many_connections_loses_the_newest(make_world, make_clie
     again = make_client(world)
     again.send(HELLO)
     assert world.next(Opened)
+
+
+def test_connections_that_say_no_hello_are_cut_in_time(make_world, make_client, runtime_dir, monkeypatch):
+    """And not before the router has read what had arrived when the time was over."""
+    monkeypatch.setattr(bounds, "HELLO_S", 0.0)
+    world = make_world()
+    honest = make_client(world)
+    session = world.open(honest).session
+    held = [connect(f"{runtime_dir}/g.sock") for _ in range(3)]
+    try:
+        poller = select.poll()
+        for made in held:
+            poller.register(made, select.POLLHUP)
+        before = world.router.sockets.refused_connections
+        for number in range(1, 4):
+            world.serves(honest, session, number)
+        assert world.router.sockets.refused_connections == before, "`expire` was not called: messages may wait"
+        while world.router.sockets.refused_connections < before + 3:
+            world.router.receive(world.now)
+            world.router.expire(world.now)
+        assert len(poller.poll(WAIT_MS)) == 3
+        world.serves(honest, session, 4)
+    finally:
+        for made in held:
+            made.close()
+
+
+def test_a_connection_whose_session_ended_is_cut_in_time(make_world, make_client, monkeypatch):
+    monkeypatch.setattr(bounds, "HELLO_S", 0.0)
+    world = make_world()
+    client, other = make_client(world), make_client(world)
+    opened, beside = world.open(client), world.open(other)
+    client.send(Goodbye(), ())
+    assert world.next(Closed).session == opened.session
+    while not world.router.sockets.refused_connections:
+        world.router.receive(world.now)
+        world.router.expire(world.now)
+    world.serves(other, beside.session, 1)
 
 
 def accepted(path: str) -> int:
@@ -95,6 +132,7 @@ def crowd(runtime_dir):
 
 
 def test_libzmq_accepts_no_connection_while_one_is_checked(make_world, make_client, runtime_dir, crowd, monkeypatch):
+    monkeypatch.setattr(bounds, "STRANGERS_PER_USER", 100)
     seen, looking, looked = threading.Event(), threading.Event(), threading.Event()
     accept = Connections._accepted
 
@@ -128,6 +166,7 @@ def test_libzmq_accepts_no_connection_while_one_is_checked(make_world, make_clie
 def test_no_connection_is_accepted_while_descriptors_are_short(
     make_world, make_client, runtime_dir, crowd, monkeypatch
 ):
+    monkeypatch.setattr(bounds, "STRANGERS_PER_USER", 100)
     world = make_world()
     honest = make_client(world)
     session = world.open(honest).session
@@ -146,12 +185,11 @@ def test_no_connection_is_accepted_while_descriptors_are_short(
             world.serves(honest, session, number)
         assert accepted(f"{runtime_dir}/g.sock") <= before + 1, "one may have come before the limit"
         held = world.router.sockets.listening[0].connections
-        held._owners[9999] = (4321, 1)  # what libzmq let go of without a word is forgotten
-        held._by_uid[4321] = 1
+        held._table.add((9999, 1), 4321, 0.0, (), MANY)  # what libzmq let go of without a word is forgotten
         for _ in range(2):  # the first may have begun before
             swept.clear()
             assert swept.wait(WAIT_MS / 1000)
-        assert 4321 not in held._by_uid
+        assert 4321 not in held._table.owners()
     another = make_client(world)
     another.send(HELLO)
     assert world.next(Opened), "there is room again"
@@ -176,10 +214,91 @@ def test_a_socket_that_no_epoll_set_waits_for_has_no_gate():
         assert AcceptGate.of(alone.fileno(), 0.0) is None
 
 
-def test_bounds_fit_what_the_process_may_open(monkeypatch):
-    assert connections.most(FEW) == (FEW.max_sessions + 2 * connections.SLACK, OWN)
-    monkeypatch.setattr(connections, "file_limit", lambda: 64)
-    assert connections.most(FEW) == (32, 32)
+def test_bounds_fit_what_the_process_may_open():
+    assert bounds.bounds(256, 128, 4096) == Bounds(256 + 2 * bounds.SLACK, 128 + bounds.SLACK, bounds.RESERVED)
+    assert bounds.bounds(256, 128, 64) == Bounds(24, 32, 4)
+
+
+# ---- The table, on a clock of the tests' own. Users 0 and 500 have a reserve.
+
+MANY = Bounds(in_all=320, own=160, reserved=32)
+
+
+class Crowd:
+    """A table, and connections that come, say Hello and go."""
+
+    def __init__(self) -> None:
+        self.table, self.named, self.now = ConnectionTable({0, 500}), set(), 0.0
+        self.count = 0
+
+    def comes(self, owner: int | str, hello: bool = False) -> bool:
+        self.count += 1
+        connection = (self.count, 1000 + self.count)
+        taken = self.table.add(connection, owner, self.now, self.named, MANY)
+        if not taken:
+            self.table.remove(self.count)
+        elif hello:
+            self.named.add(connection)
+        return taken
+
+
+def test_two_users_that_say_nothing_keep_nobody_out():
+    crowd = Crowd()
+    taken = [crowd.comes(uid) for _ in range(165) for uid in (1001, 1002)]
+    assert sum(taken) == 2 * bounds.STRANGERS_PER_USER
+    assert crowd.comes(0, hello=True)
+    assert crowd.comes(1003, hello=True)
+
+
+def test_many_users_that_say_nothing_keep_root_and_the_daemons_user_in():
+    crowd = Crowd()
+    taken = [crowd.comes(uid) for uid in range(1000, 1100) for _ in range(20)]
+    assert sum(taken) == bounds.STRANGERS
+    assert not crowd.comes(2000)
+    assert all(crowd.comes(uid, hello=True) for uid in (0, 500) for _ in range(bounds.RESERVED))
+    crowd.now += bounds.HELLO_S
+    assert crowd.table.overdue(crowd.now, crowd.named, 7) == [], "nothing was read since"
+    late = crowd.table.overdue(crowd.now, crowd.named, 9)
+    assert len(late) == bounds.STRANGERS
+    for fd, _ in late:
+        crowd.table.remove(fd)
+    assert crowd.comes(2000)
+
+
+def test_users_with_all_their_sessions_keep_root_and_the_daemons_user_in():
+    crowd = Crowd()
+    taken = [crowd.comes(uid, hello=True) for uid in (1001, 1002, 1003) for _ in range(170)]
+    assert sum(taken) == MANY.in_all
+    assert not crowd.comes(1004)
+    assert [sum(crowd.comes(uid, hello=True) for _ in range(MANY.reserved + 5)) for uid in (0, 500)] == [32, 32]
+
+
+def test_the_reserve_is_root_s_beside_its_share_of_what_all_have():
+    crowd = Crowd()
+    assert sum(crowd.comes(0, hello=True) for _ in range(200)) == MANY.own
+    assert sum(crowd.comes(uid, hello=True) for uid in (1001, 1002, 1003) for _ in range(160)) == 320 - (160 - 32)
+
+
+def test_one_address_is_one_user():
+    crowd = Crowd()
+    assert sum(crowd.comes("10.0.0.1") for _ in range(90)) == bounds.STRANGERS_PER_USER
+    assert crowd.comes("10.0.0.2", hello=True)
+
+
+def test_time_for_hello_begins_anew_when_a_session_ends():
+    crowd = Crowd()
+    crowd.comes(1001, hello=True)
+    crowd.now += 100.0
+    assert crowd.table.overdue(crowd.now, crowd.named, 1) == []
+    crowd.named.clear()
+    for later, reads, found in (
+        (0.0, 2, 0),
+        (bounds.HELLO_S - 0.1, 3, 0),
+        (bounds.HELLO_S, 4, 0),
+        (bounds.HELLO_S, 6, 1),
+    ):
+        assert len(crowd.table.overdue(100.0 + later, crowd.named, reads)) == found
+    assert crowd.comes(1001)
 
 
 def test_the_lowest_free_number_tells_that_little_is_left(monkeypatch):
