@@ -107,7 +107,7 @@ def _split(
     ]
     classified: dict[int, tuple[list[OperatorPair], SplitPlan]] = {}
     for g, part in parts.items():
-        setting = Setting(cuts[g], fixed(table), gradients, norms=True, once=once)
+        setting = Setting(cuts[g], fixed(table), gradients, norms=True, once=once, spread=True)
         pairs = pair_up(full, part)
         plan = classify(pairs, full.record, part.record, g, setting, exits(full), [a for _, a, _ in returned])
         classified[g] = pairs, plan

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
-from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
+from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import RankSplitter, StepProgram, changes_state
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
@@ -111,7 +111,7 @@ class WaveSplitter:
             found.lowered.update({(lane, first): _in_lane(lowered, lane, table) for lane in LANES})
             if self._over is not None:
                 ranked = self._over.programs(traced, table, keep, lowered)
-                _refuse_early_collectives(ranked)
+                _refuse_early_collectives(ranked, traced.ranks)
                 found.ranked.update({(lane, first): _ranks_in_lane(ranked, lane, table) for lane in LANES})
         return found
 
@@ -252,7 +252,7 @@ def _refuse_program(raw: RawTrace, keep: frozenset[int], whole: Lowered) -> None
         )
 
 
-def _refuse_early_collectives(ranked: Any) -> None:
+def _refuse_early_collectives(ranked: Any, traces: RankTraces) -> None:
     """Raises NotSplittable if ranks wait for each other before the tail, where the other wave's step may be under way:
     one rank could wait in one wave and another in the other."""
     for rank, step in enumerate(ranked.ranks):
@@ -260,11 +260,21 @@ def _refuse_early_collectives(ranked: Any) -> None:
         early = [one for one in program.collectives if program.wave is None or one.op < program.wave.tail]
         if early or program.wave is None:
             raise NotSplittable(
-                f"rank {rank} waits for others before the backward pass has ended, and two waves over ranks may only"
-                " sum their gradients",
+                f"{_needed_early(traces.ops[rank])}, so rank {rank} waits for others before the backward pass has"
+                " ended, and two waves over ranks may only sum their gradients",
                 "give every layer all ranks (devices= or endpoints= without plan=, batch_norm='rank'), compute means"
                 f" over the batch behind backward(), or {_WITHOUT}",
             )
+
+
+def _needed_early(ops: list[RawOp]) -> str:
+    """Which operator of a rank uses, before the tail, what comes from the others."""
+    at = next(i for i, op in enumerate(ops) if op.collective is not None and not op.tail)
+    given = ops[at].writes
+    for op in ops[at + 1 :]:
+        if op.collective is None and op.reads & given:
+            return f"{op.where}: {op.target.split('.')[1]} needs what all ranks have together"
+    return f"{ops[at].where}: another rank needs what this one has"
 
 
 def _trained(raw: RawTrace, table: StateTable) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def test_data_parallel_training_sums_gradients_and_moves_nothing_else(name: str)
     assert gang.last is not None
     kinds = {one.kind for rank in gang.last.ranks for one in rank.lowered.program.collectives}
     assert kinds == {"all_reduce"}
+
+
+def test_each_gradient_is_summed_once_that_of_tied_weights_too() -> None:
+    """What makes up a gradient is added in each rank; there is one exchange besides that of the result."""
+    difference, gang = compare(SUBJECTS["transformer"], data_parallel(2), 3)
+    assert difference.largest <= BOUND
+    assert gang.last is not None
+    program = gang.last.ranks[0].lowered.program
+    summed = [prod(program.views[view].size) for one in program.collectives for view in one.views]
+    parameters = [p.numel() for p in SUBJECTS["transformer"].make().parameters()]
+    assert sorted(summed) == sorted([*parameters, 1]), "of the loss, too"
 
 
 def build_summed(model: Any) -> Built:

@@ -46,10 +46,10 @@ def normed() -> nn.Module:
 
 def submit(
     daemons: Sequence[RunningDaemon | Phoenix], make: Callable[[], nn.Module], optimizer: Callable[..., Any],
-    clip: float | None = None, **given: Any,
+    clip: float | None = None, example: Batch | None = None, **given: Any,
 ) -> tuple[nn.Module, Any, client.Job]:  # fmt: skip
     endpoints = [daemon.endpoint for daemon in daemons]
-    return submit_waves(None, make, optimizer, clip, example=batches(1)[0], endpoints=endpoints, **given)
+    return submit_waves(None, make, optimizer, clip, example=example or batches(1)[0], endpoints=endpoints, **given)
 
 
 def assert_like(model: nn.Module, opt: Any, reference: WaveReference) -> None:
@@ -83,6 +83,47 @@ def test_fifty_steps_have_the_numbers_of_the_reference(daemons, ranks, make, opt
         for loss, theirs in zip(losses, expected, strict=True):
             torch.testing.assert_close(loss.result(), theirs, rtol=1e-12, atol=1e-12)
         assert job.stats()["waves"] == 2
+        job.sync()
+    assert_like(model, opt, reference)
+
+
+class Words(nn.Module):
+    """The backward pass ends with the gradients of learned positions, which are summed over the samples before, and of
+    an embedding whose weights are also those of the head, as in GPT-2. A bias is a product of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.positions = nn.Embedding(20, 16), nn.Embedding(8, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.words.weight
+        self.more, self.left = nn.Parameter(torch.randn(9, 16)), nn.Parameter(torch.randn(1, 3))
+        self.right = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        positions = self.positions(torch.arange(length)[None]) + self.more[:length] + self.more[8]
+        hidden = self.words(ids) + positions + self.left @ self.right
+        return self.head(self.layer(hidden)).transpose(1, 2)
+
+
+def sentences(count: int) -> list[Batch]:
+    """Words, and those that follow. Nothing follows the last one, which is no label."""
+    draw = torch.Generator().manual_seed(8)
+    drawn = [torch.randint(0, 20, (8, 6), generator=draw) for _ in range(count)]
+    return [(ids, F.pad(ids[:, 1:], (0, 1), value=-100)) for ids in drawn]
+
+
+def test_learned_positions_and_tied_embeddings_are_summed_behind_the_backward_pass(daemons):
+    data = sentences(7)
+    reference = WaveReference(Words, adamw_of_large_gradients, loss_of, 0.5, ranks=2)
+    expected = [reference.step(of_ranks(batch, 2)) for batch in data]
+    model, opt, job = submit(daemons[:2], Words, adamw_of_large_gradients, 0.5, data[0])
+    with job:
+        losses = [job.step(*batch) for batch in data]
+        for loss, theirs in zip(losses, expected, strict=True):
+            torch.testing.assert_close(loss.result(), theirs, rtol=1e-12, atol=1e-12)
         job.sync()
     assert_like(model, opt, reference)
 
@@ -178,7 +219,8 @@ def test_what_ranks_exchange_before_the_backward_pass_has_ended_is_refused_by_na
         opt.step()
         return loss, size
 
-    with pytest.raises(errors.NotSplittable, match="may only sum their gradients"):
+    sqrt = r"test_ranks.py:\d+: sqrt needs what all ranks have together.* may only sum their gradients"
+    with pytest.raises(errors.NotSplittable, match=sqrt):
         client.submit(step, waves=2, batch_norm="rank", **given)
     one_each = RankPlacement(2, {"0": (0,), "1": (0,), "5": (1,)}, (0,))
     with pytest.raises(errors.NotSplittable, match="give every layer all ranks"):

@@ -184,6 +184,13 @@ LINEAR = frozenset(
 )  # fmt: skip
 DIVISIONS = frozenset(("div", "div_"))
 PRODUCTS = frozenset(("mul", "mul_", "_foreach_mul", "_foreach_mul_"))
+EMBEDDING_BACKWARD = "embedding_dense_backward"
+
+# Over ranks also these: functions of weights alone (learned positions, of which a batch takes some; a product of two)
+# have them in their backward pass. The first argument of _PLACES is a gradient.
+_PLACES = frozenset((EMBEDDING_BACKWARD, "slice_backward", "select_backward", "diagonal_backward", "unfold_backward"))
+_TIMES_WEIGHTS = frozenset(("mm", "bmm", "mv"))
+LINEAR_OVER_RANKS = LINEAR | _PLACES | _TIMES_WEIGHTS
 
 BATCH_NORMS = frozenset(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
@@ -236,13 +243,15 @@ class Setting:
     """`split`: positions of the batch tensors that are cut into parts. `fixed`: job buffers without parameters.
     `gradients`: job buffers of gradients that exist before the step. `norms`: whether parts may have batch norms with
     statistics of their own, for which the caller provides (plan.norms). `once`: operators on shares that have to run
-    once, on the sums, as a proof has found."""
+    once, on the sums, as a proof has found. `spread`: whether parts run on ranks of their own, where a sum is an
+    exchange: all of the backward pass that is linear stays in the parts, so that the ranks sum gradients alone."""
 
     split: set[int]
     fixed: set[int]
     gradients: set[int]
     norms: bool = False
     once: frozenset[int] = frozenset()
+    spread: bool = False
 
 
 @dataclass(slots=True)
@@ -506,7 +515,8 @@ class _Walk(Values):
             self.plan.outs.append(outs)
             self.apply(j, pair, level, outs)
             born_shares = any(k is ValueKind.SHARE for _, _, k in outs)
-            if level is RunLevel.PART and born_shares and not self.has(pair, ValueKind.SHARE):
+            of_samples = not self.has(pair, ValueKind.SHARE)
+            if level is RunLevel.PART and born_shares and (of_samples or self._spread_backward(pair)):
                 last_reduction = j
             if level is RunLevel.TAIL and self._updates(pair) and self.border == self.limit:
                 self.border = min(self.limit, last_reduction + 1)
@@ -579,13 +589,17 @@ class _Walk(Values):
         self.note_division(j, pair)
         return RunLevel.PART, outs
 
+    def _spread_backward(self, pair: OperatorPair) -> bool:
+        """Whether an operator is one of a backward pass on ranks of their own."""
+        return self.setting.spread and pair.full.in_backward
+
     def _linear(self, pair: OperatorPair, kinds: list[ValueKind]) -> bool:
-        if pair.name not in LINEAR:
+        if pair.name not in (LINEAR_OVER_RANKS if self.setting.spread else LINEAR):
             return False
         shares = [kind is ValueKind.SHARE for kind in kinds]
-        if pair.name in DIVISIONS:
+        if pair.name in DIVISIONS or pair.name in _PLACES:
             return not any(shares[1:])
-        return pair.name not in PRODUCTS or sum(shares) == 1
+        return pair.name not in PRODUCTS | _TIMES_WEIGHTS or sum(shares) == 1
 
     def _sample_op(
         self, j: int, pair: OperatorPair, kinds: list[ValueKind]
@@ -598,7 +612,7 @@ class _Walk(Values):
             raise self.refuse(pair, "writes values of single samples into the job's state")
         if self._runs_along_samples(pair):
             raise self.refuse(pair, "mixes samples of the batch")
-        if pair.name == "embedding_dense_backward" and pair.full.args[4]:
+        if pair.name == EMBEDDING_BACKWARD and pair.full.args[4]:
             raise self.refuse(pair, "divides by how often each index occurs in the batch (scale_grad_by_freq)")
         pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
         data = pure and pair.full.random is None and ValueKind.SAMPLE not in kinds

@@ -23,6 +23,7 @@ import torch
 
 from gpumux.capture.microbatch.classify import (
     LINEAR,
+    LINEAR_OVER_RANKS,
     NLL_BACKWARD,
     NORM_BACKWARD,
     REMEDY,
@@ -486,7 +487,9 @@ class _Run:
             self._compare(j, pair)
         except NotSplittable as error:
             kinds = {self.plan.kinds[self.record.views[a].storage] for a, _ in pair.refs}
-            if pair.name not in LINEAR or ValueKind.SHARE not in kinds or kinds & {ValueKind.SAMPLE, ValueKind.DATA}:
+            if pair.name not in LINEAR_OVER_RANKS or ValueKind.SHARE not in kinds:
+                raise
+            if kinds & {ValueKind.SAMPLE, ValueKind.DATA}:
                 raise
             self._once[j] = error
             self._not_shared |= made
