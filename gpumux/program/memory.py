@@ -174,12 +174,16 @@ def footprint(program: Program, planned: ArenaPlan, unseen_bytes: int = 0) -> Fo
     operators allocate what they return, on a CPU and on a GPU; `plan` where they lie at the plan's offsets. For a wave
     it adds to the arena what it is above the plan of the wave, since an allocator keeps no arena tight."""
     state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
-    messages = max((_message_bytes(program, one) for one in program.collectives), default=0)
     transient, arena = planned.peak_bytes, 0
     if program.wave is not None:
         arena, waves = wave_plan(program)
         transient = arena + max(0, planned.peak_bytes - waves.peak_bytes)
-    return Footprint(state, transient + unseen_bytes + messages, slot_layout(program).nbytes, arena)
+    return Footprint(state, transient + unseen_bytes + message_bytes(program), slot_layout(program).nbytes, arena)
+
+
+def message_bytes(program: Program) -> int:
+    """Bytes that a Program's collectives need beside the storages. They run one after the other."""
+    return max((_message_bytes(program, one) for one in program.collectives), default=0)
 
 
 def _message_bytes(program: Program, one: Collective) -> int:

@@ -17,7 +17,7 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.step import State, StepProgram
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import aligned
-from gpumux.program.memory import wave_plan
+from gpumux.program.memory import message_bytes, wave_plan
 from gpumux.waves.trace import WavePrograms
 
 log = logging.getLogger("gpumux.client")
@@ -93,7 +93,8 @@ class Waves:
             self.step += 1
 
     def warn(self, captured: StepProgram, name: str) -> None:
-        """Say what the waves take on a device, and what the same samples a step would take in two microbatches."""
+        """Say what the waves take on a device, and what the same samples a step would take in two microbatches, which
+        several daemons do not take."""
         waves = _waves(captured)
         if not waves.trains:
             return
@@ -104,11 +105,17 @@ class Waves:
         of_gradients = sum(nbytes for b, nbytes in sizes.items() if b in gradients)
         state = sum(sizes.values()) - of_gradients
         arena, planned = wave_plan(lowered.program)
+        takes = 2 * state + of_gradients + arena + message_bytes(lowered.program)
+        if ranked is not None:
+            log.warning(
+                "job %r: two waves take about %.0f MiB of each device. See docs/waves.md, and `gpumux plan memory`",
+                name, takes / 2**20,
+            )  # fmt: skip
+            return
         log.warning(
             "job %r: two waves take about %.0f MiB of a device; a doubled batch with microbatches=2 would take about"
             " %.0f MiB, and trains as one batch. See docs/waves.md, and `gpumux plan memory`",
-            name, (2 * state + of_gradients + arena) / 2**20,
-            (state + of_gradients + planned.peak_bytes) / 2**20,
+            name, takes / 2**20, (state + of_gradients + planned.peak_bytes) / 2**20,
         )  # fmt: skip
 
     def _of(self, captured: StepProgram, key: tuple[int, bool]) -> StepProgram:

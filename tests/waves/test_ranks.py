@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -257,3 +259,16 @@ def test_a_job_over_ranks_is_not_kept(daemons):
     with pytest.raises(errors.ConfigError, match="can't be resumed"):
         job.close(keep=True)
     job.close()
+
+
+def test_a_submit_says_what_the_waves_take_of_each_device_with_what_is_exchanged(daemons, caplog):
+    def large() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10_000), nn.Linear(10_000, 10))
+
+    with caplog.at_level(logging.WARNING, "gpumux.client"):
+        _, _, job = submit(daemons[:2], large, momentum)
+    with job:
+        charged = job.stats()["memory_bytes"] / 2**20
+    (line,) = [record.message for record in caplog.records if "two waves take" in record.message]
+    assert "microbatches" not in line, "which are not taken over several daemons"
+    assert float(re.findall(r"about (\d+) MiB", line)[0]) == pytest.approx(charged, rel=0.05)
