@@ -162,6 +162,8 @@ class _Absent:
         return "nothing"
 
 
+# What one of two waves leaves for the other: "gradient", the parameter's number, and dtype, size and strides.
+Left = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
 ABSENT = _Absent()  # the reading of a name that does not exist
 
 
@@ -391,7 +393,7 @@ class StateTable:
         self.tf32 = False  # whether a GPU rounds float32 to TF32 in a Program of the job
         self.twins: Twins | None = None
         self._replicas: dict[int, int] = {}  # of a job with two waves: buffer of the first -> that of the second
-        self._of_waves: dict[Any, int] = {}  # buffers in which one wave leaves something for the other, by what it is
+        self._of_waves: dict[Left, int] = {}  # buffers in which one wave leaves something for the other, by what it is
         self._slots = [
             (owner, name, tensor)
             for model in self.models
@@ -608,7 +610,12 @@ class StateTable:
             self.buffers.append(Buffer(f"{of.name} (second wave)", of.nbytes, of.filled, replica_of=of))
         return found
 
-    def between_waves(self, key: Any, name: str, nbytes: int) -> int:
+    @property
+    def left_between_waves(self) -> frozenset[Left]:
+        """What one wave leaves for the other, in buffers of `between_waves`."""
+        return frozenset(self._of_waves)
+
+    def between_waves(self, key: Left, name: str, nbytes: int) -> int:
         """The buffer in which one wave leaves something for the other. It has no local bytes. Equal keys have one."""
         found = self._of_waves.get(key)
         if found is None:
@@ -619,7 +626,7 @@ class StateTable:
     @property
     def gradients_between_waves(self) -> dict[str, int]:
         """The buffers in which one wave leaves its gradients for the other, by the parameter's name."""
-        return {self.param_names[key[1]]: buffer for key, buffer in self._of_waves.items() if key[0] == "gradient"}
+        return {self.param_names[key[1]]: buffer for key, buffer in self._of_waves.items()}
 
     @property
     def first_wave(self) -> list[int]:

@@ -24,7 +24,7 @@ import torch
 
 from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
 from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
-from gpumux.capture.state import StateTable
+from gpumux.capture.state import Left, StateTable
 from gpumux.capture.step import RankSplitter, StepProgram, changes_state
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
@@ -80,6 +80,7 @@ class WaveSplitter:
             split = replace(full, ranks=self._over.split(full, parts, tensors, table))
             return {True: split, False: split}
         after = {count: _refuse(trace, table) for count, trace in {1: full, **parts}.items()}
+        _refuse_other_gradients(full, after[1], table)
         found = {}
         for first in (True, False):
             whole = with_mean(full, after[1], table, first=first)
@@ -102,6 +103,7 @@ class WaveSplitter:
             return found
         after = _refuse(raw, table)
         _refuse_program(raw, keep, whole)
+        _refuse_other_gradients(raw, after, table)
         found = WavePrograms(True)
         for first in (True, False):
             traced = raw.ranks[first] if self._over is not None else with_mean(raw, after, table, first=first)
@@ -140,7 +142,7 @@ def _mean_of(record: TraceRecord, gradient: int, param: int, table: StateTable, 
             "let each step begin with optimizer.zero_grad() and make its gradients by backward()",
         )
     nbytes = extent(replace(view, offset=0))
-    buffer = table.between_waves(("gradient", param, view.dtype, nbytes), f"grad.{name} of the other wave", nbytes)
+    buffer = table.between_waves(_left_as(param, view), f"grad.{name} of the other wave", nbytes)
     shared = record.state_storage.get(buffer)
     if shared is None:
         shared = record.state_storage[buffer] = len(record.storages)
@@ -157,6 +159,25 @@ def _mean_of(record: TraceRecord, gradient: int, param: int, table: StateTable, 
         _op("add_.Tensor", (TensorRef(gradient), TensorRef(copy)), gradient, record),
         _op("mul_.Scalar", (TensorRef(gradient), 0.5), gradient, record),
     ]
+
+
+def _left_as(param: int, view: View) -> Left:
+    """What one wave leaves for the other: the gradient of a parameter, as it lies in memory."""
+    return "gradient", param, view.dtype, view.size, view.stride
+
+
+def _refuse_other_gradients(raw: RawTrace, after: AfterBackward, table: StateTable) -> None:
+    """Raises NotSplittable if the job's other steps leave gradients of other parameters. The next one could take its
+    mean with what an older step left."""
+    leaves = {_left_as(param, raw.record.views[view]) for param, view in after.gradients.items()}
+    other = leaves ^ table.left_between_waves if table.left_between_waves else None
+    if other:
+        name = table.param_names[min(left[1] for left in other)]
+        raise NotSplittable(
+            f"{name} has a gradient in some steps of the job, and in others none or one in another layout; waves take"
+            " the mean of the gradients of two steps that follow each other",
+            f"let each step compute gradients of the same parameters, or {_WITHOUT}",
+        )
 
 
 def _view(record: TraceRecord, view: View) -> int:

@@ -413,6 +413,22 @@ def test_steps_that_can_not_be_a_waves_are_refused_by_what_they_do(endpoint):
     assert "besides the gradients" in found["both"].message
 
 
+def test_a_step_with_gradients_of_other_parameters_than_the_steps_before_is_refused(endpoint):
+    """It would take the mean with the gradient that an older step left."""
+    data = batches(4)
+    reference = WaveReference(Tied, momentum, loss_of)
+    model, opt, job = submit(endpoint, Tied, momentum)
+    with job:
+        losses = [job.step(*batch).item() for batch in data[:3]]
+        model.layer.norm2.requires_grad_(False)
+        with pytest.raises(errors.NotSplittable, match=r"norm2.weight has a gradient in some steps of the job"):
+            job.step(*data[3])
+        model.layer.norm2.requires_grad_(True)
+        losses.append(job.step(*data[3]).item())
+    assert losses == [reference.step(batch).item() for batch in data]
+    assert equal(model, opt, reference)
+
+
 def test_arguments_that_do_not_go_together_are_refused(endpoint):
     model = Tied()
     opt = sgd(model)
