@@ -130,7 +130,7 @@ def scalar_overload(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch._ops.OpOverload | None:
     """For a call with a number in place of a tensor (`mul.Tensor(x, 2.0)`): the overload that takes the number, which
-    torch defines to compute the same."""
+    computes the same but for `mul_` in a half type (Recorder._rounds_number)."""
     packet = func.overloadpacket
     wanted = {"Tensor": "Scalar", "Tensor_mode": "Scalar_mode", "self": "ScalarOther"}.get(func._overloadname)
     if wanted is None or wanted not in packet.overloads():
@@ -485,6 +485,7 @@ aten = torch.ops.aten
 # Operators by which ASGD makes the numbers of its state (step, mu), whose values its Python reads later. Optimizers
 # that make them in the same way but do not read them (fused and capturable ones) leave them on the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
+_HALF = (torch.bfloat16, torch.float16)
 
 # Operators that give Python the values of tensors.
 _READS = {
@@ -766,7 +767,15 @@ class Recorder(TorchDispatchMode):
                 return self._into(
                     kwargs["out"], self._device_op(functional, args, {k: v for k, v in kwargs.items() if k != "out"})
                 )
+        if func is aten.mul_.Tensor and not self._gpu and self._rounds_number(*args):
+            return self._into(args[0], self._device_op(aten.mul.Tensor, args, kwargs))
         return self._device_op(func, args, kwargs)
+
+    def _rounds_number(self, into: torch.Tensor, factor: Any) -> bool:
+        """Whether `mul_.Scalar`, of the overloads that take numbers the one that rounds them to the tensor's type,
+        gives other bits than the call with a number in place of a tensor."""
+        tracked = isinstance(factor, torch.Tensor)
+        return into.dtype in _HALF and (self.is_host(factor) and into.dim() > 0 if tracked else True)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that the step makes from constants and sizes alone, None for any other."""

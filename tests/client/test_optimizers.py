@@ -65,10 +65,10 @@ OPTIMIZERS = {
 }
 
 
-def work(optimizer: Any) -> Work:
-    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 10))
+def work(optimizer: Any, dtype: torch.dtype = torch.float32) -> Work:
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 10)).to(dtype)
     opt = optimizer(model.parameters())
-    data = batches((8, 12))
+    data = [(x.to(dtype), y) for x, y in batches((8, 12))]
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         opt.zero_grad()
@@ -84,6 +84,12 @@ def work(optimizer: Any) -> Work:
 def test_equal_to_the_plain_loop(name: str, endpoint: str) -> None:
     results = check(lambda: work(OPTIMIZERS[name]), endpoint)
     assert results[-1] != results[0]
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "sgd-nesterov", "sgd-dampening", "adadelta", "rmsprop", "adamw"])
+def test_equal_to_the_plain_loop_in_a_half_type(name: str, endpoint: str) -> None:
+    """A number that an operator takes is not rounded to the tensor's type first, as momentum was."""
+    check(lambda: work(OPTIMIZERS[name], torch.bfloat16), endpoint)
 
 
 class InTurn:
