@@ -151,7 +151,7 @@ def _may_run_beside(younger: JobStep, older: JobStep) -> bool:
     """Whether the next piece of a wave's step may run while the step before it is not over."""
     ahead, lease = older.wave, younger.wave or younger.program.wave
     if ahead is None or lease is None or ahead.lane == lease.lane:
-        return older.launched > 0  # they run one after the other, as the steps of any job
+        return 0 < older.launched == len(older.pieces)  # one after the other, as the steps of any job
     if younger.launched >= lease.tail or not ahead.descends(older.launched):
         return False
     needs = lease.with_next(younger.launched, younger.done)

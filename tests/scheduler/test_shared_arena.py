@@ -138,6 +138,18 @@ def test_the_largest_step_is_charged_once():
     assert turns.charged() == 10 * MIB + 5
 
 
+def test_nothing_is_charged_for_an_arena_that_all_have_left():
+    turns = Turns()
+    turns.open("alone", shares=False)
+    before = turns.used()
+    for name in ("a", "b"):
+        turns.open(name)
+    for name in ("a", "b"):
+        turns.give(ev.CloseRequested(name, False, "done"))
+        turns.give(JobReleased(name))
+    assert turns.used() == before
+
+
 def test_users_share_with_themselves_and_others_not_at_all():
     turns = Turns()
     turns.open("a")

@@ -51,7 +51,11 @@ def test_a_step_holds_what_is_out_and_what_its_rest_needs(launched: int, done: i
 class Waves:
     """A low job whose steps are of two waves in turns, alone on a device that runs its pieces in order."""
 
-    def __init__(self, arena: int = ARENA, priority: Priority = Priority.LOW, policy: str = "guarded") -> None:
+    def __init__(
+        self, arena: int = ARENA, priority: Priority = Priority.LOW, policy: str = "guarded", *, more: int = 0,
+        arena_of_others: int | None = None,
+    ) -> None:  # fmt: skip
+        """`more`: bytes that an allocator takes besides the arena. `arena_of_others`: of the second wave's Program."""
         self.scheduler = Scheduler(SchedulerConfig(policy=policy))
         self.now = 0.0
         self.out: list[ev.LaunchPiece] = []
@@ -62,7 +66,8 @@ class Waves:
         self.give(ev.SessionOpened("s", Peer(1, 1, 1)))
         self.give(ev.JobRequested("s", "j", JobSpec("j", priority, max_inflight=4)))
         for lane in (0, 1):
-            self.give(ev.ProgramOffered("j", lane, Footprint(10, arena, 10, arena)))
+            height = arena_of_others if lane and arena_of_others is not None else arena
+            self.give(ev.ProgramOffered("j", lane, Footprint(10, height + more, 10, height)))
             if not self.refused:
                 wave = WavePieces(lane, TAIL, HEIGHTS)
                 self.give(ProgramReady("j", lane, 0, (1e-4,) * len(HEIGHTS), wave=wave))
@@ -81,7 +86,10 @@ class Waves:
 
     def steps(self, *steps: int) -> None:
         for step in steps:
-            self.give(ev.StepSubmitted("j", step, step % 2))
+            self.step(step, step % 2)
+
+    def step(self, step: int, lane: int) -> None:
+        self.give(ev.StepSubmitted("j", step, lane))
 
     def end_one(self) -> None:
         piece = self.out.pop(0)
@@ -104,6 +112,39 @@ def test_steps_of_both_waves_take_turns_and_are_answered_in_order():
     assert waves.order.index((1, TAIL)) > waves.order.index((0, 8)), "its tail waits for the end of the first"
     changes = sum(a[0] != b[0] for a, b in pairwise(waves.order))
     assert changes > 6, "pieces of both are launched in turns"
+
+
+def test_both_launch_a_piece_in_turn_where_there_is_room_for_both():
+    waves = Waves(arena=20)
+    waves.steps(0, 1)
+    waves.drain()
+    assert waves.order[4:14] == [(0, 4), (1, 0), (0, 5), (1, 1), (0, 6), (1, 2), (0, 7), (1, 3), (0, 8), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [({"arena": 7}, True), ({"arena": 6}, False), ({"arena": 6, "more": 5}, False),
+     ({"arena": 6, "arena_of_others": 7}, True), ({"arena": 7, "arena_of_others": 6}, True)],
+    ids=["both fit exactly", "one byte too few", "what an allocator takes is no room", "an arena of another height",
+         "of a lower one"],
+)  # fmt: skip
+def test_the_second_begins_behind_the_peak_if_both_fit(given: dict[str, int], begins: bool):
+    """The first holds 6 until its last highest piece has ended, and the second's first piece needs 1."""
+    waves = Waves(**given)
+    waves.steps(0, 1)
+    waves.drain()
+    assert (waves.order.index((1, 0)) < waves.order.index((0, 5))) is begins
+
+
+def test_two_steps_of_one_wave_run_one_after_the_other():
+    waves = Waves(arena=20)
+    waves.step(0, 1)
+    waves.step(1, 1)
+    while (1, 0) not in waves.order:
+        waves.end_one()
+    assert not waves.finished, "it is launched behind the first's last piece, which has not ended"
+    waves.drain()
+    assert waves.order == sorted(waves.order)
 
 
 def test_a_wave_waits_where_both_do_not_fit():

@@ -200,6 +200,48 @@ def test_a_checkpoint_holds_both_replicas_in_the_middle_of_a_pair(endpoint, afte
     assert equal(model, opt, reference)
 
 
+class Averaged(torch.optim.Optimizer):
+    """SGD at the mean of this learning rate and that of its step before, a number in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        for p in group["params"]:
+            before = self.state[p].get("rate", 0.0)
+            self.state[p]["rate"] = group["lr"]
+            p.add_(p.grad, alpha=-(group["lr"] + before) / 2)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_numbers_in_an_optimizers_state_belong_to_its_replica(endpoint, after: int):
+    def rated(job: Any, opt: Any, number: int) -> float:
+        opt.param_groups[0]["lr"] = 0.1 * 0.7**number
+        return job.step(*data[number]).item()
+
+    def averaged(model: nn.Module) -> Any:
+        return Averaged(model.parameters())
+
+    data = batches(7)
+    reference = WaveReference(Tied, averaged, loss_of)
+    expected = []
+    for number, batch in enumerate(data):
+        reference.optimizers[number % 2][0].param_groups[0]["lr"] = 0.1 * 0.7**number
+        expected.append(reference.step(batch).item())
+    _, opt, job = submit(endpoint, Tied, averaged)
+    with job:
+        losses = [rated(job, opt, number) for number in range(after)]
+        saved = job.state_dict()
+    model, opt, job = submit(endpoint, Tied, averaged)
+    with job:
+        job.load_state(saved)
+        losses += [rated(job, opt, number) for number in range(after, len(data))]
+    assert losses == expected
+    assert equal(model, opt, reference)
+
+
 @pytest.fixture(scope="module")
 def keeping(tmp_path_factory) -> Iterator[str]:
     """A daemon that keeps snapshots."""
