@@ -447,12 +447,41 @@ def test_steps_that_can_not_be_a_waves_are_refused_by_what_they_do(endpoint):
         opt.step()
         return loss
 
-    found = {step.__name__: refused(endpoint, step, model, opt) for step in (adds, by_hand, twice, both)}
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scales(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        return loss
+
+    def sets_data(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        model.out.bias.data = 0.5 * model.out.bias.data
+        return loss
+
+    def changes_batch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        x.mul_(0.5)
+        return loss
+
+    steps = (adds, by_hand, twice, both, scales, sets_data, changes_batch)
+    found = {step.__name__: refused(endpoint, step, model, opt) for step in steps}
     assert all(isinstance(error, errors.NotSplittable) for error in found.values()), found
     assert "adds to gradients" in found["adds"].message
     assert "backward()" in found["by_hand"].remedy
     assert "before the step's last backward pass" in found["twice"].message
     assert "besides the gradients" in found["both"].message
+    for name in ("scales", "sets_data", "changes_batch"):
+        assert "uses a GradScaler, checks values, sets .data, or changes its batch" in found[name].message
 
 
 def test_a_step_with_gradients_of_other_parameters_than_the_steps_before_is_refused(endpoint):
