@@ -1,4 +1,4 @@
-"""The host memory that this process may still allocate, and files in memory.
+"""The host memory that this process may still allocate or has freed, and files in memory.
 
 Two things limit it: the memory that the kernel reports as available, and every memory control group that the process
 is in, its own and all above it. A group's usage counts the page cache of files its processes read and wrote. The kernel
@@ -8,6 +8,7 @@ drops the inactive part of that cache before it refuses memory, so it counts as 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class Group:
 def free_bytes(root: Path = ROOT) -> int:
     """Bytes this process may still allocate. Raises OSError if /proc does not say."""
     return min([_available(root), *(group.free for group in groups(root))])
+
+
+def return_freed() -> None:
+    """Have glibc return to the kernel what is free between blocks in use (malloc_trim(3)), after much was allocated in
+    blocks too small to be mapped each by itself. Other allocators are not affected."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def groups(root: Path = ROOT) -> Iterator[Group]:

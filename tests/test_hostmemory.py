@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,31 @@ def test_a_machine_that_says_nothing_is_an_error(root: Path) -> None:
 
 def test_this_machine() -> None:
     assert hostmemory.free_bytes() > 0
+
+
+def test_what_was_freed_in_small_blocks_goes_back_to_the_kernel() -> None:
+    """In a process of its own, whose memory nothing else changes."""
+    script = """
+import ctypes
+from gpumux.hostmemory import return_freed
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+size, held = 100_000, []  # bytes, below glibc's threshold for mappings
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+for _ in range(1000):
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    held.append(block)
+for block in held[:-1]:  # the last one keeps all below it in the heap
+    libc.free(block)
+before = resident()
+return_freed()
+print(before - resident())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 50e6

@@ -44,6 +44,7 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace, TensorResult
 from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 from gpumux.errors import NotSplittable
+from gpumux.hostmemory import return_freed
 from gpumux.program.ir import ITEM_BYTES, Tag, TensorRef, View, contiguous_strides, extent
 
 EXCHANGED = "collective"  # target of a RawOp that is one
@@ -76,6 +77,8 @@ def split_over_ranks(
     except NotSplittable as error:
         message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
         raise NotSplittable(message, remedy) from error
+    finally:
+        return_freed()  # the proofs took some times the memory of a step
 
 
 def _of_ranks(text: str) -> str:

@@ -59,6 +59,14 @@ def test_each_gradient_is_summed_once_that_of_tied_weights_too() -> None:
     assert sorted(summed) == sorted([*parameters, 1]), "of the loss, too"
 
 
+def test_what_the_proofs_took_goes_back_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step has been split, before the job begins."""
+    called: list[bool] = []
+    monkeypatch.setattr("gpumux.burst.split.return_freed", lambda: called.append(True))
+    compare(SUBJECTS["vgg"], data_parallel(2), 1)
+    assert called
+
+
 def build_summed(model: Any) -> Built:
     """The sum of a loss over the batch, a penalty on the weights beside it, and a mean of its own for one layer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
