@@ -120,10 +120,215 @@ def _check_types(func: Any, args: tuple[Any, ...]) -> None:
         raise RuntimeError(f"{func} takes classes in int64 or uint8, not {args[_CLASSES[func]].dtype}")
 
 
+# ---- Sizes that a kernel takes from another argument.
+#
+# torch's shape rules do not check them, and the kernels read or write past the end of the smaller tensor. Those of
+# validate.py need no torch; here the operators of torch say what the sizes have to be. Found by calling each operator
+# with arguments made smaller, at the end of a page that is followed by one that can't be read (tests/program/
+# guard_pages.py).
+
+
+def _agree(what: str, *shapes: Any) -> None:
+    first, *others = (tuple(shape) for shape in shapes)
+    for other in others:
+        if other != first:
+            raise ValueError(f"{what}: {first} and {other}")
+
+
+def _all_dense(what: str, *tensors: torch.Tensor) -> None:
+    """Raise ValueError unless each tensor fills its memory without gaps and overlaps."""
+    for tensor in tensors:
+        expected = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size != 1 and stride != expected:
+                raise ValueError(f"{what} of strides {tensor.stride()}, and the kernel reads it as it lies in memory")
+            expected *= size
+
+
+def _unit_stride(what: str, *tensors: torch.Tensor) -> None:
+    """Raise ValueError unless the numbers of each tensor's last dimension lie side by side."""
+    for tensor in tensors:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{what} of strides {tensor.stride()}, and the kernel reads rows as they lie in memory")
+
+
+def _dense_at(*positions: int) -> Callable[..., None]:
+    """A rule: the kernel reads these arguments, if given, as they lie in memory."""
+
+    def rule(*args: Any, **_: Any) -> None:
+        given = [args[at] for at in positions if at < len(args) and args[at] is not None]
+        _all_dense("an argument", *given)
+
+    return rule
+
+
+def _noise(x: Any, noise: Any, *rest: Any, **_: Any) -> None:
+    _agree("noise and what it is for", x.shape, noise.shape)
+    _all_dense("noise", noise)
+
+
+def _of_forward(forward: Callable[..., Any], dense: int | None = None) -> Callable[..., None]:
+    """A rule: the first argument is a gradient of what `forward` of the arguments gives. `dense`: the position of one
+    that the kernel reads as it lies in memory."""
+
+    def rule(grad: torch.Tensor, *args: Any) -> None:
+        if grad.numel() and not args[0].numel():
+            raise ValueError(f"a gradient of {tuple(grad.shape)} where there was nothing")
+        if dense is not None:
+            _all_dense("an argument", args[dense - 1])
+        found = forward(grad, *args)
+        result = found[0] if isinstance(found, tuple) else found
+        _agree("a gradient and the result that it is of", grad.shape, result.shape)
+
+    return rule
+
+
+def _of_padding(pad: Any) -> Callable[..., None]:
+    return _of_forward(lambda grad, x, by: pad(x, by))
+
+
+def _attention(q: Any, k: Any, v: Any, *rest: Any, attn_mask: Any = None, **_: Any) -> None:
+    _agree(
+        "batches, heads or widths of query, key and value", (*q.shape[:-2], q.shape[-1]), (*k.shape[:-2], k.shape[-1])
+    )
+    _agree("key and value", k.shape, v.shape)
+    _unit_stride("query, key and value", q, k, v)
+    if q.dim() != 4 or 0 in (*q.shape, *k.shape):
+        raise ValueError(f"attention of {tuple(q.shape)} over {tuple(k.shape)}")
+    if attn_mask is not None:
+        aten.expand.default(attn_mask, (*q.shape[:-1], k.shape[-2]))
+
+
+def _attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, dropout: float, causal: bool, *, attn_mask: Any = None,
+    **_: Any,
+) -> None:  # fmt: skip
+    _attention(q, k, v, attn_mask=attn_mask)
+    _agree("query, result and gradient", q.shape, out.shape, grad.shape)
+    _unit_stride("the result and its gradient", out, grad)
+    _all_dense("the logarithms of the sums", sums)
+    _agree("the logarithms of the sums", q.shape[:-1], sums.shape)
+
+
+def _pdist_backward(grad: Any, points: Any, p: float, distances: Any) -> None:
+    rows = points.shape[0]
+    _agree("distances of pairs", (rows * (rows - 1) // 2,), grad.shape, distances.shape)
+
+
+def _cdist_backward(grad: Any, x1: Any, x2: Any, p: float, distances: Any) -> None:
+    _agree("widths of points", x1.shape[-1:], x2.shape[-1:])
+    _agree("batches of points", x1.shape[:-2], x2.shape[:-2])
+    _agree("distances of points", (*x1.shape[:-1], x2.shape[-2]), grad.shape, distances.shape)
+
+
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> None:
+    _all_dense("weights and their lengths", v, g)
+    if dim not in (0, v.dim() - 1) or g.numel() != v.shape[dim]:
+        raise ValueError(f"weight norm of {tuple(v.shape)} along {dim} by {tuple(g.shape)}")
+
+
+def _weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> None:
+    _weight_norm(v, g, dim)
+    _agree("weights and gradient", v.shape, grad.shape)
+    _all_dense("gradient and norms", grad, norms)
+    if norms.numel() != g.numel():
+        raise ValueError(f"norms of {tuple(norms.shape)} for {tuple(g.shape)}")
+
+
+def _bags(
+    weight: Any, indices: Any, offsets: Any, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
+    factors: Any = None, *rest: Any,
+) -> None:  # fmt: skip
+    _all_dense("indices, offsets or factors", indices, offsets, *([factors] if factors is not None else []))
+    if offsets.dim() != 1 or not offsets.numel():
+        raise ValueError("bags without offsets")
+
+
+def _bag_weights_backward(grad: Any, weight: Any, indices: Any, offsets: Any, bags: Any, *rest: Any) -> None:
+    _bags(weight, indices, offsets)
+    _agree("widths of gradient and weight", grad.shape[1:], weight.shape[1:])
+    if indices.numel() and not (grad.numel() and weight.numel()):
+        raise ValueError(f"indices into a gradient of {tuple(grad.shape)} and weights of {tuple(weight.shape)}")
+    if bags.numel() not in (0, indices.numel()):
+        raise ValueError(f"bags of {bags.numel()} indices, where there are {indices.numel()}")
+
+
+def _lu_unpack(lu: Any, pivots: Any, *rest: Any, **_: Any) -> None:
+    _agree("pivots", (*lu.shape[:-2], min(lu.shape[-2:])), pivots.shape)
+
+
+def _adam(
+    params: Any, grads: Any, means: Any, squares: Any, largest: Any, steps: Any, *, amsgrad: bool = False,
+    lr: Any = 0.0, grad_scale: Any = None, found_inf: Any = None, **_: Any,
+) -> None:  # fmt: skip
+    for items in (grads, means, squares, steps, largest if amsgrad or largest else params):
+        _agree("lists of a fused optimizer", (len(params),), (len(items),))
+    for tensors in zip(params, grads, means, squares, *([largest] if largest else []), strict=True):
+        _agree("parameter, gradient and moments", *(tensor.shape for tensor in tensors))
+        _all_dense("parameter, gradient or moments", *tensors)
+    for single in (*steps, *(each for each in (lr, grad_scale, found_inf) if isinstance(each, torch.Tensor))):
+        if single.numel() != 1:
+            raise ValueError(f"a number of shape {tuple(single.shape)}")
+
+
+_SIDES: dict[Any, Callable[..., None]] = {
+    aten._adaptive_avg_pool2d_backward.default: _of_forward(lambda g, x: aten._adaptive_avg_pool2d(x, g.shape[-2:])),
+    aten._adaptive_avg_pool3d_backward.default: _of_forward(lambda g, x: aten._adaptive_avg_pool3d(x, g.shape[-3:])),
+    aten.adaptive_max_pool2d_backward.default: _of_forward(
+        lambda g, x, _: aten.adaptive_max_pool2d(x, g.shape[-2:]), dense=2
+    ),
+    aten.adaptive_max_pool3d_backward.default: _of_forward(
+        lambda g, x, _: aten.adaptive_max_pool3d(x, g.shape[-3:]), dense=2
+    ),
+    aten.avg_pool2d_backward.default: _of_forward(lambda g, x, *rest: aten.avg_pool2d(x, *rest)),
+    aten.avg_pool3d_backward.default: _of_forward(lambda g, x, *rest: aten.avg_pool3d(x, *rest)),
+    aten.max_pool2d_with_indices_backward.default: _of_forward(
+        lambda g, x, *rest: aten.max_pool2d_with_indices(x, *rest[:-1]), dense=7
+    ),
+    aten.max_pool3d_with_indices_backward.default: _of_forward(
+        lambda g, x, *rest: aten.max_pool3d_with_indices(x, *rest[:-1]), dense=7
+    ),
+    aten.grid_sampler_2d_backward.default: _of_forward(lambda g, x, at, *how: aten.grid_sampler_2d(x, at, *how[:3])),
+    aten.grid_sampler_3d_backward.default: _of_forward(lambda g, x, at, *how: aten.grid_sampler_3d(x, at, *how[:3])),
+    **{
+        getattr(aten, f"{kind}_pad{n}d_backward").default: _of_padding(getattr(aten, f"{kind}_pad{n}d"))
+        for kind in ("reflection", "replication")
+        for n in (1, 2, 3)
+    },
+    aten._softmax_backward_data.default: _of_forward(lambda g, out, *rest: out),
+    aten._log_softmax_backward_data.default: _of_forward(lambda g, out, *rest: out),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten._pdist_backward.default: _pdist_backward,
+    aten._cdist_backward.default: _cdist_backward,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
+    aten._embedding_bag_per_sample_weights_backward.default: _bag_weights_backward,
+    aten.lu_unpack.default: _lu_unpack,
+    aten.native_group_norm.default: _dense_at(1, 2),
+    aten.native_group_norm_backward.default: _dense_at(0, 1, 2, 3, 4),
+    aten.native_layer_norm_backward.default: _dense_at(3, 4, 5, 6),
+    aten.fractional_max_pool2d_backward.default: _dense_at(4),
+    aten.fractional_max_pool3d_backward.default: _dense_at(4),
+    aten.rrelu_with_noise.default: _noise,
+    aten.rrelu_with_noise_.default: _noise,
+    aten.rrelu_with_noise_functional.default: _noise,
+    **{
+        getattr(getattr(aten, name), overload): _adam
+        for name in ("_fused_adam", "_fused_adam_", "_fused_adamw", "_fused_adamw_")
+        for overload in ("default", "tensor_lr")
+    },
+}
+
+
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """`func(*args, **kwargs)` under the active FakeTensorMode."""
     if func in _ONE_TYPE or func in _NORMS:
         _check_types(func, args)
+    if func in _SIDES:
+        _SIDES[func](*args, **kwargs)
     if func in _LIKE:
         return torch.empty_like(args[_LIKE[func]])
     if func in _FUSED:
