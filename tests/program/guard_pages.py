@@ -14,10 +14,13 @@ import itertools
 import logging
 import mmap
 import os
+import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from gpumux.program import check, operators, validate
 from gpumux.program.ir import View
 
+aten = torch.ops.aten
 _libc = ctypes.CDLL(None, use_errno=True)
 _maps: list[mmap.mmap] = []  # for the life of the process
 LIMIT_S = 20
@@ -86,7 +90,10 @@ def accepted(func: Any, leaves: Sequence[Any], spec: TreeSpec) -> bool:
 
 
 def crashes(func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> Iterator[int]:
-    """The positions of those calls that end a process of their own."""
+    """The positions of those calls that end a process of their own.
+
+    To be called where there is one thread only: the kernels of a child wait forever for threads that its parent had.
+    """
     at = 0
     while at < len(calls):
         read, write = os.pipe()
@@ -95,6 +102,7 @@ def crashes(func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> Iterat
             os.close(read)
             faulthandler.disable()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
             for leaves in calls[at:]:
                 os.write(write, b".")
@@ -112,6 +120,46 @@ def crashes(func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> Iterat
             return
         at += done
         yield at - 1
+
+
+class Separate:
+    """`crashes` in a process that has one thread, for callers that may have several."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def crashes(self, func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> list[int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump((str(func), [tree_unflatten(leaves, spec) for leaves in calls]), self._process.stdin)
+        self._process.stdin.flush()
+        found: list[int] = pickle.load(self._process.stdout)  # noqa: S301 - of our own process
+        return found
+
+
+@contextmanager
+def separate() -> Iterator[Separate]:
+    command = [sys.executable, "-m", "tests.program.guard_pages", "--serve"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        one = Separate(process)
+        one.crashes(aten.relu.default, [], tree_flatten(())[1])  # answered when it has started
+        yield one  # the end of its input ends it
+
+
+def _serve() -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, calls = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own process
+        except EOFError:
+            return
+        _, packet, overload = name.split(".")
+        func = getattr(getattr(aten, packet), overload)
+        flat = [tree_flatten(call) for call in calls]
+        found = list(crashes(func, [leaves for leaves, _ in flat], flat[0][1])) if flat else []
+        pickle.dump(found, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 def variants(leaves: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
@@ -197,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_serve() if sys.argv[1:] == ["--serve"] else main())

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from gpumux.program import check
-from tests.program.guard_pages import accepted, crashes, variants
+from tests.program.guard_pages import Separate, accepted, separate, variants
 
 aten = torch.ops.aten
 
@@ -136,6 +136,12 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 UNTRIED = {"_fused_adam", "_fused_adamw", "tensor_lr", "rrelu_with_noise_functional"}  # share a rule with one above
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[Separate]:
+    with separate() as it:
+        yield it
+
+
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     """torch logs each call that its shape rules refuse."""
@@ -150,22 +156,24 @@ def test_each_rule_has_a_call():
 
 
 @pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=[str(call[0]) for call in CALLS])
-def test_a_valid_call_passes_and_one_with_a_smaller_argument_does_no_harm(func: Any, args: Any, kwargs: Any):
+def test_a_valid_call_passes_and_one_with_a_smaller_argument_does_no_harm(
+    process: Separate, func: Any, args: Any, kwargs: Any
+):
     leaves, spec = tree_flatten((args, kwargs))
     assert accepted(func, leaves, spec)
-    assert list(crashes(func, [leaves], spec)) == []
+    assert process.crashes(func, [leaves], spec) == []
     tried = list(variants(leaves))
     passed = [call for _, call in tried if accepted(func, call, spec)]
     assert len(passed) < len(tried), "the rule refuses something"
-    assert list(crashes(func, passed, spec)) == []
+    assert process.crashes(func, passed, spec) == []
 
 
-def test_an_argument_that_is_too_small_without_the_rules_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_an_argument_that_is_too_small_without_the_rules_is_noticed(process: Separate, monkeypatch: pytest.MonkeyPatch):
     """So the test above can fail."""
     monkeypatch.setattr(check, "_SIDES", {})
     func, args, kwargs = next(call for call in CALLS if call[0] is aten._pdist_backward.default)
     leaves, spec = tree_flatten((args, kwargs))
-    assert list(crashes(func, [call for _, call in variants(leaves) if accepted(func, call, spec)], spec))
+    assert process.crashes(func, [call for _, call in variants(leaves) if accepted(func, call, spec)], spec)
 
 
 def test_lists_of_a_fused_optimizer_have_one_length():
