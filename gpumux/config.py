@@ -183,6 +183,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 DEVICES = ("auto", "cpu", "cuda", "sim")
 GPU_MODELS = ("a100", "h200")  # that can be simulated
 POLICIES = ("fifo", "streams", "paced", "guarded")
+CONFINEMENTS = ("auto", "require", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TABLES = ("daemon", "limits", "access", "gangs")
@@ -233,6 +234,12 @@ class Config:
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
     low_nice: int = _setting(
         19, "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none", low=0, high=19
+    )
+    confine: str = _setting(
+        "auto",
+        "what keeps the processes of jobs from harm (users, system calls): auto takes what this machine allows, require"
+        " does not start without all of it, off leaves out what can be left out",
+        choices=CONFINEMENTS,
     )
     metrics_host: str = _setting("127.0.0.1", "address the metrics are served on")
     metrics_port: int = _setting(

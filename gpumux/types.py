@@ -57,7 +57,8 @@ class Gang:
 class JobSpec:
     """A client's request when it opens a job. `memory_limit` None means no limit of its own. `arena`: the user
     whose jobs share one arena for temporaries with it, None for memory of its own. `models`: number of models
-    that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several."""
+    that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several. `user`: the
+    user of this machine that it belongs to, None if it is not known."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -69,6 +70,7 @@ class JobSpec:
     models: int = 1
     gang: Gang | None = None
     arena: int | None = None
+    user: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import nvidia, registry
+from gpumux.device.workers import confinement
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.endpoint import check_listening, living_holder, lock_path, recorded_holder
@@ -271,6 +272,22 @@ def state_dir(path: str) -> Finding:
     return Finding(name, OK, detail)
 
 
+def job_processes(setting: str) -> Iterator[Finding]:
+    """What the processes of jobs are kept from, tried in a process that confines itself as they do."""
+    try:
+        confined = confinement.trial(setting)
+    except ConfigError as error:
+        yield Finding("job processes", FAIL, error.message, error.remedy)
+        return
+    for measure in confined.measures:
+        name = f"jobs: {measure.name}"
+        if measure.missing:
+            usual = measure.name == "user" and os.geteuid() != 0  # a daemon for one user
+            yield Finding(name, OK if usual else WARN, measure.missing, measure.remedy)
+        else:
+            yield Finding(name, OK, measure.what)
+
+
 # ---- Checks around an endpoint: who may connect, which process holds the lock, stale sockets, and whether others may
 # write files that a daemon trusts.
 
@@ -421,7 +438,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     findings += [gpu(), cpu(), torch(), device(config)]
     findings += [core(), versions()]
     findings += [*shared_memory(), temp_dir(), *limits(), *cgroup(), memory()]
-    findings.append(state_dir(config.state_dir))
+    findings += [*job_processes(config.confine), state_dir(config.state_dir)]
     try:
         found = endpoints.parse(address)
     except ConfigError as error:

@@ -35,6 +35,7 @@ from gpumux.daemon.state_directory import open_log, open_state_directory
 from gpumux.daemon.systemd import ServiceManager
 from gpumux.device import registry
 from gpumux.device.base import Device
+from gpumux.device.workers import confinement
 from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
 from gpumux.metrics.gauges import GaugeCollector
 from gpumux.metrics.series import Metrics
@@ -233,6 +234,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     name, why = registry.choose(config.device, config.gpu)
     log.info("device: %s", why)
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo has no priorities
+    confined = confinement.trial(config.confine)
     device = registry.make(
         name,
         gpu=config.gpu,
@@ -242,6 +244,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
         gpu_model=config.gpu_model,
         profiles=[load_profile(Path(path)) for path in config.profiles],
         allow_ops=config.allow_ops,
+        confined=confined,
     )
     stack.callback(device.close)
     opened = OpenDevice(device)
@@ -250,6 +253,10 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
         "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
         info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
     )  # fmt: skip
+    if info.kind != "sim":
+        log.info("processes of jobs: %s", "; ".join(m.what for m in confined.measures if not m.missing))
+        for missing in (measure.missing for measure in confined.measures if measure.missing):
+            log.warning("processes of jobs: %s", missing)
     if info.kind == "sim":
         log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
     return opened

@@ -498,6 +498,7 @@ def _spec(m: msg.OpenJob | msg.OpenGangJob, uid: int) -> JobSpec:
         m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models,
         Gang(m.gang, m.rank, m.ranks, m.store, m.timeout_s) if isinstance(m, msg.OpenGangJob) else None,
         uid if isinstance(m, msg.OpenJob) and m.shares_memory else None,
+        uid if uid >= 0 else None,
     )  # fmt: skip
 
 

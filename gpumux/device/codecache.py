@@ -31,6 +31,8 @@ class CodeCache:
         clear_abandoned(Path(tempfile.gettempdir()))
         # 0700. `clear_abandoned` skips this name, which has no lock yet.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        if os.geteuid() == 0:
+            made.chmod(0o711)  # executors of other users go through it to their own
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = str(made.rename(made.with_name(made.name[1:])))
@@ -44,6 +46,18 @@ class CodeCache:
         self._lock = None
         if os.environ.get(VARIABLE) == self.folder:
             del os.environ[VARIABLE]
+
+
+def own_folder(folder: str, user: int, group: int | None) -> str:
+    """The folder of one user's processes, in that of the daemon, which is root. Made if it is not there."""
+    path = os.path.join(folder, f"user-{user}")
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    else:
+        os.chown(path, user, -1 if group is None else group)
+    return path
 
 
 def clear_abandoned(folder: Path) -> None:

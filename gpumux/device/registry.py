@@ -12,6 +12,7 @@ from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.streams import DEFAULT_SHARES
 from gpumux.device.nvidia import Nvidia
 from gpumux.device.sim.device import SimDevice
+from gpumux.device.workers.confinement import Confined
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 
@@ -40,6 +41,7 @@ def make(
     gpu_model: str = "a100",
     profiles: Sequence[StepProfile] = (),
     allow_ops: Sequence[str] = (),
+    confined: Confined | None = None,
 ) -> Device:
     """The device called `name`, not opened yet. Raises ConfigError.
 
@@ -49,12 +51,14 @@ def make(
         for cpu.
     gpu_model, profiles: the simulated GPU, and profiles whose times are used instead of its cost model's, for sim.
     allow_ops: operators allowed beside the built-in list.
+    confined: what processes of jobs give up, None for all that is possible.
     """
     name, _ = choose(name, gpu)
     if name == "cpu":
-        return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops)
+        return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops, confined=confined)
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
     if name == "cuda":
-        return CudaDevice(gpu, shares=DEFAULT_SHARES if gpu_shares else (), allow_ops=allow_ops)
+        shares = DEFAULT_SHARES if gpu_shares else ()
+        return CudaDevice(gpu, shares=shares, allow_ops=allow_ops, confined=confined)
     raise ConfigError(f"unknown device {name!r}", f"use one of {', '.join(DEVICES)}")

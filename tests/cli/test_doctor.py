@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -196,3 +197,30 @@ def test_the_state_directory(tmp_path):
     assert (found.level, found.remedy) == (WARN, f"chmod 700 {home}")
     (home / "file").touch()
     assert doctor.state_dir(str(home / "file")).level == FAIL
+
+
+def test_what_job_processes_are_kept_from_is_tried(monkeypatch):
+    found = {finding.name: finding for finding in doctor.job_processes("auto")}
+    assert list(found) == ["jobs: user", "jobs: privileges", "jobs: memory", "jobs: calls"]
+    assert all(finding.level != doctor.FAIL for finding in found.values()), found
+    assert found["jobs: privileges"].level == found["jobs: memory"].level == doctor.OK
+    assert all(finding.remedy for finding in found.values() if finding.level == doctor.WARN)
+    off = {finding.name: finding for finding in doctor.job_processes("off")}
+    assert "confine is off" in off["jobs: calls"].detail or "libseccomp" in off["jobs: calls"].detail
+
+
+def test_what_should_be_in_force_and_is_not_fails(monkeypatch):
+    said = {"found": {}, "doubts": ["memory"]}
+
+    def run(*args, **kwargs):
+        return subprocess.CompletedProcess(args, 0, json.dumps(said).encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (finding,) = doctor.job_processes("auto")
+    assert finding.level == doctor.FAIL
+    assert "private memory is bounded" in finding.detail
+    said = {"error": "[Errno 1] prctl(38)"}
+    (finding,) = doctor.job_processes("auto")
+    assert finding.level == doctor.FAIL
+    assert "prctl(38)" in finding.detail
+    assert "confine" in finding.remedy

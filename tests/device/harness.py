@@ -212,9 +212,15 @@ class Driver:
         self.unread: list[DeviceEvent] = []
         self.jobs: dict[JobId, LoadedJob] = {}
 
-    def open(self, seed: int = 0, priority: Priority = Priority.LOW, gang: Gang | None = None) -> LoadedJob:
+    def open(
+        self,
+        seed: int = 0,
+        priority: Priority = Priority.LOW,
+        gang: Gang | None = None,
+        user: int | None = None,
+    ) -> LoadedJob:
         job = JobId(f"{next(_numbers):032x}")
-        self.device.open_job(job, JobSpec(name="test", seed=seed, priority=priority, gang=gang))
+        self.device.open_job(job, JobSpec(name="test", seed=seed, priority=priority, gang=gang, user=user))
         if gang is not None:
             assert isinstance(self.device, ProcessGroups)
             self.device.join(job, gang)

@@ -215,3 +215,17 @@ ALL = {
     "crash_maxpool": crash_maxpool, "crash_div": crash_div, "dropout": dropout,
     "layered": layered, "given_generator": given_generator, "full_precision": full_precision,
 }  # fmt: skip
+
+
+def hungry(size: int = 1200, kernel: int = 31) -> Program:
+    """A convolution whose kernel takes 10 GB beside its operands: a column of the image for each position.
+
+    inputs: float64[1, 1, size, size], float64[1, 1, kernel, kernel]; result 0: their convolution.
+    """
+    d = _Draft()
+    x = d.tensor("input", (1, 1, size, size), "float64", slot=0)
+    weight = d.tensor("input", (1, 1, kernel, kernel), "float64", slot=1)
+    out = d.tensor("temp", (1, 1, size - kernel + 1, size - kernel + 1), "float64")
+    how = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    d.op("aten.convolution.default", TensorRef(x), TensorRef(weight), *how, out=out)
+    return d.program(inputs=(x, weight), results=(out,))

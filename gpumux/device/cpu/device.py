@@ -65,6 +65,7 @@ from gpumux.device.workers.channel import (
     pack,
     unpack,
 )
+from gpumux.device.workers.confinement import Confined
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name, memory_file
 from gpumux.program.ir import DEFAULT, ProgramLimits
@@ -109,6 +110,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         low_nice: int = 0,
         allow_ops: Sequence[str] = (),
         limits: ProgramLimits = DEFAULT,
+        confined: Confined | None = None,
     ) -> None:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._threads = threads or max(1, self._cores // 2)
@@ -118,6 +120,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             checks_at_once=max(2, self._cores // 2),
             allow_ops=allow_ops,
             limits=limits,
+            confined=confined,
             preempts=low_nice > 0,
         )
         self._low_nice = low_nice
@@ -180,8 +183,10 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if self._fork_server is None or not is_seed(spec.seed):
             return self._emit(JobDied(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
-        settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
-        settings["shares"] = spec.arena is not None
+        connects = spec.gang is not None and self._confined.calls
+        settings: dict[str, Any] = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
+        settings |= {"shares": spec.arena is not None, "connects": connects}
+        settings["confinement"] = self._confined.of(spec.user, connects=connects, most_bytes=self._total)
         try:
             executor = start_executor(self._fork_server, job, settings, spec.arena)
         except OSError as error:
@@ -259,7 +264,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None and self._low_nice:
             more = self._low_nice if priority is Priority.LOW else 0
-            self._carry_out(executor, Renice(min(MOST_NICE, _own_niceness() + more)))
+            nice = min(MOST_NICE, _own_niceness() + more)
+            self._supervisor.renice(executor.token, nice)
+            self._carry_out(executor, Renice(nice))
 
     def memory(self) -> dev.MemoryFigures:
         return replace(super().memory(), measured={job: executor.measured for job, executor in self._jobs.items()})

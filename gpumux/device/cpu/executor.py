@@ -60,6 +60,7 @@ from gpumux.device.workers.channel import (
     Channel,
     unpack,
 )
+from gpumux.device.workers.confinement import data_bytes, end_connecting, limit_data
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
@@ -155,10 +156,11 @@ _BEGIN_ANEW = b"5"
 
 
 class PeakMemory:
-    """Measures this process, and writes the result, in bytes, to the page that it shares with the daemon."""
+    """Measures this process, and writes the result, in bytes, to the page that it shares with the daemon. `reset`: a
+    descriptor of /proc/self/clear_refs, which the process could not open any more, or -1."""
 
-    def __init__(self, page: mmap.mmap) -> None:
-        self._page = page
+    def __init__(self, page: mmap.mmap, reset: int) -> None:
+        self._page, self._reset = page, reset
         anonymous, shared, _, _ = _memory()
         self._base = anonymous + shared
         self._next = 0.0
@@ -169,16 +171,11 @@ class PeakMemory:
         if now < self._next or self._looking:  # of two waves the other one's step may be under way
             return
         self._next, self._looking = now + MEASURE_EVERY_S, True
-        try:
-            file = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            os.write(file, _BEGIN_ANEW)
-        except OSError:
-            pass  # some containers forbid it
-        finally:
-            os.close(file)
+        if self._reset >= 0:
+            try:
+                os.write(self._reset, _BEGIN_ANEW)
+            except OSError:
+                pass  # some containers forbid it
 
     def end(self) -> int:
         """Read the peak at the end of a step. Returns bytes, 0 if this step was not measured."""
@@ -210,6 +207,11 @@ class Heap:
         self._largest = max(self._largest, transient)
         self._next, self._pause = 0.0, FIRST_PAUSE_S
 
+    @property
+    def planned(self) -> int:
+        """Bytes."""
+        return self._planned + self._largest
+
     def share(self) -> None:
         """Return each large block to the kernel as it is freed: two waves, or two jobs, give memory to each other in
         turns, and blocks that the heap keeps for one of them would not fit what the other needs. Each step pays for
@@ -220,7 +222,7 @@ class Heap:
 
     def look(self, held: int, now: float) -> None:
         """Trim the heap if a step held more bytes than planned, and no trim was made recently."""
-        if self._trim is None or now < self._next or held <= (self._planned + self._largest) * SLACK + SLACK_BYTES:
+        if self._trim is None or now < self._next or held <= self.planned * SLACK + SLACK_BYTES:
             return
         self._trim(0)
         self._next, self._pause = now + self._pause, min(LONGEST_PAUSE_S, 2 * self._pause)
@@ -251,7 +253,9 @@ class Executor:
         self._channel = channel
         self._page = page
         self._answers = StepAnswers(page)
-        self._peak = PeakMemory(page)
+        self._peak = PeakMemory(page, settings["peak"])
+        self._connects = settings["connects"]
+        self._before = data_bytes()
         self._heap = Heap()
         if settings["shares"]:
             self._heap.share()
@@ -338,7 +342,12 @@ class Executor:
 
     def _join(self, *gang: Any) -> None:
         """Find the job's peers, in a thread of their own, which carries out collectives from then on."""
-        self._peers = Peers(Gang(*gang), self._lost)
+        self._peers = Peers(Gang(*gang), self._joined, self._lost)
+
+    def _joined(self) -> None:
+        """No connections but those to the peers. Called by the thread of the peers."""
+        if self._connects:
+            end_connecting()
 
     def _leave(self) -> None:
         if self._peers is not None:
@@ -361,12 +370,7 @@ class Executor:
         os._exit(0)
 
     def _renice(self, nice: int) -> None:
-        """Set the niceness of this process and all its threads. Raises PermissionError."""
-        for thread in map(int, os.listdir("/proc/self/task")):
-            try:
-                os.setpriority(os.PRIO_PROCESS, thread, nice)
-            except ProcessLookupError:
-                pass  # it ended meanwhile
+        """The fork server has set the niceness of this process."""
         self._waits = CoreWaits() if nice > self._usual else None
 
     def _aim(self, program: int, target_s: float | None) -> None:
@@ -395,6 +399,8 @@ class Executor:
             if refusal is not None:
                 raise refusal
             data = mmap.mmap(data_fd, load["data_bytes"]) if load["data_bytes"] else mmap.mmap(-1, ALIGN)
+            more = sum(load["new_buffers"]) + load["data_bytes"] + load["transient_bytes"]
+            limit_data(self._before, self._heap.planned + more)
             self._buffers.extend(allocate_state(load["new_buffers"]))
             bound = [self._buffer(i) for i in load["binding"]]
             loaded = LoadedProgram(
@@ -536,8 +542,6 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
-    settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
-    os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()
     torch.default_generator.manual_seed(settings["seed"])

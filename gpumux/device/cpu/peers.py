@@ -310,11 +310,12 @@ class _Task(NamedTuple):
 
 class Peers:
     """A thread that joins the gang and then carries out collectives, one after the other. It waits in gloo, without a
-    core. `failed` is called with the first error, in this thread; nothing is carried out after it."""
+    core. `joined` is called when the peers are connected, and `failed` with the first error, both in this thread;
+    nothing is carried out after an error."""
 
-    def __init__(self, gang: Gang, failed: Callable[[GpumuxError], None]) -> None:
+    def __init__(self, gang: Gang, joined: Callable[[], None], failed: Callable[[GpumuxError], None]) -> None:
         self.gang = gang
-        self._failed = failed
+        self._joined, self._failed = joined, failed
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         # No reason to keep a process that ends: the job is over then.
         threading.Thread(target=self._run, name="gpumux-peers", daemon=True).start()
@@ -333,6 +334,7 @@ class Peers:
             with torch.inference_mode():  # a thread's own
                 if self.gang.ranks > 1:
                     join(self.gang)
+                self._joined()
                 messages = Messages(self.gang.rank, self.gang.timeout_s)
                 while (task := self._tasks.get()) is not None:
                     messages.begin()

@@ -39,6 +39,7 @@ from gpumux.device.cuda.streams import Partitions, StreamAssigner, StreamPool
 from gpumux.device.cuda.worker import Worker
 from gpumux.device.run.device_base import BAD_SEED, UNKNOWN_JOB, DeviceBase, is_seed
 from gpumux.device.run.schedule import LoadCommand, ProfileCommand, TransferCommand
+from gpumux.device.workers.confinement import Confined
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.ir import DEFAULT, ProgramLimits
 from gpumux.types import (
@@ -94,12 +95,14 @@ class CudaDevice(DeviceBase[CudaJob]):
         driver: Driver | None = None,
         compute: Callable[[Driver, int], Compute] = real_compute,
         clock: Callable[[], float] = monotonic,
+        confined: Confined | None = None,
     ) -> None:
         super().__init__(
             parallel=parallel or ANY_NUMBER,
             checks_at_once=max(2, (os.cpu_count() or 2) // 4),
             allow_ops=allow_ops,
             limits=limits,
+            confined=confined,
         )
         self._ordinal, self._parallel = ordinal, parallel
         self._wanted_shares = tuple(shares)

@@ -14,6 +14,7 @@ from gpumux.device.base import DeviceEvent, SegmentHandle
 from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
 from gpumux.device.workers.channel import Descriptors
 from gpumux.device.workers.checks import Checks
+from gpumux.device.workers.confinement import Confined
 from gpumux.device.workers.fork_server import ForkServer, ForkServerSupervisor
 from gpumux.errors import ConfigError
 from gpumux.program.ir import ProgramLimits
@@ -75,7 +76,8 @@ J = TypeVar("J", bound=DeviceJob)
 
 class DeviceBase(ABC, Generic[J]):
     """Jobs, their schedule, the checks of their Programs and the events of a device. `J`: its record of a job.
-    `parallel`: pieces that run at once; `preempts`: as Schedule takes it; `checks_at_once`: processes that check."""
+    `parallel`: pieces that run at once; `preempts`: as Schedule takes it; `checks_at_once`: processes that check;
+    `confined`: what its processes give up, None for all that is possible."""
 
     def __init__(
         self,
@@ -84,11 +86,13 @@ class DeviceBase(ABC, Generic[J]):
         checks_at_once: int,
         allow_ops: Sequence[str],
         limits: ProgramLimits,
+        confined: Confined | None = None,
         preempts: bool = False,
     ) -> None:
         self._allow_ops = allow_ops
         self._checks_at_once = checks_at_once
-        self._checks = Checks(checks_at_once, limits, allow_ops)
+        self._confined = confined or Confined.choose("auto")
+        self._checks = Checks(checks_at_once, limits, allow_ops, self._confined.of(None))
         self._schedule: Schedule[Any] = Schedule(parallel, preempts=preempts)
         self._jobs: dict[JobId, J] = {}
         self._events: list[DeviceEvent] = []

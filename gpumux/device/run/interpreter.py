@@ -104,7 +104,11 @@ def first_lines(error: BaseException, limit: int = 400) -> str:
 
 
 def failed(error: BaseException, where: str) -> JobFailed:
-    return JobFailed(f"{where} failed: {first_lines(error)}", "check what the step computes on this batch")
+    text = first_lines(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        remedy = "use a smaller batch: it takes more memory than a job of this size may (docs/security.md)"
+        return JobFailed(f"{where} failed: {text}", remedy)
+    return JobFailed(f"{where} failed: {text}", "check what the step computes on this batch")
 
 
 class Interpreter:

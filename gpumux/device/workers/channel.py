@@ -4,7 +4,7 @@ A packet is a tag byte and a body: msgpack, or a fixed struct for the two messag
 Only the daemon sends descriptors. A packet of its own announces them, so that the hot path is a plain recv. A body
 longer than a packet is sent as several packets.
 
-    daemon -> fork server   FORK [token, kind, settings] +fds · KILL [token]
+    daemon -> fork server   FORK [token, kind, settings] +fds · KILL [token] · RENICE [token, niceness]
     fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                             TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
@@ -46,8 +46,9 @@ MAX_FDS = 4
     JOIN,
     LEAVE,
     CHECK,
-) = range(17)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(17, 26)
+    RENICE,
+) = range(18)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(18, 27)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended

@@ -29,6 +29,7 @@ from gpumux.types import Fault, Footprint, JobId, ProgramId
 
 CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 6 s
 WALL_S = 240  # limit of a check's wall time, which is longer because checks run at a higher niceness than jobs
+NICE = 10  # checks give way to jobs of the daemon's own niceness
 IDLE_S = 10  # a process that has checked a Program waits this long for another one of its job
 MAX_KNOWN = 1024  # cached results
 MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each
@@ -63,11 +64,13 @@ def digest(encoded: bytes) -> bytes:
 class Checks:
     """Checks of all jobs. At most `at_once` processes check, and as many wait for another Program."""
 
-    def __init__(self, at_once: int, limits: ProgramLimits, extra_ops: Sequence[str]) -> None:
+    def __init__(
+        self, at_once: int, limits: ProgramLimits, extra_ops: Sequence[str], confinement: dict[str, Any]
+    ) -> None:
         self._at_once = at_once
         self._settings: dict[str, Any] = {
             "limits": asdict(limits), "extra_ops": list(extra_ops), "cpu_s": CPU_S, "wall_s": WALL_S,
-            "idle_s": IDLE_S,
+            "idle_s": IDLE_S, "nice": NICE, "confinement": confinement,
         }  # fmt: skip
         self._waiting: deque[Check] = deque()
         self._checkers: dict[int, Checker] = {}  # by token; those that wait, in the order in which they began to

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import gpumux
 from gpumux.device.codecache import VARIABLE, CodeCache
 from gpumux.device.workers import channel
-from gpumux.device.workers.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
+from gpumux.device.workers.channel import EXITED, FORK, KILL, READY, RENICE, WARMED, Channel, packets, unpack
 
 _CLOSE_S = 10.0
 TUNABLES = "GLIBC_TUNABLES"
@@ -64,6 +64,10 @@ class ForkServer:
 
     def kill(self, token: int) -> None:
         self._post(KILL, token)
+
+    def renice(self, token: int, nice: int) -> None:
+        """Set the niceness of a child and all its threads."""
+        self._post(RENICE, [token, nice])
 
     def flush(self) -> None:
         """Send what can be sent without waiting."""
@@ -216,6 +220,11 @@ class ForkServerSupervisor:
     def kill(self, token: int) -> None:
         if self.server is not None:
             self.server.kill(token)
+            self.watch()
+
+    def renice(self, token: int, nice: int) -> None:
+        if self.server is not None:
+            self.server.renice(token, nice)
             self.watch()
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from gpumux.device import codecache
 from gpumux.device.cpu import executor
 from gpumux.device.workers.channel import (
     CHECKED,
@@ -35,10 +36,12 @@ from gpumux.device.workers.channel import (
     KILL,
     READY,
     REFUSED,
+    RENICE,
     WARMED,
     Channel,
     unpack,
 )
+from gpumux.device.workers.confinement import Confinement, confine
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check, schema
 from gpumux.program.codec import encode
@@ -48,7 +51,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _OOM_SCORE = 500  # the kernel takes these processes before the daemon
 _libc = ctypes.CDLL(None, use_errno=True)
-_CHECKER_NICE = 10  # checks give way to jobs of the daemon's own niceness
 
 
 # ---- The set-up of every child, right after the fork.
@@ -89,6 +91,35 @@ def settle(parent: int, name: str, keep: Iterable[int]) -> None:
                 pass  # the descriptor that listdir itself used
 
 
+def open_peak() -> int:
+    """A descriptor that resets the process's peak memory when it is written to; -1 where that is forbidden."""
+    try:
+        return os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def enclose(parent: int, given: Confinement) -> None:
+    """Confine this process, with a folder of its user's own for compiled code, if it changes the user: a compiler's
+    products are loaded as code. Raises OSError."""
+    folder = os.environ.get(codecache.VARIABLE)
+    if given.user is not None and folder:
+        os.environ[codecache.VARIABLE] = codecache.own_folder(folder, given.user, given.group)
+    confine(given)
+    die_with(parent)  # that was lost with the user
+
+
+def renice(pid: int, nice: int) -> None:
+    """Set the niceness of all threads of a child."""
+    try:
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it has ended, or a thread has
+    except PermissionError as error:
+        print(f"process {pid} keeps its niceness: {error.strerror}", file=sys.stderr, flush=True)
+
+
 # ---- The checker: a child that checks Programs of one job. Fake execution holds Python's global lock for long, so it
 # needs a process of its own. The kernel ends it if a check takes too long; the daemon learns that from its exit status.
 
@@ -105,7 +136,6 @@ def warm_checker() -> None:
 def check_programs(settings: dict[str, Any], fds: list[int]) -> None:
     """Check Programs one after another, in a new fork, until one is refused or none has come for `idle_s`. `fds`: the
     channel's descriptor. Raises EOFError when the daemon has closed the channel."""
-    os.nice(_CHECKER_NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sock = socket.socket(fileno=fds[0])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
@@ -182,6 +212,10 @@ class ForkServerProcess:
             pid = self._pids.get(body)
             if pid is not None:  # the child was not reaped, so no other process can have its id
                 os.kill(pid, signal.SIGKILL)
+        elif tag == RENICE:
+            token, nice = body
+            if token in self._pids:
+                renice(self._pids[token], nice)
 
     def _fork(self, token: int, kind: str, settings: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()
@@ -223,6 +257,10 @@ def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], hel
     code = 70
     try:
         settle(parent, f"gpumux-{kind[:8]}", [*fds, held])
+        settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
+        os.nice(settings["nice"])
+        settings["peak"] = open_peak()  # before it is closed to this process, too
+        enclose(parent, Confinement(**settings.pop("confinement")))
         _CHILDREN[kind](settings, fds)
         code = 0
     except EOFError:

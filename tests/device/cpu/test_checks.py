@@ -16,6 +16,7 @@ from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.workers import checks
 from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel
 from gpumux.device.workers.checks import Checks, digest
+from gpumux.device.workers.confinement import Confined
 from gpumux.device.workers.fork_server_process import limit_check
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
@@ -29,7 +30,7 @@ def passed(encoded: bytes, operators: int = 1) -> ProgramChecked:
 
 @pytest.fixture
 def found() -> Checks:
-    return Checks(2, ProgramLimits(), ())
+    return Checks(2, ProgramLimits(), (), {})
 
 
 def test_equal_bytes_are_known_from_any_client(found: Checks):
@@ -94,7 +95,7 @@ class Server:
 
 class Bench:
     def __init__(self, at_once: int) -> None:
-        self.checks = Checks(at_once, ProgramLimits(), ())
+        self.checks = Checks(at_once, ProgramLimits(), (), Confined.choose("auto").of(None))
         self.server = Server()
         self.epoll = select.epoll()
 
