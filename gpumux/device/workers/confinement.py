@@ -147,11 +147,16 @@ def identity(uid: int | None) -> tuple[int, int]:
 
 
 def _may_change_user() -> bool:
+    capable = _capabilities()
+    return bool(capable >> _CAP_SETUID & 1 and capable >> _CAP_SETGID & 1)
+
+
+def _capabilities() -> int:
+    """The capabilities that this process may use, a bit each."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            capable = int(line.split()[1], 16)
-            return bool(capable >> _CAP_SETUID & 1 and capable >> _CAP_SETGID & 1)
-    return False
+        if line.startswith("CapPrm:"):
+            return int(line.split()[1], 16)
+    return 0
 
 
 def _closed_to_others() -> str:
@@ -229,6 +234,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _drop_capabilities() -> None:
+    if _capabilities() == 0:
+        return  # systemd forbids the call to services
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise OSError(ctypes.get_errno(), "capset")
