@@ -4,6 +4,8 @@ A name without an overload means `.default`. Left out on purpose, whatever a cli
 - anything that reads or writes files, addresses or descriptors, or swaps a tensor's storage or shape
   under the executor (`set_`, `resize_*`, `from_file`, `as_strided_`, `t_`, `squeeze_`, every `.out`);
 - results whose size or value reaches Python (`item`, `nonzero`, `unique*`, `masked_select`, `equal`);
+- operators whose kernels read past an argument that is smaller than the others imply and whose calls no capture makes,
+  and those that shape rules can't run (tests/program/side_arguments.json has a row for every operator that is here);
 - asserts, printing, profiling, streams, pinning, distributed, quantised, sparse, nested and named tensors;
 - lazy conjugation and negation (`_conj`, `_neg_view`): a view of a Program can't say the bit, so the
   captured step must use `conj_physical` or `neg`.
@@ -74,7 +76,7 @@ rrelu_with_noise_backward selu selu_ sigmoid_backward
 silu silu_ silu_backward softplus softplus_backward softshrink softshrink_backward tanh_backward
 threshold threshold_ threshold_backward infinitely_differentiable_gelu_backward
 _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
-_masked_softmax _masked_softmax_backward
+_masked_softmax
 """
 
 REDUCTION = """
@@ -90,23 +92,22 @@ var.correction var_mean.correction cumprod_backward cummaxmin_backward value_sel
 MATRIX = """
 addbmm addbmm_ addmm addmm.dtype addmm_ _addmm_activation addmv addmv_ addr addr_ baddbmm baddbmm.dtype baddbmm_
 bmm bmm.dtype dot ger mm mm.dtype mv vdot _grouped_mm _int_mm _scaled_mm _trilinear
-linear linear_backward mkldnn_linear _cdist_forward _cdist_backward _euclidean_dist _pdist_forward _pdist_backward
+linear _cdist_forward _cdist_backward _euclidean_dist _pdist_forward _pdist_backward
 """
 
 LINEAR_ALGEBRA = """
-cholesky cholesky_inverse cholesky_solve _cholesky_solve_helper geqrf linalg_cholesky_ex linalg_cross _linalg_det
+cholesky cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_cross _linalg_det
 linalg_eig _linalg_eigh _linalg_eigvals linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex
 linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp
 linalg_pinv.atol_rtol_tensor linalg_qr _linalg_slogdet _linalg_solve_ex linalg_solve_triangular _linalg_svd
-linalg_vector_norm linalg__powsum lu_unpack ormqr triangular_solve _compute_linear_combination
+linalg_vector_norm linalg__powsum lu_unpack ormqr triangular_solve
 """
 
 CONVOLUTION = """
-convolution convolution_backward convolution_overrideable convolution_backward_overrideable _convolution
+convolution convolution_backward _convolution
 conv_tbc conv_tbc_backward conv_depthwise3d _conv_depthwise2d cudnn_convolution cudnn_convolution_transpose
-cudnn_convolution_relu cudnn_convolution_add_relu mkldnn_convolution _nnpack_spatial_convolution
-slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
-_slow_conv2d_forward im2col col2im unfold_backward
+cudnn_convolution_relu cudnn_convolution_add_relu
+im2col col2im unfold_backward
 """
 
 POOLING = """
@@ -119,11 +120,10 @@ max_unpool2d max_unpool3d
 """
 
 NORMALIZATION = """
-native_batch_norm native_batch_norm_backward batch_norm_backward _native_batch_norm_legit
+native_batch_norm native_batch_norm_backward _native_batch_norm_legit
 _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
 _batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update
-cudnn_batch_norm cudnn_batch_norm_backward batch_norm_stats batch_norm_elemt batch_norm_update_stats
-batch_norm_backward_reduce batch_norm_backward_elemt batch_norm_gather_stats batch_norm_gather_stats_with_counts
+cudnn_batch_norm cudnn_batch_norm_backward batch_norm_stats
 native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
 _fused_rms_norm _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward
 """
@@ -138,8 +138,7 @@ soft_margin_loss_backward kl_div
 
 ATTENTION = """
 _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
-_scaled_dot_product_fused_attention_overrideable_backward
-_flash_attention_backward _efficient_attention_backward _transform_bias_rescale_qkv
+_flash_attention_backward _efficient_attention_backward
 """
 
 INDEXING = """
@@ -157,7 +156,7 @@ diagonal_backward diagonal_scatter as_strided_scatter
 
 SHAPE = """
 block_diag cat stack _stack clone contiguous copy copy_ lift_fresh_copy constant_pad_nd flip roll rot90 repeat
-channel_shuffle pixel_shuffle pixel_unshuffle diag_embed tril tril_ triu triu_ _to_copy _pack_padded_sequence
+channel_shuffle pixel_shuffle pixel_unshuffle diag_embed tril tril_ triu triu_ _to_copy
 _reshape_copy
 reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward
 reflection_pad3d reflection_pad3d_backward replication_pad1d replication_pad1d_backward
@@ -178,7 +177,7 @@ _unsafe_view view view.dtype view_as_complex view_as_real
 
 RESAMPLING = """
 affine_grid_generator affine_grid_generator_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
-grid_sampler_3d_backward _grid_sampler_2d_cpu_fallback _grid_sampler_2d_cpu_fallback_backward cudnn_grid_sampler
+grid_sampler_3d_backward cudnn_grid_sampler
 cudnn_grid_sampler_backward cudnn_affine_grid_generator cudnn_affine_grid_generator_backward
 upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d
 upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d
@@ -215,7 +214,7 @@ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional _cudnn_rnn
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
 _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
 _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
-_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable
+_scaled_dot_product_attention_math
 _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward _cudnn_attention_backward
 """
 
@@ -239,10 +238,10 @@ _foreach_mul.List _foreach_mul.Scalar _foreach_mul.ScalarList _foreach_mul.Tenso
 _foreach_mul_.List _foreach_mul_.Scalar _foreach_mul_.ScalarList _foreach_mul_.Tensor
 _foreach_div.List _foreach_div.Scalar _foreach_div.ScalarList _foreach_div.Tensor
 _foreach_div_.List _foreach_div_.Scalar _foreach_div_.ScalarList _foreach_div_.Tensor
-_foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList _foreach_addcdiv.Tensor
-_foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList _foreach_addcdiv_.Tensor
-_foreach_addcmul.Scalar _foreach_addcmul.ScalarList _foreach_addcmul.Tensor
-_foreach_addcmul_.Scalar _foreach_addcmul_.ScalarList _foreach_addcmul_.Tensor
+_foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList
+_foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList
+_foreach_addcmul.Scalar _foreach_addcmul.ScalarList
+_foreach_addcmul_.Scalar _foreach_addcmul_.ScalarList
 _foreach_clamp_max.List _foreach_clamp_max.Scalar _foreach_clamp_max.ScalarList
 _foreach_clamp_max_.List _foreach_clamp_max_.Scalar _foreach_clamp_max_.ScalarList
 _foreach_clamp_min.List _foreach_clamp_min.Scalar _foreach_clamp_min.ScalarList
@@ -258,17 +257,17 @@ _foreach_pow.ScalarList _foreach_pow_.List _foreach_pow_.Scalar _foreach_pow_.Sc
 """
 
 OPTIMIZER = """
-_fused_adagrad _fused_adagrad.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr
-_fused_adam _fused_adam.tensor_lr _fused_adam_ _fused_adam_.tensor_lr
-_fused_adamw _fused_adamw.tensor_lr _fused_adamw_ _fused_adamw_.tensor_lr
-_fused_sgd _fused_sgd.tensor_lr _fused_sgd_ _fused_sgd_.tensor_lr
+_fused_adagrad_ _fused_adagrad_.tensor_lr
+_fused_adam_ _fused_adam_.tensor_lr
+_fused_adamw_ _fused_adamw_.tensor_lr
+_fused_sgd_ _fused_sgd_.tensor_lr
 _amp_foreach_non_finite_check_and_unscale _amp_foreach_non_finite_check_and_unscale_
 _amp_update_scale _amp_update_scale_
 """
 
 RECURRENT = """
 mkldnn_rnn_layer mkldnn_rnn_layer_backward _cudnn_rnn_backward _cudnn_rnn_flatten_weight
-_thnn_fused_gru_cell _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward
+_thnn_fused_gru_cell _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell
 _thnn_fused_lstm_cell_backward_impl _thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward
 """
 

@@ -253,6 +253,11 @@ def _bag_weights_backward(grad: Any, weight: Any, indices: Any, offsets: Any, ba
         raise ValueError(f"bags of {bags.numel()} indices, where there are {indices.numel()}")
 
 
+def _bag_backward(grad: Any, indices: Any, bags: Any, sizes: Any, *rest: Any) -> None:
+    _agree("indices and the bags that they are in", indices.shape, bags.shape)
+    _agree("bags", grad.shape[:1], sizes.shape)
+
+
 def _lu_unpack(lu: Any, pivots: Any, *rest: Any, **_: Any) -> None:
     _agree("pivots", (*lu.shape[:-2], min(lu.shape[-2:])), pivots.shape)
 
@@ -305,6 +310,7 @@ _SIDES: dict[Any, Callable[..., None]] = {
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,
+    aten._embedding_bag_dense_backward.default: _bag_backward,
     aten._embedding_bag_per_sample_weights_backward.default: _bag_weights_backward,
     aten.lu_unpack.default: _lu_unpack,
     aten.native_group_norm.default: _dense_at(1, 2),
@@ -317,7 +323,7 @@ _SIDES: dict[Any, Callable[..., None]] = {
     aten.rrelu_with_noise_functional.default: _noise,
     **{
         getattr(getattr(aten, name), overload): _adam
-        for name in ("_fused_adam", "_fused_adam_", "_fused_adamw", "_fused_adamw_")
+        for name in ("_fused_adam_", "_fused_adamw_")
         for overload in ("default", "tensor_lr")
     },
 }

@@ -69,12 +69,11 @@ INDEX_ARGS: dict[str, tuple[int, ...]] = _table("""
 2: adaptive_max_pool2d_backward adaptive_max_pool3d_backward value_selecting_reduction_backward cummaxmin_backward
 4: fractional_max_pool2d_backward fractional_max_pool3d_backward
 1: max_unpool2d max_unpool3d
-1: linalg_ldl_solve linalg_lu_solve lu_unpack _pack_padded_sequence
+1: linalg_ldl_solve linalg_lu_solve lu_unpack
 2: _grouped_mm
 3,4: _flash_attention_forward
 6,7: _flash_attention_backward _scaled_dot_product_flash_attention_backward _efficient_attention_backward
 4,5: _efficient_attention_forward _cudnn_attention_forward
-8,9: _scaled_dot_product_fused_attention_overrideable_backward
 9,10: _cudnn_attention_backward _scaled_dot_product_cudnn_attention_backward
 """)
 
@@ -84,16 +83,11 @@ _WRITES: dict[str, tuple[int, ...]] = _table("""
 0,1,2,3: _fused_adagrad_
 0,1: _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ rrelu_with_noise_
 1: rrelu_with_noise
-1,2: batch_norm_update_stats
 3,4: native_batch_norm cudnn_batch_norm _native_batch_norm_legit _batch_norm_with_update
-3,4: batch_norm_gather_stats batch_norm_gather_stats_with_counts
 """)
 
 # Arguments that are written although the schema does not say so.
-HIDDEN_WRITES: frozenset[str] = _names(
-    "native_batch_norm cudnn_batch_norm batch_norm_update_stats batch_norm_gather_stats"
-    " batch_norm_gather_stats_with_counts"
-)
+HIDDEN_WRITES: frozenset[str] = _names("native_batch_norm cudnn_batch_norm")
 
 
 def written_args(target: str) -> tuple[int, ...]:

@@ -518,9 +518,11 @@ _RULES: dict[str, Callable[[list[object]], None]] = {
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten.native_batch_norm.default": _channels(0, (1, 2, 3, 4)),
     "aten._native_batch_norm_legit.default": _channels(0, (1, 2, 3, 4)),
+    "aten._native_batch_norm_legit.no_stats": _channels(0, (1, 2)),
     "aten._native_batch_norm_legit_functional.default": _channels(0, (1, 2, 3, 4)),
     "aten._native_batch_norm_legit_no_training.default": _channels(0, (1, 2, 3, 4)),
     "aten._batch_norm_with_update.default": _channels(0, (1, 2, 3, 4)),
+    "aten._batch_norm_with_update_functional.default": _channels(0, (1, 2, 3, 4)),
     "aten._batch_norm_no_update.default": _channels(0, (1, 2, 3, 4)),
     "aten.cudnn_batch_norm.default": _channels(0, (1, 2, 3, 4)),
 }

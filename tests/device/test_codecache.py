@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ def test_a_folder_is_private_and_goes_on_close(folder: Path) -> None:
     cache = CodeCache()
     made = Path(cache.folder)
     assert made.parent == folder
-    assert made.stat().st_mode & 0o777 == 0o700
+    # Other users go through root's to their own folder, and list or write nothing.
+    assert made.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
     cache.close()
     cache.close()
     assert not any(folder.iterdir())
@@ -63,3 +65,12 @@ def test_a_folder_that_the_operator_names_is_kept(folder: Path, monkeypatch: pyt
     assert cache.folder == str(folder / "kept")
     cache.close()
     assert (folder / "kept").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user: run as root")
+def test_each_user_has_a_folder_of_its_own(tmp_path):
+    for user in (63_021, 63_022, 63_021):
+        made = Path(codecache.own_folder(str(tmp_path), user, 63_110))
+        facts = made.stat()
+        assert (facts.st_uid, facts.st_gid, facts.st_mode & 0o777) == (user, 63_110, 0o700)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,16 +1,26 @@
 """Calls operators with arguments that are smaller than the others imply, where reading past them ends the process.
 
-`python -m tests.program.guard_pages` takes the calls that torch's own test samples (operators, forward and backward)
-make of allowed operators, and says which of them crash with an argument that `fake_call` and validate.py accept: made
-smaller in a dimension, or one number expanded to the old size. It needs the package `expecttest`, as those samples do.
-Crashes that depend on the values of an index remain: index inputs are checked by value before a step (indices.py).
+`python -m tests.program.guard_pages` makes calls of all allowed operators with several tensors, forward and backward:
+those of torch's own test samples, and of side_calls.py. It makes each tensor smaller in a dimension, or one number
+expanded to the old size, and each list of tensors shorter. It writes side_arguments.json, the table of all allowed
+operators, and says which calls crash though `fake_call` and validate.py accept them. It needs the package `expecttest`,
+as those samples do. Crashes by the values of an index remain: only index inputs are checked by value (indices.py).
+
+A row of the table says what keeps an operator's kernel within its arguments:
+    one      it has one tensor
+    rule     check.py or validate.py compares its arguments (`calls` that they let pass were tried)
+    kernel   torch's shape rules or the kernel compares them (so many `calls`)
+    index    as `kernel`, but for values of an index that the Program computes (so many `crashes`)
+    gpu      only GPUs have a kernel, which nothing here can try
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -18,6 +28,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,13 +39,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from gpumux.program import check, operators, validate
+from gpumux.program import check, onednn_lstm, operators, validate
 from gpumux.program.ir import View
+from tests.program import side_calls
+from tests.program.side_calls import Args, operator
 
 aten = torch.ops.aten
+Call = tuple[Args, dict[str, Any]]
 _libc = ctypes.CDLL(None, use_errno=True)
 _maps: list[mmap.mmap] = []  # for the life of the process
 LIMIT_S = 20
+MOST = 30_000  # elements of a tensor of a sample that is tried
+TABLE = Path(__file__).with_name("side_arguments.json")
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +76,7 @@ def smaller(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for less in {size - 1, 1, 0}:
             if 0 <= less < size:
                 yield tensor.narrow(dim, 0, less).contiguous()
-    if tensor.dim():
+    if tensor.dim() and tensor.numel():
         yield tensor.select(0, 0).contiguous()
         yield tensor.flatten()[:1].clone()
         yield tensor.flatten()[:0].clone()
@@ -89,12 +105,13 @@ def accepted(func: Any, leaves: Sequence[Any], spec: TreeSpec) -> bool:
     return True
 
 
-def crashes(func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> Iterator[int]:
-    """The positions of those calls that end a process of their own.
+def crashes(func: Any, calls: Sequence[Call]) -> tuple[int, list[int]]:
+    """How many of the calls the check of a Program accepts, and the positions of those that end a process then. A call
+    that ends it while it is checked is refused: checks have processes of their own.
 
     To be called where there is one thread only: the kernels of a child wait forever for threads that its parent had.
     """
-    at = 0
+    at, taken, found = 0, 0, []
     while at < len(calls):
         read, write = os.pipe()
         child = os.fork()
@@ -104,22 +121,27 @@ def crashes(func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> Iterat
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
-            for leaves in calls[at:]:
+            for args, kwargs in calls[at:]:
                 os.write(write, b".")
+                leaves, spec = tree_flatten((args, kwargs))
+                if not accepted(func, leaves, spec):
+                    continue
+                os.write(write, b"+")
                 with suppress(Exception):
                     ours = [guarded(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                     args, kwargs = tree_unflatten(ours, spec)
                     func(*args, **kwargs)
             os._exit(0)
         os.close(write)
-        done = 0
+        said = b""
         while some := os.read(read, 4096):
-            done += len(some)
+            said += some
         os.close(read)
-        if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-            return
-        at += done
-        yield at - 1
+        taken += said.count(b"+")
+        at += said.count(b".")
+        if os.WIFSIGNALED(os.waitpid(child, 0)[1]) and said.endswith(b"+"):
+            found.append(at - 1)
+    return taken, found
 
 
 class Separate:
@@ -128,12 +150,14 @@ class Separate:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    def crashes(self, func: Any, calls: Sequence[Sequence[Any]], spec: TreeSpec) -> list[int]:
+    def crashes(self, func: Any, calls: Sequence[Call]) -> tuple[int, list[int]]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((str(func), [tree_unflatten(leaves, spec) for leaves in calls]), self._process.stdin)
+        written = io.BytesIO()
+        torch.save(calls, written)  # pickle alone can't say every type of tensor
+        pickle.dump((str(func), written.getvalue()), self._process.stdin)
         self._process.stdin.flush()
-        found: list[int] = pickle.load(self._process.stdout)  # noqa: S301 - of our own process
+        found: tuple[int, list[int]] = pickle.load(self._process.stdout)  # noqa: S301 - of our own process
         return found
 
 
@@ -143,31 +167,39 @@ def separate() -> Iterator[Separate]:
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         one = Separate(process)
-        one.crashes(aten.relu.default, [], tree_flatten(())[1])  # answered when it has started
+        one.crashes(aten.relu.default, [])  # answered when it has started
         yield one  # the end of its input ends it
 
 
-def _serve() -> None:
+def _prepare() -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    accepted(aten.relu.default, *tree_flatten(((torch.zeros(1),), {})))  # the first takes seconds, and no child should
+
+
+def _serve() -> None:
+    _prepare()
     while True:
         try:
-            name, calls = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own process
+            name, written = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own process
         except EOFError:
             return
-        _, packet, overload = name.split(".")
-        func = getattr(getattr(aten, packet), overload)
-        flat = [tree_flatten(call) for call in calls]
-        found = list(crashes(func, [leaves for leaves, _ in flat], flat[0][1])) if flat else []
-        pickle.dump(found, sys.stdout.buffer)
+        calls = torch.load(io.BytesIO(written), weights_only=False)
+        pickle.dump(crashes(operator(name), calls), sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
-def variants(leaves: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """The calls with one argument made smaller, each with that argument's position."""
+def variants(args: Args, kwargs: dict[str, Any]) -> Iterator[Call]:
+    """The calls with one tensor made smaller, or one list of tensors shorter."""
+    leaves, spec = tree_flatten((args, kwargs))
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             for less in smaller(leaf):
-                yield position, [less if i == position else other for i, other in enumerate(leaves)]
+                yield tree_unflatten([*leaves[:position], less, *leaves[position + 1 :]], spec)
+    for at, each in enumerate(args):
+        if isinstance(each, list) and each and isinstance(each[0], torch.Tensor):
+            for shorter in (each[:-1], []) if len(each) > 1 else ([],):
+                yield (*args[:at], shorter, *args[at + 1 :]), kwargs
 
 
 # ---- Calls that torch's samples make.
@@ -186,7 +218,7 @@ class _Calls(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         known = self.found.setdefault(str(func), [])
         key = (str(func), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
-        plain = all(t.layout == torch.strided and t.device.type == "cpu" and 0 < t.numel() < 4000 for t in tensors)
+        plain = all(t.layout == torch.strided and t.device.type == "cpu" and 0 < t.numel() < MOST for t in tensors)
         if str(func) in operators.ALLOWED and len(tensors) > 1 and plain and len(known) < 5 and key not in self._shapes:
             self._shapes.add(key)
             copies = [
@@ -211,6 +243,12 @@ def _of_samples() -> dict[str, list[tuple[Any, list[Any], TreeSpec]]]:
                         outs = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
                         if outs:
                             torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+    for kind in (torch.nn.LSTM, torch.nn.GRUCell, torch.nn.LSTMCell):
+        model = kind(5, 3)
+        out = model(torch.randn(4, 2, 5) if kind is torch.nn.LSTM else torch.randn(2, 5))
+        with calls:
+            out = model(torch.randn(4, 2, 5) if kind is torch.nn.LSTM else torch.randn(2, 5))
+            sum(each.sum() for each in tree_flatten(out)[0]).backward()
     for make in (
         lambda params: torch.optim.Adam(params, fused=True, amsgrad=True),
         lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, fused=True),
@@ -225,23 +263,80 @@ def _of_samples() -> dict[str, list[tuple[Any, list[Any], TreeSpec]]]:
     return {name: found for name, found in calls.found.items() if found}
 
 
+def tensors(name: str) -> int:
+    """How many tensors an operator takes, a list being several."""
+    kinds = [str(argument.type) for argument in operator(name)._schema.arguments]
+    return sum(2 if "List[" in kind else 1 for kind in kinds if "Tensor" in kind)
+
+
+def only_on_gpus(name: str) -> bool:
+    packet = name.replace("aten.", "aten::").removesuffix(".default")
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(packet, key) for key in _CPU_KEYS)
+
+
+_CPU_KEYS = (
+    "CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional",
+    "MkldnnCPU",
+)  # fmt: skip
+
+
+def has_rule(name: str) -> bool:
+    given = check._SIDES, check._FUSED, check._RECURRENT
+    return name in validate._RULES or any(operator(name) in rules for rules in given)
+
+
+def every_call() -> dict[str, list[Call]]:
+    """Valid calls of allowed operators with several tensors, by name."""
+    calls = {name: [tree_unflatten(leaves, spec) for _, leaves, spec in each] for name, each in _of_samples().items()}
+    lists = [name for name in operators.ALLOWED if name.startswith("aten._foreach")]
+    for func, args, kwargs in (*side_calls.written(), *side_calls.of_lists(lists)):
+        calls.setdefault(str(func), []).append((args, kwargs))
+    for name in operators.ALLOWED - calls.keys():  # an operator in place takes what the other form takes
+        packet, overload = name.removeprefix("aten.").split(".")
+        other = f"aten.{packet.rstrip('_')}.{overload}"
+        if packet.endswith("_") and other in calls:
+            calls[name] = calls[other]
+    return calls
+
+
+def row(name: str, calls: list[Call]) -> dict[str, Any]:
+    """The operator's row of the table; `by` is "" if there is none to give."""
+    if tensors(name) < 2:
+        return {"by": "one"}
+    taken, crashed, valid = 0, [], 0
+    for args, kwargs in calls:
+        valid += crashes(operator(name), [(args, kwargs)])[0]
+        smaller_calls = list(variants(args, kwargs))
+        count, bad = crashes(operator(name), smaller_calls)
+        taken += count
+        crashed += [shapes(smaller_calls[at]) for at in bad]
+    if not valid:
+        return {"by": "gpu" if only_on_gpus(name) else ""}
+    if crashed and name != str(onednn_lstm.BACKWARD):  # whose workspace has to be what the forward layer made
+        return {"by": "index", "calls": taken, "crashes": len(crashed), "such as": crashed[0][:150]}
+    return {"by": "rule" if has_rule(name) else "kernel", "calls": taken}
+
+
 def main() -> int:
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    found, tried = _of_samples(), 0
-    bad: dict[str, list[str]] = {}
-    for name in sorted(found):
-        for func, leaves, spec in found[name]:
-            calls = [each for each in variants(leaves) if accepted(func, each[1], spec)]
-            tried += len(calls)
-            for at in crashes(func, [call for _, call in calls], spec):
-                position, call = calls[at]
-                shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in call]
-                bad.setdefault(name, []).append(f"argument {position} of {shapes}")
-    print(f"{len(found)} operators, {tried} calls with a smaller argument that the check accepts")
-    for name, lines in bad.items():
-        print(f"{name}: {len(lines)} crash, such as {lines[0][:150]}")
-    return 1 if bad else 0
+    _prepare()
+    calls = every_call()
+    table = {}
+    for name in sorted(operators.ALLOWED):
+        table[name] = row(name, calls.get(name, []))
+        if table[name]["by"] in ("", "index"):
+            print(name, table[name] if table[name]["by"] else "no valid call is known, or it is refused", flush=True)
+    TABLE.write_text("{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in table.items()) + "\n}\n")
+    counts = Counter(each["by"] for each in table.values())
+    tried = sum(each.get("calls", 0) for each in table.values())
+    print(f"{len(table)} operators: {dict(counts)}; {tried} calls with a smaller argument that the check accepts")
+    return 0 if all(each["by"] for each in table.values()) else 1
+
+
+def shapes(call: Call) -> str:
+    """The shapes of a call's tensors, and its other arguments."""
+    return ", ".join(
+        str(tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else str(leaf) for leaf in tree_flatten(call)[0]
+    )
 
 
 if __name__ == "__main__":

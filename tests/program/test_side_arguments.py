@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from gpumux.program import check
+from gpumux.program.operators import ALLOWED
+from tests.program import guard_pages, side_calls
 from tests.program.guard_pages import Separate, accepted, separate, variants
 
 aten = torch.ops.aten
@@ -106,6 +109,11 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (r(2, 4), r(9, 4), i(0, 0, 0, 0), i(0, 2), i(0, 0, 0, 0), 0),
         {},
     ),
+    (
+        aten._embedding_bag_dense_backward.default,
+        (r(2, 4), i(0, 1, 2, 1), i(0, 0, 1, 1), i(2, 2), i(), 9, False, 0, None),
+        {},
+    ),
     (aten.lu_unpack.default, (r(2, 4, 4), torch.ones(2, 4, dtype=torch.int32)), {}),
     (aten.native_group_norm.default, (r(2, 6, 3), r(6), r(6), 2, 6, 3, 2, 1e-5), {}),
     (
@@ -133,7 +141,9 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     adam("_fused_adam_"),
     adam("_fused_adamw_"),
 ]
-UNTRIED = {"_fused_adam", "_fused_adamw", "tensor_lr", "rrelu_with_noise_functional"}  # share a rule with one above
+ROWS = json.loads(guard_pages.TABLE.read_text())
+EXACT = {"aten.linspace.Tensor_Tensor"}  # none of its smaller calls pass
+UNTRIED = {"tensor_lr", "rrelu_with_noise_functional"}  # share a rule with one above
 
 
 @pytest.fixture(scope="module")
@@ -159,21 +169,61 @@ def test_each_rule_has_a_call():
 def test_a_valid_call_passes_and_one_with_a_smaller_argument_does_no_harm(
     process: Separate, func: Any, args: Any, kwargs: Any
 ):
-    leaves, spec = tree_flatten((args, kwargs))
-    assert accepted(func, leaves, spec)
-    assert process.crashes(func, [leaves], spec) == []
-    tried = list(variants(leaves))
-    passed = [call for _, call in tried if accepted(func, call, spec)]
-    assert len(passed) < len(tried), "the rule refuses something"
-    assert process.crashes(func, passed, spec) == []
+    assert process.crashes(func, [(args, kwargs)]) == (1, [])
+    tried = list(variants(args, kwargs))
+    taken, crashed = process.crashes(func, tried)
+    assert taken < len(tried), "the rule refuses something"
+    assert crashed == []
 
 
-def test_an_argument_that_is_too_small_without_the_rules_is_noticed(process: Separate, monkeypatch: pytest.MonkeyPatch):
-    """So the test above can fail."""
-    monkeypatch.setattr(check, "_SIDES", {})
-    func, args, kwargs = next(call for call in CALLS if call[0] is aten._pdist_backward.default)
-    leaves, spec = tree_flatten((args, kwargs))
-    assert process.crashes(func, [call for _, call in variants(leaves) if accepted(func, call, spec)], spec)
+WRITTEN = [*side_calls.written(), *side_calls.of_lists(sorted(name for name in ALLOWED if "_foreach" in name)[::12])]
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs"), WRITTEN, ids=[str(call[0]) for call in WRITTEN])
+def test_operators_that_torchs_samples_do_not_call_keep_within_their_arguments(
+    process: Separate, func: Any, args: Any, kwargs: Any
+):
+    assert str(func) in ALLOWED
+    assert process.crashes(func, [(args, kwargs)]) == (1, [])
+    assert process.crashes(func, list(variants(args, kwargs)))[1] == []
+
+
+def test_an_argument_that_is_too_small_without_a_rule_is_noticed(process: Separate):
+    """So the tests above can fail: this operator is not allowed."""
+    assert "aten._compute_linear_combination.default" not in ALLOWED
+    taken, crashed = process.crashes(aten._compute_linear_combination.default, [((r(1, 4), r(2, 3)), {})])
+    assert (taken, crashed) == (1, [0])
+
+
+# ---- The table of all allowed operators.
+
+
+def test_every_allowed_operator_has_a_row_and_no_other():
+    assert set(ROWS) == set(ALLOWED)
+    assert {row["by"] for row in ROWS.values()} == {"one", "rule", "kernel", "index", "gpu"}
+
+
+@pytest.mark.parametrize("name", sorted(ALLOWED))
+def test_a_row_says_what_holds(name: str):
+    row = ROWS[name]
+    assert (row["by"] == "one") == (guard_pages.tensors(name) < 2)
+    if row["by"] == "rule":
+        assert guard_pages.has_rule(name)
+    if row["by"] == "gpu":
+        assert guard_pages.only_on_gpus(name)
+    if row["by"] in ("kernel", "index"):
+        assert not guard_pages.has_rule(name) or row["by"] == "index"
+        assert not guard_pages.only_on_gpus(name)
+        assert row["calls"] > 0 or name in EXACT, "no smaller argument passes the check"
+
+
+def test_what_crashes_by_the_values_of_an_index_is_what_the_docs_say():
+    assert {name for name, row in ROWS.items() if row["by"] == "index"} == {
+        "aten._embedding_bag_per_sample_weights_backward.default",
+        "aten.adaptive_max_pool2d_backward.default",
+        "aten.adaptive_max_pool3d_backward.default",
+        "aten.max_pool3d_with_indices_backward.default",
+    }
 
 
 def test_lists_of_a_fused_optimizer_have_one_length():
