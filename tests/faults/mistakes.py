@@ -1,0 +1,48 @@
+"""Mistakes that simulated histories have to notice: `python -m tests.faults --mistake NAME`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumux.daemon.segments import SharedSegment
+from gpumux.daemon.snapshots import requests, store
+from tests.faults import parts
+
+
+def early(self: Any, verb: str, arguments: Any, fds: Any, then: Any, **of: Any) -> None:
+    """A snapshot that is said to be saved before it is written."""
+    if verb == "save":
+        answered: list[Any] = []
+        then(1)
+        then = answered.append
+    asked(self, verb, arguments, fds, then, **of)
+
+
+asked = parts.DirectWriter.ask
+
+
+def keeps_the_older(self: Any, home: int, number: int, digest: str) -> None:
+    names = sorted((n, name) for n, _, name in store._files(home))
+    for _, name in names[1:]:
+        store.os.unlink(name, dir_fd=home)
+
+
+def charges_twice(self: Any, uid: int, nbytes: int) -> None:
+    self._notes_bytes[uid] += 2 * nbytes
+
+
+def at_once(self: Any, job: Any, segment: Any, buffers: Any, push: bool, then: Any) -> None:
+    device = self._context.device
+    with segment.view() as view:
+        device._copy(view, device.memory_of[job.id], push, view.nbytes)
+    then(None)
+
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "shared memory is kept": (SharedSegment, "close", lambda self: None),
+    "records of snapshots are kept": (requests.SnapshotRequests, "forgotten", lambda self, job: None),
+    "saved before it is written": (parts.DirectWriter, "ask", early),
+    "the newest snapshot is deleted": (store.Store, "_keep_newest", keeps_the_older),
+    "notes stay charged": (requests.SnapshotRequests, "_charge_notes", charges_twice),
+    "a snapshot goes ahead of the steps": (requests.DaemonTransfers, "start", at_once),
+}
