@@ -21,6 +21,7 @@ from tests.faults.parts import Device, DirectWriter, Disk
 
 LONGEST_S = 900.0  # of virtual time: a history that takes longer is stuck
 TICK_S = 0.25
+CHECK_EVERY = 8  # turns of the daemon between two checks of the scheduler's invariants, half of the time otherwise
 LEASE_S = 3.0
 CRASH = Fault("executor_crashed", "its process died", "look at the machine")
 FAULTS = (
@@ -49,6 +50,7 @@ class World:
         self._interrupted = 0.0  # when the daemon last went away
         self._slow = False
         self._finishing = False
+        self._turns = 0
         self.daemon: Daemon | None = None
         self._start()
 
@@ -110,6 +112,8 @@ class World:
         daemon = self.daemon
         if daemon is None:
             return
+        self._turns += 1
+        daemon.consistent = self._turns % CHECK_EVERY == 0
         self.writer.hear()
         daemon.turn()
         sent, daemon.router.sent = daemon.router.sent, []
