@@ -94,7 +94,7 @@ class Disk:
     """A directory of snapshots that outlives daemons, with faults. `fault`: "" or the name of an errno."""
 
     def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="gm-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self.root = Path(tempfile.mkdtemp(prefix="gm-"))
         self.at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         self.fault = ""
 
