@@ -21,6 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def settle(parent: int, name: str, keep: Iterable[int]) -> None:
     os.setpgid(0, 0)
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the fork server's handler is about its own children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
@@ -193,9 +195,12 @@ class ForkServerProcess:
         self._poller.register(control, select.POLLIN)
         self._pids: dict[int, int] = {}  # by token
         self._ends: dict[int, int] = {}  # token by the pipe that ends with the child
+        self._foreign: set[int] = set()  # pids of children that run as another user
+        self._stopped: set[int] = set()  # those of them that were stopped
 
     def serve(self) -> None:
         """Serve requests. Raises EOFError when the daemon is gone."""
+        signal.signal(signal.SIGCHLD, self._end_stopped)
         while True:
             for fd, _ in self._poller.poll():
                 if fd == self._control.fileno():
@@ -236,15 +241,31 @@ class ForkServerProcess:
         os.close(held)
         _close(fds)
         self._pids[token] = pid
+        if settings["confinement"]["user"] is not None:
+            self._foreign.add(pid)
         self._ends[alive] = token
         self._poller.register(alive, select.POLLIN)
+
+    def _end_stopped(self, *_: object) -> None:
+        """Kill children of other users that a signal has stopped: their user may send one, and a stopped executor would
+        hold its place on the device for ever. (`gpumux jobs pause` is the way to have a job wait.)"""
+        for pid in list(self._foreign):
+            with suppress(ChildProcessError):  # it has ended
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    self._stopped.add(pid)
+                    os.kill(pid, signal.SIGKILL)
 
     def _reap(self, end: int) -> None:
         token = self._ends.pop(end)
         self._poller.unregister(end)
         os.close(end)
-        _, status = os.waitpid(self._pids.pop(token), 0)
-        self._control.send(EXITED, [token, status, ""])
+        pid, status = os.waitpid(self._pids.pop(token), 0)
+        self._foreign.discard(pid)
+        if pid in self._stopped:
+            self._stopped.discard(pid)
+            self._control.send(EXITED, [token, None, "was stopped by a signal from outside, and was ended therefore"])
+        else:
+            self._control.send(EXITED, [token, status, ""])
 
 
 def _close(fds: list[int]) -> None:

@@ -243,6 +243,26 @@ def test_an_operator_that_takes_more_memory_than_was_planned_fails_its_job_alone
 
 
 @as_root
+def test_a_job_whose_user_stops_its_process_is_ended_and_holds_no_place(device: CpuDevice):
+    driver = Driver(CASE, device)
+    try:
+        job, other = driver.open(user=USER), driver.open(user=USER + 1)
+        program = job.load(samples.add_one())
+        job.step(program)
+        (pid,) = (pid for pid in executors(device) if status(pid)["Uid"][0] == str(USER))
+        # Its real, saved and effective user is the job's, who may send it a signal.
+        code = f"import os, signal; os.setuid({USER}); os.kill({pid}, signal.SIGSTOP)"
+        assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+        (launch, *_) = job.launch(program)
+        fault = driver.failed(launch).fault
+        assert fault.code == "executor_crashed"
+        assert "stopped by a signal from outside" in fault.message
+        other.step(other.load(samples.add_one()))
+    finally:
+        driver.finish()
+
+
+@as_root
 def test_a_jobs_process_cannot_read_what_is_the_daemons(tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("snapshots")
