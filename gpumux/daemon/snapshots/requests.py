@@ -213,7 +213,6 @@ class SnapshotRestorer:
 
 
 EXPIRE_EVERY_S = 600.0
-JUMP_S = 60.0  # the machine's clock is corrected by more than that: ages of snapshots mean nothing for a while
 # Bytes of notes of snapshots that are not written yet, of one user, and of all. A user who has none is not refused for
 # what others have.
 MAX_NOTES_BYTES_PER_USER = 4 * msg.MAX_NOTES
@@ -262,7 +261,6 @@ class SnapshotRequests:
         self._wanted_at = inf
         # Not when the daemon starts: after a kill, clients reconnect and still need their snapshots.
         self._expire_at = clock() + EXPIRE_EVERY_S if writer is not None else inf
-        self._offset = now() - clock()  # of the machine's clock, which may be set, from the loop's
         self._look_at = inf
         self.due = self._expire_at  # time of the next call of `run_timers` or `may_leave`, on the loop's clock
         self._notes_bytes: Counter[int] = Counter()  # by uid
@@ -469,19 +467,11 @@ class SnapshotRequests:
 
     def run_timers(self, now: float) -> None:
         """Have the writer delete expired snapshots, when that is due."""
-        if self._writer is None or now < self._expire_at:
-            return
-        keep_s, jump = self._context.config.keep_s, self._now() - now - self._offset
-        if abs(jump) > JUMP_S:
-            # Snapshots of before and after it can't be told apart by age. Later than they would be is soon enough.
-            self._offset += jump
-            self._expire_at = now + max(keep_s, EXPIRE_EVERY_S)
-            log.warning("the machine's clock was set by %+.0f s: kept jobs are kept %.0f s longer", jump, keep_s)
-        else:
-            before = self._now() - keep_s
+        if self._writer is not None and now >= self._expire_at:
+            before = self._now() - self._context.config.keep_s
             self._writer.ask("expire", {"before": before, "living": self._living()}, [], _expected)
             self._expire_at = now + EXPIRE_EVERY_S
-        self.due = min(self._expire_at, self._look_at)
+            self.due = min(self._expire_at, self._look_at)
 
     def may_leave(self, now: float) -> bool:
         """Whether the daemon may leave: every job that ran steps has a new snapshot, or its client doesn't answer. The
