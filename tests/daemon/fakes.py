@@ -327,6 +327,7 @@ class FakeWriter:
 
     def __init__(self):
         self.owner = ""
+        self.asked_at = float("inf")  # on the loop's clock, when the request under way was sent; a test sets it
         self.asked: list = []  # (verb, arguments, bytes of each descriptor)
         self.owners: deque = deque()  # of the requests that wait: (uid, session or job)
         self.waiting: deque = deque()
@@ -340,6 +341,9 @@ class FakeWriter:
         self.asked.append((verb, arguments, [os.pread(fd, 1 << 20, 0) for fd in fds]))
         self.waiting.append((then, [os.dup(fd) for fd in fds]))
         self.owners.append((uid, owner))
+
+    def waited(self, now):
+        return now - self.asked_at if self.waiting else 0.0
 
     def count(self, uid, owner):
         return list(self.owners)[1:].count((uid, owner))  # the first one is under way

@@ -213,6 +213,8 @@ class SnapshotRestorer:
 
 
 EXPIRE_EVERY_S = 600.0
+# A request that the writer has been at for so long is logged, and questions for kept jobs are refused.
+STALL_S = 60.0
 # Bytes of notes of snapshots that are not written yet, of one user, and of all. A user who has none is not refused for
 # what others have.
 MAX_NOTES_BYTES_PER_USER = 4 * msg.MAX_NOTES
@@ -261,8 +263,12 @@ class SnapshotRequests:
         self._wanted_at = inf
         # Not when the daemon starts: after a kill, clients reconnect and still need their snapshots.
         self._expire_at = clock() + EXPIRE_EVERY_S if writer is not None else inf
+        self._started = now(), clock()
         self._look_at = inf
-        self.due = self._expire_at  # time of the next call of `run_timers` or `may_leave`, on the loop's clock
+        self._stall_at = clock() + STALL_S if writer is not None else inf  # time of the next look at the writer
+        self._stalled = False  # whether the log says that the writer does not answer
+        # Time of the next call of `run_timers` or `may_leave`, on the loop's clock.
+        self.due = min(self._expire_at, self._stall_at)
         self._notes_bytes: Counter[int] = Counter()  # by uid
 
     def handlers(self, working: Callable[[SessionRecord, str], JobRecord]) -> dict[type, Handler]:
@@ -394,6 +400,10 @@ class SnapshotRequests:
                 self._still_open(job, session, m)
                 return
 
+        waited = writer.waited(self._clock())
+        if waited >= STALL_S:
+            raise SnapshotFailed(*_stall(waited))
+
         def found(answer: Any) -> None:
             if isinstance(answer, GpumuxError):
                 self._context.refuse(session, m.ref, answer)
@@ -466,12 +476,30 @@ class SnapshotRequests:
         return self._writer.owner if self._writer is not None else ""
 
     def run_timers(self, now: float) -> None:
-        """Have the writer delete expired snapshots, when that is due."""
-        if self._writer is not None and now >= self._expire_at:
-            before = self._now() - self._context.config.keep_s
+        """Have the writer delete expired snapshots, and look at whether it still answers, when that is due."""
+        if self._writer is None:
+            return
+        if now >= self._expire_at:
+            before = self._age_clock(now) - self._context.config.keep_s
             self._writer.ask("expire", {"before": before, "living": self._living()}, [], _expected)
             self._expire_at = now + EXPIRE_EVERY_S
-            self.due = min(self._expire_at, self._look_at)
+        if now >= self._stall_at:
+            self._look_for_stall(self._writer.waited(now))
+            self._stall_at = now + STALL_S
+        self.due = min(self._expire_at, self._look_at, self._stall_at)
+
+    def _age_clock(self, now: float) -> float:
+        """Unix time by which snapshots age. If the system's clock is set forward by more than `keep_s`, every snapshot
+        would be too old at once; so the time since the daemon started counts if it is less."""
+        wall, clock = self._started
+        return min(self._now(), wall + now - clock)
+
+    def _look_for_stall(self, waited: float) -> None:
+        if self._stalled and waited < STALL_S:
+            log.info("snapshots: their process answers again")
+        elif not self._stalled and waited >= STALL_S:
+            log.warning("snapshots: %s; %s", *_stall(waited))
+        self._stalled = waited >= STALL_S
 
     def may_leave(self, now: float) -> bool:
         """Whether the daemon may leave: every job that ran steps has a new snapshot, or its client doesn't answer. The
@@ -489,7 +517,7 @@ class SnapshotRequests:
         waits = any(self._waits_for(job, last, waited) for job, last in self._wanted.items())
         waits = waits and waited < self._context.config.drain_s
         self._look_at = now + _LOOK_S if waits else inf
-        self.due = min(self._expire_at, self._look_at)
+        self.due = min(self._expire_at, self._look_at, self._stall_at)
         return not waits
 
     def _waits_for(self, job: JobId, last: int, waited: float) -> bool:
@@ -506,6 +534,15 @@ class SnapshotRequests:
         """Unix time and bytes of the job's newest snapshot, zeros if there is none."""
         state = self._jobs.get(job)
         return (state.saved, state.nbytes) if state is not None else (0.0, 0)
+
+
+def _stall(waited: float) -> tuple[str, str]:
+    """Message and remedy for a writer that has been at one request for so long. It is not killed: on a slow disk its
+    successor would be as slow, and what it has written would be lost."""
+    return (
+        f"the process that keeps snapshots has been at one request for {waited:.0f} s",
+        "see whether the state directory's disk hangs, or the process is stopped (kill -CONT)",
+    )
 
 
 def _expected(answer: Any) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import gpumux
 from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
-from gpumux.daemon.state_directory import open_private
+from gpumux.daemon.state_directory import DISK_FAULTS, WRITABLE, open_private
 from gpumux.errors import (
     ConfigError,
     DaemonGone,
@@ -56,7 +56,8 @@ class DirectoryLock:
             self.fd = os.open("lock", flags, 0o600, dir_fd=self.directory)
         except OSError as error:
             os.close(self.directory)
-            raise ConfigError(f"can't lock {root}: {error.strerror}", f"rm {root / 'lock'}") from error
+            remedy = WRITABLE if error.errno in DISK_FAULTS else f"rm {root / 'lock'}"
+            raise ConfigError(f"can't lock {root}: {error.strerror}", remedy) from error
         give_up = time.monotonic() + wait_s
         while True:
             try:
@@ -83,12 +84,14 @@ class WriterClient:
     says. One request is under way at a time; users take turns, so that one user's requests delay another's by one. If
     the writer ends, the request under way fails, and the next one starts another writer."""
 
-    def __init__(self, lock: DirectoryLock) -> None:
+    def __init__(self, lock: DirectoryLock, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = lock
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._waiting: RoundRobin[tuple[str, bytes, list[int], Then]] = RoundRobin()
         self._then: Then | None = None
+        self._clock = clock
+        self._asked_at = 0.0  # when the request under way was sent
         self.owner = ""  # session or job of the request under way, or answered last
         self._watch: Callable[[Sequence[int]], None] = _unwatched
         self._start()
@@ -102,6 +105,10 @@ class WriterClient:
     @property
     def busy(self) -> bool:
         return self._then is not None
+
+    def waited(self, now: float) -> float:
+        """For how long the request under way has had no answer; 0 if there is none."""
+        return now - self._asked_at if self.busy else 0.0
 
     def ask(
         self, verb: str, arguments: dict[str, Any], fds: Sequence[int], then: Then, *, uid: int = DAEMON,
@@ -159,7 +166,7 @@ class WriterClient:
                     self._start()
                 assert self._sock is not None
                 socket.send_fds(self._sock, [packet], fds)
-                self._then, self.owner = then, owner
+                self._then, self.owner, self._asked_at = then, owner, self._clock()
             except OSError as error:
                 then(SnapshotFailed(f"the snapshots' process can't be asked: {error}", "look at the daemon's log"))
             finally:
@@ -349,7 +356,10 @@ def main() -> None:
     store.tidy()
     writer = Writer(store)
     while True:
-        packet, fds, _, _ = socket.recv_fds(sock, PACKET, 2)
+        try:
+            packet, fds, _, _ = socket.recv_fds(sock, PACKET, 2)
+        except ConnectionResetError:  # the daemon closed it with an answer unread
+            return
         if not packet:
             return
         answer = writer.answer(packet, list(fds))
