@@ -51,19 +51,28 @@ from gpumux.wire.router import Router
 # ---- Settings of the process, before the daemon opens anything.
 
 
-LEAST_FILES = 1024
+LEAST_FILES = 64  # with fewer there is no room for the daemon's own and a job's
+ENOUGH_FILES = 1024
 
 log = logging.getLogger("gpumux.daemon")
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one: the usual 1024 is enough for about 80 jobs."""
+    """Raise the soft limit of open descriptors to the hard one: the usual 1024 is enough for about 80 jobs. Raises
+    ConfigError if the daemon could not work with so few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        return
     if hard < LEAST_FILES:
+        raise ConfigError(
+            f"this process may open {hard} descriptors only, and the daemon needs {LEAST_FILES} or more",
+            f"raise the limit (LimitNOFILE, `ulimit -Hn`) to {ENOUGH_FILES} or more",
+        )
+    if hard < ENOUGH_FILES:
         log.warning(
             "this process may open %d descriptors only, which is room for few jobs; raise the limit (LimitNOFILE, "
-            "`ulimit -Hn`) to %d or more", hard, LEAST_FILES,
+            "`ulimit -Hn`) to %d or more", hard, ENOUGH_FILES,
         )  # fmt: skip
 
 

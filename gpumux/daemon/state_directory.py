@@ -15,6 +15,8 @@ from pathlib import Path
 from gpumux.errors import ConfigError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # faults of the disk, not of what lies on it
+WRITABLE = "make the disk writable, with room on it, or choose another state_dir"
 
 
 def open_state_directory(path: Path) -> int:
@@ -53,7 +55,8 @@ def open_private(name: str, at: int, shown: Path) -> int:
         fd = os.open(name, _DIRECTORY, dir_fd=at)
     except OSError as error:
         why = "it is a link, or no directory" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror
-        raise ConfigError(f"can't use {shown}: {why}", f"see what it is (ls -ld {shown}), and remove it") from error
+        remedy = WRITABLE if error.errno in DISK_FAULTS else f"see what it is (ls -ld {shown}), and remove it"
+        raise ConfigError(f"can't use {shown}: {why}", remedy) from error
     try:
         _check_own(fd, shown, stat.S_IRWXG | stat.S_IRWXO, "go=")
     except BaseException:
@@ -80,9 +83,8 @@ def open_log(name: str, at: int, shown: Path) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(name, flags, 0o600, dir_fd=at)
     except OSError as error:
-        raise ConfigError(
-            f"can't write to {shown}: {error.strerror}", f"see what it is (ls -l {shown}), and remove it"
-        ) from error
+        remedy = WRITABLE if error.errno in DISK_FAULTS else f"see what it is (ls -l {shown}), and remove it"
+        raise ConfigError(f"can't write to {shown}: {error.strerror}", remedy) from error
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1 or facts.st_uid != os.geteuid():
         os.close(fd)
