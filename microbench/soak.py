@@ -129,6 +129,7 @@ def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[
     counted: Counter[str] = Counter()
     troubles: list[str] = []
     holdings: list[watch.Holding] = []
+    curve: list[dict[str, Any]] = []
     peak: dict[str, int] = {"memory": 0, "descriptors": 0, "processes": 0}
     with ExitStack() as stack:
         daemon = Daemon(directory, clients, environment)
@@ -155,6 +156,8 @@ def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[
                     ("processes", now.processes),
                 ):
                     peak[name] = max(peak[name], value)
+                steps = counters.total("right") + counted["right"]
+                curve.append(_point(time.monotonic() - began, round_.number, daemon.process.pid, now, steps))
                 return (
                     f"round {round_.number + 1}, {at:3.0f} of {round_.seconds:.0f} s: {counters.total('lives')} lives,"
                     f" {counters.total('right')} steps right, {counters.total('wrong')} wrong,"
@@ -163,6 +166,9 @@ def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[
 
             running.run(tell)
             holdings.append(settled(daemon, control, at_start))
+            steps = counters.total("right") + counted["right"]
+            at = time.monotonic() - began
+            curve.append(_point(at, round_.number, daemon.process.pid, holdings[-1], steps) | {"at_rest": True})
             say(f"after round {round_.number + 1}: {_words(holdings[-1])}")
             counted.update({name: counters.total(name) for name in FIELDS})
             troubles += counters.troubles()
@@ -183,8 +189,20 @@ def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[
         "seconds": round(seconds, 1), "counted": dict(counted), "trained": asdict(verdict),
         "happened": dict(context.done), "vandalism": dict(context.vandalism), "operator_refused": dict(refusals),
         "invariants": checks, "peak": peak, "at_start": asdict(at_start), "after_tides": [asdict(h) for h in holdings],
+        "curve": curve,
         "checks": _checks(at_start, holdings, shared, code, left, files, counted, troubles, verdict, checks, log),
         "troubles": troubles[:50],
+    }  # fmt: skip
+
+
+def _point(at: float, round_: int, pid: int, now: watch.Holding, steps: int) -> dict[str, Any]:
+    """One point of the curve: what the daemon holds `at` seconds after the first round began, and the light clients'
+    steps until then. `executors` is the number of processes that run jobs, `jobs_memory` their resident bytes."""
+    executors = watch.executors(pid)
+    return {
+        "at_s": round(at, 1), "round": round_, "steps": steps, "memory": now.memory, "daemon": now.resident["daemon"],
+        "descriptors": now.descriptors, "threads": watch.threads(pid), "segments": now.segments,
+        "processes": now.processes, "executors": len(executors), "jobs_memory": sum(map(watch.resident, executors)),
     }  # fmt: skip
 
 

@@ -47,6 +47,14 @@ def resident(pid: int) -> int:
         return 0
 
 
+def threads(pid: int) -> int:
+    """How many threads it has; 0 when it is gone."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):

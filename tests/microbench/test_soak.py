@@ -100,4 +100,8 @@ def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert report["happened"]["kill"] >= 1
     assert sum(report["vandalism"].values()) > 0
     assert report["invariants"]["checks"] > 0
+    (rest,) = [point for point in report["curve"] if point.get("at_rest")]
+    assert rest["daemon"] > 0
+    assert rest["threads"] > 0
+    assert rest["executors"] == 0
     assert "BROKEN" not in capsys.readouterr().out
