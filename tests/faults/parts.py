@@ -175,6 +175,9 @@ class DirectWriter:
             finally:
                 self._next()
 
+    def waited(self, now: float) -> float:
+        return 0.0  # the slowest request of a history takes some seconds
+
     @property
     def quiet(self) -> bool:
         return self._then is None and not self._answers
