@@ -21,6 +21,7 @@ from microbench.draws import transformer
 from microbench.rtt import empty, timed, turns
 
 TARGET = 1.03
+WORK = transformer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def training(stack: ExitStack, endpoint: str) -> tuple[client.Job, tuple[Tensor, Tensor]]:
     """The job and its batch."""
     torch.manual_seed(0)
-    model, batch = transformer()
+    model, batch = WORK()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from gpumux.cli.main import main
 from microbench import common
+from microbench.draws import perceptron
 
 Report = dict[str, Any]
 
@@ -21,6 +22,7 @@ QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
     "priority": ["--policies", "fifo", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
+    "confinement": ["--repeats", "2", "--trips", "20", "--steps", "2"],
     "copies": ["--repeats", "3"],
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
@@ -55,6 +57,7 @@ SMALLER: dict[str, dict[str, Any]] = {
         },
     },
     "priority": {"measure": measured},
+    "confinement": {"WORK": perceptron},
 }  # fmt: skip
 
 
@@ -108,6 +111,15 @@ def rtt(report: Report) -> None:
     medians = [report["ways"][name]["median_s"] for name in report["ways"].keys() - {"direct", "wire"}]
     ratio = report["ratio"]["median"]
     assert any(ours["low"] / echo["high"] <= ratio <= ours["high"] / echo["low"] for ours in medians)
+
+
+def confinement(report: Report) -> None:
+    assert report["steps"].keys() == report["targets"].keys()
+    for name, step in report["steps"].items():
+        is_figure(step["ratio"], 2)
+        is_figure(step["seconds"]["auto"], 2)
+        is_figure(step["seconds"]["off"], 2)
+        assert report["targets"][name]["value"] == step["ratio"]["median"]
 
 
 def copies(report: Report) -> None:
@@ -211,7 +223,7 @@ def leaves(value: object) -> list[object]:
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
-    "temporaries": temporaries,
+    "temporaries": temporaries, "confinement": confinement,
 }  # fmt: skip
 
 
