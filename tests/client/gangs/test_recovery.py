@@ -19,6 +19,7 @@ import torch
 
 from gpumux import client, errors
 from gpumux.cli.control import Control
+from gpumux.device.workers import confinement
 from microbench.killed import Trial, conv_sgd, dropout_adam, gan
 from microbench.kills import Phoenix, Run, differences, submit
 from microbench.soaking.watch import executors
@@ -255,7 +256,8 @@ def test_a_process_that_stands_still_costs_its_peers_time_and_no_training(
     turns(run, 3)
     assert same(finish(run), undisturbed(dropout_adam))
     (back,) = lines(caplog, "It is back after")
-    assert "did not answer within 1 s" in back
+    if confinement.measures()[0].missing:  # else it runs as its job's user, and is ended when it is stopped
+        assert "did not answer within 1 s" in back
 
 
 def test_a_daemon_that_stays_away_ends_the_job_with_an_error(victims: list[Phoenix]) -> None:
