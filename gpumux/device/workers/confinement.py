@@ -1,7 +1,7 @@
 """What a process that runs or checks the Programs of one job may do. No torch.
 
 A Program is data, but kernels that run it have faults, and a process that one of them has taken over should hurt no
-other job. Right after its fork such a process gives up, in this order:
+other job. Right after its fork such a process gives up:
 
 - Its user. Where the daemon is root, an executor runs as its job's user, and a checker as `nobody`. A daemon that is
   not root can't change users: all its jobs run as its own.
@@ -192,7 +192,8 @@ def confine(given: Confinement) -> None:
     """Confine this process, which has one thread. Raises OSError if any of it fails: it must not run then. A signal set
     for the parent's death is lost where the user changes."""
     if given.most_bytes:
-        most = data_bytes() + given.most_bytes
+        most, hard = data_bytes() + given.most_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the service may have one
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if given.user and os.geteuid() == 0:
         os.setgroups([])

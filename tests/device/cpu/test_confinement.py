@@ -224,6 +224,18 @@ except ValueError as error:
     assert answer == ["", "ENOMEM", "", "", "ENOMEM", "not allowed to raise maximum limit"]
 
 
+def test_a_limit_of_the_service_stays():
+    answer = within(
+        Confinement(None, None, False, most_bytes=1 << 30),
+        """
+first = resource.getrlimit(resource.RLIMIT_DATA)
+confinement.confine(confinement.Confinement(None, None, False, most_bytes=1 << 40))
+answer = first == resource.getrlimit(resource.RLIMIT_DATA)
+""",
+    )
+    assert answer
+
+
 def test_an_operator_that_takes_more_memory_than_was_planned_fails_its_job_alone(device: CpuDevice):
     driver = Driver(CASE, device)
     try:
