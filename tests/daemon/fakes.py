@@ -190,11 +190,14 @@ class FakeDevice:
             item.run()
         else:
             job, transfer, segment, into_device = item
-            if not into_device:
-                with segment.view() as view:
-                    view[:4] = b"made"
+            self._move(job, segment, into_device)
             segment.close()
             self.events.append(TransferEnded(job, transfer))
+
+    def _move(self, job, segment, into_device):
+        if not into_device:
+            with segment.view() as view:
+                view[:4] = b"made"
 
     def _run(self, launch):
         program = self.jobs[launch.job].programs[launch.program]

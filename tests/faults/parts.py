@@ -15,11 +15,10 @@ import msgpack
 from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import Store
 from gpumux.daemon.snapshots.writer import Writer, _meaning
-from gpumux.device import base as dev
 from gpumux.errors import DaemonGone
 from gpumux.program.ir import aligned, slot_layout
-from gpumux.types import GENERATOR_BYTES, PieceDone, TransferEnded
-from tests.daemon.fakes import FakeDevice, Held
+from gpumux.types import GENERATOR_BYTES
+from tests.daemon.fakes import FakeDevice
 
 STATE = 16  # bytes of a job's state
 GENERATOR = b"generator"
@@ -53,19 +52,9 @@ class Device(FakeDevice):
         del self.memory_of[job]
         super().lose(job, fault)
 
-    def finish(self, now=0.0):
-        item = self.work.popleft()
-        if isinstance(item, dev.Launch):
-            self._run(item)
-            self.events.append(PieceDone(item.launch, now, now + 0.001))
-        elif isinstance(item, Held):
-            item.run()
-        else:
-            job, transfer, segment, into_device = item
-            with segment.view() as view:
-                self._copy(view, self.memory_of[job], into_device, view.nbytes)
-            segment.close()
-            self.events.append(TransferEnded(job, transfer))
+    def _move(self, job, segment, into_device):
+        with segment.view() as view:
+            self._copy(view, self.memory_of[job], into_device, view.nbytes)
 
     def _run(self, launch):
         program = self.jobs[launch.job].programs[launch.program]
