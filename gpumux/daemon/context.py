@@ -143,7 +143,7 @@ class CheckQueue:
                 return
             uid, (job, program) = found
             self._running[job, program.id] = uid
-            self._device.check(job, program.id, program.encoded)
+            self._device.check(job, program.id, program.encoded, uid)
 
     def _has_place(self, uid: int) -> bool:
         return sum(other == uid for other in self._running.values()) < self._share

@@ -167,8 +167,9 @@ class Device(Protocol):
         """All events since the last call. Never waits. Raises DeviceLost when nothing will run on the device any more:
         no events follow then, and it can only be closed."""
 
-    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
-        """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused."""
+    def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
+        """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused. `user`: whose it is;
+        results may be kept for equal Programs of the same user."""
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         """Open a job, which has no state yet. -> JobDied if that fails."""

@@ -216,6 +216,7 @@ class DaemonChannel:
         self._sock = sock
         self._send = sock.send
         self._receive = sock.recv  # without room for descriptors: the kernel closes what a client sends along
+        # Each call says that it does not wait: the job's process may have a copy of this end, and could have it wait.
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []  # of a message that has begun to arrive
 
@@ -241,7 +242,7 @@ class DaemonChannel:
         ProtocolError for packets that form no message."""
         while True:
             try:
-                packet = self._receive(PACKET + 1)
+                packet = self._receive(PACKET + 1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             except OSError as error:

@@ -94,7 +94,7 @@ class FakeDevice:
         events, self.events = self.events, []
         return events
 
-    def check(self, job, program, encoded):
+    def check(self, job, program, encoded, user=None):
         assert job in self.jobs, "checked before open_job"
         self._begin(job, lambda: self._check(job, program, encoded))
 

@@ -98,7 +98,7 @@ def test_no_user_has_all_places(at_once, share):
     asked = []
 
     class Device:
-        def check(self, job, program, encoded):
+        def check(self, job, program, encoded, user=None):
             asked.append(job)
 
     class Thing:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from gpumux import hostmemory
@@ -62,7 +63,13 @@ from gpumux.device.workers.channel import (
     TRANSFERRED,
     Channel,
     Descriptors,
+    MalformedMessage,
+    fault,
+    integers,
+    listed,
+    number,
     pack,
+    text,
     unpack,
 )
 from gpumux.device.workers.confinement import Confined
@@ -170,12 +177,12 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         events, self._events = self._events, []
         return events
 
-    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
-        known = self._checks.known(job, program, encoded)
+    def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
+        known = self._checks.known(job, program, encoded, user)
         if known is not None:
             self._emit(known)
             return
-        super().check(job, program, encoded)
+        super().check(job, program, encoded, user)
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
@@ -323,11 +330,33 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             self._epoll.unregister(executor.channel.fileno())
             self._bury(executor)
             return False
+        except MalformedMessage as error:
+            self._distrust(executor, error)
+            return False
         if not executor.unloading:
-            self._events.extend(answer(executor, self._schedule, tag, body))
+            try:
+                self._events.extend(answer(executor, self._schedule, tag, body))
+            except MalformedMessage as error:
+                self._distrust(executor, error)
+                return False
             if tag == DONE and executor.failure is not None:
                 self._supervisor.kill(executor.token)
         return True
+
+    def _distrust(self, executor: ExecutorRecord, error: MalformedMessage) -> None:
+        """End a process that has sent what no sound one sends, and read no more from it: the job fails alone."""
+        _log.error("job %s: its process sent a malformed message: %s", executor.job, error)
+        executor.failure = executor.failure or Fault(
+            "executor_crashed",
+            "the process running the job sent a malformed message, and was ended",
+            "report the operators of the step; other jobs are unharmed",
+        )
+        executor.ended = True
+        fd = executor.channel.fileno()
+        if self._by_fd.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+        self._supervisor.kill(executor.token)
+        self._bury(executor)
 
     def _bury(self, executor: ExecutorRecord) -> None:
         """Answer the open commands of an executor if both its channel and its process have ended."""
@@ -460,6 +489,7 @@ def release(command: Command) -> None:
 
 
 _FEW = "close jobs, or raise the daemon's limits (LimitNOFILE)"
+MAX_LISTING = 16 << 20  # bytes of a message other than a profile: a program of 200,000 operators has 4 MB
 _log = logging.getLogger(__name__)
 _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
 
@@ -470,56 +500,113 @@ def no_process(error: OSError) -> Fault:
 
 
 def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:
-    """Turn an executor's message into events. A command that it answers leaves the schedule."""
-    job = executor.job
+    """Turn an executor's message into events. A command that it answers leaves the schedule. Raises MalformedMessage
+    for one that a sound process does not send now; the schedule is as it was then."""
     if tag == DONE:
-        launch, started, ended, answered, suspended = _DONE.unpack(body)
-        if launch == executor.reported:
-            if not answered:  # sending failed after the page said that it was answered
-                executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
-            return []
-        schedule.done(job)
-        return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
+        return _done(executor, schedule, body)
+    job, command = executor.job, schedule.running(executor.job)
+    if len(body) > MAX_LISTING and not (tag == PROFILED and isinstance(command, ProfileCommand)):
+        raise MalformedMessage(f"{len(body)} bytes in a message {tag}")
     said = unpack(body)
     if tag == RECUT:
-        program, cut, pieces, bounds, through_python, gated, wave = said
+        program, cut, pieces, bounds, through_python, gated, wave = listed(said, 7)
+        listing = executor.programs.get(ProgramId(program)) if type(program) is int else None
+        if listing is None or type(cut) is not int or cut < 1 or not isinstance(through_python, dict):
+            raise MalformedMessage("a cut of no program")
         if cut == 1 and through_python:
-            reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
-            _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
-        executor.programs[program].recut(cut, bounds)
-        return [ProgramReady(job, program, cut, tuple(pieces), tuple(bounds), tuple(gated), _wave(wave))]
+            reasons = "; ".join(f"{text(target)}: {text(why)}" for target, why in through_python.items())
+            _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons[:4000])
+        ready = _ready(job, ProgramId(program), cut, len(listing.ops), pieces, bounds, gated, wave)
+        listing.recut(cut, list(ready.bounds))
+        return [ready]
     if tag == EXCHANGED:
-        step, piece, started, ended, moved, exchange_s = said
-        return [CollectiveEnded(job, step, piece, started, ended, tuple(map(tuple, moved)), exchange_s)]
+        step, piece, started, ended, moved, exchange_s = listed(said, 6)
+        integers([step, piece])
+        exchanged = [integers(listed(entry, 3)) for entry in listed(moved)]
+        if not is_possible(number(started), number(ended), number(exchange_s)):
+            raise MalformedMessage("an exchange at an impossible time")
+        moved = tuple(map(tuple, exchanged))
+        return [CollectiveEnded(job, step, piece, started, ended, moved, exchange_s)]
     if tag == FAILED:
-        executor.failure = Fault(*said[1:])  # reported when the process has ended
+        executor.failure = fault(listed(said, 4)[1:])  # reported when the process has ended
         return []
-    command = schedule.done(job)
-    if tag == LOADED:
-        program, pieces, bounds, table, ops, gated, wave = said
-        executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramReady(job, program, 0, tuple(pieces), tuple(bounds), tuple(gated), _wave(wave))]
+    found = _answered(executor, command, tag, said)
+    schedule.done(job)
+    return [found]
+
+
+def _done(executor: ExecutorRecord, schedule: Schedule[Command], body: memoryview) -> list[DeviceEvent]:
+    if len(body) != _DONE.size:
+        raise MalformedMessage(f"the end of a launch in {len(body)} bytes")
+    launch, started, ended, answered, suspended = _DONE.unpack(body)
+    if launch == executor.reported:
+        if not answered:  # sending failed after the page said that it was answered
+            executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
+        return []
+    running = schedule.running(executor.job)
+    if not isinstance(running, Launch) or running.launch != launch or not is_possible(started, ended, suspended):
+        raise MalformedMessage("the end of a launch that did not run, or at an impossible time")
+    schedule.done(executor.job)
+    return [PieceDone(LaunchId(launch), started, ended, answered, suspended)]
+
+
+def _answered(executor: ExecutorRecord, command: Command | None, tag: int, said: Any) -> DeviceEvent:
+    """The event for an answer to the command that runs."""
+    job = executor.job
+    if tag == LOADED and isinstance(command, LoadCommand):
+        _, pieces, bounds, table, ops, gated, wave = listed(said, 7)
+        names = [text(name) for name in listed(table)]
+        if any(op >= len(names) for op in integers(ops)):
+            raise MalformedMessage("an operator without a name")
+        ready = _ready(job, command.program, 0, len(ops), pieces, bounds, gated, wave)
+        executor.programs[command.program] = Listing(names, ops, {0: list(ready.bounds)})
+        return ready
     if tag == REFUSED and isinstance(command, LoadCommand):
+        refused = ProgramRefused(job, command.program, fault(listed(said, 4)[1:]))
         executor.not_loaded(command)
-        return [ProgramRefused(job, command.program, Fault(*said[1:]))]
+        return refused
     if tag == TRANSFERRED and isinstance(command, TransferCommand):
-        code, message, remedy = said[1:]
-        return [TransferEnded(job, command.transfer, Fault(code, message, remedy) if code else None)]
+        failed = fault(listed(said, 4)[1:])
+        return TransferEnded(job, command.transfer, failed if failed.code else None)
     if tag == PROFILED and isinstance(command, ProfileCommand):
-        text, code, message, remedy = said
-        return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
-    raise AssertionError(f"message {tag} to {command}")
+        profile, *failure = listed(said, 4)
+        failed = fault(failure)
+        if not isinstance(profile, bytes):
+            raise MalformedMessage("a profile that is no bytes")
+        return ProgramProfiled(job, command.program, profile, failed if failed.code else None)
+    raise MalformedMessage(f"a message {tag} to a {type(command).__name__}")
 
 
-def _wave(said: Sequence[Any] | None) -> WavePieces | None:
-    return None if said is None else WavePieces(said[0], said[1], tuple(said[2]))
+def _ready(
+    job: JobId, program: ProgramId, cut: int, ops: int, pieces: Any, bounds: Any, gated: Any, wave: Any
+) -> ProgramReady:
+    """The pieces of a program of `ops` operators. Raises MalformedMessage for what is no such division."""
+    lengths = tuple([number(piece) for piece in listed(pieces)])
+    starts, first = tuple(integers(bounds)), tuple(integers(gated, 1))
+    if not lengths or min(lengths) < 0.0:
+        raise MalformedMessage("no pieces, or one shorter than nothing")
+    if starts and (len(starts) != len(lengths) + 1 or list(starts) != sorted(starts) or starts[-1] > ops):
+        raise MalformedMessage("bounds that are none of the pieces")
+    if first and (list(first) != sorted(set(first)) or first[-1] >= len(lengths)):
+        raise MalformedMessage("collectives before no piece")
+    part = None
+    if wave is not None:
+        lane, tail, heights = listed(wave, 3)
+        integers([lane, tail])
+        part = WavePieces(lane, tail, tuple(integers(listed(heights, len(lengths)))))
+    return ProgramReady(job, program, cut, lengths, starts, first, part)
+
+
+def is_possible(started: float, ended: float, part: float) -> bool:
+    """Whether something can have run then, by the clock that all processes of a machine share. `part`: of that time."""
+    return 0.0 < started <= ended <= monotonic() and 0.0 <= part < inf
 
 
 def unheard(executor: ExecutorRecord, schedule: Schedule[Command]) -> list[DeviceEvent]:
     """The PieceDone of a launch whose step was answered, if the executor's message about it has not arrived yet."""
     running = schedule.running(executor.job)
     done = executor.answered(running) if isinstance(running, Launch) and not executor.unloading else None
-    if done is None:
+    if done is None or not is_possible(done.started, done.ended, done.suspended):
         return []
     executor.reported = done.launch
     schedule.done(executor.job)

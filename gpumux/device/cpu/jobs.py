@@ -32,6 +32,7 @@ from gpumux.types import (
     ProgramId,
 )
 
+MOST_BYTES = 1 << 46  # no process holds more; the page may have any number
 OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
 
 
@@ -118,7 +119,7 @@ class ExecutorRecord(DeviceJob):
     @property
     def measured(self) -> int:
         """Bytes the process held for the job at most in the newest step it looked at; 0 before the first."""
-        return int(PAGE_MEMORY.unpack_from(self.page, PAGE_MEMORY_AT)[0])
+        return min(int(PAGE_MEMORY.unpack_from(self.page, PAGE_MEMORY_AT)[0]), MOST_BYTES)
 
     @property
     def memory(self) -> int:
@@ -169,4 +170,4 @@ def start_executor(
         raise
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = server.fork("executor", settings, (theirs.detach(), page_fd))
-    return ExecutorRecord(job, token, Channel(ours), page, arena=arena)
+    return ExecutorRecord(job, token, Channel(ours, daemons=True), page, arena=arena)

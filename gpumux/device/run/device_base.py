@@ -122,8 +122,8 @@ class DeviceBase(ABC, Generic[J]):
 
     # ---- the contract (base.Device)
 
-    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
-        self._checks.submit(job, program, encoded)
+    def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
+        self._checks.submit(job, program, encoded, user)
         if self._fork_server is not None:
             self._checks.start(self._fork_server, self._epoll)
             self._supervisor.watch()

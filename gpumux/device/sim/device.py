@@ -535,7 +535,7 @@ class SimDevice:
         events, self._events = self._events, []
         return events
 
-    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+    def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
         self._emit(self._checks.check(job, program, encoded))
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:

@@ -1,8 +1,11 @@
 """Messages between the daemon and its CPU processes: SOCK_SEQPACKET, one message a packet.
 
 A packet is a tag byte and a body: msgpack, or a fixed struct for the two messages of the hot path (LAUNCH and DONE).
-Only the daemon sends descriptors. A packet of its own announces them, so that the hot path is a plain recv. A body
-longer than a packet is sent as several packets.
+Only the daemon sends descriptors, and the kernel closes others that are sent to it. A packet of its own announces them,
+so that the hot path is a plain recv. A body longer than a packet is sent as several packets.
+
+A kernel that misbehaves may take over an executor or a checker, which then sends anything. The daemon's end bounds a
+message's length, and raises MalformedMessage for what the other end does not send; the process is ended then.
 
     daemon -> fork server   FORK [token, kind, settings] +fds · KILL [token] · RENICE [token, niceness]
     fork server -> daemon   READY {facts} · WARMED [] · EXITED [token, wait status]
@@ -16,17 +19,24 @@ longer than a packet is sent as several packets.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
 import threading
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import msgpack
 
+from gpumux.types import Fault
+
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
+MAX_BYTES = 64 << 20  # of a message to the daemon: a profile of a large program has tens of MB
+MAX_AT_ONCE = 64  # packets of a long message that the daemon reads before it looks at others
+MAX_TEXT = 4000  # characters of a fault's text
 
 (
     MORE,
@@ -71,9 +81,50 @@ def pack(body: object) -> bytes:
     return packed
 
 
+class MalformedMessage(Exception):
+    """A process has sent what no sound one sends."""
+
+
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode a body. The limits of msgpack's default unpacker are enough: the daemon's own processes send it."""
-    return msgpack.unpackb(data, strict_map_key=False)
+    """Decode a body. Raises MalformedMessage."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessage(f"a body that is no msgpack: {error}"[:200]) from error
+
+
+def fault(said: Sequence[Any]) -> Fault:
+    """The fault of which a process has sent code, message and remedy. Raises MalformedMessage."""
+    code, message, remedy = (text(entry) for entry in listed(said, 3))
+    return Fault(code, message, remedy)
+
+
+def text(said: Any) -> str:
+    """A text that a process has sent: short, and of one line in a log. Raises MalformedMessage."""
+    if not isinstance(said, str):
+        raise MalformedMessage(f"a {type(said).__name__} where a text is expected")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in said[:MAX_TEXT])
+
+
+def listed(said: Any, length: int | None = None) -> list[Any]:
+    """A list that a process has sent, of this length if one is given. Raises MalformedMessage."""
+    if not isinstance(said, list) or length not in (None, len(said)):
+        raise MalformedMessage(f"a {type(said).__name__} where a list is expected")
+    return said
+
+
+def integers(said: Any, least: int = 0) -> list[int]:
+    """A list of integers, each at least `least`. Raises MalformedMessage."""
+    if not all(type(n) is int and n >= least for n in listed(said)):
+        raise MalformedMessage(f"a list of other things than integers from {least} on")
+    return said  # type: ignore[no-any-return]
+
+
+def number(said: Any) -> float:
+    """A finite number, of seconds mostly. Raises MalformedMessage."""
+    if type(said) not in (int, float) or not isfinite(said):
+        raise MalformedMessage("no finite number")
+    return float(said)
 
 
 def packets(tag: int, body: object, fds: Sequence[int] = ()) -> list[tuple[bytes, Sequence[int]]]:
@@ -88,14 +139,16 @@ def packets(tag: int, body: object, fds: Sequence[int] = ()) -> list[tuple[bytes
 
 
 class Channel:
-    """One end of a socket pair. The daemon's ends are non-blocking, its processes' ends block."""
+    """One end of a socket pair. The daemon's ends (`daemons`) are non-blocking, its processes' ends block."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, daemons: bool = False) -> None:
         self.sock = sock
         self._buffer = bytearray(PACKET)
         self._view = memoryview(self._buffer)
         self._parts: list[bytes] = []
+        self._length = 0  # of all parts
         self._sending = threading.Lock()  # an executor has two threads that send
+        self._daemons = daemons
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -117,8 +170,9 @@ class Channel:
 
     def receive(self) -> tuple[int, memoryview, list[int]]:
         """Receive the next message: tag, body (valid until the next call), descriptors (the caller closes them). Raises
-        EOFError when the peer is gone, BlockingIOError when there is no message."""
-        while True:
+        EOFError when the peer is gone, BlockingIOError when there is no message; on the daemon's end MalformedMessage
+        for one that is too long or comes with descriptors."""
+        for _ in range(MAX_AT_ONCE) if self._daemons else itertools.repeat(None):
             try:
                 count = self.sock.recv_into(self._buffer)
             except (ConnectionResetError, BrokenPipeError) as error:
@@ -128,14 +182,21 @@ class Channel:
             tag = self._buffer[0]
             if tag == MORE:
                 self._parts.append(bytes(self._view[1:count]))
+                self._length += count
+                if self._daemons and self._length > MAX_BYTES:
+                    raise MalformedMessage(f"a message of more than {MAX_BYTES} bytes")
                 continue
             if tag == DESCRIPTORS:
+                if self._daemons:
+                    raise MalformedMessage("descriptors")
                 return self._receive_described()
             if not self._parts:
                 return tag, self._view[1:count], []
             whole = b"".join([*self._parts, self._view[1:count]])
             self._parts.clear()
+            self._length = 0
             return tag, memoryview(whole), []
+        raise BlockingIOError  # the rest of it waits
 
     def _receive_described(self) -> tuple[int, memoryview, list[int]]:
         data, fds, _flags, _address = socket.recv_fds(self.sock, PACKET, MAX_FDS)

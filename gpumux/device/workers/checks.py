@@ -5,23 +5,36 @@ its batch shapes) have most operators in common, and a process computes an opera
 Program that misled a checking process could mislead no check but those of its own job, as if both Programs were one.
 
 The result of a check depends only on the Program's bytes and the daemon's settings. Results of checks that passed are
-therefore cached by a digest of the bytes: the jobs of a sweep have equal Programs, and come at the same moment.
+therefore cached by a digest of the bytes: the jobs of a sweep have equal Programs, and come at the same moment. Each
+user has results of its own, which a process that a Program of another user's has taken over did not make.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import select
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from sys import intern
 from typing import Any
 
 from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.workers import channel as wire
-from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel, unpack
+from gpumux.device.workers.channel import (
+    CHECK,
+    CHECKED,
+    REFUSED,
+    Channel,
+    MalformedMessage,
+    fault,
+    integers,
+    listed,
+    text,
+    unpack,
+)
 from gpumux.device.workers.fork_server import ForkServer, ending
 from gpumux.hostmemory import memory_file
 from gpumux.program.ir import ProgramLimits
@@ -33,6 +46,7 @@ NICE = 10  # checks give way to jobs of the daemon's own niceness
 IDLE_S = 10  # a process that has checked a Program waits this long for another one of its job
 MAX_KNOWN = 1024  # cached results
 MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -43,6 +57,7 @@ class Check:
     program: ProgramId
     encoded: bytes
     digest: bytes
+    user: int | None
     again: bool = False  # the process that it was sent to first had ended before it read the Program
 
 
@@ -75,24 +90,26 @@ class Checks:
         self._waiting: deque[Check] = deque()
         self._checkers: dict[int, Checker] = {}  # by token; those that wait, in the order in which they began to
         self._passed: dict[tuple[JobId, ProgramId], tuple[bytes, Footprint]] = {}
-        self._known: dict[bytes, ProgramChecked] = {}  # by digest, in order of use: the least recently used is first
+        # by user and digest, in order of use: the least recently used is first
+        self._known: dict[tuple[int | None, bytes], ProgramChecked] = {}
         self._known_operators = 0
 
-    def submit(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
-        self._waiting.append(Check(job, program, encoded, digest(encoded)))
+    def submit(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None) -> None:
+        self._waiting.append(Check(job, program, encoded, digest(encoded), user))
 
-    def known(self, job: JobId, program: ProgramId, encoded: bytes) -> ProgramChecked | None:
-        """The cached result, if exactly these bytes have passed a check before, from any client."""
+    def known(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None) -> ProgramChecked | None:
+        """The cached result, if exactly these bytes of this user have passed a check before, from any client."""
         name = digest(encoded)
-        found = self._known.pop(name, None)
+        found = self._known.pop((user, name), None)
         if found is None:
             return None
-        self._known[name] = found
+        self._known[user, name] = found
         self._passed[job, program] = (name, found.footprint)
         return replace(found, job=job, program=program)
 
-    def _remember(self, name: bytes, answer: ProgramChecked) -> None:
+    def _remember(self, check: Check, answer: ProgramChecked) -> None:
         size = len(answer.operators)
+        name = (check.user, check.digest)
         if name in self._known or size > MAX_KNOWN_OPERATORS:
             return
         self._known[name] = answer
@@ -115,7 +132,7 @@ class Checks:
                     ours, theirs = wire.pair()
                     ours.setblocking(False)
                     epoll.register(ours, select.EPOLLIN)
-                    checker = Checker(check.job, Channel(ours))
+                    checker = Checker(check.job, Channel(ours, daemons=True))
                     self._give(checker, check, program)  # the process reads it when it runs
                     self._checkers[server.fork("checker", self._settings, (theirs.detach(),))] = checker
             finally:
@@ -154,11 +171,17 @@ class Checks:
         except EOFError:
             _dismiss(checker)  # `exited` says how it ended
             return []
-        check, checker.check = checker.check, None
+        except MalformedMessage as error:
+            return self._distrust(checker, error)
+        check = checker.check
         if check is None:
             _dismiss(checker)  # a sound process answers once for each Program
             return []
-        answer = _answer(check, tag, unpack(body))
+        try:
+            answer = _answer(check, tag, body)
+        except MalformedMessage as error:
+            return self._distrust(checker, error)
+        checker.check = None
         if tag == REFUSED:
             _dismiss(checker)  # it ends
         self._checkers[token] = self._checkers.pop(token)  # the last to wait
@@ -166,8 +189,18 @@ class Checks:
             _dismiss(waiting)
         if isinstance(answer, ProgramChecked):
             self._passed[check.job, check.program] = (check.digest, answer.footprint)
-            self._remember(check.digest, answer)
+            self._remember(check, answer)
         return [answer]
+
+    def _distrust(self, checker: Checker, error: MalformedMessage) -> list[ProgramChecked | ProgramRefused]:
+        """End a process that sent what no sound one sends, and refuse the Program it has."""
+        check, checker.check = checker.check, None
+        _dismiss(checker)
+        if check is None:
+            return []
+        _log.error("job %s, program %s: its check sent a malformed message: %s", check.job, check.program, error)
+        why = Fault("program", "the check of the program sent a malformed message", "report the step that made it")
+        return [ProgramRefused(check.job, check.program, why)]
 
     def exited(self, token: int, status: int | str) -> list[ProgramChecked | ProgramRefused]:
         """Handle the end of a process. Returns the result of its check, or nothing if it had none to do, was cancelled,
@@ -217,8 +250,8 @@ class Checks:
         how = ending(status)
         if "SIGXCPU" in how or "SIGALRM" in how:
             how = f"took longer than {self._settings['cpu_s']} s"
-        fault = Fault("program", f"the check of the program {how}", "submit a smaller step")
-        return ProgramRefused(check.job, check.program, fault)
+        why = Fault("program", f"the check of the program {how}", "submit a smaller step")
+        return ProgramRefused(check.job, check.program, why)
 
 
 def _dismiss(checker: Checker) -> None:
@@ -228,12 +261,22 @@ def _dismiss(checker: Checker) -> None:
         channel.close()
 
 
-def _answer(check: Check, tag: int, said: Any) -> ProgramChecked | ProgramRefused:
+def _answer(check: Check, tag: int, body: memoryview) -> ProgramChecked | ProgramRefused:
+    """What a process has said of a Program. Raises MalformedMessage."""
+    said = unpack(body)
     if tag == REFUSED:
-        return ProgramRefused(check.job, check.program, Fault(*said))
-    assert tag == CHECKED
-    content_hash, sizes, targets, scalars, live = said
-    operators = tuple([intern(target) for target in targets])  # thousands, of a few dozen kinds
+        return ProgramRefused(check.job, check.program, fault(said))
+    if tag != CHECKED:
+        raise MalformedMessage(f"a message {tag} of a checker")
+    content_hash, sizes, targets, scalars, live = listed(said, 5)
+    if not all(kind in ("float", "int") for kind in listed(scalars)):
+        raise MalformedMessage("a kind of scalars that there is not")
     return ProgramChecked(
-        check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars), tuple(live)
+        check.job,
+        check.program,
+        Footprint(*integers(listed(sizes, len(fields(Footprint))))),
+        text(content_hash),
+        tuple([intern(text(target)) for target in listed(targets)]),  # thousands, of a few dozen kinds
+        tuple(scalars),
+        tuple(integers(live)),
     )

@@ -42,7 +42,7 @@ class ForkServer:
                 env={**_environment(), VARIABLE: self._code.folder, TUNABLES: _heap()},
             )
         ours.setblocking(False)
-        self.channel = Channel(ours)
+        self.channel = Channel(ours, daemons=True)
         self.facts: dict[str, Any] | None = None  # once it is ready
         self._warmed = False  # whether it has sent WARMED; it forks nothing before
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()

@@ -15,17 +15,22 @@ import pytest
 from gpumux.device.base import ProgramChecked, ProgramRefused
 from gpumux.device.workers import checks
 from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel
-from gpumux.device.workers.checks import Checks, digest
+from gpumux.device.workers.checks import Check, Checks, digest
 from gpumux.device.workers.confinement import Confined
 from gpumux.device.workers.fork_server_process import limit_check
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
 
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
+USER = 1001
 
 
 def passed(encoded: bytes, operators: int = 1) -> ProgramChecked:
     return ProgramChecked(ONE, ProgramId(0), Footprint(1, 2, 3), encoded.hex(), ("aten.add.Tensor",) * operators, ())
+
+
+def of(encoded: bytes) -> Check:
+    return Check(ONE, ProgramId(0), encoded, digest(encoded), USER)
 
 
 @pytest.fixture
@@ -34,32 +39,39 @@ def found() -> Checks:
 
 
 def test_equal_bytes_are_known_from_any_client(found: Checks):
-    assert found.known(ONE, ProgramId(0), b"a") is None
-    found._remember(digest(b"a"), passed(b"a"))
+    assert found.known(ONE, ProgramId(0), b"a", USER) is None
+    found._remember(of(b"a"), passed(b"a"))
     found.forget(ONE)
     assert found.footprint(OTHER, ProgramId(7), b"a") is None, "nobody has asked"
-    answer = found.known(OTHER, ProgramId(7), b"a")
+    answer = found.known(OTHER, ProgramId(7), b"a", USER)
     assert answer is not None
     assert (answer.job, answer.program, answer.content_hash) == (OTHER, 7, b"a".hex())
     assert found.footprint(OTHER, ProgramId(7), b"a") == Footprint(1, 2, 3)
     assert found.footprint(OTHER, ProgramId(7), b"b") is None
-    assert found.known(OTHER, ProgramId(7), b"b") is None
+    assert found.known(OTHER, ProgramId(7), b"b", USER) is None
+
+
+def test_what_one_user_had_checked_is_checked_anew_for_another(found: Checks):
+    """The process that checked it may have been taken over by another Program of that user's, and lie."""
+    found._remember(of(b"a"), passed(b"a"))
+    assert found.known(OTHER, ProgramId(7), b"a", USER + 1) is None
+    assert found.known(OTHER, ProgramId(7), b"a", None) is None
 
 
 def test_those_asked_for_least_recently_go(found: Checks, monkeypatch: Any):
     monkeypatch.setattr(checks, "MAX_KNOWN", 2)
     for encoded in (b"a", b"b"):
-        found._remember(digest(encoded), passed(encoded))
-    assert found.known(ONE, ProgramId(0), b"a") is not None
-    found._remember(digest(b"c"), passed(b"c"))
-    assert [found.known(ONE, ProgramId(0), e) is not None for e in (b"a", b"b", b"c")] == [True, False, True]
+        found._remember(of(encoded), passed(encoded))
+    assert found.known(ONE, ProgramId(0), b"a", USER) is not None
+    found._remember(of(b"c"), passed(b"c"))
+    assert [found.known(ONE, ProgramId(0), e, USER) is not None for e in (b"a", b"b", b"c")] == [True, False, True]
 
 
 def test_large_ones_make_room_for_each_other(found: Checks, monkeypatch: Any):
     monkeypatch.setattr(checks, "MAX_KNOWN_OPERATORS", 10)
     for encoded, operators in ((b"a", 4), (b"b", 4), (b"b", 4), (b"c", 4), (b"d", 11)):
-        found._remember(digest(encoded), passed(encoded, operators))
-    assert [found.known(ONE, ProgramId(0), e) is not None for e in (b"a", b"b", b"c", b"d")] == [
+        found._remember(of(encoded), passed(encoded, operators))
+    assert [found.known(ONE, ProgramId(0), e, USER) is not None for e in (b"a", b"b", b"c", b"d")] == [
         False,
         True,
         True,
@@ -100,7 +112,7 @@ class Bench:
         self.epoll = select.epoll()
 
     def submit(self, job: JobId, encoded: bytes) -> None:
-        self.checks.submit(job, ProgramId(0), encoded)
+        self.checks.submit(job, ProgramId(0), encoded, USER)
         self.start()
 
     def start(self) -> None:
@@ -109,7 +121,7 @@ class Bench:
     def passes(self, token: int) -> bytes:
         """A process answers that its Program passed. Returns the Program."""
         encoded = self.server.read(token)
-        self.server.ends[token].send(CHECKED, [encoded.hex(), [1, 2, 3], ["aten.add.Tensor"], [], [64, 0]])
+        self.server.ends[token].send(CHECKED, [encoded.hex(), [1, 2, 3, 0], ["aten.add.Tensor"], [], [64, 0]])
         assert self.epoll.poll(0)
         (answer,) = self.checks.hear()
         assert isinstance(answer, ProgramChecked)
@@ -194,7 +206,7 @@ def test_a_process_that_is_gone_is_sent_nothing(bench: Bench) -> None:
 def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> None:
     bench.submit(ONE, b"a")
     bench.passes(0)
-    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], [], []])
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3, 0], [], [], []])
     assert bench.checks.hear() == []
     bench.submit(ONE, b"b")
     assert bench.passes(1) == b"b"
@@ -202,7 +214,7 @@ def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> N
 
 def test_an_answer_that_is_heard_with_the_end_of_its_process_counts(bench: Bench) -> None:
     bench.submit(ONE, b"a")
-    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3], [], [], []])
+    bench.server.ends[0].send(CHECKED, ["", [1, 2, 3, 0], [], [], []])
     (answer,) = bench.checks.exited(0, 0)
     assert isinstance(answer, ProgramChecked)
 
