@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import importlib.util
 import json
 import os
 import pwd
 import resource
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import termios
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +45,11 @@ SPARE_FACTOR = 3  # and this many times the plan
 TRIAL_S = 60  # for a Python process to start and end
 _NOBODY = 65534
 _CAP_SETGID, _CAP_SETUID = 6, 7
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_GET_SECCOMP = 4, 38, 21
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME = 1, 3, 4, 15, 16
+_PR_GET_SECCOMP, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 21, 22, 23, 29, 30
+_PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_SET_VMA = 38, 39, 0x53564D41
+_TCGETS2 = 0x802C542A
+_WHOLE = 0xFFFFFFFF  # the kernel reads 32 bits of these arguments
 _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -263,18 +270,38 @@ ALLOWED = (
     # itself
     "getpid", "getppid", "getpgrp", "getpgid", "getsid", "getuid", "geteuid", "getgid", "getegid", "getresuid",
     "getresgid", "getgroups", "getrlimit", "setrlimit", "getrusage", "getpriority", "uname", "sysinfo",
-    "getrandom", "prctl", "arch_prctl", "umask", "capget",
+    "getrandom", "arch_prctl", "umask", "capget",
     # files, and sockets that it was given
     "open", "openat", "close", "close_range", "read", "readv", "pread64", "write", "writev", "pwrite64", "lseek",
     "stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "fstatfs", "access", "faccessat", "faccessat2",
-    "readlink", "readlinkat", "getdents64", "getcwd", "chdir", "fcntl", "flock", "dup", "dup2", "dup3", "pipe", "pipe2",
-    "ioctl", "fsync", "fdatasync", "ftruncate", "fallocate", "fadvise64", "sendfile", "copy_file_range",
-    "recvmsg", "recvfrom", "sendmsg", "sendto", "getsockopt", "setsockopt", "getsockname", "shutdown", "socketpair",
+    "readlink", "readlinkat", "getdents64", "getcwd", "chdir", "flock", "dup", "dup2", "dup3", "pipe", "pipe2",
+    "fsync", "fdatasync", "ftruncate", "fallocate", "fadvise64", "sendfile", "copy_file_range",
+    "recvmsg", "recvfrom", "sendmsg", "sendto", "getsockopt", "setsockopt", "getsockname", "shutdown",
     # the compiler, for Programs that are compiled: it runs as a child, and writes where this process may
     "execve", "wait4", "waitid", "vfork", "fork", "rename", "renameat", "renameat2", "mkdir", "mkdirat", "rmdir",
     "unlink", "unlinkat", "link", "linkat", "symlink", "symlinkat", "chmod", "fchmod", "fchmodat", "utimensat",
 )  # fmt: skip
-_NEW_NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone(2); clone3 hides its flags, and is not allowed
+# Calls of which some uses are allowed: by the number of the argument that says which, and its values. fcntl and ioctl
+# could else have the kernel send any signal to any process (F_SETOWN, FIOSETOWN), and type at a terminal (TIOCSTI).
+# prctl could undo what is set here.
+USES = {
+    "fcntl": (1, (
+        fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_GETLK,
+        fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW, fcntl.F_GETPIPE_SZ,
+        fcntl.F_SETPIPE_SZ, fcntl.F_ADD_SEALS, fcntl.F_GET_SEALS,
+    )),
+    "ioctl": (1, (
+        termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX, termios.TCGETS, termios.TIOCGWINSZ,
+        _TCGETS2,
+    )),
+    "prctl": (0, (
+        _PR_GET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_GET_SECCOMP, _PR_SET_SECCOMP, _PR_CAPBSET_READ,
+        _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_SET_VMA,
+    )),
+}  # fmt: skip
+# Not among clone's flags: those that make namespaces (CLONE_NEW*), and CLONE_PARENT, whose child would be none of this
+# process. clone3 hides its flags, and is not allowed.
+_BARRED_FLAGS = 0x7E020000 | 0x8000
 _PRLIMIT_CALL = "prlimit64"
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -318,7 +345,12 @@ def _filter(also: Iterable[str], every_thread: bool = False) -> None:
                 raise OSError(-code, f"seccomp_attr_set({attribute})")
         for name in (*ALLOWED, *also):
             _allow(library, made, name)
-        _allow(library, made, "clone", _Condition(0, _MASKED, _NEW_NAMESPACES, 0))
+        for name, (argument, uses) in USES.items():
+            for use in uses:
+                _allow(library, made, name, _Condition(argument, _MASKED, _WHOLE, use))
+        dies = _Condition(0, _EQUAL, _PR_SET_PDEATHSIG, 0), _Condition(1, _EQUAL, signal.SIGKILL, 0)
+        _allow(library, made, "prctl", *dies)  # with its parent; it can't take that back
+        _allow(library, made, "clone", _Condition(0, _MASKED, _BARRED_FLAGS, 0))
         own = os.getpid()
         _allow(library, made, "tgkill", _Condition(0, _EQUAL, own, 0))
         for process in (0, own):
@@ -330,12 +362,13 @@ def _filter(also: Iterable[str], every_thread: bool = False) -> None:
         library.seccomp_release(made)
 
 
-def _allow(library: ctypes.CDLL, made: int, name: str, condition: _Condition | None = None) -> None:
+def _allow(library: ctypes.CDLL, made: int, name: str, *conditions: _Condition) -> None:
+    """Allow a call, where all conditions hold for its arguments."""
     number = library.seccomp_syscall_resolve_name(name.encode())
     if number == -1:
         return  # newer than the library, or of another processor: whatever asks for it is told ENOSYS
-    given = (_Condition * 1)(condition) if condition is not None else None
-    code = library.seccomp_rule_add_array(made, _ALLOW, number, int(condition is not None), given)
+    given = (_Condition * len(conditions))(*conditions)
+    code = library.seccomp_rule_add_array(made, _ALLOW, number, len(conditions), given)
     if code:
         raise OSError(-code, f"seccomp_rule_add_array({name})")
 

@@ -143,6 +143,22 @@ answer = {
     "descriptor of a process": attempt(lambda: os.pidfd_open(pid)),
     "root": attempt(lambda: os.chroot("/tmp")),
     "owner": attempt(lambda: os.chown("/tmp", 0, 0)),
+    # Ways around: the kernel signals the owner of a descriptor, or types at a terminal.
+    "signal by a descriptor's owner": attempt(lambda: libc.fcntl(0, 8, pid)),
+    "by its owner and what follows": attempt(lambda: libc.fcntl(0, 15, ctypes.byref((ctypes.c_int * 2)(1, pid)))),
+    "which signal": attempt(lambda: libc.fcntl(0, 10, 9)),
+    "with high bits": attempt(lambda: libc.syscall(72, 0, (1 << 32) | 8, pid)),
+    "owner by ioctl": attempt(lambda: libc.ioctl(0, 0x8901, ctypes.byref(ctypes.c_int(pid)))),
+    "owner of a socket by ioctl": attempt(lambda: libc.ioctl(0, 0x8902, ctypes.byref(ctypes.c_int(pid)))),
+    "asynchronous by ioctl": attempt(lambda: libc.ioctl(0, 0x5452, ctypes.byref(ctypes.c_int(1)))),
+    "type at the terminal": attempt(lambda: libc.ioctl(0, 0x5412, b"x")),
+    "terminal of the session": attempt(lambda: libc.ioctl(0, 0x540E, 0)),
+    "local sockets in pairs": attempt(socket.socketpair),
+    "a child of the parent's": attempt(lambda: libc.syscall(56, 0x8000 | 17, 0, 0, 0, 0)),
+    "outlive the parent": attempt(lambda: libc.prctl(1, 0, 0, 0, 0)),
+    "be looked into again": attempt(lambda: libc.prctl(4, 1, 0, 0, 0)),
+    "a session of its own": attempt(os.setsid),
+    "a group of its own": attempt(lambda: os.setpgid(0, 0)),
 }
 answer["allowed"] = attempt(lambda: os.close(os.open("/proc/self/status", os.O_RDONLY)))
 """,
@@ -152,6 +168,45 @@ answer["allowed"] = attempt(lambda: os.close(os.open("/proc/self/status", os.O_R
     finally:
         victim.communicate()
     assert answers.pop("allowed") == ""
+    assert set(answers.values()) == {"ENOSYS"}, answers
+
+
+BARRED = """
+    kill tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd ptrace process_vm_readv
+    process_vm_writev process_madvise process_mrelease kcmp setpriority sched_setaffinity sched_setscheduler
+    sched_setparam sched_setattr ioprio_set migrate_pages move_pages prlimit64 setns unshare mount umount2 pivot_root
+    chroot fsopen fsmount open_tree move_mount mount_setattr name_to_handle_at open_by_handle_at clone3 setsid setpgid
+    setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset personality keyctl add_key
+    request_key io_uring_setup io_uring_enter io_uring_register bpf perf_event_open userfaultfd fanotify_init
+    fanotify_mark inotify_init inotify_init1 seccomp socket socketpair connect bind listen accept accept4 shmget shmat
+    shmctl semget semop semctl msgget msgsnd msgrcv mq_open mq_unlink chown fchown lchown fchownat mknod mknodat
+    setxattr lsetxattr fsetxattr vhangup swapon swapoff reboot acct syslog quotactl init_module finit_module
+    delete_module kexec_load kexec_file_load iopl ioperm modify_ldt settimeofday clock_settime adjtimex clock_adjtime
+    sethostname setdomainname lookup_dcookie vmsplice splice tee landlock_create_ruleset memfd_secret execveat
+    uselib ustat sysfs _sysctl nfsservctl remap_file_pages mlockall munlockall truncate creat
+""".split()
+
+
+@filtered
+def test_no_call_that_could_harm_others_is_allowed_in_general():
+    """prlimit64 is allowed for the process itself, and calls that connect for a rank until it has."""
+    assert not set(BARRED) & set(confinement.ALLOWED)
+    assert not set(BARRED) & set(confinement.USES)
+    assert {"seccomp", "sched_setscheduler"} | set(confinement.CONNECTING) <= {*BARRED, "getpeername"}
+    answers = within(
+        Confinement(None, None, True),
+        """
+library = confinement._seccomp()
+answer = {}
+for name in values["names"]:
+    number = library.seccomp_syscall_resolve_name(name.encode())
+    if number >= 0:  # this processor has it
+        ctypes.set_errno(0)
+        answer[name] = attempt(lambda: libc.syscall(number, -1, -1, -1, -1, -1, -1))
+""",
+        names=BARRED,
+    )
+    assert len(answers) > 90
     assert set(answers.values()) == {"ENOSYS"}, answers
 
 
