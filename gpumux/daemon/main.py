@@ -244,6 +244,8 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     log.info("device: %s", why)
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo has no priorities
     confined = confinement.trial(config.confine)
+    if config.confine != "off":
+        confinement.may_be_looked_into(False)
     device = registry.make(
         name,
         gpu=config.gpu,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -49,12 +50,15 @@ class CodeCache:
 
 
 def own_folder(folder: str, user: int, group: int | None) -> str:
-    """The folder of one user's processes, in that of the daemon, which is root. Made if it is not there."""
+    """The folder of one user's processes, in that of the daemon, which is root. Made if it is not there. Raises OSError
+    if something else is there, that others could write to."""
     path = os.path.join(folder, f"user-{user}")
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        pass
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o022:
+            raise
     else:
         os.chown(path, user, -1 if group is None else group)
     return path

@@ -6,6 +6,7 @@ import array
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgpack
@@ -86,6 +87,22 @@ def test_the_daemon_goes_though_another_process_holds_its_end(ends):
     with pytest.raises(OSError, match="pipe"):
         client.send(b"\x01")
     os.close(held)
+
+
+def test_a_copy_of_the_daemons_end_cannot_have_it_wait(ends):
+    """The job's process has one, and whether a socket waits belongs to both."""
+    client, daemon = ends
+    copy = os.dup(daemon.fileno())
+    os.set_blocking(copy, True)
+    os.close(copy)
+    assert os.get_blocking(daemon.fileno())
+    found: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: found.append(daemon.receive()))
+    reader.start()
+    reader.join(20)
+    client.send(b"\x01late")  # so that the thread ends in any case
+    reader.join()
+    assert found == [None]
 
 
 def test_what_finds_no_room_waits_in_order(ends):

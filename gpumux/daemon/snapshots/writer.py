@@ -23,6 +23,7 @@ import gpumux
 from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
 from gpumux.daemon.state_directory import DISK_FAULTS, WRITABLE, open_private
+from gpumux.device.workers.confinement import may_be_looked_into
 from gpumux.errors import (
     ConfigError,
     DaemonGone,
@@ -352,6 +353,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the daemon says when it is time
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(19)
+    may_be_looked_into(False)
     store = Store(Path(sys.argv[4]), int(sys.argv[3]))
     store.tidy()
     writer = Writer(store)

@@ -208,10 +208,16 @@ def confine(given: Confinement) -> None:
         os.setresgid(group, group, group)
         os.setresuid(given.user, given.user, given.user)
     _drop_capabilities()
-    _prctl(_PR_SET_DUMPABLE, 0)
+    may_be_looked_into(False)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if given.calls:
         _filter(CONNECTING if given.connects else ())
+
+
+def may_be_looked_into(allowed: bool) -> None:
+    """Whether processes of the same user may read and write this one's memory. The daemon's own processes forbid it:
+    where jobs run as the daemon's user, a job's process could else do as the daemon."""
+    _prctl(_PR_SET_DUMPABLE, int(allowed))
 
 
 def end_connecting() -> None:

@@ -144,11 +144,28 @@ def _heap() -> str:
     return f"{own}:{said}" if said else own
 
 
+# What the daemon's environment passes on to processes of jobs: how Python, torch, its libraries and compilers are set,
+# and no secret of the service's.
+PASSED_ON = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TZDIR", "TMPDIR", "TEMP", "TMP",
+    "XDG_CACHE_HOME", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CFLAGS",
+    "CXXFLAGS", "LDFLAGS", "VIRTUAL_ENV", "GPUMUX_CORE",
+)  # fmt: skip
+PASSED_ON_IF_BEGINS = (
+    "LC_", "LD_", "PYTHON", "CONDA_PREFIX", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
+    "BLIS_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_TUNABLES", "MALLOC_", "GLOO_", "NCCL_", "CUDA_", "CUBLAS_",
+    "CUDNN_", "NVIDIA_", "TRITON_", "COVERAGE",
+)  # fmt: skip
+
+
 def _environment() -> dict[str, str]:
-    """The daemon's environment, with its own gpumux first in PYTHONPATH."""
+    """What of the daemon's environment is passed on, with its own gpumux first in PYTHONPATH."""
     source = str(Path(gpumux.__file__).parent.parent)
     inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{inherited}" if inherited else source}
+    passed = {
+        name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_IF_BEGINS)
+    }
+    return {**passed, "PYTHONPATH": f"{source}{os.pathsep}{inherited}" if inherited else source}
 
 
 def _close(fds: Sequence[int]) -> None:

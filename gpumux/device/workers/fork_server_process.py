@@ -3,12 +3,14 @@ the daemon how they ended.
 
 Run as `python -m gpumux.device.workers.fork_server_process FD [OPERATOR...]`; the operators are looked up. It stays
 single-threaded and runs no parallel region: a fork after OpenMP has started its threads hangs in the child. When the
-daemon ends, the socket closes, this process ends, and the kernel kills its children.
+daemon ends, the socket closes, and this process ends with its children and what they have forked. If it is killed, the
+kernel kills its children.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
@@ -18,12 +20,14 @@ import signal
 import socket
 import struct
 import sys
+import termios
 import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -42,7 +46,8 @@ from gpumux.device.workers.channel import (
     Channel,
     unpack,
 )
-from gpumux.device.workers.confinement import Confinement, confine
+from gpumux.device.workers.confinement import Confinement, confine, may_be_looked_into
+from gpumux.device.workers.output import Output
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check, schema
 from gpumux.program.codec import encode
@@ -50,6 +55,7 @@ from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, Vi
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+MOST_READS = 5  # of a pipe, to have read what it held
 _OOM_SCORE = 500  # the kernel takes these processes before the daemon
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,6 +97,14 @@ def settle(parent: int, name: str, keep: Iterable[int]) -> None:
                 os.close(fd)
             except OSError:
                 pass  # the descriptor that listdir itself used
+
+
+def leave_terminal() -> None:
+    """Give up the daemon's terminal, with which children could do as the user at it."""
+    with suppress(OSError):  # there is none
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        os.close(terminal)
 
 
 def open_peak() -> int:
@@ -188,26 +202,45 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
 _CHILDREN = {"executor": executor.main, "checker": check_programs}
 
 
+@dataclass(slots=True)
+class Child:
+    """A process that was forked and has not been reaped. It leads a process group, which what it forks can't leave."""
+
+    token: int
+    pid: int
+    foreign: bool  # it runs as another user
+    output: Output | None  # until it is closed
+    stopped: bool = False  # it was stopped, and killed therefore
+
+
 class ForkServerProcess:
     def __init__(self, control: Channel) -> None:
         self._control = control
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
+        self._children: dict[int, Child] = {}  # by pid
         self._pids: dict[int, int] = {}  # by token
-        self._ends: dict[int, int] = {}  # token by the pipe that ends with the child
-        self._foreign: set[int] = set()  # pids of children that run as another user
-        self._stopped: set[int] = set()  # those of them that were stopped
+        self._outputs: dict[int, Child] = {}  # by the descriptor of its output
+        self._changed, self._changes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # readable when a child has changed
+        self._poller.register(self._changed, select.POLLIN)
 
     def serve(self) -> None:
         """Serve requests. Raises EOFError when the daemon is gone."""
-        signal.signal(signal.SIGCHLD, self._end_stopped)
-        while True:
-            for fd, _ in self._poller.poll():
-                if fd == self._control.fileno():
-                    tag, body, fds = self._control.receive()
-                    self._obey(tag, unpack(body), fds)
-                elif fd in self._ends:
-                    self._reap(fd)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only signals with a handler are written to the pipe
+        signal.set_wakeup_fd(self._changes, warn_on_full_buffer=False)
+        try:
+            while True:
+                for fd, _ in self._poller.poll():
+                    if fd == self._control.fileno():
+                        tag, body, fds = self._control.receive()
+                        self._obey(tag, unpack(body), fds)
+                    elif fd == self._changed:
+                        self._look_after_children()
+                    elif fd in self._outputs:
+                        self._pass_on(self._outputs[fd])
+        finally:
+            for child in self._children.values():
+                kill_group(child.pid)
 
     def _obey(self, tag: int, body: Any, fds: list[int]) -> None:
         if tag == FORK:
@@ -216,7 +249,7 @@ class ForkServerProcess:
         elif tag == KILL:
             pid = self._pids.get(body)
             if pid is not None:  # the child was not reaped, so no other process can have its id
-                os.kill(pid, signal.SIGKILL)
+                kill_group(pid)
         elif tag == RENICE:
             token, nice = body
             if token in self._pids:
@@ -224,48 +257,86 @@ class ForkServerProcess:
 
     def _fork(self, token: int, kind: str, settings: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()
-        alive, held = os.pipe()
+        output, printed = os.pipe()
+        os.set_blocking(output, False)
         try:
             with warnings.catch_warnings():
                 # numpy's BLAS has an idle thread, which handles forks itself; there is no other thread.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
-            os.close(alive)
-            os.close(held)
+            os.close(output)
+            os.close(printed)
             self._control.send(EXITED, [token, None, f"fork: {error.strerror}"])
             _close(fds)
             return
         if pid == 0:
-            _child(parent, kind, settings, fds, held)
-        os.close(held)
+            _child(parent, kind, settings, fds, printed)
+        os.close(printed)
         _close(fds)
-        self._pids[token] = pid
-        if settings["confinement"]["user"] is not None:
-            self._foreign.add(pid)
-        self._ends[alive] = token
-        self._poller.register(alive, select.POLLIN)
+        with suppress(OSError):  # it has ended
+            os.setpgid(pid, pid)  # as the child does: one of both comes before it is killed
+        own = settings["confinement"]["user"]
+        who = f"gpumux-{kind} {pid}" + (f" (user {own})" if own is not None else "")
+        child = Child(token, pid, own is not None, Output(output, who, monotonic()))
+        self._children[pid], self._pids[token], self._outputs[output] = child, pid, child
+        self._poller.register(output, select.POLLIN)
 
-    def _end_stopped(self, *_: object) -> None:
-        """Kill children of other users that a signal has stopped: their user may send one, and a stopped executor would
-        hold its place on the device for ever. (`gpumux jobs pause` is the way to have a job wait.)"""
-        for pid in list(self._foreign):
+    def _look_after_children(self) -> None:
+        """Reap children that have ended, and report them. Kill those of other users that a signal has stopped: their
+        user may send one, and a stopped executor would hold its place on the device for ever. (`gpumux jobs pause` is
+        the way to have a job wait.)"""
+        with suppress(BlockingIOError):
+            os.read(self._changed, 4096)
+        for child in self._children.values():
             with suppress(ChildProcessError):  # it has ended
-                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
-                    self._stopped.add(pid)
-                    os.kill(pid, signal.SIGKILL)
+                if child.foreign and os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    child.stopped = True
+                    kill_group(child.pid)
+        with suppress(ChildProcessError):  # there are none
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                self._reap(ended.si_pid)
 
-    def _reap(self, end: int) -> None:
-        token = self._ends.pop(end)
-        self._poller.unregister(end)
-        os.close(end)
-        pid, status = os.waitpid(self._pids.pop(token), 0)
-        self._foreign.discard(pid)
-        if pid in self._stopped:
-            self._stopped.discard(pid)
-            self._control.send(EXITED, [token, None, "was stopped by a signal from outside, and was ended therefore"])
+    def _reap(self, pid: int) -> None:
+        kill_group(pid)  # what it has forked; the group is its own for as long as it is not reaped
+        _, status = os.waitpid(pid, 0)
+        child = self._children.pop(pid, None)
+        if child is None:
+            return  # not forked by this process, but left to it
+        del self._pids[child.token]
+        for _ in range(MOST_READS):
+            self._pass_on(child)
+        self._close_output(child)
+        if child.stopped:
+            why = "was stopped by a signal from outside, and was ended therefore"
+            self._control.send(EXITED, [child.token, None, why])
         else:
-            self._control.send(EXITED, [token, status, ""])
+            self._control.send(EXITED, [child.token, status, ""])
+
+    def _pass_on(self, child: Child) -> None:
+        """Print some of what a child has written."""
+        if child.output is None:
+            return
+        said = child.output.read(monotonic())
+        if said is None:
+            self._close_output(child)
+        elif said:
+            print(said, end="", file=sys.stderr, flush=True)
+
+    def _close_output(self, child: Child) -> None:
+        output, child.output = child.output, None
+        if output is None:
+            return
+        print(output.end(), end="", file=sys.stderr, flush=True)
+        del self._outputs[output.fd]
+        self._poller.unregister(output.fd)
+        os.close(output.fd)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a child and what it has forked."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _close(fds: list[int]) -> None:
@@ -273,11 +344,16 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], held: int) -> None:
-    """Run a child; never returns. The fork server's finalisers and exit handlers don't run in a child."""
+def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], printed: int) -> None:
+    """Run a child, which prints to `printed`; never returns. The fork server's finalisers and exit handlers don't run
+    in a child."""
     code = 70
     try:
-        settle(parent, f"gpumux-{kind[:8]}", [*fds, held])
+        signal.set_wakeup_fd(-1)
+        may_be_looked_into(True)  # only such a process may write to its files in /proc, if it is not root
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        settle(parent, f"gpumux-{kind[:8]}", fds)
         settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
         os.nice(settings["nice"])
         settings["peak"] = open_peak()  # before it is closed to this process, too
@@ -304,6 +380,8 @@ def _known(target: str) -> bool:
 def main(fd: int, operators: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_process("gpumux-zygote")
+    leave_terminal()
+    may_be_looked_into(False)
     control = Channel(socket.socket(fileno=fd))
     try:
         control.send(READY, {"torch": torch.__version__, "unknown": [op for op in operators if not _known(op)]})

@@ -1,0 +1,243 @@
+"""The process that forks others: what ends with a child, what a child prints, and what it is not given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumux.device.workers import fork_server
+from gpumux.device.workers.output import BURST_BYTES, LINE_BYTES, RATE_BYTES_S, Output
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 60.0
+
+# ---- Children that do what no executor does. A script of its own is the daemon: it forks a child that runs `code`, and
+# says how the child ended.
+
+DAEMON = """
+import os, select, signal, socket, sys, time
+from gpumux.device.workers import channel, fork_server_process
+from gpumux.device.workers.channel import EXITED, FORK, KILL, Channel, pack, unpack
+
+def run(settings, fds):
+    exec(settings["code"], {{"os": os, "time": time, "signal": signal, "sys": sys, "socket": socket}})
+
+fork_server_process._CHILDREN = {{"executor": run}}
+ours, theirs = channel.pair()
+if os.fork() == 0:
+    ours.close()
+    try:
+        fork_server_process.ForkServerProcess(Channel(theirs)).serve()
+    except EOFError:
+        pass
+    os._exit(0)
+theirs.close()
+daemon = Channel(ours)
+confinement = {{"user": None, "group": None, "calls": False}}
+daemon.send(FORK, [1, "executor", {{"code": {code!r}, "nice": 0, "confinement": confinement}}])
+{then}
+"""
+REPORT = """
+while True:
+    tag, body, _ = daemon.receive()
+    if tag == EXITED:
+        print("ENDED", unpack(body), flush=True)
+        break
+"""
+
+
+def script(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, capture_output=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+
+
+def fork(code: str, then: str = REPORT) -> subprocess.CompletedProcess[str]:
+    run = script(DAEMON.format(code=code, then=then))
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def pid_in(folder: Path, name: str) -> int:
+    return int((folder / name).read_text())
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, within the test's time. What ends it has been sent."""
+    limit = time.monotonic() + LIMIT_S
+    while time.monotonic() < limit:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+FORKS = """
+child = os.fork()
+if child == 0:
+    for fd in range(64):
+        try: os.close(fd)
+        except OSError: pass
+    while True: time.sleep(60)
+open({path!r}, "w").write(str(child))
+{then}
+"""
+
+
+def test_what_a_child_has_forked_ends_with_it(tmp_path: Path):
+    run = fork(FORKS.format(path=str(tmp_path / "pid"), then=""))
+    assert "ENDED [1, 0, '']" in run.stdout
+    assert gone(pid_in(tmp_path, "pid"))
+
+
+def test_what_a_child_has_forked_is_killed_with_it(tmp_path: Path):
+    path = str(tmp_path / "pid")
+    then = f"while not os.path.exists({path!r}) or not open({path!r}).read(): time.sleep(0.01)\ndaemon.send(KILL, 1)\n"
+    run = fork(FORKS.format(path=path, then="while True: time.sleep(60)"), then + REPORT)
+    assert f"ENDED [1, {int(signal.SIGKILL)}, '']" in run.stdout
+    assert gone(pid_in(tmp_path, "pid"))
+
+
+def test_children_and_what_they_forked_end_with_the_daemon(tmp_path: Path):
+    path = str(tmp_path / "pid")
+    then = f"while not os.path.exists({path!r}) or not open({path!r}).read(): time.sleep(0.01)\n"
+    fork(FORKS.format(path=path, then="while True: time.sleep(60)"), then)
+    assert gone(pid_in(tmp_path, "pid"))
+
+
+def test_a_child_that_closes_its_descriptors_is_still_obeyed_and_reaped(tmp_path: Path):
+    """It was waited for once one of them had ended, and others were not served any more."""
+    path = str(tmp_path / "closed")
+    closes = f"os.closerange(0, 64)\nopen({path!r}, 'w').close()\nwhile True: time.sleep(60)"
+    then = f"while not os.path.exists({path!r}): time.sleep(0.01)\ndaemon.send(KILL, 1)\n"
+    run = fork(closes, then + REPORT)
+    assert f"ENDED [1, {int(signal.SIGKILL)}, '']" in run.stdout
+
+
+def test_what_a_child_prints_is_marked_and_cannot_pretend_to_be_a_line_of_the_daemons():
+    code = "print('told')\nos.write(2, b'2026-01-01 gpumux: all is well\\n\\x1b[2Junfinished')"
+    said = fork(code).stderr.splitlines()
+    marked = [line for line in said if line.startswith("gpumux-executor ")]
+    assert [line.partition(": ")[2] for line in marked] == ["told", "2026-01-01 gpumux: all is well", "?[2Junfinished"]
+    assert not any(line.startswith("2026") for line in said)
+
+
+def test_a_traceback_of_a_child_is_seen():
+    run = fork("raise RuntimeError('of a child')")
+    assert "ENDED [1, 17920, '']" in run.stdout  # status 70
+    assert "RuntimeError: of a child" in run.stderr
+
+
+def test_a_child_that_prints_without_end_fills_no_log():
+    run = fork("for _ in range(20_000): os.write(1, b'x' * 999 + b'\\n')")
+    assert len(run.stderr) < 2 * BURST_BYTES
+    assert "bytes of output were left out" in run.stderr
+
+
+def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log():
+    code = "print([os.readlink(f'/proc/self/fd/{fd}').partition(':')[0] for fd in (0, 1, 2)])"
+    assert "['/dev/null', 'pipe', 'pipe']" in fork(code).stderr
+
+
+def test_children_have_no_terminal():
+    """A session's terminal can be opened by its name, by any user: /dev/tty."""
+    code = """
+import pty
+from gpumux.device.workers.fork_server_process import leave_terminal
+def terminal():
+    try:
+        return bool(os.open("/dev/tty", os.O_RDWR))
+    except OSError as error:
+        return error.strerror
+import os
+end, start = os.pipe()
+pid, fd = pty.fork()
+if pid == 0:
+    if os.fork() == 0:  # as the fork server does not lead the session
+        before = terminal()
+        leave_terminal()
+        os.write(start, f"{before}, {terminal()}".encode())
+        os._exit(0)
+    os.wait()
+    os._exit(0)
+print(os.read(end, 100).decode())
+"""
+    run = script(code)
+    assert run.stdout == "True, No such device or address\n", run.stderr
+
+
+# ---- Output, by itself.
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[Output, Callable[[bytes], None]]]:
+    end, start = os.pipe()
+    os.set_blocking(end, False)
+    yield Output(end, "job", 0.0), lambda data: os.write(start, data) and None
+    os.close(end)
+    os.close(start)
+
+
+def test_lines_are_passed_on_whole(pipe: tuple[Output, Callable[[bytes], None]]):
+    output, write = pipe
+    assert output.read(0.0) == ""
+    write(b"one\ntwo")
+    assert output.read(0.0) == "job: one\n"
+    write(b" three\n")
+    assert output.read(0.0) == "job: two three\n"
+    write(b"\xff\x07rest")
+    assert output.read(0.0) == ""
+    assert output.end() == "job: \ufffd?rest\n"
+    assert output.end() == ""
+
+
+def test_a_line_without_end_is_broken(pipe: tuple[Output, Callable[[bytes], None]]):
+    output, write = pipe
+    write(b"x" * (LINE_BYTES + 1))
+    assert output.read(0.0) == f"job: {'x' * (LINE_BYTES + 1)}\n"
+
+
+def test_output_is_bounded_by_time_and_what_is_missing_is_said(pipe: tuple[Output, Callable[[bytes], None]]):
+    output, write = pipe
+    line = b"x" * 1023 + b"\n"
+    passed = ""
+    for _ in range(64):
+        write(line)
+        passed += output.read(0.0) or ""
+    assert passed.count("\n") == BURST_BYTES // 1024
+    write(line)
+    assert output.read(2 * 1024 / RATE_BYTES_S).splitlines()[0] == f"job: {32 * 1024} bytes of output were left out"
+    assert output.read(0.0) == ""
+
+
+# ---- What is passed on of the environment.
+
+
+def test_secrets_of_the_service_stay_with_the_daemon(monkeypatch: pytest.MonkeyPatch):
+    for name in (
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "GPUMUX_CURVE_KEY",
+        "NOTIFY_SOCKET",
+        "PGPASSWORD",
+        "SSH_AUTH_SOCK",
+    ):
+        monkeypatch.setenv(name, "secret")
+    for name in ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "CXX"):
+        monkeypatch.setenv(name, "kept")
+    found = fork_server._environment()
+    assert "secret" not in found.values()
+    assert list(found.values()).count("kept") == 5
+    assert found["PYTHONPATH"].startswith(str(ROOT))
