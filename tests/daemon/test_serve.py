@@ -222,3 +222,13 @@ def test_remedies_name_settings_that_exist():
     named |= set(re.findall(r'_limited\(.*"(max_\w+)"\)', text))
     assert "max_jobs_per_user" in named
     assert named <= {field.name for field in fields(Config)}
+
+
+@pytest.mark.parametrize(("confine", "calls"), [("auto", [False]), ("off", [])])
+def test_a_daemon_cannot_be_looked_into_by_its_jobs(confine: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch):
+    """Where its jobs run as its own user, they could do as the daemon."""
+    found: list[bool] = []
+    monkeypatch.setattr(serve.confinement, "may_be_looked_into", found.append)
+    with ExitStack() as stack:
+        serve.open_device(Config(device="sim", confine=confine), stack)
+    assert found == calls

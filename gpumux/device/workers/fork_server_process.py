@@ -115,11 +115,11 @@ def open_peak() -> int:
         return -1
 
 
-def enclose(parent: int, given: Confinement) -> None:
+def enclose(parent: int, kind: str, given: Confinement) -> None:
     """Confine this process, with a folder of its user's own for compiled code, if it changes the user: a compiler's
     products are loaded as code. Raises OSError."""
     folder = os.environ.get(codecache.VARIABLE)
-    if given.user is not None and folder:
+    if given.user is not None and folder and kind == "executor":  # others compile nothing
         os.environ[codecache.VARIABLE] = codecache.own_folder(folder, given.user, given.group)
     confine(given)
     die_with(parent)  # that was lost with the user
@@ -357,7 +357,7 @@ def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], pri
         settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
         os.nice(settings["nice"])
         settings["peak"] = open_peak()  # before it is closed to this process, too
-        enclose(parent, Confinement(**settings.pop("confinement")))
+        enclose(parent, kind, Confinement(**settings.pop("confinement")))
         _CHILDREN[kind](settings, fds)
         code = 0
     except EOFError:

@@ -151,6 +151,31 @@ def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log():
     assert "['/dev/null', 'pipe', 'pipe']" in fork(code).stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: run as root")
+@pytest.mark.parametrize("forbidden", [True, False])
+def test_processes_of_the_same_user_cannot_look_into_the_fork_server(forbidden: bool):
+    """The kernel says so by the owner of its files in /proc."""
+    code = f"""
+import os
+from gpumux.device.workers import channel, fork_server_process
+ours, theirs = channel.pair()
+pid = os.fork()
+if pid == 0:
+    ours.close()
+    os.setresuid(63021, 63021, 63021)
+    fork_server_process.may_be_looked_into(True)  # as after an exec
+    if not {forbidden}:
+        fork_server_process.may_be_looked_into = lambda allowed: None
+    fork_server_process.warm_checker = lambda: None
+    fork_server_process.main(theirs.detach(), [])
+    os._exit(0)
+theirs.close()
+tag, body, _ = channel.Channel(ours).receive()
+print(os.stat(f"/proc/{{pid}}/environ").st_uid)
+"""
+    assert script(code).stdout == ("0\n" if forbidden else "63021\n")
+
+
 def test_children_have_no_terminal():
     """A session's terminal can be opened by its name, by any user: /dev/tty."""
     code = """
