@@ -68,13 +68,13 @@ class Client:
                 yield from self._train(at)
                 yield from self._close()
             except Lost:
+                if self.session:
+                    self.world.leave(self)
                 if self.finished:
                     return
                 self.lives += 1
                 self._open.clear()
                 self._saving = False
-                if self.session:
-                    self.world.leave(self)
                 yield self.random.uniform(0.05, 1.0)
 
     def _connect(self) -> Life:
@@ -115,7 +115,9 @@ class Client:
                 raise Broken(f"{self.name}: snapshot {read.snapshot} says {at} steps and holds another state")
             if data[aligned(STATE) + 8 :][: len(GENERATOR)] != GENERATOR:
                 raise Broken(f"{self.name}: a snapshot without its generator")
-            if at < self.kept and not read.bad:
+            if read.bad:
+                raise Broken(f"{self.name}: snapshots {read.bad} can't be read, which no fault here causes")
+            if at < self.kept:
                 raise Broken(f"{self.name}: {self.kept} steps were saved, the newest snapshot holds {at}")
         yield from self._push(state)
         replays = len([number for number in self.answered if number >= at])

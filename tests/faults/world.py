@@ -51,6 +51,7 @@ class World:
         self._slow = False
         self._finishing = False
         self._turns = 0
+        self._bugs: list[Any] = []  # what daemons have counted as such
         self.daemon: Daemon | None = None
         self._start()
 
@@ -69,12 +70,14 @@ class World:
                 if self.now > 100.0 + LONGEST_S:
                     raise Broken(f"stuck: {', '.join(unfinished(self.clients))}")
             self._quiet()
-            return self._digest.hexdigest()
         finally:
             if self.daemon is not None:
                 self._end(self.daemon)
             os.close(self.disk.at)
             shutil.rmtree(self.disk.root)
+        if self._bugs:
+            raise Broken(f"daemons found inconsistencies of their own: {self._bugs}")
+        return self._digest.hexdigest()
 
     def _advance(self) -> None:
         self.now, _, call = heapq.heappop(self._heap)
@@ -133,6 +136,9 @@ class World:
                 self.daemon.device.finish(self.now)
 
     def _end(self, daemon: Daemon) -> None:
+        """End a daemon, which was consistent until now."""
+        found = [m for m in daemon.metrics.registry.collect() if m.name == "gpumux_inconsistencies"]
+        self._bugs += [s for metric in found for s in metric.samples if s.name.endswith("_total") and s.value]
         daemon.close()
         self.writer.close()
         self.daemon = None
@@ -330,7 +336,3 @@ class World:
         rest = {name: what for name, what in left.items() if what}
         if rest:
             raise Broken(f"left at the end: {rest}")
-        found = [m for m in self.daemon.metrics.registry.collect() if m.name == "gpumux_inconsistencies"]
-        samples = [s for metric in found for s in metric.samples if s.name.endswith("_total") and s.value]
-        if samples:
-            raise Broken(f"the daemon found inconsistencies of its own: {samples}")
