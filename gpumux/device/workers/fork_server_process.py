@@ -277,8 +277,8 @@ class ForkServerProcess:
         with suppress(OSError):  # it has ended
             os.setpgid(pid, pid)  # as the child does: one of both comes before it is killed
         own = settings["confinement"]["user"]
-        who = f"gpumux-{kind} {pid}" + (f" (user {own})" if own is not None else "")
-        child = Child(token, pid, own is not None, Output(output, who, monotonic()))
+        name = f"gpumux-{kind} {pid}" + (f" (user {own})" if own is not None else "")
+        child = Child(token, pid, own is not None, Output(output, name, monotonic()))
         self._children[pid], self._pids[token], self._outputs[output] = child, pid, child
         self._poller.register(output, select.POLLIN)
 
@@ -320,17 +320,24 @@ class ForkServerProcess:
         said = child.output.read(monotonic())
         if said is None:
             self._close_output(child)
-        elif said:
-            print(said, end="", file=sys.stderr, flush=True)
+        else:
+            say(said)
 
     def _close_output(self, child: Child) -> None:
         output, child.output = child.output, None
         if output is None:
             return
-        print(output.end(), end="", file=sys.stderr, flush=True)
+        say(output.end())
         del self._outputs[output.fd]
         self._poller.unregister(output.fd)
         os.close(output.fd)
+
+
+def say(text: str) -> None:
+    """Print to the daemon's standard error. That it is closed or full ends no job."""
+    if text:
+        with suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
 
 
 def kill_group(pid: int) -> None:

@@ -33,6 +33,7 @@ fork_server_process._CHILDREN = {{"executor": run}}
 ours, theirs = channel.pair()
 if os.fork() == 0:
     ours.close()
+    {first}
     try:
         fork_server_process.ForkServerProcess(Channel(theirs)).serve()
     except EOFError:
@@ -60,8 +61,8 @@ def script(code: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def fork(code: str, then: str = REPORT) -> subprocess.CompletedProcess[str]:
-    run = script(DAEMON.format(code=code, then=then))
+def fork(code: str, then: str = REPORT, first: str = "") -> subprocess.CompletedProcess[str]:
+    run = script(DAEMON.format(code=code, then=then, first=first))
     assert run.returncode == 0, run.stderr
     return run
 
@@ -138,6 +139,11 @@ def test_a_traceback_of_a_child_is_seen():
     run = fork("raise RuntimeError('of a child')")
     assert "ENDED [1, 17920, '']" in run.stdout  # status 70
     assert "RuntimeError: of a child" in run.stderr
+
+
+def test_a_closed_log_ends_no_child():
+    run = fork("os.write(1, b'told\\n')\nos._exit(3)", first="end, start = os.pipe(); os.close(end); os.dup2(start, 2)")
+    assert "ENDED [1, 768, '']" in run.stdout  # status 3
 
 
 def test_a_child_that_prints_without_end_fills_no_log():
