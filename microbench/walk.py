@@ -44,7 +44,7 @@ def start(*_):
     sys.setprofile(count)
 def stop(*_):
     sys.setprofile(None)
-    path = os.path.join(os.environ["WALK_DIRECTORY"], str(os.getpid()))
+    path = os.path.join(DIRECTORY, str(os.getpid()))
     with open(path + ".part", "w") as file:
         json.dump(calls, file)
     os.rename(path + ".part", path)
@@ -62,10 +62,10 @@ def crossed(policy: str = "guarded", steps: int = STEPS) -> dict[str, list[str]]
     """The files each process crosses with every step, by "client", "daemon" and "executor"."""
     with tempfile.TemporaryDirectory(prefix="gm-walk-") as name:
         directory = Path(name)
-        (directory / "sitecustomize.py").write_text(HOOK)
+        (directory / "sitecustomize.py").write_text(f"DIRECTORY = {name!r}\n{HOOK}")
         path = os.pathsep.join(filter(None, [name, str(Path(PACKAGE).parent), os.environ.get("PYTHONPATH")]))
         # Compiled modules call no profiler.
-        settings = {"PYTHONPATH": path, "WALK_DIRECTORY": name, "GPUMUX_CORE": "interpreted"}
+        settings = {"PYTHONPATH": path, "GPUMUX_CORE": "interpreted"}
         with (
             running_daemon(policy=policy, settings=settings) as daemon,
             client.submit(
