@@ -195,12 +195,7 @@ class Blows:
             self.error = error
 
     def _next(self) -> None:
-        self.daemon.wait_until_ready()
-        if self.draw.random() >= QUICK:
-            until = self.turns() + self.draw.randint(1, self.most)
-            while self.turns() < until and not self._stopped:
-                time.sleep(0.005)
-        time.sleep(self.draw.uniform(0.0, QUICK_S))
+        self._wait()
         kind = self.draw.random()
         if kind < self.others / 2:
             self.done["executors"] += self.daemon.kill_executor(self.draw)
@@ -210,6 +205,14 @@ class Blows:
         else:
             self.daemon.kill()
             self.done["kills"] += 1
+
+    def _wait(self) -> None:
+        self.daemon.wait_until_ready()
+        if self.draw.random() >= QUICK:
+            until = self.turns() + self.draw.randint(1, self.most)
+            while self.turns() < until and not self._stopped:
+                time.sleep(0.005)
+        time.sleep(self.draw.uniform(0.0, QUICK_S))
 
 
 class Returns(logging.Handler):
@@ -330,9 +333,9 @@ def undisturbed(trial: Trial, turns: int, endpoint: str | Sequence[str]) -> list
 
 def measure(
     kills: int, seed: int, *, most: int, others: float, pace_s: float, directory: Path, say: Callable[[str], None],
-    ranks: int = 1,
+    ranks: int = 1, strikes: Callable[..., Blows] = Blows,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything there is to report. Raises what goes wrong."""
+    """Everything there is to report. `strikes`: what is done to the daemon. Raises what goes wrong."""
     # A step without a batch can't be split over ranks.
     makes = TRIALS if ranks == 1 else tuple(make for make in TRIALS if make is not accumulate_adamw)
     draw = random.Random(seed)
@@ -351,7 +354,7 @@ def measure(
             run = submit(make(seed), daemon.endpoint)
             stack.callback(run.job.close)
             runs.append(run)
-        blows = Blows(daemon, kills, most, others, draw, lambda: min(run.turns for run in runs))
+        blows = strikes(daemon, kills, most, others, draw, lambda: min(run.turns for run in runs))
         over = threading.Event()
         # Each job has a loop on a thread of its own, as if it were a program: they come back at the same time.
         loops = [threading.Thread(target=run.loop, args=(over, pace_s), name=run.trial.name) for run in runs]

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from gpumux.access import BUILT_IN, Access, Rule
@@ -24,7 +25,7 @@ from gpumux.scheduler.events import Event
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import Fault, JobId, ProgramId
 from gpumux.wire.messages import Message, Refusal
-from gpumux.wire.router import Router
+from gpumux.wire.router import Meter, Router
 
 log = logging.getLogger("gpumux.daemon")
 
@@ -102,7 +103,7 @@ class Permissions:
         return {**body, "jobs": jobs}
 
 
-# ---- Queues for checks of Programs and for questions.
+# ---- Queues for checks of Programs, for questions and for jobs to open.
 
 
 class CheckQueue:
@@ -150,19 +151,23 @@ class CheckQueue:
 
 
 MAX_WAITING = 16  # unanswered questions of one session
+QUESTIONS_SHARE = 0.2  # of the loop's time, at most
 
 Answer = Callable[[], None]
 
 
 class QuestionQueue:
-    """A queue of questions of clients; the loop answers one in each turn.
+    """A queue of questions of clients; the loop answers at most one in each turn, when it is `due`.
 
     An answer to GetStatus or ExplainJob reads all jobs, or the whole history, which takes longer than any other
-    message. If the loop answered them as they come, a hundred of them in one turn would delay every job's steps.
+    message: milliseconds with a hundred jobs. If the loop answered them as they come, a hundred of them in one turn
+    would delay every job's steps, and if it answered one in every turn, a client that never stops asking would delay
+    each step by one. So answers take a fixed part of the time.
     """
 
     def __init__(self) -> None:
         self.waiting: RoundRobin[Answer] = RoundRobin()
+        self.due = -inf  # when the next question may be answered
 
     def add(self, session: SessionRecord, answer: Answer) -> None:
         """Queue a question. Raises AdmissionRefused if the session has MAX_WAITING in the queue."""
@@ -171,11 +176,56 @@ class QuestionQueue:
             raise AdmissionRefused(f"{count} questions of this session wait for an answer", "wait for answers")
         self.waiting.add(session.peer.uid, session.id, answer)
 
-    def answer_next(self) -> None:
+    def answer_next(self, clock: Callable[[], float]) -> None:
         """Answer the next question."""
         found = self.waiting.next()
         if found is not None:
+            began = clock()
             found[1]()
+            ended = clock()
+            self.due = ended + (ended - began) * (1 / QUESTIONS_SHARE - 1)
+
+
+OPENED_PER_S = 10.0  # jobs of one user in the long run; at once, as many as a user may have open
+
+
+class OpeningQueue:
+    """Lets each user open so many jobs in a while; those that are too early wait.
+
+    Each opening costs a process, which takes tens of milliseconds. Without this, a client that opens and closes one job
+    after another takes a core, and all other forks wait for its own.
+    """
+
+    def __init__(self, at_once: Callable[[], int]) -> None:
+        self._at_once = at_once
+        self.waiting: RoundRobin[Answer] = RoundRobin()
+        self.due = inf
+        self._meters: dict[int, Meter] = {}  # by uid
+
+    def add(self, session: SessionRecord, opening: Answer) -> None:
+        """Queue an opening. Raises AdmissionRefused if the session has MAX_WAITING in the queue."""
+        count = self.waiting.count(session.peer.uid, session.id)
+        if count >= MAX_WAITING:
+            raise AdmissionRefused(
+                f"{count} jobs of this session wait to be opened: {OPENED_PER_S:g} a second are, in the long run",
+                "wait for JobOpened, and keep jobs open instead of opening new ones",
+            )
+        self.waiting.add(session.peer.uid, session.id, opening)
+        self.due = -inf
+
+    def open_next(self, now: float) -> None:
+        """Open what may be opened by now."""
+        while (found := self.waiting.next(lambda uid: self._meter(uid, now).spend(1, now))) is not None:
+            found[1]()
+        self.due = now + 0.5 / OPENED_PER_S if self.waiting.items else inf  # often enough for any user's next
+        for uid in [uid for uid, meter in self._meters.items() if meter.is_full(now)]:
+            del self._meters[uid]
+
+    def _meter(self, uid: int, now: float) -> Meter:
+        meter = self._meters.get(uid)
+        if meter is None:
+            meter = self._meters[uid] = Meter(OPENED_PER_S, max(1, self._at_once()), now)
+        return meter
 
 
 # ---- The context.
@@ -207,6 +257,7 @@ class DaemonContext:
         self.records = Records()
         self.permissions = Permissions(self.records, lambda: Access(self.config.rules))
         self.questions = QuestionQueue()
+        self.openings = OpeningQueue(lambda: self.config.max_jobs_per_user)
         self.checks = CheckQueue(device, device_checks)
         self.unexpected = 0  # messages that were well formed, but invalid, and have no answer
         self.events: deque[Event] = deque()

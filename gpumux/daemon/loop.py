@@ -157,6 +157,7 @@ class Loop:
             catch_up=self._catch_up,
         )
         self._questions = self.context.questions.waiting
+        self._openings = self.context.openings
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.scheduler.handle  # or the recording's, which calls it
         self._bugs = Inconsistencies(
@@ -257,8 +258,11 @@ class Loop:
             except Exception as error:  # noqa: BLE001 - a bug, which ends what it is about
                 self._work_failed(self._snapshot_requests.heard, error)
             self._settle(now)
-        if self._questions.items:
-            self.context.questions.answer_next()
+        if self._questions.items and now >= self.context.questions.due:
+            self.context.questions.answer_next(self._clock)
+            self._settle(now)
+        if self._openings.due <= now:
+            self._openings.open_next(now)
             self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._run_timers(now)
@@ -313,8 +317,9 @@ class Loop:
             inf if wake_at is None else wake_at,
         )  # fmt: skip
         due = self._device.due()
-        until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = bool(self._questions.items) or (self._sockets.touched and self._sockets.unread())
+        question = self.context.questions.due if self._questions.items else inf
+        until = min(alarm, due, question, self._openings.due, self._router_due, self._next_gc, now + MAX_WAIT_S)
+        unread = self._sockets.touched and self._sockets.unread()
         ready, channels = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
@@ -418,6 +423,8 @@ class Loop:
             session = self.context.records.sessions.get(arrival.session)
             if session is not None:
                 self._requests.handle(session, arrival.message, arrival.frames)
+                if self._openings.due <= now:
+                    self._openings.open_next(now)
         elif type(arrival) is wire.Opened:
             self._opened(arrival, now)
         elif type(arrival) is wire.Closed:
@@ -441,6 +448,7 @@ class Loop:
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
         self._questions.forget(record.peer.uid, record.id)
+        self._openings.waiting.forget(record.peer.uid, record.id)
         self._offload.forget(record.peer.uid, record.id)
         self._snapshot_requests.left(record)
         self.context.feed(ev.SessionClosed(arrival.session, arrival.reason))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 FIELDS = (
@@ -25,21 +26,22 @@ _NUMBER = struct.Struct("=q")
 
 
 class SharedCounters:
-    """`create` makes the file; `open` maps it."""
+    """`create` makes the file; `open` maps it. `fields`: what is counted in each slot."""
 
-    def __init__(self, path: Path, slots: int) -> None:
+    def __init__(self, path: Path, slots: int, fields: Sequence[str] = FIELDS) -> None:
         self.path = path
         self.slots = slots
+        self.fields = tuple(fields)
         self._file = os.open(path, os.O_RDWR)
         self._map = mmap.mmap(self._file, 0)
 
     @classmethod
-    def create(cls, path: Path, slots: int) -> SharedCounters:
-        path.write_bytes(bytes(slots * len(FIELDS) * _NUMBER.size))
-        return cls(path, slots)
+    def create(cls, path: Path, slots: int, fields: Sequence[str] = FIELDS) -> SharedCounters:
+        path.write_bytes(bytes(slots * len(fields) * _NUMBER.size))
+        return cls(path, slots, fields)
 
     def _at(self, slot: int, field: str) -> int:
-        return (slot * len(FIELDS) + FIELDS.index(field)) * _NUMBER.size
+        return (slot * len(self.fields) + self.fields.index(field)) * _NUMBER.size
 
     def get(self, slot: int, field: str) -> int:
         return int(_NUMBER.unpack_from(self._map, self._at(slot, field))[0])

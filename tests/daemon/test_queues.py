@@ -38,6 +38,7 @@ ROOT = Path(gpumux.__file__).parent
 BOUNDS: dict[str, tuple[str, float]] = {
     "daemon/context.py CheckQueue._waiting": ("Programs of a user that are not loaded", requests.MAX_UNLOADED),
     "daemon/context.py QuestionQueue.waiting": ("questions of a session", context.MAX_WAITING),
+    "daemon/context.py OpeningQueue.waiting": ("jobs of a session that wait to be opened", context.MAX_WAITING),
     "daemon/context.py DaemonContext.events": ("handled before the next message", 1),
     "daemon/records.py JobRecord.waiting": ("Programs of a job", Config().max_programs_per_job),
     "daemon/records.py JobRecord.profiles": ("profiles of a job", requests.MAX_PROFILES),
@@ -205,6 +206,7 @@ def test_a_flood_is_forgotten_with_its_session(daemon: Daemon):
         daemon.turn()
     requests_of = daemon.loop._snapshot_requests
     assert not daemon.loop.context.questions.waiting.items
+    assert not daemon.loop.context.openings.waiting.items
     assert not daemon.loop.context.checks._waiting.items
     assert not daemon.loop._offload._waiting.items
     assert not requests_of._finds

@@ -1,10 +1,14 @@
-"""Questions are answered one a turn, so that many of them delay no steps."""
+"""Questions are answered one a turn and in a part of the time, jobs opened so many a second: they delay no steps."""
 
 from __future__ import annotations
 
+import math
+from contextlib import ExitStack
+
 import pytest
 
-from gpumux.daemon.context import MAX_WAITING
+from gpumux.config import Config
+from gpumux.daemon.context import MAX_WAITING, OPENED_PER_S, QUESTIONS_SHARE
 from gpumux.errors import AdmissionRefused
 from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
@@ -70,6 +74,91 @@ def test_a_question_whose_job_is_gone_when_its_turn_comes_is_refused(daemon):
         daemon.router.arrivals.append(Incoming("t", daemon.router.open["t"], message, []))
     daemon.turn()
     assert {(ref, kind) for to, ref, kind in answered(daemon) if to == "t"} >= {(31, "Refusal"), (32, "Refusal")}
+
+
+def test_questions_take_a_fixed_part_of_the_time(daemon):
+    """An answer takes two milliseconds here, so the next one comes eight later."""
+
+    def slow():
+        daemon.now += 0.002
+
+    session = daemon.loop.context.records.sessions["s"]
+    questions = daemon.loop.context.questions
+    for _ in range(3):
+        questions.add(session, slow)
+    daemon.loop.turn()
+    assert len(questions.waiting.items[session.peer.uid]["s"]) == 2
+    assert questions.due == pytest.approx(daemon.now + 0.002 * (1 / QUESTIONS_SHARE - 1))
+    daemon.loop.turn()
+    daemon.now = questions.due - 1e-6
+    daemon.loop.turn()
+    assert len(questions.waiting.items[session.peer.uid]["s"]) == 2
+    daemon.now = questions.due
+    daemon.loop.turn()
+    assert len(questions.waiting.items[session.peer.uid]["s"]) == 1
+
+
+@pytest.fixture
+def made():
+    """Makes daemons."""
+    with ExitStack() as stack:
+
+        def make(config):
+            daemon = Daemon(config)
+            stack.callback(daemon.close)
+            return daemon
+
+        yield make
+
+
+def opened(daemon):
+    found = [(to, message.job) for to, message, _ in daemon.router.sent if isinstance(message, msg.JobOpened)]
+    daemon.router.sent.clear()
+    daemon.router.read = 0
+    return found
+
+
+def ask_to_open(daemon, session, *numbers):
+    for n in numbers:
+        message = msg.OpenJob(n, f"{n:032x}", "x", 0, 1.0, 1.1, None, 2, 0)
+        daemon.router.arrivals.append(Incoming(session, daemon.router.open[session], message, []))
+
+
+def test_a_user_that_opens_one_job_after_another_waits_and_keeps_no_other_waiting(made):
+    daemon = made(Config(max_jobs_per_user=3))
+    daemon.connect("s", uid=1000)
+    daemon.connect("t", uid=1001)
+    for n in range(1, 4):
+        ask_to_open(daemon, "s", n)
+        daemon.turn()
+        daemon.say("s", msg.CloseJob(100 + n, f"{n:032x}", False))
+    opened(daemon)
+    ask_to_open(daemon, "s", 4, 5)
+    ask_to_open(daemon, "t", 6)
+    daemon.turn()
+    assert [to for to, _ in opened(daemon)] == ["t"], "three were opened at once; the next have to wait"
+    daemon.now += 1.001 / OPENED_PER_S
+    daemon.turn()
+    assert [job for _, job in opened(daemon)] == [f"{4:032x}"]
+    daemon.now += 1.001 / OPENED_PER_S
+    daemon.turn()
+    assert [job for _, job in opened(daemon)] == [f"{5:032x}"]
+    assert daemon.loop.context.openings.due == math.inf
+
+
+def test_jobs_that_wait_to_be_opened_are_bounded_and_go_with_their_session(made):
+    daemon = made(Config(max_jobs_per_user=1))
+    daemon.connect("s", uid=1000)
+    ask_to_open(daemon, "s", *range(1, MAX_WAITING + 5))
+    daemon.turn()
+    refused = [message for _, message, _ in daemon.router.sent if isinstance(message, msg.Refusal)]
+    assert [message.code for message in refused] == ["admission_refused"] * 3
+    assert "wait for JobOpened" in refused[0].remedy
+    daemon.disconnect("s")
+    assert not daemon.loop.context.openings.waiting.items
+    daemon.now += 100.0
+    daemon.turn()
+    assert daemon.loop.context.openings.due == math.inf
 
 
 def test_a_session_that_leaves_is_answered_no_more(daemon):

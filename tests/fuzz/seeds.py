@@ -7,7 +7,6 @@ from gpumux.program import codec as programs
 from gpumux.wire import messages as m
 from gpumux.wire import messages as r
 from gpumux.wire.codec import encode
-from tests.fuzz.decoders import read, write
 from tests.program import samples
 
 JOB = "0123456789abcdef" * 2
@@ -73,5 +72,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 if __name__ == "__main__":
+    from tests.fuzz.decoders import read, write  # atheris
+
     for target, inputs in seeds().items():
         write(target, read(target) + inputs)

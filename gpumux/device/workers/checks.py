@@ -182,8 +182,6 @@ class Checks:
         except MalformedMessage as error:
             return self._distrust(checker, error)
         checker.check = None
-        if tag == REFUSED:
-            _dismiss(checker)  # it ends
         self._checkers[token] = self._checkers.pop(token)  # the last to wait
         for waiting in [c for c in self._checkers.values() if c.channel and c.check is None][: -self._at_once]:
             _dismiss(waiting)

@@ -47,6 +47,7 @@ from gpumux.device.workers.channel import (
     unpack,
 )
 from gpumux.device.workers.confinement import Confinement, confine, may_be_looked_into
+from gpumux.device.workers.niceness import MOST_NICE, may_be_less_nice, own_niceness
 from gpumux.device.workers.output import Output
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check, schema
@@ -150,20 +151,20 @@ def warm_checker() -> None:
 
 
 def check_programs(settings: dict[str, Any], fds: list[int]) -> None:
-    """Check Programs one after another, in a new fork, until one is refused or none has come for `idle_s`. `fds`: the
-    channel's descriptor. Raises EOFError when the daemon has closed the channel."""
+    """Check Programs one after another, in a new fork, until one can't be checked or none has come for `idle_s`. `fds`:
+    the channel's descriptor. Raises EOFError when the daemon has closed the channel."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sock = socket.socket(fileno=fds[0])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
     channel = Channel(sock)
-    passed = True
-    while passed:
+    checked = True
+    while checked:
         try:
             _, _, (program,) = channel.receive()
         except BlockingIOError:
             return
         limit_check(settings["cpu_s"], settings["wall_s"])
-        passed = check_program(channel, settings, program)
+        checked = check_program(channel, settings, program)
         signal.alarm(0)
 
 
@@ -176,7 +177,8 @@ def limit_check(cpu_s: int, wall_s: int) -> None:
 
 
 def check_program(channel: Channel, settings: dict[str, Any], program: int) -> bool:
-    """Check the encoded Program in the descriptor `program`, which this closes. Returns whether it passed."""
+    """Check the encoded Program in the descriptor `program`, which this closes. Returns whether the check came to its
+    end: a Program that is refused by it is no reason to distrust the process, any more than one that passes."""
     with mmap.mmap(program, 0, prot=mmap.PROT_READ) as memory:
         encoded = bytes(memory[:])
     os.close(program)
@@ -184,7 +186,7 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
         report = check(encoded, ProgramLimits(**settings["limits"]), tuple(settings["extra_ops"]))
     except GpumuxError as error:
         channel.send(REFUSED, [error.code, error.message, error.remedy])
-        return False
+        return True
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
         fault = ProgramError(f"the check of the program failed: {error}"[:500], "report the step that made it")
         channel.send(REFUSED, [fault.code, fault.message, fault.remedy])
@@ -197,6 +199,17 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
 
 
 # ---- The fork server.
+
+GIVES_WAY = 10  # how much nicer the fork server is than the daemon
+
+
+def give_way() -> int:
+    """Make this process nicer, if its children can be made less nice again: a fork takes milliseconds, and a client
+    that opens one job after another would take them from the steps of others. Returns the niceness it had."""
+    usual = own_niceness()
+    if may_be_less_nice():
+        os.setpriority(os.PRIO_PROCESS, 0, min(MOST_NICE, usual + GIVES_WAY))
+    return usual
 
 
 _CHILDREN = {"executor": executor.main, "checker": check_programs}
@@ -216,6 +229,7 @@ class Child:
 class ForkServerProcess:
     def __init__(self, control: Channel) -> None:
         self._control = control
+        self._usual = give_way()
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
         self._children: dict[int, Child] = {}  # by pid
@@ -271,7 +285,7 @@ class ForkServerProcess:
             _close(fds)
             return
         if pid == 0:
-            _child(parent, kind, settings, fds, printed)
+            _child(parent, self._usual, kind, settings, fds, printed)
         os.close(printed)
         _close(fds)
         with suppress(OSError):  # it has ended
@@ -351,9 +365,9 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], printed: int) -> None:
-    """Run a child, which prints to `printed`; never returns. The fork server's finalisers and exit handlers don't run
-    in a child."""
+def _child(parent: int, usual: int, kind: str, settings: dict[str, Any], fds: list[int], printed: int) -> None:
+    """Run a child, which prints to `printed`; never returns. `usual`: the daemon's niceness. The fork server's
+    finalisers and exit handlers don't run in a child."""
     code = 70
     try:
         signal.set_wakeup_fd(-1)
@@ -361,8 +375,8 @@ def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], pri
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         settle(parent, f"gpumux-{kind[:8]}", fds)
-        settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
-        os.nice(settings["nice"])
+        os.setpriority(os.PRIO_PROCESS, 0, min(MOST_NICE, usual + settings["nice"]))
+        settings["usual"] = usual
         settings["peak"] = open_peak()  # before it is closed to this process, too
         enclose(parent, kind, Confinement(**settings.pop("confinement")))
         _CHILDREN[kind](settings, fds)

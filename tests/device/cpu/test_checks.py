@@ -8,18 +8,23 @@ import select
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from gpumux.device.base import ProgramChecked, ProgramRefused
-from gpumux.device.workers import checks
-from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel
+from gpumux.device.workers import checks, fork_server_process
+from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel, pair
 from gpumux.device.workers.checks import Check, Checks, digest
 from gpumux.device.workers.confinement import Confined
-from gpumux.device.workers.fork_server_process import limit_check
+from gpumux.device.workers.fork_server_process import check_program, limit_check
+from gpumux.errors import ProgramError
+from gpumux.hostmemory import memory_file
+from gpumux.program.codec import encode
 from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
+from tests.program import samples
 
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
 USER = 1001
@@ -158,15 +163,14 @@ def test_programs_of_one_job_that_come_together_are_checked_side_by_side(bench: 
     assert len(bench.server.ends) == 2
 
 
-def test_the_process_of_a_refused_program_checks_no_other(bench: Bench) -> None:
+def test_the_process_of_a_refused_program_checks_the_next_one(bench: Bench) -> None:
     bench.submit(ONE, b"a")
     bench.server.read(0)
     bench.server.ends[0].send(REFUSED, ["program", "bad", ""])
     (answer,) = bench.checks.hear()
     assert isinstance(answer, ProgramRefused)
     bench.submit(ONE, b"b")
-    assert bench.passes(1) == b"b"
-    assert bench.checks.exited(0, 0) == []
+    assert bench.passes(0) == b"b"
 
 
 def test_a_program_that_a_process_had_no_time_to_read_goes_to_another(bench: Bench) -> None:
@@ -244,6 +248,29 @@ def test_a_job_that_ends_takes_its_processes_along(bench: Bench) -> None:
     assert bench.checks.running == [1], "it takes a place until it has ended"
     assert bench.checks.exited(1, signal.SIGKILL) == []
     assert bench.checks.footprint(OTHER, ProgramId(0), b"b") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [(None, True), (ProgramError("bad", ""), True), (MemoryError(), False), (RuntimeError("torch"), False)],
+)
+def test_only_a_check_that_broke_off_ends_its_process(
+    error: Exception | None, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused by its check is an answer like any other."""
+
+    def broken(*_: Any) -> Any:
+        raise error if error is not None else AssertionError
+
+    if error is not None:
+        monkeypatch.setattr(fork_server_process, "check", broken)
+    settings = {"limits": asdict(ProgramLimits()), "extra_ops": []}
+    program = memory_file("program", [encode(samples.counter())])
+    ours, theirs = pair()
+    with ours, theirs:
+        assert check_program(Channel(theirs), settings, program) is goes_on
+        tag, _, _ = Channel(ours).receive()
+    assert tag == (CHECKED if error is None else REFUSED)
 
 
 def test_every_check_has_the_whole_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from gpumux.device.base import Regrading
 from gpumux.device.cpu import device as cpu_device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run import interpreter as stopwatch
+from gpumux.device.workers import fork_server_process, niceness
+from gpumux.device.workers.fork_server_process import GIVES_WAY, give_way
 from gpumux.types import JobId, Priority
-from tests.device.cpu.support import executors
+from tests.device.cpu.support import executors, fork_server
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
@@ -43,7 +45,7 @@ def of_threads(pid: int) -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
 
 
-@pytest.mark.skipif(not cpu_device.may_be_less_nice(), reason="this process may not make one less nice")
+@pytest.mark.skipif(not niceness.may_be_less_nice(), reason="this process may not make one less nice")
 def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> None:
     device = CASE.wide()
     device.open()
@@ -109,17 +111,34 @@ def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours(driver: Dr
         assert os.getpriority(os.PRIO_PROCESS, pid) == nice
 
 
+@pytest.mark.skipif(not niceness.may_be_less_nice(), reason="this process may not make one less nice")
+def test_forks_give_way_to_steps_and_high_jobs_do_not(driver: Driver, device: CpuDevice) -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    before = set(executors(device))
+    driver.open(priority=Priority.HIGH).load(samples.counter(), [4])
+    (pid,) = set(executors(device)) - before
+    assert os.getpriority(os.PRIO_PROCESS, fork_server(device)) == min(19, usual + GIVES_WAY)
+    assert of_threads(pid) == {usual}
+
+
+def test_the_fork_server_keeps_its_niceness_where_its_children_could_not_have_theirs(monkeypatch) -> None:
+    monkeypatch.setattr(fork_server_process, "may_be_less_nice", lambda: False)
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert give_way() == usual
+    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
+
+
 def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypatch, tmp_path) -> None:
     powerless = tmp_path / "status"
     powerless.write_text("Name:\tx\nCapEff:\t0000000000000000\n")
     able = tmp_path / "able"
     able.write_text("CapEff:\t0000000000800000\n")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
-    assert not cpu_device.may_be_less_nice(powerless)
-    assert cpu_device.may_be_less_nice(able)
-    assert not cpu_device.may_be_less_nice(tmp_path / "absent")
+    assert not niceness.may_be_less_nice(powerless)
+    assert niceness.may_be_less_nice(able)
+    assert not niceness.may_be_less_nice(tmp_path / "absent")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (20, 20))
-    assert cpu_device.may_be_less_nice(powerless)
+    assert niceness.may_be_less_nice(powerless)
     monkeypatch.setattr(cpu_device, "may_be_less_nice", lambda: False)
     device = CpuDevice(low_nice=19)
     fault = device.may_regrade(Priority.HIGH)
