@@ -84,7 +84,7 @@ class Attackers:
         self.counters.add(0, "order", order - self.counters.get(0, "order"))
 
     def counted(self) -> dict[str, int]:
-        return {name: self.counters.total(name) for name in FIELDS if name not in ("order", "resting")}
+        return {name: self.counters.total(name) for name in FIELDS if name not in ("order", "daemons", "resting")}
 
     def check(self) -> None:
         """Raises RuntimeError if one has ended."""
@@ -246,6 +246,7 @@ class EveryKind(Blows):
             self.attackers.kill(self.draw)
         elif kind == "daemon":
             daemon.kill()
+            self.attackers.counters.add(0, "daemons")
         else:
             found = [pid for pid in watch.descendants(daemon.process.pid) if kind_of(pid) == kind]
             if not found:
@@ -270,21 +271,27 @@ def kind_of(pid: int) -> str:
 
 
 def killed(args: Any, directory: Path, theirs: set[int]) -> dict[str, Any]:
-    with ExitStack() as stack:
+    """Everything about the kills. Raises what goes wrong."""
+    started: list[Attackers] = []
 
-        def strikes(daemon: Phoenix | Ranks, *rest: Any) -> Blows:
-            assert isinstance(daemon, Phoenix)
-            opened(daemon.directory)
-            blows = EveryKind(daemon, *rest)
-            blows.attackers = Attackers(daemon.endpoint, "0" * 32, directory, args.seed + 1, theirs)
-            stack.callback(blows.attackers.close)
-            blows.attackers.order(ATTACK)
-            return blows
+    def strikes(daemon: Phoenix | Ranks, *rest: Any) -> Blows:
+        assert isinstance(daemon, Phoenix)
+        opened(daemon.directory)
+        blows = EveryKind(daemon, *rest)
+        blows.attackers = Attackers(daemon.endpoint, "0" * 32, directory, args.seed + 1, theirs)
+        started.append(blows.attackers)
+        blows.attackers.order(ATTACK)
+        return blows
 
-        return kills.measure(
+    try:
+        found = kills.measure(
             args.kills, args.seed, most=args.turns, others=0.0, pace_s=0.02, directory=directory, say=say,
             strikes=strikes,
         )  # fmt: skip
+        return {**found, "counted": started[0].counted()}
+    finally:
+        for attackers in started:
+            attackers.close()
 
 
 # ---- All of it
@@ -305,6 +312,7 @@ def folder() -> Iterator[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=("windows", "kills"), default=["windows", "kills"])
     parser.add_argument("--messages", type=int, default=1_000_000, help="messages and packets to be handled")
     parser.add_argument("--programs", type=int, default=100_000, help="Programs to be handled")
     parser.add_argument("--window", type=float, default=5.0, metavar="SECONDS", help="of a window without attackers")
@@ -321,11 +329,12 @@ def main(argv: list[str] | None = None) -> int:
     own, theirs = {min(cores)}, cores - {min(cores)} or cores
     found: dict[str, Any] = {}
     try:
-        os.sched_setaffinity(0, own)
-        with folder() as directory:
-            found["windows"] = windows(args, directory, own, theirs)
-        os.sched_setaffinity(0, cores)
-        if args.kills:
+        if "windows" in args.parts:
+            os.sched_setaffinity(0, own)
+            with folder() as directory:
+                found["windows"] = windows(args, directory, own, theirs)
+            os.sched_setaffinity(0, cores)
+        if "kills" in args.parts:
             with folder() as directory:
                 found["kills"] = killed(args, directory, theirs)
     except RuntimeError as error:
@@ -334,14 +343,14 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         os.sched_setaffinity(0, cores)
     print(common.describe(facts))
-    ratio = found["windows"]["p99_ratio"]
-    differing = found["windows"]["results_that_differ"] + found["windows"]["state_tensors_that_differ"]
-    for row in found.get("kills", {"jobs": ()})["jobs"]:
+    targets: dict[str, Any] = {}
+    differing = 0
+    for row in [*([found["windows"]] if "windows" in found else ()), *found.get("kills", {"jobs": ()})["jobs"]]:
         differing += row["results_that_differ"] + row["state_tensors_that_differ"]
-    targets = {
-        "p99 under attack over p99": {"value": ratio.median, "target": TARGET, "met": ratio.median <= TARGET},
-        "results and tensors that differ": {"value": differing, "target": 0, "met": not differing},
-    }
+    targets["results and tensors that differ"] = {"value": differing, "target": 0, "met": not differing}
+    if "windows" in found:
+        value = found["windows"]["p99_ratio"].median
+        targets["p99 under attack over p99"] = {"value": value, "target": TARGET, "met": value <= TARGET}
     _show(found)
     options = {name: value for name, value in vars(args).items() if name != "out"}
     common.report("attack", args.out, {"machine": facts, "options": options, **found, "targets": targets})
@@ -349,7 +358,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(found: dict[str, Any]) -> None:
-    part = found["windows"]
+    if "windows" in found:
+        _show_windows(found["windows"])
+    if "kills" in found:
+        _show_kills(found["kills"])
+
+
+def _show_windows(part: dict[str, Any]) -> None:
     counts = ", ".join(f"{value:,} {name}" for name, value in part["counted"].items())
     print(f"windows: {part['seconds']:.0f} s, {part['windows']} with attackers: {counts}")
     rows = [
@@ -359,21 +374,25 @@ def _show(found: dict[str, Any]) -> None:
     print(common.table(("ms a step", "quiet", "attacked"), rows))
     ratio = part["p99_ratio"]
     print(f"p99, attacked over quiet: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
-    print(f"{part['steps']} steps: {part['results_that_differ']} results differ; the daemon grew by"
-          f" {part['daemon_grown_bytes'] / 2**20:.1f} MiB")  # fmt: skip
-    if "kills" in found:
-        part = found["kills"]
-        print(f"kills: {part['seconds']:.0f} s: " + ", ".join(f"{n} {kind}" for kind, n in part["blows"].items() if n))
-        rows = [
-            (
-                row["job"], str(row["steps"]), str(row["came_back"]), str(row["steps_run_again"]),
-                str(row["results_that_differ"]), str(row["state_tensors_that_differ"]),
-            )
-            for row in part["jobs"]
-        ]  # fmt: skip
-        print(common.table(("job", "steps", "came back", "run again", "results differ", "tensors differ"), rows))
-        for text in part["other_messages"][:10]:
-            print(f"also said: {text}")
+    print(
+        f"{part['steps']} steps: {part['results_that_differ']} results differ; the daemon grew by"
+        f" {part['daemon_grown_bytes'] / 2**20:.1f} MiB"
+    )
+
+
+def _show_kills(part: dict[str, Any]) -> None:
+    print(f"kills: {part['seconds']:.0f} s: " + ", ".join(f"{n} {kind}" for kind, n in part["blows"].items() if n))
+    print("meanwhile: " + ", ".join(f"{value:,} {name}" for name, value in part["counted"].items()))
+    rows = [
+        (
+            row["job"], str(row["steps"]), str(row["came_back"]), str(row["steps_run_again"]),
+            str(row["results_that_differ"]), str(row["state_tensors_that_differ"]),
+        )
+        for row in part["jobs"]
+    ]  # fmt: skip
+    print(common.table(("job", "steps", "came back", "run again", "results differ", "tensors differ"), rows))
+    for text in part["other_messages"][:10]:
+        print(f"also said: {text}")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from tests.program import samples
 
 FIELDS = (
     "order",  # of slot 0: REST, ATTACK or LEAVE
+    "daemons",  # of slot 0: how many there have been
     "resting",  # 1 while it does nothing, as ordered
     "sessions",  # that were opened
     "messages",  # valid in form, handled by the daemon
@@ -48,7 +49,7 @@ FIELDS = (
     "cut",  # sessions that the daemon ended, or left, before a burst was answered
 )
 REST, ATTACK, LEAVE = 0, 1, 2
-WAIT_MS = 30_000
+WAIT_MS, LOOK_MS = 30_000, 200
 BURST = 300  # messages of a session, at most
 JOBS = 2  # of a session that sends Programs: each has one under way
 LIFE = 400  # Programs of such a session
@@ -69,7 +70,9 @@ class Cut(Exception):
 class Connection:
     """A session, spoken by hand."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, daemons: Callable[[], int]) -> None:
+        self._daemons = daemons
+        self._daemon = daemons()
         self.sock = context.socket(zmq.DEALER)
         self.sock.setsockopt(zmq.LINGER, 0)
         self.sock.setsockopt(zmq.SNDTIMEO, WAIT_MS)
@@ -86,9 +89,11 @@ class Connection:
         self.sock.send_multipart([data, *frames])
 
     def hear(self) -> tuple[m.Message, list[bytes]]:
-        """Raises Cut if nothing comes."""
-        if not self.sock.poll(WAIT_MS):
-            raise Cut
+        """Raises Cut if nothing comes, or the daemon is another one."""
+        until = time.monotonic() + WAIT_MS / 1000
+        while not self.sock.poll(LOOK_MS):
+            if self._daemons() != self._daemon or time.monotonic() > until:
+                raise Cut
         message, frames = decode(self.sock.recv_multipart())
         return message, [bytes(frame) for frame in frames]
 
@@ -144,7 +149,7 @@ class Attacker:
 
     @contextmanager
     def session(self) -> Iterator[Connection]:
-        connection = Connection(self._context, self.endpoint)
+        connection = Connection(self._context, self.endpoint, lambda: self.counters.get(0, "daemons"))
         try:
             self.count("sessions")
             yield connection
