@@ -53,6 +53,7 @@ from gpumux.wire.router import Router
 
 LEAST_FILES = 64  # with fewer there is no room for the daemon's own and a job's
 ENOUGH_FILES = 1024
+LEAST_PROCESSES = 64  # processes and threads: those of the daemon, libzmq, its three processes, torch, and a job's
 
 log = logging.getLogger("gpumux.daemon")
 
@@ -74,6 +75,18 @@ def raise_file_limit() -> None:
             "this process may open %d descriptors only, which is room for few jobs; raise the limit (LimitNOFILE, "
             "`ulimit -Hn`) to %d or more", hard, ENOUGH_FILES,
         )  # fmt: skip
+
+
+def raise_process_limit() -> None:
+    """Raise the soft limit of processes and threads to the hard one. Raises ConfigError if the daemon could not work
+    with so few: libzmq would end it where no thread can be made. Root has no such limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+    if os.geteuid() != 0 and hard != resource.RLIM_INFINITY and hard < LEAST_PROCESSES:
+        raise ConfigError(
+            f"this user may have {hard} processes and threads only, and the daemon needs {LEAST_PROCESSES} or more",
+            "raise the limit (LimitNPROC, TasksMax, `ulimit -Hu`)",
+        )
 
 
 def say_core() -> None:
@@ -159,6 +172,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     """Open the daemon's parts and serve. `stack` closes them, also after an error."""
     started = time.time()
     raise_file_limit()
+    raise_process_limit()
     say_core()
     state = open_state(config, stack)
     crashes = keep_crashes(config, state, stack)

@@ -14,6 +14,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from gpumux.errors import ConfigError
+
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PREFIX = "gpumux-compiled-"
 LOCK = "in-use"  # a file that is locked until the process that loads from the folder ends, in whatever way
@@ -21,12 +23,13 @@ LOCK = "in-use"  # a file that is locked until the process that loads from the f
 
 class CodeCache:
     """`folder`: made by the constructor and removed by `close`, unless the environment names one. Folders that killed
-    processes left are removed first."""
+    processes left are removed first. Raises ConfigError if others may write to the one that is named."""
 
     def __init__(self) -> None:
         named = os.environ.get(VARIABLE)
         self._lock: int | None = None
         if named is not None:
+            refuse_unsafe(named)
             self.folder = named
             return
         clear_abandoned(Path(tempfile.gettempdir()))
@@ -47,6 +50,22 @@ class CodeCache:
         self._lock = None
         if os.environ.get(VARIABLE) == self.folder:
             del os.environ[VARIABLE]
+
+
+def refuse_unsafe(folder: str) -> None:
+    """Raise ConfigError if others may write to a folder that code is loaded from. One that is not there yet is fine."""
+    try:
+        found = os.stat(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{VARIABLE}: {folder}: {error.strerror}", "name a folder of the daemon's user") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{VARIABLE}: {folder} is no folder that the daemon's user alone may write to (user {found.st_uid}, mode"
+            f" {stat.S_IMODE(found.st_mode):04o}), and what lies there is loaded as code",
+            f"chmod go-w {folder}, or name another one",
+        )
 
 
 def own_folder(folder: str, user: int, group: int | None) -> str:

@@ -179,20 +179,29 @@ def recorded_holder(socket_path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
 class EndpointLock:
     """The lock of an endpoint, held from construction to `close`. Raises EndpointBusy, which names the holder's pid, if
-    another daemon has it, and ConfigError if the file can't be opened."""
+    another daemon has it, and ConfigError if the file can't be opened, or is another user's: that one could keep it
+    locked."""
 
     def __init__(self, socket_path: Path) -> None:
         self.path = lock_path(socket_path)
         self._fd = -1
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(self.path, _LOCK_FLAGS, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"can't open the lock file {self.path}: {error.strerror}",
                 "run the daemon as the directory's owner, or choose another --endpoint",
             ) from error
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid(), self.path.parent.stat().st_uid}:
+            os.close(fd)
+            what = f"is a file of user {found.st_uid}'s" if stat.S_ISREG(found.st_mode) else "is no regular file"
+            raise ConfigError(f"{self.path} {what}, and no lock of this daemon's", f"look at it, then: rm {self.path}")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -210,6 +210,26 @@ def test_too_few_descriptors_are_refused_with_the_number_that_is_needed(monkeypa
     assert "to 1024 or more" in refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("user", "hard", "works"), [(1000, 63, False), (1000, 64, True), (1000, -1, True), (0, 4, True)]
+)
+def test_too_few_processes_are_refused_with_the_number_that_is_needed(
+    user: int, hard: int, works: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """With four, libzmq ended the daemon without a word of why."""
+    raised: list[object] = []
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: raised.append((what, limits)))
+    if works:
+        daemon_main.raise_process_limit()
+    else:
+        with pytest.raises(ConfigError, match="63 processes and threads only, and the daemon needs 64") as refused:
+            daemon_main.raise_process_limit()
+        assert "LimitNPROC" in refused.value.remedy
+    assert raised == [(resource.RLIMIT_NPROC, (hard, hard))]
+
+
 FEW = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

@@ -12,6 +12,7 @@ import pytest
 
 from gpumux.device import codecache
 from gpumux.device.codecache import VARIABLE, CodeCache
+from gpumux.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,33 @@ def test_a_folder_that_the_operator_names_is_kept(folder: Path, monkeypatch: pyt
     assert cache.folder == str(folder / "kept")
     cache.close()
     assert (folder / "kept").is_dir()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(mode: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = folder / "named"
+    named.mkdir()
+    named.chmod(mode)
+    monkeypatch.setenv(VARIABLE, str(named))
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}") as refused:
+        CodeCache()
+    assert refused.value.remedy.startswith(f"chmod go-w {named}")
+    named.chmod(0o755)
+    CodeCache().close()
+
+
+def test_a_folder_that_is_none_is_refused_and_one_that_is_not_there_yet_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(folder / "file"))
+    with pytest.raises(ConfigError, match="no folder"):
+        CodeCache()
+    monkeypatch.setenv(VARIABLE, str(folder / "file" / "below"))
+    with pytest.raises(ConfigError, match="Not a directory"):
+        CodeCache()
+    monkeypatch.setenv(VARIABLE, str(folder / "new"))
+    CodeCache().close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user: run as root")

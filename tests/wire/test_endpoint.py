@@ -148,6 +148,25 @@ sys.stdin.read()
         lock.close()
 
 
+def test_a_lock_that_is_no_file_is_refused_and_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "g.sock.lock")
+    with pytest.raises(ConfigError, match="is no regular file") as refused:
+        EndpointLock(tmp_path / "g.sock")
+    assert f"rm {tmp_path}/g.sock.lock" in refused.value.remedy
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user: run as root")
+def test_a_lock_of_another_user_is_refused_unless_the_directory_is_that_users(tmp_path: Path):
+    """Another user could keep it locked for ever."""
+    planted = tmp_path / "g.sock.lock"
+    planted.touch()
+    os.chown(planted, 63_021, 63_021)
+    with pytest.raises(ConfigError, match="a file of user 63021's"):
+        EndpointLock(tmp_path / "g.sock")
+    os.chown(tmp_path, 63_021, 63_021)
+    EndpointLock(tmp_path / "g.sock").close()
+
+
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
     lock = EndpointLock(tmp_path / "g.sock")
     release, told = os.pipe()

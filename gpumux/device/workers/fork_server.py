@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ class ForkServer:
     """One fork server process, started by the constructor. Call `receive` when its descriptor is readable, and `flush`
     when it is writable and `wants_write` is true. Tokens name its children. `operators`: names that it looks up; those
     that torch lacks are its fact "unknown"."""
+
+    # No token is given twice: processes of a server that died may be looked after while another one runs.
+    _tokens = count(1)
 
     def __init__(self, operators: Sequence[str] = ()) -> None:
         ours, theirs = channel.pair()
@@ -46,7 +50,6 @@ class ForkServer:
         self.facts: dict[str, Any] | None = None  # once it is ready
         self._warmed = False  # whether it has sent WARMED; it forks nothing before
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
-        self._token = 0
 
     @property
     def pid(self) -> int:
@@ -58,9 +61,9 @@ class ForkServer:
 
     def fork(self, kind: str, settings: dict[str, Any], fds: Sequence[int]) -> int:
         """Ask for a process. Returns its token. Closes the descriptors once they are sent."""
-        self._token += 1
-        self._post(FORK, [self._token, kind, settings], fds)
-        return self._token
+        token = next(self._tokens)
+        self._post(FORK, [token, kind, settings], fds)
+        return token
 
     def kill(self, token: int) -> None:
         self._post(KILL, token)

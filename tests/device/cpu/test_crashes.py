@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -157,6 +158,32 @@ def test_the_fork_servers_death_loses_jobs_and_checks_and_new_ones_can_be_opened
         return of_job and (isinstance(event, JobDied) or getattr(event, "program", None) == 1)
 
     assert not isinstance(driver.wait_for(answers), ProgramChecked)
+
+
+def test_a_process_that_outlives_its_fork_server_for_a_moment_is_taken_for_no_other(
+    own: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills the fork server's children after it: the end of one may be heard when the next server has forked
+    already. Both servers' first processes had one token, so that this end was that of the new one, and left the other
+    jobs closing for ever."""
+    driver, device = own, own.device
+    assert isinstance(device, CpuDevice)
+    old = driver.open()
+    old.load(samples.counter(), [4])
+    record, hear = device._jobs[old.job], device._hear
+    monkeypatch.setattr(device, "_hear", lambda executor: executor is not record and hear(executor))
+    server = fork_server(device)
+    os.kill(server, signal.SIGKILL)
+    began = monotonic()
+    while device._fork_server is None or fork_server(device) == server:
+        driver.poll()
+        assert monotonic() - began < GIVE_UP_S
+    neighbour = Neighbour(driver)
+    monkeypatch.undo()
+    assert isinstance(driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == old.job), JobDied)
+    neighbour.check()
+    os.kill(*executors(device), signal.SIGKILL)
+    driver.wait_for(lambda e: isinstance(e, JobDied) and e.job == neighbour.job.job)
 
 
 def test_nothing_is_left_after_close() -> None:
