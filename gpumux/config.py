@@ -181,7 +181,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
-GPU_MODELS = ("a100", "h200")  # that can be simulated
+GPU_MODELS = ("v100", "a100", "a100-80gb", "h100", "h200")  # that can be simulated
 POLICIES = ("fifo", "streams", "paced", "guarded")
 CONFINEMENTS = ("auto", "require", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import measure as roofline
 from gpumux.plan.layers import ModelProfile, Timing

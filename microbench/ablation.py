@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import GpuSpec, preset
+from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 from gpumux.simulate import workload as analytic

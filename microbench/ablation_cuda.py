@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumux.device.sim.cost import preset
+from gpumux.device.sim.spec import preset
 from gpumux.program.profile import StepProfile, loads
 from gpumux.simulate import workload as shipped
 from gpumux.simulate.workload import Workload, from_profile

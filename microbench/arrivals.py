@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpumux.device.sim.cost import Kernel, preset
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import preset
 from gpumux.errors import GpumuxError
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload

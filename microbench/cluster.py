@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import A100, GpuSpec
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import powers_of_two, preset
 from gpumux.plan.graph import LayerGraph, reduce

@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import A100, GpuSpec
 from gpumux.device.sim.device import Pieces, cut_kernels
 from gpumux.device.sim.gpu import Finished
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.program.profile import OpProfile
 from gpumux.scheduler.events import LaunchPiece
 from gpumux.simulate import workload as workloads

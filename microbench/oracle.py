@@ -37,7 +37,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil, inf
 
-from gpumux.device.sim.cost import GpuSpec
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.simulate.result import Result, Solo
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import GpuSpec, Kernel, preset
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.simulate.run import simulate
 from gpumux.simulate.workload import Workload

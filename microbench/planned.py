@@ -17,8 +17,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from gpumux.device.sim.cost import GpuSpec
 from gpumux.device.sim.device import TARGET_S, Pieces, piece_seconds
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.types import JobId, LaunchId, PieceDone, Priority, ProgramId, ProgramReady, StepId, StepTimes

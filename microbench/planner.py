@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import branches as splits
 from gpumux.plan import costs, deeppool, optimal

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpumux.device.sim.cost import PRESETS
+from gpumux.device.sim.spec import PRESETS
 from gpumux.errors import ConfigError
 from microbench import common
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from gpumux import config
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import GpuSpec, Kernel, preset
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload

@@ -16,7 +16,8 @@ from itertools import pairwise
 import torch
 from torch import fx, nn
 
-from gpumux.device.sim.cost import GpuSpec, Kernel, KernelCost, kernel_of, product, solo_seconds, stream
+from gpumux.device.sim.cost import Kernel, KernelCost, kernel_of, product, solo_seconds, stream
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.plan.models import LoadedModel
 from gpumux.plan.trace import function_name, tensors, trace
 from gpumux.plan.zoo import VGG, Classifier, Encoder, ResNet, vgg

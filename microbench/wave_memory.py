@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gpumux.device.sim.cost import A100, op_profiles
+from gpumux.device.sim.cost import op_profiles
+from gpumux.device.sim.spec import A100
 from microbench import common
 
 MODELS: dict[str, tuple[tuple[int, int], str]] = {

@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gpumux.device.sim.cost import A100, GpuSpec, Kernel, kernel_of
+from gpumux.device.sim.cost import Kernel, kernel_of
 from gpumux.device.sim.gpu import Gpu
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.program.profile import OpProfile
 from gpumux.simulate.workload import ALLREDUCE_BLOCKS, ALLREDUCE_SENSITIVITY, BUCKET_BYTES
 from gpumux.waves.rotation import PartitionSchedule, model_parallel, pipelined, rotation

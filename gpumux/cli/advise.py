@@ -8,7 +8,7 @@ from math import isinf
 from pathlib import Path
 
 from gpumux.cli.text import emit, emit_json, size, table
-from gpumux.device.sim.cost import preset
+from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan import guidelines
 from gpumux.plan.layers import ModelProfile, load

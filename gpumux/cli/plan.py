@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, size, table
-from gpumux.device.sim.cost import preset
+from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan.layers import ModelProfile, save
 from gpumux.plan.network import measured, ranks

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from gpumux import config
 from gpumux.cli.text import emit, emit_json, printable, table
-from gpumux.device.sim.cost import GpuSpec, guesses_blocks, preset
+from gpumux.device.sim.cost import guesses_blocks
+from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 from gpumux.program.saved_plan import SavedPlan, load
@@ -227,11 +228,14 @@ def _notes(asked: Sequence[JobRequest], spec: GpuSpec) -> list[str]:
 def _show_device(spec: GpuSpec, *, as_json: bool) -> None:
     constants = list(spec.constants())
     if as_json:
-        emit_json({name: {"value": value, "source": source} for name, value, source in constants})
+        emit_json(
+            {each.name: {name: value for name, value in each._asdict().items() if name != "name"} for each in constants}
+        )
         return
     emit(f"{spec.name}: {spec.title}")
-    for name, value, source in constants:
-        emit(f"{name:<15} {_shown(value)}\n    {source}")
+    for name, value, bounds, source in constants:
+        within = "" if bounds is None else f"  ({_shown(bounds[0])} to {_shown(bounds[1])})"
+        emit(f"{name:<15} {_shown(value)}{within}\n    {source}")
 
 
 def _shown(value: object) -> str:

@@ -12,7 +12,8 @@ from math import ceil, inf, isfinite, log2, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, GpuSpec, product
+from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.program import reading
 

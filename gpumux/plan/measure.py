@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from gpumux.device.sim.cost import A100, EFFICIENCY, FLOOR_S, GpuSpec, product, stream
+from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product, stream
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.layers import AlgorithmTimes, AlgorithmTiming, LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import LoadedModel

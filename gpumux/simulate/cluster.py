@@ -20,9 +20,10 @@ from itertools import count
 from math import ceil, inf
 from typing import NamedTuple
 
-from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernel_of
+from gpumux.device.sim.cost import MIN_BLOCK_S, Kernel, kernel_of
 from gpumux.device.sim.device import Pieces, cut_kernels
 from gpumux.device.sim.gpu import Finished
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.program.profile import OpProfile
 from gpumux.program.saved_plan import PlannedLayer, PlanRow

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumux.device.sim.cost import GpuSpec
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import PlanRow, SavedPlan
 from gpumux.simulate.cluster import ClusterResult, ClusterSimulation, parts_of

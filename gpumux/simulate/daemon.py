@@ -17,9 +17,9 @@ from itertools import count
 from math import inf
 from typing import Any, Protocol
 
-from gpumux.device.sim.cost import GpuSpec
 from gpumux.device.sim.device import TARGET_S
 from gpumux.device.sim.gpu import Finished, Gpu, Held
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig

@@ -13,9 +13,10 @@ from math import inf
 from random import Random
 from typing import Any
 
-from gpumux.device.sim.cost import GpuSpec, Kernel
+from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.device import Pieces, recut
 from gpumux.device.sim.gpu import Finished
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import LaunchPiece

@@ -16,8 +16,9 @@ from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
-from gpumux.device.sim.cost import A100, FLOOR_S, GpuSpec, Kernel, checked, kernels_of, product, stream
+from gpumux.device.sim.cost import FLOOR_S, Kernel, checked, kernels_of, product, stream
 from gpumux.device.sim.device import Pieces, cut_kernels
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.program.profile import OpProfile, Shapes, StepProfile, load, save
 from gpumux.scheduler.admission import refuse_spec

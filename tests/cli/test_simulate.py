@@ -12,7 +12,7 @@ import pytest
 
 from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
-from gpumux.device.sim.cost import PRESETS
+from gpumux.device.sim.spec import PRESETS
 from gpumux.program.profile import OpProfile, StepProfile, save
 from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan
 from gpumux.program.saved_plan import save as save_plan
@@ -115,11 +115,17 @@ def test_progress_of_a_long_run_is_shown_on_stderr(
 def test_every_constant_of_a_device_is_shown_with_its_source(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--show-device", "--gpu-model", model]) == 0
     out = capsys.readouterr().out
-    for name, _, source in PRESETS[model].constants():
+    for name, _, bounds, source in PRESETS[model].constants():
         assert f"\n{name} " in out
         assert source in out
+        assert source.startswith("guess") == (bounds is not None)
+    assert (
+        "node_gap_s      1.3e-06\n" in out if model == "h100" else "node_gap_s      5e-07  (5e-07 to 1.3e-06)\n" in out
+    )
     assert main(["simulate", "--show-device", "--gpu-model", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sms"]["value"] == PRESETS[model].sms
+    said = json.loads(capsys.readouterr().out)
+    assert said["sms"] == {"value": PRESETS[model].sms, "range": None, "source": PRESETS[model].sources["sms"]}
+    assert said["completion_s"]["range"] == [1e-6, 20e-6]
 
 
 def test_shipped_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

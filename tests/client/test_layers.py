@@ -18,7 +18,7 @@ from gpumux.capture.source import Layers
 from gpumux.capture.step import Choice
 from gpumux.cli.main import main
 from gpumux.client.job import Job
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import layers
 from gpumux.plan import measure as roofline

@@ -17,8 +17,8 @@ from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.nvidia import Nvidia, _value, look
 from gpumux.device.registry import choose, make
-from gpumux.device.sim.cost import PRESETS
 from gpumux.device.sim.device import SimDevice
+from gpumux.device.sim.spec import PRESETS
 from gpumux.errors import ConfigError
 from tests.device.conftest import CASES
 

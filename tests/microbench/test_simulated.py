@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from gpumux.device.sim.cost import A100, Kernel
+from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.gpu import Finished, Gpu
+from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload

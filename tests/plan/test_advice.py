@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import guidelines, models
 from gpumux.plan.trace import trace

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.memory import picture, ways
 from gpumux.plan.memory.ways import MemoryComparison, StepMemory

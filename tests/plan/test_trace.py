@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clients.models.cnn import cnn
 from clients.models.transformer import transformer
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan import measure, models
 from gpumux.plan.graph import Block, reduce

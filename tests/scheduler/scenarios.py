@@ -8,7 +8,8 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any
 
-from gpumux.device.sim.cost import A100, GpuSpec, Kernel
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.decisions import LaunchDecision
 from gpumux.scheduler.guard.guard import SlowdownGuard

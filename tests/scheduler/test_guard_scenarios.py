@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from gpumux.device.sim.cost import A100, Kernel
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import A100
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.high_job import HighJob

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.sim.cost import A100
+from gpumux.device.sim.spec import A100
 from gpumux.scheduler.explain import held
 from gpumux.scheduler.guard.costs import START, RangeCost
 from gpumux.scheduler.guard.decisions import Hold

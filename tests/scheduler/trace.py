@@ -18,7 +18,8 @@ from typing import Any
 
 from gpumux.cli.main import main
 from gpumux.config import POLICIES
-from gpumux.device.sim.cost import A100, Kernel
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import A100
 from gpumux.scheduler import RUNS
 from gpumux.scheduler import scheduler as machine
 from gpumux.scheduler.config import SchedulerConfig

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim.cost import A100, GpuSpec, Kernel
+from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.plan.plan import BurstPlan
 from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan

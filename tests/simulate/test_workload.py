@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim.cost import A100, H200, MIN_BLOCK_S, guesses_blocks, kernel_of, solo_seconds
+from gpumux.device.sim.cost import MIN_BLOCK_S, guesses_blocks, kernel_of, solo_seconds
 from gpumux.device.sim.device import recut
+from gpumux.device.sim.spec import A100, H200
 from gpumux.errors import ConfigError
 from gpumux.program.profile import OpProfile, StepProfile, dumps, load
 from gpumux.simulate import workload

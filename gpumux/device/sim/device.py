@@ -29,8 +29,9 @@ from gpumux.device.base import (
     SegmentHandle,
     counted_twice,
 )
-from gpumux.device.sim.cost import MIN_BLOCK_S, GpuSpec, Kernel, kernels_of, op_profiles, preset, solo_seconds
+from gpumux.device.sim.cost import MIN_BLOCK_S, Kernel, kernels_of, op_profiles, solo_seconds
 from gpumux.device.sim.gpu import Gpu
+from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ProgramError
 from gpumux.program import operators as allowlist
 from gpumux.program.codec import decode

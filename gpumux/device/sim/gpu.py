@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
-from gpumux.device.sim.cost import MAX_PER_SM, GpuSpec, Kernel, checked, solo_seconds, wave
+from gpumux.device.sim.cost import MAX_PER_SM, Kernel, checked, solo_seconds, wave
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 
 # ---- A prepared launch: the figures of each kernel on one GPU, and its start and end when nothing else runs.

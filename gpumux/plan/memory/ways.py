@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpumux.device.sim.cost import GpuSpec, op_profiles
+from gpumux.device.sim.cost import op_profiles
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.fuse.member import Member
 from gpumux.plan.models import LoadedModel

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import inf
 
-from gpumux.device.sim.cost import GpuSpec, Kernel
+from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.gpu import Finished
+from gpumux.device.sim.spec import GpuSpec
 
 SAME = 1e-9
 

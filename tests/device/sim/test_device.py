@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from gpumux.device.base import Launch, ProgramProfiled
-from gpumux.device.sim.cost import A100, H200, GpuSpec, kernels_of, op_profiles, product, solo_seconds
+from gpumux.device.sim.cost import kernels_of, op_profiles, product, solo_seconds
 from gpumux.device.sim.device import SimDevice
+from gpumux.device.sim.spec import A100, H200, GpuSpec
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import OpProfile, StepProfile, loads
 from gpumux.types import JobDied, LaunchId, PieceDone, Priority, ProgramReady, StepId

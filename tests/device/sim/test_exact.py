@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.device.sim import gpu as model
-from gpumux.device.sim.cost import A100, GpuSpec, Kernel, solo_seconds
+from gpumux.device.sim.cost import Kernel, solo_seconds
 from gpumux.device.sim.gpu import SM_UNITS, Finished, Gpu, Stream, granted, rate
+from gpumux.device.sim.spec import A100, GpuSpec
 from tests.device.sim.reference import Asked, Reference
 
 SPEC = replace(

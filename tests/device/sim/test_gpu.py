@@ -7,8 +7,9 @@ from math import inf, nan
 
 import pytest
 
-from gpumux.device.sim.cost import A100, H200, PRESETS, GpuSpec, Kernel, preset, solo_seconds
+from gpumux.device.sim.cost import Kernel, solo_seconds
 from gpumux.device.sim.gpu import Finished, Gpu
+from gpumux.device.sim.spec import A100, H200, PRESETS, GpuSpec, preset
 from gpumux.errors import ConfigError
 
 # Ten multiprocessors and no overhead at all: times can be worked out by hand.
@@ -250,11 +251,22 @@ def test_every_constant_has_its_source() -> None:
     for spec in PRESETS.values():
         rows = list(spec.constants())
         assert len(rows) == 15
-        assert all(source for _, _, source in rows)
+        assert all(row.source for row in rows)
         with pytest.raises(ConfigError, match="no source for call_s"):
             replace(spec, sources={name: text for name, text in spec.sources.items() if name != "call_s"})
-    with pytest.raises(ConfigError, match="a100, h200"):
-        preset("h100")
+    with pytest.raises(ConfigError, match="v100, a100, a100-80gb, h100, h200"):
+        preset("b200")
+
+
+@pytest.mark.parametrize("spec", PRESETS.values(), ids=PRESETS)
+def test_a_guess_has_a_range_that_its_value_lies_in_and_nothing_else_has(spec: GpuSpec) -> None:
+    for name, (least, most) in spec.ranges.items():
+        assert least <= getattr(spec, name) <= most
+        assert least < most
+    unranged = {name: bounds for name, bounds in spec.ranges.items() if name != "transmit_s"}
+    for wrong in (unranged, {**spec.ranges, "sms": (1.0, 200.0)}):
+        with pytest.raises(ConfigError, match="each guess has one"):
+            replace(spec, ranges=wrong)
 
 
 # ---- two jobs that train side by side
