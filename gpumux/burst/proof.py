@@ -36,7 +36,7 @@ from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef, extent
 
-REMEDY = "give the layers around it the same ranks in the plan, or submit the step without a plan"
+REMEDY = "give the layers around it the same ranks in the plan, or submit the step to one daemon"
 
 # How far a value may be from the whole step's, relative to its largest element, and relative to the largest of others
 # (where it is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.

@@ -84,8 +84,8 @@ def split_over_ranks(
 def _of_ranks(text: str) -> str:
     """What the analysis of microbatches says, in the words of ranks."""
     for theirs, ours in (
-        ("use fewer microbatches", "give the layers fewer ranks"), ("without microbatches", "without a plan"),
-        ("submit the step without them", "submit the step without a plan"), ("microbatches", "parts"),
+        ("use fewer microbatches", "give the layers fewer ranks"), ("without microbatches", "to one daemon"),
+        ("submit the step without them", "submit the step to one daemon"), ("microbatches", "parts"),
     ):  # fmt: skip
         text = text.replace(theirs, ours)
     return text

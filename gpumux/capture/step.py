@@ -457,7 +457,7 @@ class StepFunction:
         self._over = over
         # In how many parts of the batch the step is traced as well, to be split in time or over ranks.
         self._parts = tuple(over.counts) if over is not None else (microbatches,) if microbatches > 1 else ()
-        self._whole = "without a plan" if over is not None else "without microbatches"
+        self._whole = "to one daemon" if over is not None else "without microbatches"
         self._twice = twice
         self._clients_generator = clients_generator
         self.microbatches = microbatches

@@ -464,7 +464,11 @@ class Recovery:
                         f"job {self._name!r} can't come back: {error.message}",
                         "submit it again from a checkpoint of yours",
                     ) from error
-                log.warning("job %r: none of its snapshots can be had (%s); it starts over", self._name, error.message)
+                log.warning(
+                    "job %r: the daemon has no snapshot of it (%s): all of its steps run again, from its first state",
+                    self._name,
+                    error.message,
+                )
         elif not candidates:
             raise JobFailed(f"job {self._name!r} can't come back: no snapshot fits", "submit it again")
         point = read.snapshot if read is not None else BEGINNING

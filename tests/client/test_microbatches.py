@@ -550,6 +550,24 @@ def test_a_number_that_does_not_divide_the_batch_is_refused_when_submitted_and_l
             client.submit(step, example=(x, y), model=model, optimizer=opt, microbatches=wrong, endpoint=endpoint)
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_the_memory_of_the_proof_goes_back_also_if_it_fails(
+    splits: bool, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client kept four times its model's memory (2,175 MiB where 469 are needed, for 25 M parameters)."""
+    returned: list[bool] = []
+    monkeypatch.setattr("gpumux.capture.microbatch.split.return_freed", lambda: returned.append(True))
+    model, optimizer, step, batch = training()
+    ours = step if splits else lambda x, y: step(x, y) + torch.argsort(model(x).flatten())
+    try:
+        client.submit(ours, example=batch, model=model, optimizer=optimizer, microbatches=2, endpoint=endpoint).close()
+    except errors.NotSplittable:
+        assert not splits
+    else:
+        assert splits
+    assert returned
+
+
 def programs(job: Any) -> list[Any]:
     return [p.program for p in job._remote.programs.values()]
 

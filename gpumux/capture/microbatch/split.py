@@ -32,6 +32,7 @@ from gpumux.capture.structure import thaw
 from gpumux.capture.tracer import DeviceExit, RawTrace, TensorResult
 from gpumux.capture.values.machine import Inconclusive, Machine
 from gpumux.errors import ConfigError, NotSplittable
+from gpumux.hostmemory import return_freed
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
 
 
@@ -381,7 +382,10 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
         proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
         return join(full, part, pairs, plan, emitter(plan.shares), proof)
 
-    return with_operators_once(split_with)
+    try:
+        return with_operators_once(split_with)
+    finally:
+        return_freed()  # the proof took some times the memory of a step
 
 
 def with_operators_once(split_with: Callable[[frozenset[int]], T]) -> T:

@@ -59,6 +59,8 @@ def test_a_jobs_process_has_its_user_no_privileges_few_calls_and_its_share_of_me
         if FILTERED:
             assert found["Seccomp"] == ["2"]
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        assert [line.split()[4:6] for line in limits if line.startswith("Max core file size")] == [["0", "0"]]
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n", "the kernel takes it before the daemon"
         share, most = (int(n) for line in limits if line.startswith("Max data size") for n in line.split()[3:5])
         assert SPARE_BYTES < share < most, "the share of what it has loaded"
         assert device._total + SPARE_BYTES < most < 2 * device._total + SPARE_BYTES
