@@ -52,7 +52,7 @@ REST, ATTACK, LEAVE = 0, 1, 2
 WAIT_MS, LOOK_MS = 30_000, 200
 BURST = 300  # messages of a session, at most
 JOBS = 2  # of a session that sends Programs: each has one under way
-LIFE = 400  # Programs of such a session
+PROGRAMS_PER_SESSION = 400
 LONGEST = 256 << 10
 HELLO = m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 1, "2", False)
 LATER: tuple[tuple[m.Message, int], ...] = (
@@ -254,14 +254,14 @@ class Attacker:
     def programs(self) -> None:
         with self.session() as session:
             session.open_channel()
-            lives = [Life(session, self.draw, n) for n in range(JOBS)]
-            for life in lives:
-                life.open()
-            left = LIFE
+            jobs = [HostileJob(session, self.draw, n) for n in range(JOBS)]
+            for job in jobs:
+                job.open()
+            left = PROGRAMS_PER_SESSION
             while left > 0 and self.counters.get(0, "order") == ATTACK:
-                for life in lives:
-                    life.load(self._bytes)
-                waiting = {life.ref: life for life in lives}
+                for job in jobs:
+                    job.load(self._bytes)
+                waiting = {job.ref: job for job in jobs}
                 while waiting:
                     message, _ = session.hear()
                     if ends_session(message):
@@ -269,21 +269,22 @@ class Attacker:
                     ref = getattr(message, "ref", -1)
                     if ref not in waiting:
                         continue
-                    life = waiting.pop(ref)
+                    job = waiting.pop(ref)
+                    if isinstance(message, m.Refusal) and message.code in ("unknown_job", "job_failed", "job_closed"):
+                        job.open()
+                        continue
                     self.count("programs")
                     left -= 1
                     if isinstance(message, m.ProgramLoaded):
                         self.count("loaded")
-                        self.count("stepped", life.loaded())
-                    elif isinstance(message, m.Refusal) and message.code in ("unknown_job", "job_failed", "job_closed"):
-                        life.open()
+                        self.count("stepped", job.loaded())
 
 
 def ends_session(message: m.Message) -> bool:
     return isinstance(message, m.Leaving) or (isinstance(message, m.Refusal) and message.ref == 0)
 
 
-class Life:
+class HostileJob:
     """A job that loads one changed Program after another."""
 
     def __init__(self, session: Connection, draw: random.Random, number: int) -> None:
