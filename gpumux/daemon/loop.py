@@ -320,6 +320,8 @@ class Loop:
         question = self.context.questions.due if self._questions.items else inf
         until = min(alarm, due, question, self._openings.due, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._sockets.touched and self._sockets.unread()
+        if unread:
+            os.sched_yield()  # a flood of messages must not keep a core from the processes of steps for a time slice
         ready, channels = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")

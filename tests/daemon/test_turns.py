@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -96,6 +97,18 @@ def test_questions_take_a_fixed_part_of_the_time(daemon):
     daemon.now = questions.due
     daemon.loop.turn()
     assert len(questions.waiting.items[session.peer.uid]["s"]) == 1
+
+
+def test_between_turns_of_a_flood_others_get_the_core(daemon, monkeypatch):
+    yielded = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(True))
+    sockets = daemon.loop._sockets
+    monkeypatch.setattr(sockets, "touched", True, raising=False)
+    for unread in (False, True):
+        monkeypatch.setattr(sockets, "unread", lambda unread=unread: unread, raising=False)
+        monkeypatch.setattr(daemon.loop._waiter, "wait", lambda seconds: ({"clients"}, []))
+        daemon.loop._wait()
+        assert bool(yielded) == unread
 
 
 @pytest.fixture

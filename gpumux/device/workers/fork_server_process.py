@@ -47,7 +47,6 @@ from gpumux.device.workers.channel import (
     unpack,
 )
 from gpumux.device.workers.confinement import Confinement, confine, may_be_looked_into
-from gpumux.device.workers.niceness import MOST_NICE, may_be_less_nice, own_niceness
 from gpumux.device.workers.output import Output
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check, schema
@@ -200,17 +199,6 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
 
 # ---- The fork server.
 
-GIVES_WAY = 10  # how much nicer the fork server is than the daemon
-
-
-def give_way() -> int:
-    """Make this process nicer, if its children can be made less nice again: a fork takes milliseconds, and a client
-    that opens one job after another would take them from the steps of others. Returns the niceness it had."""
-    usual = own_niceness()
-    if may_be_less_nice():
-        os.setpriority(os.PRIO_PROCESS, 0, min(MOST_NICE, usual + GIVES_WAY))
-    return usual
-
 
 _CHILDREN = {"executor": executor.main, "checker": check_programs}
 
@@ -229,7 +217,6 @@ class Child:
 class ForkServerProcess:
     def __init__(self, control: Channel) -> None:
         self._control = control
-        self._usual = give_way()
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
         self._children: dict[int, Child] = {}  # by pid
@@ -285,7 +272,7 @@ class ForkServerProcess:
             _close(fds)
             return
         if pid == 0:
-            _child(parent, self._usual, kind, settings, fds, printed)
+            _child(parent, kind, settings, fds, printed)
         os.close(printed)
         _close(fds)
         with suppress(OSError):  # it has ended
@@ -365,9 +352,9 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _child(parent: int, usual: int, kind: str, settings: dict[str, Any], fds: list[int], printed: int) -> None:
-    """Run a child, which prints to `printed`; never returns. `usual`: the daemon's niceness. The fork server's
-    finalisers and exit handlers don't run in a child."""
+def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], printed: int) -> None:
+    """Run a child, which prints to `printed`; never returns. The fork server's finalisers and exit handlers don't run
+    in a child."""
     code = 70
     try:
         signal.set_wakeup_fd(-1)
@@ -375,8 +362,8 @@ def _child(parent: int, usual: int, kind: str, settings: dict[str, Any], fds: li
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         settle(parent, f"gpumux-{kind[:8]}", fds)
-        os.setpriority(os.PRIO_PROCESS, 0, min(MOST_NICE, usual + settings["nice"]))
-        settings["usual"] = usual
+        settings["usual"] = os.getpriority(os.PRIO_PROCESS, 0)
+        os.nice(settings["nice"])
         settings["peak"] = open_peak()  # before it is closed to this process, too
         enclose(parent, kind, Confinement(**settings.pop("confinement")))
         _CHILDREN[kind](settings, fds)

@@ -14,10 +14,9 @@ from gpumux.device.base import Regrading
 from gpumux.device.cpu import device as cpu_device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run import interpreter as stopwatch
-from gpumux.device.workers import fork_server_process, niceness
-from gpumux.device.workers.fork_server_process import GIVES_WAY, give_way
+from gpumux.device.workers import niceness
 from gpumux.types import JobId, Priority
-from tests.device.cpu.support import executors, fork_server
+from tests.device.cpu.support import executors
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
@@ -109,23 +108,6 @@ def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours(driver: Dr
         driver.open(priority=priority).load(samples.counter(), [4])
         (pid,) = set(executors(device)) - before
         assert os.getpriority(os.PRIO_PROCESS, pid) == nice
-
-
-@pytest.mark.skipif(not niceness.may_be_less_nice(), reason="this process may not make one less nice")
-def test_forks_give_way_to_steps_and_high_jobs_do_not(driver: Driver, device: CpuDevice) -> None:
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    before = set(executors(device))
-    driver.open(priority=Priority.HIGH).load(samples.counter(), [4])
-    (pid,) = set(executors(device)) - before
-    assert os.getpriority(os.PRIO_PROCESS, fork_server(device)) == min(19, usual + GIVES_WAY)
-    assert of_threads(pid) == {usual}
-
-
-def test_the_fork_server_keeps_its_niceness_where_its_children_could_not_have_theirs(monkeypatch) -> None:
-    monkeypatch.setattr(fork_server_process, "may_be_less_nice", lambda: False)
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    assert give_way() == usual
-    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
 
 
 def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypatch, tmp_path) -> None:
