@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gpumux.errors import DaemonGone, JobClosed, UnknownJob
+from gpumux.errors import DaemonGone, JobClosed, StaleState, UnknownJob
 from microbench.killed import TRIALS, Trial, plain
 from microbench.kills import Run, bits, submit
 from microbench.soaking.counters import SharedCounters
@@ -58,6 +58,10 @@ def train(
             try:
                 live(make, seed, slot, spec["endpoint"], out, leave)
             except (JobClosed, UnknownJob):
+                counters.add(slot.number, "stopped")
+            except StaleState as error:  # it was stopped while its model was read
+                if "closed by user" not in str(error):
+                    counters.trouble(slot.number, f"{type(error).__name__}: {error}")
                 counters.add(slot.number, "stopped")
             except DaemonGone as error:  # while it is submitted; afterwards it comes back by itself
                 if was_suspended():
