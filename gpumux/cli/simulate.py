@@ -228,7 +228,9 @@ def _notes(asked: Sequence[JobRequest], spec: GpuSpec) -> list[str]:
 def _show_device(spec: GpuSpec, *, as_json: bool) -> None:
     constants = list(spec.constants())
     if as_json:
-        emit_json({name: {"value": value, "range": bounds, "source": source} for name, value, bounds, source in constants})
+        emit_json(
+            {name: {"value": value, "range": bounds, "source": source} for name, value, bounds, source in constants}
+        )
         return
     emit(f"{spec.name}: {spec.title}")
     for name, value, bounds, source in constants:
