@@ -60,7 +60,10 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
             (Config().max_inflight, requests.MAX_TRANSFERS, questions.MAX_PROFILES, changes.MAX_CHANGES),
         ),
         ("questions of a session that wait", (turns.MAX_WAITING,)),
-        ("jobs opened and closed again; of a session that wait", (int(turns.OPENED_PER_S), turns.MAX_WAITING)),
+        (
+            "jobs opened and closed again; of a session that wait",
+            (turns.OPENED_AT_ONCE, int(turns.OPENED_PER_S), turns.MAX_WAITING),
+        ),
         (
             "snapshots: of a job under way; questions of a session for kept ones; to be read",
             (1, snapshots.MAX_FINDS, snapshots.MAX_READS),

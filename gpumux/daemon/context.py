@@ -186,7 +186,8 @@ class QuestionQueue:
             self.due = ended + (ended - began) * (1 / QUESTIONS_SHARE - 1)
 
 
-OPENED_PER_S = 10.0  # jobs of one user in the long run; at once, as many as a user may have open
+OPENED_PER_S = 10.0  # jobs of one user in the long run
+OPENED_AT_ONCE = 64  # jobs of one user, or as many as one may have open, if that is more
 
 
 class OpeningQueue:
@@ -224,7 +225,7 @@ class OpeningQueue:
     def _meter(self, uid: int, now: float) -> Meter:
         meter = self._meters.get(uid)
         if meter is None:
-            meter = self._meters[uid] = Meter(OPENED_PER_S, max(1, self._at_once()), now)
+            meter = self._meters[uid] = Meter(OPENED_PER_S, max(OPENED_AT_ONCE, self._at_once()), now)
         return meter
 
 

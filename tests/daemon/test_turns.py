@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from gpumux.config import Config
-from gpumux.daemon.context import MAX_WAITING, OPENED_PER_S, QUESTIONS_SHARE
+from gpumux.daemon import context
+from gpumux.daemon.context import MAX_WAITING, OPENED_AT_ONCE, OPENED_PER_S, QUESTIONS_SHARE
 from gpumux.errors import AdmissionRefused
 from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
@@ -112,8 +113,9 @@ def test_between_turns_of_a_flood_others_get_the_core(daemon, monkeypatch):
 
 
 @pytest.fixture
-def made():
+def made(monkeypatch):
     """Makes daemons."""
+    monkeypatch.setattr(context, "OPENED_AT_ONCE", 1)
     with ExitStack() as stack:
 
         def make(config):
@@ -157,6 +159,17 @@ def test_a_user_that_opens_one_job_after_another_waits_and_keeps_no_other_waitin
     daemon.turn()
     assert [job for _, job in opened(daemon)] == [f"{5:032x}"]
     assert daemon.loop.context.openings.due == math.inf
+
+
+def test_few_jobs_at_a_time_may_still_be_opened_one_after_another():
+    daemon = Daemon(Config(max_jobs_per_user=1))
+    daemon.connect("s", uid=1000)
+    for n in range(OPENED_AT_ONCE):
+        ask_to_open(daemon, "s", n)
+        daemon.turn()
+        daemon.say("s", msg.CloseJob(100 + n, f"{n:032x}", False))
+    assert len(opened(daemon)) == OPENED_AT_ONCE
+    daemon.close()
 
 
 def test_jobs_that_wait_to_be_opened_are_bounded_and_go_with_their_session(made):
