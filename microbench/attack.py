@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,13 +299,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def folder() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="gm-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -332,11 +325,11 @@ def main(argv: list[str] | None = None) -> int:
         if "windows" in args.parts:
             os.sched_setaffinity(0, own)
             with folder() as directory:
-                found["windows"] = windows(args, directory, own, theirs)
+                found["windows"] = windows(args, Path(directory), own, theirs)
             os.sched_setaffinity(0, cores)
         if "kills" in args.parts:
             with folder() as directory:
-                found["kills"] = killed(args, directory, theirs)
+                found["kills"] = killed(args, Path(directory), theirs)
     except RuntimeError as error:
         print(f"NOT survived: {error}", file=sys.stderr)
         return 1

@@ -164,6 +164,7 @@ class Changes:
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
 SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered by and by (QuestionQueue)
 OPENINGS = frozenset({msg.OpenJob, msg.OpenGangJob})  # bounded by time (OpeningQueue)
+QUEUED = SLOW | OPENINGS
 MAX_TRANSFERS = 16  # transfers of one job that have not ended
 MAX_UNLOADED = 128  # Programs of one user that are not loaded yet: twice the jobs that a user may have
 MAX_ENCODED_BYTES = 512 << 20  # encoded bytes of one user's Programs that are not loaded yet
@@ -212,11 +213,9 @@ class Requests:
             self._unexpected(session, f"a {kind.__name__} is not for a daemon")
             return
         try:
-            if kind in SLOW:
-                self._context.questions.add(session, partial(self._handle, handler, session, message, frames))
-                return
-            if kind in OPENINGS:
-                self._context.openings.add(session, partial(self._handle, handler, session, message, frames))
+            if kind in QUEUED:
+                queue = self._context.openings if kind in OPENINGS else self._context.questions
+                queue.add(session, partial(self._handle, handler, session, message, frames))
                 return
         except AdmissionRefused as error:
             self._context.refuse(session, message.ref, error)

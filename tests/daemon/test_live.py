@@ -18,7 +18,7 @@ import zmq
 from gpumux.cli.control import Control
 from gpumux.cli.main import EX_FAILED, main
 from gpumux.client.session import Session
-from gpumux.device.workers.niceness import may_be_less_nice
+from gpumux.device.cpu.device import may_be_less_nice
 from gpumux.errors import DaemonGone
 from gpumux.program import codec as programs
 from gpumux.program.profile import load

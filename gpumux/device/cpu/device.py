@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import select
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from math import inf
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -71,7 +73,6 @@ from gpumux.device.workers.channel import (
     unpack,
 )
 from gpumux.device.workers.confinement import Confined
-from gpumux.device.workers.niceness import MOST_NICE, may_be_less_nice, own_niceness
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name, memory_file
 from gpumux.program.ir import DEFAULT, ProgramLimits
@@ -95,6 +96,9 @@ from gpumux.types import (
     WavePieces,
 )
 
+_CAP_SYS_NICE = 23
+_NORMAL = 20  # RLIMIT_NICE that allows niceness 0
+MOST_NICE = 19
 PIECE_S = 0.002
 OPEN_S = 120.0
 CLOSE_S = 10.0
@@ -267,7 +271,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None and self._low_nice:
             more = self._low_nice if priority is Priority.LOW else 0
-            nice = min(MOST_NICE, own_niceness() + more)
+            nice = min(MOST_NICE, _own_niceness() + more)
             self._supervisor.renice(executor.token, nice)
             self._carry_out(executor, Renice(nice))
 
@@ -628,3 +632,25 @@ def _unanswered(executor: ExecutorRecord, command: Command, fault: Fault) -> Dev
     if isinstance(command, ProfileCommand):
         return ProgramProfiled(executor.job, command.program, b"", fault)
     return TransferEnded(executor.job, command.transfer, fault)
+
+
+# ---- Niceness. Every process may be made nicer; making it less nice takes CAP_SYS_NICE, or a limit (RLIMIT_NICE) that
+# allows it.
+
+
+def _own_niceness() -> int:
+    """The daemon's own niceness, which high jobs' processes have."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def may_be_less_nice(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether a process of the daemon may go back to the daemon's own niceness."""
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _NORMAL - _own_niceness():
+        return True
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    capable = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    return bool(capable >> _CAP_SYS_NICE & 1)

@@ -116,7 +116,6 @@ _RANGES = {
     "queue_length": (1000, 1024),
     "stream_depth": (1, 1024),
 }
-_SIZES = "chosen: as many sizes as the guard needs to choose from"
 _SHARE = "CUDA driver API, Green Contexts (docs.nvidia.com/cuda/cuda-driver-api, 6.35): compute capability "
 
 A100 = GpuSpec(
@@ -150,12 +149,13 @@ A100 = GpuSpec(
         "memory_bytes": "NVIDIA A100 datasheet",
         "flops": "NVIDIA A100 datasheet, peaks without sparsity",
         **_LAUNCH,
-        "shares": _SIZES,
+        "shares": "chosen: as many sizes as the guard needs to choose from",
         "share_multiple": _SHARE + "8.x: at least 4, multiples of 2",
     },
     ranges=_RANGES,
 )
 
+# What the others have in common with it are the constants of launches, which are the driver's and guesses for all.
 A100_80GB = replace(
     A100,
     name="a100-80gb",
@@ -169,7 +169,8 @@ A100_80GB = replace(
     },
 )
 
-H200 = GpuSpec(
+H200 = replace(
+    A100,
     name="h200",
     title="NVIDIA H200 SXM 141GB",
     sms=132,
@@ -183,27 +184,15 @@ H200 = GpuSpec(
         "bfloat16": 989.5e12,
         "int8": 1979e12,
     },
-    call_s=4.5e-6,
-    graph_s=2.5e-6,
-    graph_node_s=1e-9,
-    transmit_s=2.5e-6,
-    launch_gap_s=1e-6,
-    node_gap_s=0.5e-6,
-    completion_s=5e-6,
-    queue_length=1000,
-    stream_depth=4,
-    shares=(1.0, 0.5, 0.25),
     share_multiple=8,
     sources={
+        **A100.sources,
         "sms": "NVIDIA H100 architecture whitepaper (SXM5; the H200 has the same multiprocessors)",
         "bandwidth": "NVIDIA H200 datasheet (4.8 TB/s); a peak, real traffic reaches about 90 % of it",
         "memory_bytes": "NVIDIA H200 datasheet",
         "flops": "NVIDIA H200 datasheet, half of the figures it gives with sparsity",
-        **_LAUNCH,
-        "shares": _SIZES,
         "share_multiple": _SHARE + "9.0 and later: at least 8, multiples of 8",
     },
-    ranges=_RANGES,
 )
 
 H100 = replace(
@@ -226,7 +215,8 @@ H100 = replace(
     ranges={name: bounds for name, bounds in _RANGES.items() if name not in ("launch_gap_s", "node_gap_s")},
 )
 
-V100 = GpuSpec(
+V100 = replace(
+    A100,
     name="v100",
     title="NVIDIA V100-SXM2-16GB",
     sms=80,
@@ -240,28 +230,16 @@ V100 = GpuSpec(
         "bfloat16": 15.7e12,
         "int8": 62.8e12,
     },
-    call_s=4.5e-6,
-    graph_s=2.5e-6,
-    graph_node_s=1e-9,
-    transmit_s=2.5e-6,
-    launch_gap_s=1e-6,
-    node_gap_s=0.5e-6,
-    completion_s=5e-6,
-    queue_length=1000,
-    stream_depth=4,
-    shares=(1.0, 0.5, 0.25),
     share_multiple=2,
     sources={
+        **A100.sources,
         "sms": "NVIDIA V100 architecture whitepaper",
         "bandwidth": "NVIDIA V100 datasheet (900 GB/s), a peak",
         "memory_bytes": "NVIDIA V100 datasheet",
         "flops": "NVIDIA V100 datasheet; it has neither tf32 nor bfloat16, which run as float32, and int8 is four times"
         " float32's (dp4a)",
-        **_LAUNCH,
-        "shares": _SIZES,
         "share_multiple": _SHARE + "7.x: at least 2, multiples of 2",
     },
-    ranges=_RANGES,
 )
 
 PRESETS: dict[str, GpuSpec] = {spec.name: spec for spec in (V100, A100, A100_80GB, H100, H200)}

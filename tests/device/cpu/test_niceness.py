@@ -14,7 +14,6 @@ from gpumux.device.base import Regrading
 from gpumux.device.cpu import device as cpu_device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run import interpreter as stopwatch
-from gpumux.device.workers import niceness
 from gpumux.types import JobId, Priority
 from tests.device.cpu.support import executors
 from tests.device.harness import Case, Driver
@@ -44,7 +43,7 @@ def of_threads(pid: int) -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
 
 
-@pytest.mark.skipif(not niceness.may_be_less_nice(), reason="this process may not make one less nice")
+@pytest.mark.skipif(not cpu_device.may_be_less_nice(), reason="this process may not make one less nice")
 def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> None:
     device = CASE.wide()
     device.open()
@@ -116,11 +115,11 @@ def test_a_user_that_may_not_make_a_process_less_nice_learns_what_to_do(monkeypa
     able = tmp_path / "able"
     able.write_text("CapEff:\t0000000000800000\n")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
-    assert not niceness.may_be_less_nice(powerless)
-    assert niceness.may_be_less_nice(able)
-    assert not niceness.may_be_less_nice(tmp_path / "absent")
+    assert not cpu_device.may_be_less_nice(powerless)
+    assert cpu_device.may_be_less_nice(able)
+    assert not cpu_device.may_be_less_nice(tmp_path / "absent")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (20, 20))
-    assert niceness.may_be_less_nice(powerless)
+    assert cpu_device.may_be_less_nice(powerless)
     monkeypatch.setattr(cpu_device, "may_be_less_nice", lambda: False)
     device = CpuDevice(low_nice=19)
     fault = device.may_regrade(Priority.HIGH)
