@@ -14,6 +14,7 @@ round as after the first.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -119,8 +120,11 @@ def _more(before: watch.Holding, now: watch.Holding) -> bool:
     return now.descriptors > before.descriptors or now.segments > before.segments or now.processes > before.processes
 
 
-def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[[str], None]) -> dict[str, Any]:
+def soak(
+    rounds: list[plan.Round], directory: Path, args: argparse.Namespace, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Everything there is to report. Raises RuntimeError when the daemon, or a client, does not survive it."""
+    clients = args.clients
     mark = f"SOAK_RUN={uuid.uuid4().hex}"
     environment = {**os.environ, **dict([mark.split("=")])}
     other_user = OTHER_USER if os.geteuid() == 0 else 0
@@ -184,7 +188,7 @@ def soak(rounds: list[plan.Round], directory: Path, clients: int, say: Callable[
     say("running the training loops again, without a daemon")
     from microbench.soaking import trainers  # torch
 
-    verdict = trainers.verify(directory / "results")
+    verdict = trainers.verify(directory / "results", args.compare, args.seed)
     return {
         "seconds": round(seconds, 1), "counted": dict(counted), "trained": asdict(verdict),
         "happened": dict(context.done), "vandalism": dict(context.vandalism), "operator_refused": dict(refusals),
@@ -238,7 +242,7 @@ def _checks(
     most("files left behind", len(files), 0)
     done = checks["checks"]
     found["checks of the invariants"] = {"value": done, "limit": LEAST_CHECKS, "met": done >= LEAST_CHECKS}
-    right = counted["right"] + verdict.results
+    right = counted["right"] + verdict.acknowledged
     found["steps acknowledged"] = {"value": right, "limit": 1, "met": right >= 1}
     return found
 
@@ -249,6 +253,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=100, help="at a time")
     parser.add_argument("--seed", type=int, default=0, help="of all that happens")
     parser.add_argument("--rounds", type=int, default=2, help="how often all clients connect and leave")
+    parser.add_argument(
+        "--compare", type=float, default=600.0, help="seconds to run training loops again in, to compare their results"
+    )
     args = parser.parse_args(argv)
     try:
         rounds = plan.make(args.seed, args.seconds, args.clients, args.rounds)
@@ -258,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = common.machine()
     directory = Path(tempfile.mkdtemp(prefix="gm-"))
     try:
-        found = soak(rounds, directory, args.clients, lambda text: print(text, file=sys.stderr, flush=True))
+        found = soak(rounds, directory, args, lambda text: print(text, file=sys.stderr, flush=True))
     except RuntimeError as error:
         print(f"NOT survived: {error}", file=sys.stderr)
         return 1
@@ -266,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(directory, ignore_errors=True)
     _show(found, args)
     met = all(check["met"] for check in found["checks"].values())
-    options = {name: getattr(args, name) for name in ("seconds", "clients", "seed", "rounds")} | {
+    options = {name: getattr(args, name) for name in ("seconds", "clients", "seed", "rounds", "compare")} | {
         "plan": plan.digest(rounds)
     }
     common.report("soak", args.out, {"machine": facts, "options": options, **found, "met": met})
@@ -277,7 +284,8 @@ def _show(found: dict[str, Any], args: Any) -> None:
     counted, trained = found["counted"], found["trained"]
     print(
         f"{args.clients} clients for {found['seconds']:.0f} s, seed {args.seed}: {counted['lives']} lives,"
-        f" {counted['right']} light and {trained['results']} training steps acknowledged,"
+        f" {counted['right']} light and {trained['acknowledged']} training steps acknowledged"
+        f" ({trained['results']} of these compared),"
         f" {counted['states_right'] + trained['states']} states compared"
     )
     for name in ("happened", "vandalism", "operator_refused", "invariants"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import signal
 import sys
 import threading
@@ -32,8 +33,10 @@ UNDER_WAY = 8  # results that are not waited for yet
 
 @dataclass(frozen=True)
 class Verdict:
-    """Counts over all trainers; `states`: of those that left in order."""
+    """Counts over all trainers; `results`: those that were compared of the `acknowledged` ones; `states`: of those that
+    left in order."""
 
+    acknowledged: int
     results: int
     results_wrong: int
     states: int
@@ -101,17 +104,24 @@ def turn(run: Run, out: Any, keep: int) -> None:
         del run.futures[0]
 
 
-def verify(directory: Path) -> Verdict:
-    """Compare all results with the plain loops'."""
+def verify(directory: Path, within_s: float, seed: int) -> Verdict:
+    """Compare the results with the plain loops', life after life in an order drawn from `seed`, and begin no further
+    life once `within_s` seconds have passed: one core runs again what two ran."""
     torch.set_num_threads(1)
-    results = wrong = states = states_wrong = 0
-    for path in sorted(directory.glob("*.jsonl")):
+    acknowledged = results = wrong = states = states_wrong = 0
+    paths = sorted(directory.glob("*.jsonl"))
+    random.Random(seed).shuffle(paths)
+    until = time.monotonic() + within_s
+    for path in paths:
         lines = path.read_text().splitlines(keepends=True)
         found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be incomplete
         if not found:
             continue
         head, rest = found[0], found[1:]
         told = [line for line in rest if isinstance(line, str)]
+        acknowledged += len(told)
+        if time.monotonic() > until:
+            continue
         trial = TRIALS[int(head["kind"].removeprefix("torch:"))](head["seed"])
         end = next((line for line in rest if isinstance(line, dict)), None)
         calls = 0
@@ -126,7 +136,7 @@ def verify(directory: Path) -> Verdict:
             state = [bits(t).hex() for t in trial.state()]
             states += 1
             states_wrong += state != end["state"]
-    return Verdict(results, wrong, states, states_wrong)
+    return Verdict(acknowledged, results, wrong, states, states_wrong)
 
 
 def main(path: str, process: str) -> int:
