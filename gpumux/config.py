@@ -182,6 +182,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
 GPU_MODELS = ("v100", "a100", "a100-80gb", "h100", "h200")  # that can be simulated
+SIMULATED_GPUS = (*GPU_MODELS, *(f"{model}+shared-queue" for model in GPU_MODELS))  # and how (device/sim/spec.py)
 POLICIES = ("fifo", "streams", "paced", "guarded")
 CONFINEMENTS = ("auto", "require", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -228,7 +229,7 @@ class Config:
         "off", "whether low jobs may be confined to parts of a GPU (green contexts; not yet proven on one)",
         choices=("off", "on"),
     )  # fmt: skip
-    gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=GPU_MODELS)
+    gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=SIMULATED_GPUS)
     profiles: tuple[str, ...] = _setting((), "files of `gpumux jobs profile` whose times a simulated GPU uses")
     policy: str = _setting("guarded", "scheduling policy: which job's piece is launched next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)

@@ -31,6 +31,7 @@ from gpumux.wire.messages import PROTOCOL_VERSION
 
 
 EX_USAGE = 64
+SIMULATED = f"{'|'.join(config.GPU_MODELS)}[+shared-queue]"
 
 
 class WrongUsage(SystemExit):
@@ -245,7 +246,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="N", help="index of the GPU to own; means --device cuda where no device is named")
     add("--device", metavar="|".join(config.DEVICES), help="what runs the work (default auto)")
     add("--gpu-shares", metavar="off|on", help="whether low jobs may be confined to parts of a GPU (default off)")
-    add("--gpu-model", metavar="|".join(config.GPU_MODELS), help="the GPU that --device sim simulates (default a100)")
+    add("--gpu-model", metavar=SIMULATED, help="the GPU that --device sim simulates (default a100)")
     add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
     add("--policy", metavar="|".join(config.POLICIES), help="which job runs next (default guarded)")
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
@@ -287,10 +288,10 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
     add("--plan", metavar="FILE.json", help="the high job is this plan, on all its GPUs (gpumux plan burst --save)")
     add(
         "--gpu-model",
-        metavar="|".join(config.GPU_MODELS),
-        choices=config.GPU_MODELS,
+        metavar=SIMULATED,
+        choices=config.SIMULATED_GPUS,
         default="a100",
-        help="the GPU that is simulated (default a100)",
+        help="the GPU that is simulated (default a100); +shared-queue: all streams share one queue of launches",
     )
     policies = (*config.POLICIES, "all")
     default = config.Config().policy

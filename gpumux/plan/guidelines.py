@@ -12,7 +12,7 @@ from math import ceil, inf, isfinite, log2, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product
+from gpumux.device.sim.cost import FLOOR_S, product
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.program import reading
@@ -217,7 +217,7 @@ class Convolution:
             tiles = batch * ceil(self.out_width / TILE) * ceil(self.out_height / TILE)
             multiply = 2 * PATCH**2 * tiles * self.depth * self.out_depth
             transform = 4 * workspace / FLOAT
-        flops_s = (multiply + transform) / (rate * EFFICIENCY)
+        flops_s = (multiply + transform) / (rate * spec.product_efficiency)
         return 3 * max(flops_s, (nbytes + 2 * workspace) / spec.bandwidth, FLOOR_S)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product, stream
+from gpumux.device.sim.cost import FLOOR_S, product, stream
 from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.layers import AlgorithmTimes, AlgorithmTiming, LayerProfile, ModelProfile, Timing
@@ -396,8 +396,8 @@ def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) 
     weights = 0 if module is None else sum(each.numel() * each.element_size() for each in module.parameters())
     nbytes = item * (sum(given) + sum(out)) + weights
     if flops:
-        forward = max(flops / (peak * EFFICIENCY), nbytes / spec.bandwidth, FLOOR_S)
-        backward = max(2 * flops / (peak * EFFICIENCY), 2 * nbytes / spec.bandwidth, FLOOR_S)
+        forward = max(flops / (peak * spec.product_efficiency), nbytes / spec.bandwidth, FLOOR_S)
+        backward = max(2 * flops / (peak * spec.product_efficiency), 2 * nbytes / spec.bandwidth, FLOOR_S)
         return forward, backward
     forward = stream(sum(out), nbytes, spec).seconds
     return forward, stream(sum(out), nbytes + item * sum(given), spec).seconds

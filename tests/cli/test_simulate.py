@@ -12,7 +12,7 @@ import pytest
 
 from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
-from gpumux.device.sim.spec import PRESETS
+from gpumux.device.sim.spec import PRESETS, preset
 from gpumux.program.profile import OpProfile, StepProfile, save
 from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan
 from gpumux.program.saved_plan import save as save_plan
@@ -111,20 +111,22 @@ def test_progress_of_a_long_run_is_shown_on_stderr(
     assert all(line.startswith("gpumux: fifo: ") and line.endswith(" of 300 steps") for line in told)
 
 
-@pytest.mark.parametrize("model", config.GPU_MODELS)
+@pytest.mark.parametrize("model", config.SIMULATED_GPUS)
 def test_every_constant_of_a_device_is_shown_with_its_source(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--show-device", "--gpu-model", model]) == 0
     out = capsys.readouterr().out
-    for name, _, bounds, source in PRESETS[model].constants():
+    spec = preset(model)
+    for name, _, bounds, source in spec.constants():
         assert f"\n{name} " in out
         assert source in out
         assert source.startswith("guess") == (bounds is not None)
-    assert (
-        "node_gap_s      1.3e-06\n" in out if model == "h100" else "node_gap_s      5e-07  (5e-07 to 1.3e-06)\n" in out
-    )
+    gap = "1.3e-06" if model.startswith("h") else "5e-07  (5e-07 to 1.3e-06)"
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    assert f"node_gap_s {' '.join(gap.split())}" in shown
+    assert f"launch_queue {'shared' if '+' in model else 'stream'}" in shown
     assert main(["simulate", "--show-device", "--gpu-model", model, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["sms"] == {"value": PRESETS[model].sms, "range": None, "source": PRESETS[model].sources["sms"]}
+    assert said["sms"] == {"value": spec.sms, "range": None, "source": spec.sources["sms"]}
     assert said["completion_s"]["range"] == [1e-6, 20e-6]
 
 
@@ -238,6 +240,7 @@ def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> Non
 
 def test_the_gpu_models_the_command_line_knows_are_the_real_ones() -> None:
     assert set(config.GPU_MODELS) == set(PRESETS)
+    assert {preset(name).name for name in config.SIMULATED_GPUS} == set(config.SIMULATED_GPUS)
 
 
 # ---- a plan

@@ -1,10 +1,12 @@
 """A discrete-event GPU on a virtual clock.
 
-    launch -> host thread, one bounded in-order queue -> a stream for each job -> blocks
+    launch -> host thread -> a bounded queue for each stream -> a hardware channel -> blocks
 
-The multiprocessors are one pool of block slots. Blocks are never preempted. When slots free up, the pending blocks of
-the highest-priority stream get them first; within one priority, those of the kernel that became ready first. Streams
-are in order, so a job has one kernel on the device at a time.
+A block needs room on one multiprocessor (placement.py), and is never preempted. Only one kernel places blocks at a
+time: of those ready, the one of the highest priority, among equals the one that became ready first. While it waits for
+room, nothing is placed of the others, whether it would fit or not (Amert et al., "GPU Scheduling on the NVIDIA TX2",
+RTSS 2017, rules G2, X1 and A2; Gilman et al. 2021 for newer devices). Streams are in order, so a job has one kernel on
+the device at a time.
 
 Nothing is random: the same calls give the same results. Most time goes into events, so there are few of them: a wave of
 blocks that changes nothing for other streams is none, and a stream alone on the device has one for each launch.
@@ -19,7 +21,9 @@ from dataclasses import dataclass
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
-from gpumux.device.sim.cost import MAX_PER_SM, Kernel, checked, solo_seconds, wave
+from gpumux.device.sim.contention import Demand, crowded, granted, speed
+from gpumux.device.sim.cost import MAX_PER_SM, Kernel, checked, demands, issue_of_block, solo_seconds, wave
+from gpumux.device.sim.placement import Runs, add, most, place, together, uniform
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 
@@ -43,11 +47,14 @@ class Shape:
         "block_bytes",
         "block_s",
         "blocks",
-        "bound",
-        "demand",
+        "cached",
         "grain_s",
+        "l2",
+        "memory",
+        "missed",
         "name",
         "nbytes",
+        "need",
         "size",
         "solo_s",
         "wave_s",
@@ -63,9 +70,9 @@ class Shape:
         self.grain_s = max(EPS, GRAIN * kernel.block_s)
         self.size = SM_UNITS // kernel.per_sm  # units a resident block takes
         self.block_bytes = kernel.nbytes / kernel.blocks
-        self.demand = self.block_bytes / kernel.block_s  # bytes a second of one block at full speed
-        widest, _ = wave(kernel, spec)
-        self.bound = min(1.0, widest * self.demand / spec.bandwidth)
+        self.memory, self.l2, self.missed = demands(kernel, spec)
+        self.cached = kernel.cached
+        self.need = issue_of_block(kernel, spec)
         self.at_once, self.wave_s = wave(kernel, spec, share)  # blocks of a full wave alone, and its seconds
         self.solo_s = solo_seconds(kernel, spec, share)
 
@@ -75,11 +82,11 @@ class LaunchWork:
     seconds after the launch's start and ends at `ends[i]`. `busy[i]` (seconds), `area[i]` (unit-seconds) and `moved[i]`
     (bytes) are sums over the kernels before i."""
 
-    __slots__ = ("area", "busy", "cap", "count", "ends", "moved", "shapes", "starts")
+    __slots__ = ("area", "busy", "count", "ends", "moved", "shapes", "sms", "starts")
 
-    def __init__(self, shapes: Sequence[Shape], cap: int, launch_gap_s: float, node_gap_s: float) -> None:
+    def __init__(self, shapes: Sequence[Shape], sms: int, launch_gap_s: float, node_gap_s: float) -> None:
         self.shapes = tuple(shapes)
-        self.cap = cap  # units it may take at once
+        self.sms = sms  # multiprocessors it may use, from the first on
         self.count = len(self.shapes)
         self.starts: list[float] = []
         self.ends: list[float] = []
@@ -106,7 +113,6 @@ class WorkCache:
 
     def __init__(self, spec: GpuSpec) -> None:
         self._spec = spec
-        self._full = spec.sms * SM_UNITS
         self._shapes: dict[tuple[Kernel, float], Shape] = {}
         self._works: dict[tuple[int, float], tuple[Sequence[Kernel], LaunchWork]] = {}
 
@@ -128,10 +134,9 @@ class WorkCache:
         return [self.work(_alone(kernel), share) for kernel in kernels]
 
     def _make(self, kernels: Sequence[Kernel], share: float) -> LaunchWork:
-        cap = self._spec.share_sms(share) * SM_UNITS
-        return LaunchWork(
-            [self._shape(kernel, share) for kernel in kernels], cap, self._spec.launch_gap_s, self._spec.node_gap_s
-        )
+        spec = self._spec
+        shapes = [self._shape(kernel, share) for kernel in kernels]
+        return LaunchWork(shapes, spec.share_sms(share), spec.launch_gap_s, spec.node_gap_s)
 
     def _shape(self, kernel: Kernel, share: float) -> Shape:
         key = (kernel, share)
@@ -153,10 +158,12 @@ def _alone(kernel: Kernel) -> tuple[Kernel, ...]:
     return _singles.setdefault(kernel, (kernel,))
 
 
-# ---- From the host to the device: one thread that launches, and one in-order queue that all priorities share.
+# ---- From the host to the device: one thread that launches. Each stream has a queue; while that is full, the host
+# waits with a launch for it, and with all launches behind it.
 #
-# The head of the queue leaves it only when its stream has room on the device. Until then all entries behind it wait,
-# whatever their priority: the head-of-line blocking that launch pacing avoids (DeepPool, section 5).
+# On a device with one queue for all streams, its head leaves it only when the head's stream has room on the device.
+# Until then all entries behind it wait, whatever their priority: the head-of-line blocking by which DeepPool (section
+# 5) explains that stream priorities alone do little.
 
 
 Accept = Callable[["HostCall", float], bool]
@@ -193,8 +200,9 @@ class HostCall:
 
 
 class LaunchPath:
-    """The host's thread and its queue. `accept(entry, now)` puts an entry on its stream and returns True if the stream
-    has room."""
+    """The host's thread and the queue that all streams share, of `length` entries; 1 where each has a queue of its own:
+    the launch that the host waits with. `accept(entry, now)` puts an entry on its stream and returns True if that has
+    room."""
 
     def __init__(self, length: int, transmit_s: float, accept: Accept) -> None:
         self._length = length
@@ -256,28 +264,67 @@ class LaunchPath:
         self.next_at = self._done_at if len(self._queue) < self._length else inf
 
 
+# ---- The hardware's channels: in-order queues that streams are spread over.
+
+
+class Channel:
+    """One hardware queue. Its head leaves it when all blocks of its last kernel are placed; what is behind waits until
+    then, of whatever stream (Bakita and Anderson, RTAS 2024, rule R2), also while the head itself waits for what its
+    stream runs before it (Paella, SOSP 2023)."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: deque[HostCall] = deque()
+
+    def shared(self) -> bool:
+        """Whether launches of several jobs are in it."""
+        entries = self.entries
+        return len(entries) > 1 and any(entry.job != entries[0].job for entry in entries)
+
+    def drop(self, job: str) -> None:
+        """Forget the entries of `job`."""
+        self.entries = deque(entry for entry in self.entries if entry.job != job)
+
+
 # ---- One job's stream on the device: its launches in order, and the kernel that runs.
 #
 # Blocks that started together are a *cohort*. A kernel's own clock `v` counts seconds of block time at full speed and
 # advances at `rate`. A cohort started at `v` ends when the clock shows `v + block_s`, so a change of rate moves no
 # cohort, and cohorts are kept in the order they end.
 #
-# A stream *cycles* while every block that ends is followed at once by another of the same kernel. Such waves change
-# nothing for other streams, so none of them is an event: `catch_up` accounts for all of them.
+# A stream *cycles* while every block that ends is followed at once by another of the same kernel in its place. Such
+# waves change nothing for other streams, so none of them is an event: `catch_up` accounts for all of them.
+
+
+class Cohort:
+    """Blocks that end together, when their stream's clock shows `v_end`. `places`: how many on each multiprocessor."""
+
+    __slots__ = ("blocks", "places", "v_end")
+
+    def __init__(self, v_end: float, blocks: int, places: Runs) -> None:
+        self.v_end = v_end
+        self.blocks = blocks
+        self.places = places
 
 
 class Stream:
-    """One job's stream. `entries[0]` runs; `index`: its kernel that runs or is next. `cohorts` hold [v_end, blocks]."""
+    """One job's stream. `entries[0]` runs; `index`: its kernel that runs or is next. `places`: how many of its blocks
+    each multiprocessor has."""
 
-    __slots__ = ("area", "cohorts", "cycling", "entries", "index", "job", "moved", "next_at", "pending", "priority",
-                 "rate", "ready_at", "resident", "shape", "size", "solo_base", "solo_from", "v0", "work")  # fmt: skip
+    __slots__ = ("area", "begun", "channel", "cohorts", "cycling", "entries", "index", "job", "moved", "next_at",
+                 "pending", "places", "priority", "rate", "ready_at", "resident", "shape", "size", "solo_base",
+                 "solo_from", "v0", "work")  # fmt: skip
 
     work: LaunchWork
     shape: Shape
+    places: Runs
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, channel: Channel) -> None:
         self.job = job
+        self.channel = channel
         self.entries: deque[HostCall] = deque()
+        self.begun = False  # whether the first of them has left the channel's queue for the device
         self.priority = 0
         self.index = 0
         self.ready_at = inf  # when its next kernel may start
@@ -285,7 +332,7 @@ class Stream:
         self.pending = 0  # blocks not started
         self.resident = 0  # blocks running
         self.size = 0  # units that each block takes
-        self.cohorts: list[list[float]] = []
+        self.cohorts: list[Cohort] = []
         self.cycling = False
         self.rate = 1.0
         self.v0 = 0.0  # what its clock shows
@@ -302,7 +349,7 @@ class Stream:
         start = max(now, entry.arrived)
         if not entry.began:
             entry.began.append(start)
-        self.work, self.index, self.priority = entry.work, 0, entry.priority
+        self.work, self.index, self.priority, self.begun = entry.work, 0, entry.priority, True
         self.ready_at = start + self.work.starts[0]
 
     def begin_kernel(self) -> None:
@@ -312,31 +359,49 @@ class Stream:
 
     # ---- blocks
 
-    def start_blocks(self, blocks: int) -> None:
+    def start_blocks(self, blocks: int, places: Runs) -> None:
         """Start `blocks` of the pending blocks, now. The stream is settled."""
         shape = self.shape
         v_end = self.v0 + shape.block_s
         cohorts = self.cohorts
-        if cohorts and v_end - cohorts[-1][0] < shape.grain_s:
+        if cohorts and v_end - cohorts[-1].v_end < shape.grain_s:
             last = cohorts[-1]
-            last[1] += blocks
-            last[0] += (v_end - last[0]) * blocks / last[1]
+            last.blocks += blocks
+            last.v_end += (v_end - last.v_end) * blocks / last.blocks
+            last.places = add(last.places, places)
         else:
-            cohorts.append([v_end, blocks])
+            cohorts.append(Cohort(v_end, blocks, places))
+        self.places = add(self.places, places) if self.resident else places
         self.pending -= blocks
         self.resident += blocks
+
+    def end_blocks(self, v: float) -> Runs | None:
+        """End the cohorts that end before its clock shows `v`. Returns where they were, None if there are none."""
+        cohorts = self.cohorts
+        if not cohorts or cohorts[0].v_end > v:
+            return None
+        first = cohorts.pop(0)
+        ended, places = first.blocks, first.places
+        while cohorts and cohorts[0].v_end <= v:
+            more = cohorts.pop(0)
+            ended += more.blocks
+            places = add(places, more.places)
+        self.resident -= ended
+        if self.resident:
+            self.places = add(self.places, places, -1)
+        return places
 
     def catch_up(self, v: float) -> None:
         """Account for the waves that ended, and were followed by others, before its clock showed `v`."""
         cohorts = self.cohorts
         block_s = self.shape.block_s
         for cohort in cohorts:
-            if cohort[0] < v:
-                waves = ceil((v - cohort[0]) / block_s)
-                cohort[0] += waves * block_s
-                self.pending -= waves * int(cohort[1])
+            if cohort.v_end < v:
+                waves = ceil((v - cohort.v_end) / block_s)
+                cohort.v_end += waves * block_s
+                self.pending -= waves * cohort.blocks
         if len(cohorts) > 1:
-            cohorts.sort()
+            cohorts.sort(key=_v_end)
 
     # ---- alone on the device: the rest of the launch is one event
 
@@ -354,9 +419,10 @@ class Stream:
         self.moved += work.moved[upto] - work.moved[start]
         return work.busy[upto] - work.busy[start]
 
-    def end_solo(self, now: float) -> float:
+    def end_solo(self, now: float, empty: Runs) -> float:
         """Set kernel and cohorts as they are at `now`, before what starts or ends at `now`. Afterwards the stream waits
-        for its next kernel (`resident` is 0) or runs one. Returns the seconds it had blocks resident."""
+        for its next kernel (`resident` is 0) or runs one. `empty`: the units of each multiprocessor. Returns the
+        seconds it had blocks resident."""
         work, at = self.work, now - self.solo_base
         begun = bisect_left(work.starts, at - EPS) - 1
         if begun < self.solo_from or at > work.ends[begun] + EPS:
@@ -367,10 +433,10 @@ class Stream:
         since = at - work.starts[begun]
         busy = self.solo_seconds(begun)
         self.begin_kernel()
-        self._into_kernel(since)
+        self._into_kernel(since, empty)
         return busy + since
 
-    def _into_kernel(self, since: float) -> None:
+    def _into_kernel(self, since: float, empty: Runs) -> None:
         """Set the waves that have ended and the wave that runs, of a kernel that has run alone for `since` seconds."""
         shape = self.shape
         waves = max(ceil((since - EPS) / shape.wave_s) - 1, 0)
@@ -383,7 +449,8 @@ class Stream:
         self.rate = shape.block_s / whole
         self.v0 = into * self.rate
         self.pending, self.resident = shape.blocks - before - running, running
-        self.cohorts = [[shape.block_s, running]]
+        self.places, _ = place(empty, shape.size, running, self.work.sms)
+        self.cohorts = [Cohort(shape.block_s, running, self.places)]
         self.area += (before * shape.wave_s + running * into) * shape.size
 
     # ---- endings
@@ -397,18 +464,19 @@ class Stream:
             return False
         return True
 
-    def hold(self, units: int) -> None:
-        """Its last kernel is done: as many of its blocks as fit into `units` stay, for no time of their own."""
+    def hold(self, free: Runs) -> None:
+        """Its last kernel is done: as many of its blocks as fit into `free` stay, for no time of their own."""
         self.shape = shape = self.work.shapes[-1]
         self.pending, self.size = 0, shape.size
-        self.resident = min(shape.blocks, shape.at_once, units // shape.size)
-        self.cohorts = [[inf, self.resident]]
+        at_once = min(shape.blocks, shape.at_once)
+        self.places, self.resident = place(free, shape.size, at_once, self.work.sms)
+        self.cohorts = [Cohort(inf, self.resident, self.places)]
         self.rate, self.v0 = 1.0, 0.0
 
     def abandon(self, running: bool) -> None:
         """Start nothing of it any more. Resident blocks run to their end. It is settled."""
-        if running and self.cohorts and self.cohorts[0][0] == inf:
-            self.cohorts[0][0] = self.v0  # held: it is done, and its traffic counted
+        if running and self.cohorts and self.cohorts[0].v_end == inf:
+            self.cohorts[0].v_end = self.v0  # held: it is done, and its traffic counted
         elif running:
             self.moved += (self.shape.blocks - self.pending) * self.shape.block_bytes
         self.entries.clear()
@@ -416,60 +484,23 @@ class Stream:
         self.cycling = False
 
 
-# ---- Shared memory bandwidth: how fast groups of resident blocks run when their demands exceed it.
-#
-# A kernel that alone would use the part m of the bandwidth (1 if it would use more than all) spends that part of its
-# block time waiting for memory. When the demands of all groups exceed the bandwidth, each group gets the same part f of
-# its demand, and only the memory-bound part of its time stretches:
-#
-#     rate = 1 / ((1 - m) + m / f),   f the largest at which the rates move no more than the bandwidth
-#
-# So alone a group with m = 1 takes bytes / bandwidth, and a group with m < 1 is not slowed.
+def _v_end(cohort: Cohort) -> float:
+    return cohort.v_end
 
 
-_NEAR = 1e-9  # part of the bandwidth that may be left unused
-_MOST_ROUNDS = 64
-
-
-def granted(groups: Sequence[tuple[float, float]], bandwidth: float) -> float:
-    """The part f of their demands that `groups` get. A group is (bytes a second that its blocks move at full speed, its
-    memory-bound part m). 1.0 if their demands are within `bandwidth`."""
-    if sum(demand for demand, _ in groups) <= bandwidth:
-        return 1.0
-    # The traffic is concave in f and at most f * sum(demand / m). Newton's steps from where that bound meets the
-    # bandwidth rise to the answer from below, so no step moves too much.
-    f = bandwidth / sum(demand / bound for demand, bound in groups if demand > 0.0)
-    for _ in range(_MOST_ROUNDS):
-        moved = slope = 0.0
-        for demand, bound in groups:
-            if demand > 0.0:
-                under = (1.0 - bound) * f + bound
-                moved += demand * f / under
-                slope += demand * bound / (under * under)
-        if bandwidth - moved <= _NEAR * bandwidth:
-            break
-        f += (bandwidth - moved) / slope
-    return min(f, 1.0)
-
-
-def rate(bound: float, f: float) -> float:
-    """How fast a group with memory-bound part `bound` runs when it gets the part `f` of its demand."""
-    return f / ((1.0 - bound) * f + bound)
-
-
-# ---- The multiprocessors: one pool of slots for blocks, its distribution, and the speed of resident blocks.
+# ---- The multiprocessors: which blocks each has, and the speed of these.
 #
 # Most of a simulation's time is spent in `settle` and `dispatch`. They are long so that an event costs two calls.
 
 
 class Multiprocessors:
-    """The pool of all multiprocessors. `running`: the streams with a kernel on the device, most preferred first. All of
-    them are settled at the same time: the last one that `settle` or `begin` was called for."""
+    """All multiprocessors. `running`: the streams with a kernel on the device, most preferred first. All of them are
+    settled at the same time: the last one that `settle` or `begin` was called for."""
 
-    def __init__(self, units: int, bandwidth: float) -> None:
-        self._units = units
-        self._bandwidth = bandwidth
-        self._room = units
+    def __init__(self, spec: GpuSpec) -> None:
+        self._spec = spec
+        self.empty = uniform(spec.sms, SM_UNITS)
+        self._free = self.empty
         self._last = 0.0  # that time
         self._occupied = False
         self.running: list[Stream] = []
@@ -485,17 +516,17 @@ class Multiprocessors:
     def adopt(self, stream: Stream, now: float) -> None:
         """Take over a kernel with the blocks it has resident at `now`, to which all others are settled."""
         self._insert(stream)
-        self._room -= stream.resident * stream.size
+        self._free = add(self._free, stream.places, -stream.size)
         self._last, self._occupied = now, True
 
     def hold(self, stream: Stream, now: float) -> None:
         """Keep a kernel on the device that is done: its blocks take the room again that they have just left."""
-        stream.hold(self._room)
+        stream.hold(self._free)
         self.adopt(stream, now)
 
     def release(self, stream: Stream) -> None:
         """End what `hold` keeps. It is settled."""
-        self._room += stream.resident * stream.size
+        self._free = add(self._free, stream.places, stream.size)
         stream.resident = 0
         stream.cohorts.clear()
         self.remove(stream)
@@ -518,91 +549,89 @@ class Multiprocessors:
             if resident:
                 stream.v0 = v = stream.v0 + passed * stream.rate
                 stream.area += resident * passed * stream.size
-                cohorts = stream.cohorts
                 if stream.cycling:
                     stream.cycling = False
-                    if cohorts[0][0] < v - EPS:
+                    if stream.cohorts[0].v_end < v - EPS:
                         stream.catch_up(v - EPS)
-                v += EPS
-                if cohorts[0][0] <= v:
-                    ended = cohorts.pop(0)[1]
-                    while cohorts and cohorts[0][0] <= v:
-                        ended += cohorts.pop(0)[1]
-                    stream.resident = resident = resident - int(ended)
-                    self._room += int(ended) * stream.size
-                    if not resident and not stream.pending:
+                places = stream.end_blocks(v + EPS)
+                if places is not None:
+                    self._free = add(self._free, places, stream.size)
+                    if not stream.resident and not stream.pending:
                         over.append(stream)
         for stream in over:
             self.remove(stream)
         return over
 
     def dispatch(self) -> None:
-        """Give free room to pending blocks, the most preferred first, and set `next_at`: when the next blocks end whose
-        room another stream could take, or that end a kernel. All streams are settled."""
-        running, free, units = self.running, self._room, self._units
-        resident = []
+        """Place the pending blocks of the most preferred stream that has any, and then of the next, until one has to
+        wait for room. Sets `next_at`: when the next blocks end whose room it could take, or that end a kernel. All
+        streams are settled."""
+        running = self.running
+        resident: list[Stream] = []
+        waits: Stream | None = None
         for stream in running:
-            pending = stream.pending
-            if pending and free:
-                size = stream.size
-                room = free if stream.work.cap == units else self._room_in_share(stream, free)
-                if room >= size:
-                    blocks = room // size
-                    if blocks > pending:
-                        blocks = pending
-                    stream.start_blocks(blocks)
-                    free -= blocks * size
+            if stream.pending and waits is None:
+                places, blocks = place(self._free, stream.size, stream.pending, stream.work.sms)
+                if blocks:
+                    stream.start_blocks(blocks, places)
+                    self._free = add(self._free, places, -stream.size)
+                if stream.pending:
+                    waits = stream
             if stream.resident:
                 resident.append(stream)
-        self._room = free
-        self._occupied = True
-        if len(resident) == 1:
-            stream = resident[0]
-            demand = stream.resident * stream.shape.demand
-            stream.rate = 1.0 if demand <= self._bandwidth else self._bandwidth / demand
-        elif resident:
-            self._share_bandwidth(resident)
-        else:
-            self._occupied = False
-        now, next_at, may_cycle = self._last, inf, True
-        for stream in running:
-            pending, blocks = stream.pending, stream.resident
-            if blocks:
-                v_end = stream.cohorts[0][0]
-                if may_cycle and pending >= blocks:
-                    stream.cycling = True
-                    v_end += pending // blocks * stream.shape.block_s
-                at = now + (v_end - stream.v0) / stream.rate
-                if at < next_at:
-                    next_at = at
-            # A stream that waits for room takes what those after it free, unless its own blocks fill its share.
-            if pending and may_cycle:
-                cap = stream.work.cap
-                may_cycle = cap < units and (blocks + 1) * stream.size > cap
+        self._occupied = bool(resident)
+        if resident:
+            self._set_rates(resident)
+        now, next_at = self._last, inf
+        for stream in resident:
+            v_end = stream.cohorts[0].v_end
+            if stream is waits and stream.pending >= stream.resident:
+                stream.cycling = True
+                rounds, rest = divmod(stream.pending, stream.resident)
+                if not rest:  # its last block is placed when its last cohort ends for the last time but one
+                    v_end, rounds = stream.cohorts[-1].v_end, rounds - 1
+                v_end += rounds * stream.shape.block_s
+            at = now + (v_end - stream.v0) / stream.rate
+            if at < next_at:
+                next_at = at
         self.next_at = next_at
 
-    def _room_in_share(self, stream: Stream, free: int) -> int:
-        """Units of `free` that a confined stream may take now. All launches confined to a share use the same part of
-        the multiprocessors, as partitions of one device do."""
-        room = cap = stream.work.cap
-        for other in self.running:
-            if other.resident and other.work.cap <= cap:
-                room -= other.resident * other.size
-        return min(free, room)
-
-    def _share_bandwidth(self, resident: list[Stream]) -> None:
-        """Rates for the blocks of several streams that are resident now."""
-        bandwidth = self._bandwidth
-        total = 0.0
+    def _set_rates(self, resident: list[Stream]) -> None:
+        """The speed of the blocks of each stream, by the rules of contention.py."""
+        spec, alone = self._spec, len(resident) == 1
+        for stream in resident:
+            stream.rate = 1.0 if alone else stream.shape.beside
+        missed = sum([stream.shape.cached for stream in resident]) > spec.l2_bytes
+        memory: list[tuple[Stream, Demand]] = []
+        l2: list[tuple[Stream, Demand]] = []
         for stream in resident:
             shape = stream.shape
-            stream.rate = shape.beside
-            total += stream.resident * shape.demand * shape.beside
-        if total > bandwidth:
-            groups = [(s.resident * s.shape.demand * s.rate, s.shape.bound) for s in resident]
-            f = granted(groups, bandwidth)
-            for stream in resident:
-                stream.rate *= rate(stream.shape.bound, f)
+            one = shape.missed if missed else shape.memory
+            if one.rate:
+                memory.append((stream, one))
+            if shape.l2.rate and not missed:
+                l2.append((stream, shape.l2))
+        speeds: dict[Stream, float] = {}
+        for demanding, bandwidth in ((memory, spec.bandwidth), (l2, spec.l2_bandwidth)):
+            if demanding:
+                f = granted([(stream.resident, one) for stream, one in demanding], bandwidth, spec.saturation)
+                for stream, one in demanding:
+                    speeds[stream] = min(speeds.get(stream, inf), speed(one, f))
+        for stream, fast in speeds.items():
+            stream.rate *= fast
+        if sum([most(stream.places) * stream.shape.need for stream in resident]) > 1.0:
+            self._crowd(resident)
+
+    def _crowd(self, resident: list[Stream]) -> None:
+        """Slow down what shares multiprocessors that have too little for all their blocks. The blocks of one stream all
+        run at their mean speed."""
+        sums = [0.0] * len(resident)
+        for width, counts in together([stream.places for stream in resident]):
+            fast = crowded([(stream.shape.need, count) for stream, count in zip(resident, counts, strict=True)])
+            for number, count in enumerate(counts):
+                sums[number] += width * count * fast
+        for stream, sum_ in zip(resident, sums, strict=True):
+            stream.rate *= sum_ / stream.resident
 
     def _insert(self, stream: Stream) -> None:
         at = len(self.running)
@@ -649,9 +678,14 @@ class Gpu:
         self.now = 0.0
         self._graphs, self._priorities = graphs, priorities
         self._workshop = WorkCache(spec)
-        self._path = LaunchPath(spec.queue_length, spec.transmit_s, self._accept)
-        self._sms = Multiprocessors(spec.sms * SM_UNITS, spec.bandwidth)
+        shared = spec.launch_queue == "shared"
+        self._depth = spec.stream_depth if shared else spec.queue_length
+        self._path = LaunchPath(spec.queue_length if shared else 1, spec.transmit_s, self._accept)
+        self._sms = Multiprocessors(spec)
         self._streams: dict[str, Stream] = {}
+        self._channels = [Channel() for _ in range(spec.channels)]
+        self._created = 0  # streams so far
+        self._sharing = False  # whether launches of several jobs are in one channel
         self._dropped: list[Stream] = []  # their resident blocks run to their end
         self._waiting: list[Stream] = []  # between kernels: `ready_at` says when the next may start
         self._solo: Stream | None = None  # alone on the device
@@ -744,6 +778,8 @@ class Gpu:
         if stream is not None:
             running = stream in self._sms.running
             stream.abandon(running)
+            stream.channel.drop(job)
+            self._begin_launch(stream.channel, self.now)
             if stream in self._waiting:
                 self._waiting.remove(stream)
             if stream.resident:
@@ -794,6 +830,8 @@ class Gpu:
             self._begin_kernels(now)
         if sms.running:
             sms.dispatch()
+            if self._sharing:
+                self._leave_channels(now)
             if not waiting:
                 at = self._path.next_at
                 self._next = sms.next_at if sms.next_at < at else at
@@ -803,7 +841,7 @@ class Gpu:
     def _begin_kernels(self, now: float) -> None:
         """Begin kernels that are ready, unless a stream would be alone: `_find_next_event` makes that the solo one."""
         waiting, sms = self._waiting, self._sms
-        if self._solo is not None or (len(waiting) == 1 and not sms.running):
+        if self._solo is not None or (len(waiting) == 1 and not sms.running and not self._sharing):
             return
         now_too = now + EPS
         ready = [stream for stream in waiting if stream.ready_at <= now_too]
@@ -816,7 +854,7 @@ class Gpu:
     def _find_next_event(self) -> None:
         """Set the time of the next event. A stream that is alone on the device becomes the solo one."""
         waiting, sms = self._waiting, self._sms
-        if not sms.running and self._solo is None and len(waiting) == 1:
+        if not sms.running and self._solo is None and len(waiting) == 1 and not self._sharing:
             self._solo = waiting.pop()
             self._solo.go_solo()
         at = self._path.next_at
@@ -848,12 +886,14 @@ class Gpu:
 
     def _launch_ended(self, stream: Stream, now: float) -> None:
         entry = stream.entries.popleft()
+        stream.begun = False
         if entry.last:
             ended = Finished(entry.launch, entry.began[0], now)
             self._ended.append((now + self.spec.completion_s, stream.job, ended))
-        if stream.entries:
-            stream.begin_launch(now)
-            self._waiting.append(stream)
+        if stream.channel.entries and stream.channel.entries[0] is entry:
+            self._leave_channel(stream.channel, now)
+        else:
+            self._begin_launch(stream.channel, now)
         if self._path.holds:
             self._path.move(now)
 
@@ -861,20 +901,51 @@ class Gpu:
         """Put `entry` on its stream; whether that had room."""
         stream = self._streams.get(entry.job)
         if stream is None:
-            stream = self._streams[entry.job] = Stream(entry.job)
-        if len(stream.entries) >= self.spec.stream_depth:
+            channel = self._channels[self._created % len(self._channels)]
+            stream = self._streams[entry.job] = Stream(entry.job, channel)
+            self._created += 1
+        if len(stream.entries) >= self._depth:
             return False
         stream.entries.append(entry)
-        if len(stream.entries) == 1:
-            stream.begin_launch(now)
-            self._waiting.append(stream)
+        stream.channel.entries.append(entry)
+        if self._created > len(self._channels) and stream.channel.shared():
+            self._sharing = True
+            if self._solo is not None:
+                self._end_solo(now)
+                if self._sms.running:
+                    self._sms.dispatch()
+            self._leave_channels(now)
+        self._begin_launch(stream.channel, now)
         return True
+
+    def _begin_launch(self, channel: Channel, now: float) -> None:
+        """Begin the launch at the head of `channel`, if its stream is free and it has not begun."""
+        if channel.entries:
+            entry = channel.entries[0]
+            stream = self._streams[entry.job]
+            if stream.entries[0] is entry and not stream.begun:
+                stream.begin_launch(now)
+                self._waiting.append(stream)
+
+    def _leave_channel(self, channel: Channel, now: float) -> None:
+        channel.entries.popleft()
+        if self._sharing:
+            self._sharing = any(each.shared() for each in self._channels)
+        self._begin_launch(channel, now)
+
+    def _leave_channels(self, now: float) -> None:
+        """Let what waits behind them in a channel begin, of the launches whose last blocks are placed."""
+        for stream in self._sms.running:
+            if not stream.pending and stream.index == stream.work.count - 1 and stream.entries:
+                channel = stream.channel
+                if channel.entries and channel.entries[0] is stream.entries[0]:
+                    self._leave_channel(channel, now)
 
     def _end_solo(self, now: float) -> None:
         stream = self._solo
         assert stream is not None
         self._solo = None
-        self._sms.busy_s += stream.end_solo(now)
+        self._sms.busy_s += stream.end_solo(now, self._sms.empty)
         if stream.resident:
             self._sms.adopt(stream, now)
         else:

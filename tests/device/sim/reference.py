@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import inf
+from math import ceil, inf
 
 from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.gpu import Finished
@@ -30,6 +30,7 @@ class Asked:
 @dataclass
 class Block:
     kernel: Running
+    sm: int
     left_s: float
     rate: float = 1.0
 
@@ -54,6 +55,8 @@ class Call:
     cost: float
     last: bool
     arrived: float = inf
+    placed: bool = False  # all blocks of its last kernel are
+    begun: bool = False
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Sample:
 
     start: float
     end: float
-    room: Fraction  # multiprocessors free
+    free: list[Fraction]  # of each multiprocessor
     bandwidth: float  # bytes a second moved
     resident: dict[str, int]
     pending: dict[str, int]
@@ -79,6 +82,11 @@ class Reference:
         self.host_done = inf
         self.queue: list[Call] = []
         self.streams: dict[str, list[Call]] = {}
+        self.channel_of: dict[str, int] = {}
+        self.channels: list[list[Call]] = [[] for _ in range(spec.channels)]
+        shared = spec.launch_queue == "shared"
+        self.depth = spec.stream_depth if shared else spec.queue_length
+        self.length = spec.queue_length if shared else 1
         self.ready: dict[str, tuple[float, int]] = {}  # job -> when its kernel number ... may start
         self.running: list[Running] = []
         self.order = 0
@@ -88,7 +96,7 @@ class Reference:
     def run(self, asked: Sequence[Asked]) -> list[Finished]:
         todo = sorted(asked, key=lambda a: (a.at, a.launch))
         while True:
-            nexts = [todo[0].at if todo else inf, self.host_done if len(self.queue) < self.spec.queue_length else inf]
+            nexts = [todo[0].at if todo else inf, self.host_done if len(self.queue) < self.length else inf]
             nexts += [at for at, _ in self.ready.values()]
             nexts += [self.now + b.left_s / b.rate for r in self.running for b in r.blocks]
             at = min(nexts)
@@ -102,6 +110,7 @@ class Reference:
             self.move()
             self.begin()
             self.dispatch()
+            self.leave_channels()
             self.set_rates()
 
     # ---- time
@@ -114,7 +123,8 @@ class Reference:
             )
             resident = {r.job: len(r.blocks) for r in self.running}
             pending = {r.job: r.pending for r in self.running}
-            self.samples.append(Sample(self.now, at, self.free(), moved, resident, pending))
+            free = [self.free(sm) for sm in range(self.spec.sms)]
+            self.samples.append(Sample(self.now, at, free, moved, resident, pending))
             self.busy_s += passed * any(r.blocks for r in self.running)
         for r in self.running:
             used = passed * len(r.blocks) / r.kernel.per_sm
@@ -123,8 +133,9 @@ class Reference:
                 block.left_s -= passed * block.rate
         self.now = at
 
-    def free(self) -> Fraction:
-        return self.spec.sms - sum((Fraction(len(r.blocks), r.kernel.per_sm) for r in self.running), Fraction(0))
+    def free(self, sm: int) -> Fraction:
+        held = (Fraction(1, r.kernel.per_sm) for r in self.running for b in r.blocks if b.sm == sm)
+        return 1 - sum(held, Fraction(0))
 
     def end_blocks(self) -> None:
         for r in list(self.running):
@@ -140,16 +151,25 @@ class Reference:
             self.ready[job] = (self.now + self.spec.node_gap_s, int(number) + 1)
             return
         self.streams[job].pop(0)
+        call.placed = True
         if call.last:
             self.done.append(Finished(call.asked.launch, self.begun[call.asked.launch], self.now))
-        if self.streams[job]:
-            self.begin_call(job)
+        self.leave_channels()
 
-    def begin_call(self, job: str) -> None:
-        call = self.streams[job][0]
-        start = max(self.now, call.arrived)
-        self.begun.setdefault(call.asked.launch, start)
-        self.ready[job] = (start + self.spec.launch_gap_s, 0)
+    def leave_channels(self) -> None:
+        """Take what is placed off the channels, and begin what is then at their heads and whose stream is free."""
+        for r in self.running:
+            call = self.streams[r.job][0]
+            if not r.pending and self.begun[-1 - call.asked.launch] == len(call.kernels) - 1:
+                call.placed = True
+        for channel in self.channels:
+            while channel and channel[0].placed:
+                channel.pop(0)
+            if channel and channel[0] is self.streams[channel[0].asked.job][0] and not channel[0].begun:
+                channel[0].begun = True
+                start = max(self.now, channel[0].arrived)
+                self.begun.setdefault(channel[0].asked.launch, start)
+                self.ready[channel[0].asked.job] = (start + self.spec.launch_gap_s, 0)
 
     # ---- the way to the device
 
@@ -166,13 +186,13 @@ class Reference:
 
     def move(self) -> None:
         while True:
-            while self.queue and len(self.streams.get(self.queue[0].asked.job, [])) < self.spec.stream_depth:
+            while self.queue and len(self.streams.get(self.queue[0].asked.job, [])) < self.depth:
                 call = self.queue.pop(0)
-                stream = self.streams.setdefault(call.asked.job, [])
-                stream.append(call)
-                if len(stream) == 1:
-                    self.begin_call(call.asked.job)
-            if not self.host or self.host_done > self.now or len(self.queue) >= self.spec.queue_length:
+                self.streams.setdefault(call.asked.job, []).append(call)
+                channel = self.channel_of.setdefault(call.asked.job, len(self.channel_of) % self.spec.channels)
+                self.channels[channel].append(call)
+                self.leave_channels()
+            if not self.host or self.host_done > self.now or len(self.queue) >= self.length:
                 return
             call = self.host.pop(0)
             call.arrived = max(self.now, self.host_done + self.spec.transmit_s)
@@ -195,38 +215,64 @@ class Reference:
     def dispatch(self) -> None:
         for r in sorted(self.running, key=lambda r: (-r.priority, r.order)):
             one = Fraction(1, r.kernel.per_sm)
-            while r.pending and self.free() >= one and self.share_free(r) >= one:
+            while r.pending:
+                takes = {sm: self.free(sm) // one for sm in range(r.sms)}
+                sm = max(takes, key=lambda sm: (takes[sm], -sm))
+                if not takes[sm]:
+                    return  # what is behind a kernel that waits for room waits too
                 r.pending -= 1
-                r.blocks.append(Block(r, r.kernel.block_s))
-
-    def share_free(self, r: Running) -> Fraction:
-        if r.sms == self.spec.sms:
-            return Fraction(self.spec.sms)
-        held = (Fraction(len(o.blocks), o.kernel.per_sm) for o in self.running if o.sms <= r.sms)
-        return r.sms - sum(held, Fraction(0))
+                r.blocks.append(Block(r, sm, r.kernel.block_s))
 
     def set_rates(self) -> None:
-        """Rates with the bandwidth part found by bisection, unlike in the engine."""
+        """Rates with f found by bisection, unlike in the engine."""
         spec = self.spec
         jobs = [r for r in self.running if r.blocks]
-        factors = [r.kernel.sensitivity if len(jobs) > 1 else 1.0 for r in jobs]
+        missed = sum(r.kernel.cached for r in jobs) > spec.l2_bytes
+        memory = [k.nbytes + (k.cached if missed else 0) for k in (r.kernel for r in jobs)]
+        l2 = [0 if missed or not k.cached else k.nbytes + k.cached for k in (r.kernel for r in jobs)]
+        by_memory, by_l2 = self.speeds(jobs, memory, spec.bandwidth), self.speeds(jobs, l2, spec.l2_bandwidth)
+        for r, one, other in zip(jobs, by_memory, by_l2, strict=True):
+            limits = [x for x in (one, other) if x is not None] or [1.0]
+            beside = r.kernel.sensitivity if len(jobs) > 1 else 1.0
+            crowd = [self.crowded(block.sm) for block in r.blocks]
+            for block in r.blocks:
+                block.rate = min(limits) / beside * sum(crowd) / len(crowd)
+
+    def speeds(self, jobs: list[Running], nbytes: list[int], bandwidth: float) -> list[float | None]:
+        """The speed of each kernel's blocks as far as this memory limits it; None: it does not use it."""
+        p = self.spec.saturation
+        demands = [moved / r.kernel.blocks / r.kernel.block_s for moved, r in zip(nbytes, jobs, strict=True)]
+        parts = [min(1.0, self.widest(r.kernel) * d / bandwidth) for d, r in zip(demands, jobs, strict=True)]
+
+        def gain(x: float) -> float:
+            return (1 - (1 - x) ** p) / x if x > 1e-6 else p
 
         def rates(f: float) -> list[float]:
-            bounds = [min(1.0, self.widest(r.kernel) * self.demand(r.kernel) / spec.bandwidth) for r in jobs]
-            return [1 / s / ((1 - m) + m / f) for s, m in zip(factors, bounds, strict=True)]
+            return [1 / ((1 - m) + m * gain(m) / f) for m in parts]
 
         def moved(f: float) -> float:
-            return sum(x * len(r.blocks) * self.demand(r.kernel) for x, r in zip(rates(f), jobs, strict=True))
+            return sum(x * len(r.blocks) * d for x, r, d in zip(rates(f), jobs, demands, strict=True))
 
-        low, high = 0.0, 1.0
-        if moved(1.0) > spec.bandwidth:
-            for _ in range(80):
-                middle = (low + high) / 2
-                low, high = (middle, high) if moved(middle) <= spec.bandwidth else (low, middle)
-            high = low
-        for rate, r in zip(rates(high), jobs, strict=True):
-            for block in r.blocks:
-                block.rate = rate
+        asked = sum(len(r.blocks) * d for r, d in zip(jobs, demands, strict=True)) / bandwidth
+        if asked < 1:
+            f = gain(asked)
+        else:
+            low, f = 0.0, 1.0
+            if moved(1.0) > bandwidth:
+                for _ in range(80):
+                    middle = (low + f) / 2
+                    low, f = (middle, f) if moved(middle) <= bandwidth else (low, middle)
+        return [x if d else None for x, d in zip(rates(f), demands, strict=True)]
+
+    def crowded(self, sm: int) -> float:
+        """The speed of blocks on this multiprocessor, by the issue slots that all of them need."""
+        needed = sum(
+            r.kernel.issue / min(r.kernel.per_sm, ceil(r.kernel.blocks / self.spec.sms))
+            for r in self.running
+            for block in r.blocks
+            if block.sm == sm
+        )
+        return 1 / max(1.0, needed)
 
     def demand(self, kernel: Kernel) -> float:
         return kernel.nbytes / kernel.blocks / kernel.block_s

@@ -167,10 +167,10 @@ def test_unloading_one_job_leaves_the_other_its_launches(driver: Driver) -> None
 def test_a_large_product_is_bound_by_arithmetic_and_a_thin_one_by_memory(spec: GpuSpec) -> None:
     flops = spec.flops["float16"]
     large = product(8192, 8192, 8192, 3 * 2 * 8192**2, flops, spec)
-    assert large.seconds == pytest.approx(2 * 8192**3 / (flops * 0.5), rel=0.1)
+    assert large.seconds == pytest.approx(2 * 8192**3 / (flops * spec.product_efficiency), rel=0.1)
     thin = product(1, 8192, 8192, 2 * 8192**2, flops, spec)
     assert thin.seconds >= 2 * 8192**2 / spec.bandwidth
-    assert thin.seconds < 0.02 * large.seconds
+    assert thin.seconds < 0.03 * large.seconds
 
 
 def test_operators_of_a_program_are_modelled_by_what_they_are() -> None:
@@ -181,8 +181,8 @@ def test_operators_of_a_program_are_modelled_by_what_they_are() -> None:
     storages = (Storage("state", 4 * size * size, 0), Storage("temp", 4 * size * size))
     program = Program(storages, views, (mm, Op("aten.relu_.default", (TensorRef(1),), outs=(1,))), (), ())
     one, two = op_profiles(program, A100)
-    assert one.seconds == pytest.approx(2 * size**3 / (A100.flops["float32"] * 0.5), rel=0.1)
-    assert two.seconds == pytest.approx(8 * size * size / (A100.bandwidth * 0.85), rel=0.01)
+    assert one.seconds == pytest.approx(2 * size**3 / (A100.flops["float32"] * A100.product_efficiency), rel=0.1)
+    assert two.seconds == pytest.approx(8 * size * size / A100.bandwidth, rel=0.01)
     assert {one.source, two.source} == {"model"}
     allowed = replace(program, numerics=replace(program.numerics, matmul_precision="high"))
     assert op_profiles(allowed, A100)[0].seconds < 0.2 * one.seconds  # TF32

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.device.sim import gpu as model
+from gpumux.device.sim.contention import Demand, demand, granted, speed
 from gpumux.device.sim.cost import Kernel, solo_seconds
-from gpumux.device.sim.gpu import SM_UNITS, Finished, Gpu, Stream, granted, rate
+from gpumux.device.sim.gpu import SM_UNITS, Finished, Gpu, Stream
+from gpumux.device.sim.placement import total
 from gpumux.device.sim.spec import A100, GpuSpec
 from tests.device.sim.reference import Asked, Reference
 
@@ -23,25 +25,38 @@ SPEC = replace(
     name="small",
     sms=6,
     bandwidth=1e11,
+    l2_bytes=1_000_000,
+    l2_bandwidth=2.5e11,
     shares=(1.0, 0.5),
     share_multiple=1,
     queue_length=5,
     graph_node_s=1e-7,
     stream_depth=2,
 )
+SHARED = replace(SPEC, launch_queue="shared")
+FEW_CHANNELS = replace(SPEC, channels=2)
 # No two of its times are a nanosecond apart: to the engine that is one instant, and to a float perhaps another.
 CALM = replace(SPEC, graph_s=0.0, graph_node_s=0.0, call_s=0.0, transmit_s=0.0, launch_gap_s=0.0, node_gap_s=0.0)
 LONG = settings(deadline=None, max_examples=120)
 
 kernels = st.builds(
-    lambda blocks, us, per_sm, load, sensitivity: Kernel(
-        "k", blocks, us * 1e-6, per_sm, int(load * blocks * us * 1e-6 * 1e11 / (6 * per_sm)), sensitivity
+    lambda blocks, us, per_sm, load, sensitivity, issue, cached: Kernel(
+        "k",
+        blocks,
+        us * 1e-6,
+        per_sm,
+        int(load * blocks * us * 1e-6 * 1e11 / (6 * per_sm)),
+        sensitivity,
+        issue,
+        min(cached, int(blocks * us * 1e-6 * 1e11 / (6 * per_sm))),
     ),
     st.integers(1, 60),
     st.sampled_from([1.0, 2.5, 7.3, 10.0, 31.7]),
     st.integers(1, 4),
     st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.6]),
     st.sampled_from([1.0, 1.0, 1.0, 2.2]),
+    st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+    st.sampled_from([0, 0, 0, 300_000, 900_000]),
 )
 
 
@@ -76,7 +91,7 @@ def engine(
 
 
 @LONG
-@given(launches(), st.booleans(), st.booleans(), st.sampled_from([SPEC, CALM]))
+@given(launches(), st.booleans(), st.booleans(), st.sampled_from([SPEC, CALM, SHARED, FEW_CHANNELS]))
 def test_aggregated_waves_are_the_same_as_single_blocks(
     asked: list[Asked], graphs: bool, priorities: bool, spec: GpuSpec
 ) -> None:
@@ -115,34 +130,35 @@ def test_what_is_resident_fits_and_nothing_waits_that_would(asked: list[Asked]) 
 
 
 def assert_fair(gpu: Gpu, running: list[Stream]) -> None:
-    def held(limit: int) -> int:
-        return sum(s.resident * s.shape.size for s in running if s.work.cap <= limit)
-
-    whole = SPEC.sms * SM_UNITS
-    for limit in {whole, *(s.work.cap for s in running)}:
-        assert held(limit) <= limit
-    moved = sum(s.resident * s.shape.demand * s.rate for s in running)
+    whole = SPEC.sms
+    held = [0] * whole
+    for s in running:
+        if s.resident:
+            assert total(s.places) == s.resident == sum(cohort.blocks for cohort in s.cohorts)
+            first = 0
+            for stop, count in s.places:
+                assert not count or stop <= s.work.sms
+                for sm in range(first, stop):
+                    held[sm] += count * s.size
+                first = stop
+    assert all(units <= SM_UNITS for units in held)
+    moved = sum(s.resident * s.shape.memory.rate * s.rate for s in running)
     assert moved <= SPEC.bandwidth * (1 + 1e-9)
     assert [s.priority for s in running] == sorted((s.priority for s in running), reverse=True)
     assert len({s.job for s in running}) == len(running)
-    for s in running:
-        assert s.pending >= 0
-        assert sum(n for _, n in s.cohorts) == s.resident
-        if s.pending and not s.cycling and gpu._sms.next_at > gpu.now:
-            room = min(whole - held(whole), s.work.cap - held(s.work.cap))
-            assert room < s.shape.size
+    assert all(s.pending >= 0 for s in running)
+    waits = next((s for s in running if s.pending), None)
+    if waits is not None and not waits.cycling and gpu._sms.next_at > gpu.now:
+        assert all(SM_UNITS - held[sm] < waits.shape.size for sm in range(waits.work.sms))
 
 
 @LONG
-@given(launches((1.0,)))
-def test_no_low_block_starts_while_a_high_one_that_fits_its_place_waits(asked: list[Asked]) -> None:
+@given(launches())
+def test_nothing_is_placed_while_a_kernel_before_it_waits(asked: list[Asked]) -> None:
     reference = Reference(SPEC)
     reference.run(asked)
-    biggest = max((k for a in asked for k in a.kernels), key=lambda k: 1 / k.per_sm)
-    if any(k.per_sm != biggest.per_sm for a in asked for k in a.kernels):
-        return
     for before, after in pairwise(reference.samples):
-        if before.end == after.start and after.pending.get("a", 0):
+        if before.end == after.start and after.pending.get("a", 0):  # the only job of high priority
             for low in ("b", "c"):
                 assert after.resident.get(low, 0) <= before.resident.get(low, 0)
 
@@ -167,7 +183,8 @@ def test_nothing_is_lost_and_a_job_runs_in_order(asked: list[Asked], graphs: boo
     for mine in by_job.values():
         assert all(earlier.ended <= later.started for earlier, later in pairwise(mine))
     busy = gpu.busy()
-    held = sum(k.blocks * k.block_s / k.per_sm for a in asked for k in a.kernels)
+    # Those that wait for memory get more of it while fewer of their blocks are there.
+    held = sum(k.blocks * k.block_s / k.per_sm for a in asked for k in a.kernels if not k.nbytes and not k.cached)
     assert sum(busy.sm_seconds.values()) >= held * 0.999
     assert busy.moved_bytes == pytest.approx(sum(k.nbytes for a in asked for k in a.kernels))
     assert busy.moved_bytes <= busy.device_s * SPEC.bandwidth * 1.001
@@ -183,13 +200,34 @@ def test_alone_it_takes_what_the_formula_says(ks: tuple[Kernel, ...], share: flo
     assert all(solo_seconds(k, CALM) >= k.nbytes / CALM.bandwidth * 0.999 for k in ks)
 
 
+groups = st.tuples(
+    st.integers(1, 1000), st.floats(1.0, 1e9), st.floats(1e-6, 1e-3), st.integers(1, 1000)
+)  # (resident blocks, bytes a block, its seconds, blocks when it is alone)
+
+
 @LONG
-@given(st.lists(st.tuples(st.floats(1e6, 1e13), st.floats(1e-6, 1.0)), min_size=1, max_size=6))
-def test_bandwidth_is_used_up_and_never_exceeded(groups: list[tuple[float, float]]) -> None:
-    f = granted(groups, 1e12)
-    moved = sum(demand * rate(bound, f) for demand, bound in groups)
+@given(st.lists(groups, min_size=1, max_size=6), st.sampled_from([1.0, 2.6, 3.5]))
+def test_bandwidth_is_never_exceeded_and_used_up_where_more_is_demanded(
+    found: list[tuple[int, float, float, int]], saturation: float
+) -> None:
+    asked = [(min(n, widest), demand(nbytes, s, widest, 1e12, saturation)) for n, nbytes, s, widest in found]
+    f = granted(asked, 1e12, saturation)
+    moved = sum(n * one.rate * speed(one, f) for n, one in asked)
     assert moved <= 1e12 * (1 + 1e-9)
-    assert f == 1.0 or moved >= 1e12 * (1 - 1e-6)
+    assert f >= 1.0 - 1e-9 or moved >= 1e12 * (1 - 1e-6)
+
+
+@LONG
+@given(groups, st.sampled_from([1.0, 2.6, 3.5]))
+def test_a_kernel_alone_with_all_its_blocks_runs_at_full_speed(
+    found: tuple[int, float, float, int], saturation: float
+) -> None:
+    _, nbytes, seconds, widest = found
+    one: Demand = demand(nbytes, seconds, widest, 1e12, saturation)
+    alone = speed(one, granted([(widest, one)], 1e12, saturation))
+    assert alone == pytest.approx(min(1.0, 1e12 / (widest * one.rate)))
+    fewer = max(1, widest // 2)
+    assert speed(one, granted([(fewer, one)], 1e12, saturation)) >= alone * (1 - 1e-9)
 
 
 def test_cohorts_that_share_an_end_change_times_by_little() -> None:
@@ -204,8 +242,8 @@ def test_cohorts_that_share_an_end_change_times_by_little() -> None:
             patch.setattr(model, "GRAIN", 0.0)
             exact = sorted(engine(A100, asked)[1])
         off += [r.ended / e.ended - 1 for r, e in zip(rough, exact, strict=True)]
-    assert max(map(abs, off)) < 0.03
-    assert abs(sum(off) / len(off)) < 0.002
+    assert max(map(abs, off)) < 0.04
+    assert abs(sum(off) / len(off)) < 0.004
 
 
 def random_kernel(rng: Random) -> Kernel:
