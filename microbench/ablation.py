@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpumux import config
 from gpumux.cli.arguments import whole
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--device", choices=("sim", "cpu", "cuda"), default="sim", help="default: sim")
     arguments.add_argument(
         "--gpu-model",
-        choices=("a100", "h200"),
+        choices=config.SIMULATED_GPUS,
         help="what is simulated (default: a100; beside a GPU the one most like it)",
     )
     arguments.add_argument("--profile", type=Path, help="DeepPool's A100_vgg.prof instead of the shipped profiles")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from gpumux import config
 from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.spec import preset
 from gpumux.errors import GpumuxError
@@ -47,7 +48,7 @@ class Row(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
-    arguments.add_argument("--gpu-model", choices=("a100", "h200"), default="a100", help="default: a100")
+    arguments.add_argument("--gpu-model", choices=config.SIMULATED_GPUS, default="a100", help="default: a100")
     arguments.add_argument("--max-slowdown", type=float, default=1.05, help="what is promised (default: 1.05)")
     arguments.add_argument("--steps", type=int, default=1000, help="high steps of each, after those for learning")
     arguments.add_argument("--kernels", type=int, nargs="+", default=list(KERNELS), help="of a high step, 100 us each")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpumux import config
 from gpumux.cli.arguments import whole
 from gpumux.device.sim.cost import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--device", choices=("sim", "cpu", "cuda"), default="sim", help="default: sim")
     arguments.add_argument(
         "--gpu-model",
-        choices=("a100", "h200"),
+        choices=config.SIMULATED_GPUS,
         help="what is simulated (default: a100; beside a GPU the one most like it)",
     )
     arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = arguments.add_argument
     add("--device", choices=("sim", "cpu", "cuda"), default="sim", help="sim: the others can't be repeated exactly")
-    add("--gpu-model", choices=("a100", "h200"), default="a100", help="the GPU that is simulated (default a100)")
+    add("--gpu-model", choices=config.SIMULATED_GPUS, default="a100", help="the GPU that is simulated (default a100)")
     add("--pairs", type=whole, default=100, help="how many (default 100)")
     add("--first", type=int, default=0, help="number of the first pair")
     add("--seed", type=int, default=0, help="what the pairs are drawn by, with their numbers (default 0)")

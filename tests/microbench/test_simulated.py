@@ -52,7 +52,7 @@ def test_the_ablation_reports_each_technique(
     layer_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "a.json", tmp_path / "a.png"
-    arguments = ["--profile", str(layer_times), "--steps", "12", "--warmup", "6"]
+    arguments = ["--profile", str(layer_times), "--steps", "12", "--warmup", "6", "--gpu-model", "a100+shared-queue"]
     assert ablation.main([*arguments, "--out", str(out), "--png", str(picture)]) == 0
     report = json.loads(out.read_text())
     rows = {row["label"]: row for row in report["rows"]}

@@ -38,7 +38,8 @@ def test_single_launches_cost_host_time_where_kernels_are_short() -> None:
 
 
 def test_pacing_protects_the_high_job_and_both_get_something() -> None:
-    found = {policy: simulate(PAIR, A100, policy, steps=60, warmup_steps=10) for policy in POLICIES}
+    shared = preset("a100+shared-queue")
+    found = {policy: simulate(PAIR, shared, policy, steps=60, warmup_steps=10) for policy in POLICIES}
     slowdowns = {policy: result.job("hi").mean_slowdown for policy, result in found.items()}
     assert 1.0 < slowdowns["paced"] < slowdowns["fifo"]
     for result in found.values():
