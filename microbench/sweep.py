@@ -25,7 +25,7 @@ from typing import Any
 
 from gpumux import config
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.cost import OTHER_ISSUE, PRODUCT_ISSUE, Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.simulate.run import Simulation, solo
@@ -283,7 +283,8 @@ def random_pair(seed: int, pair: int, spec: GpuSpec, max_slowdown: float) -> tup
 
 
 def random_kernels(random: Random, spec: GpuSpec, shortest_s: float, longest_s: float) -> list[Kernel]:
-    """10 to 40 of them: a quarter of a wave of blocks to 16 waves, a little of the bandwidth to most of it."""
+    """10 to 40 of them: a quarter of a wave of blocks to 16 waves, a little of the bandwidth to most of it. Those that
+    use less than half of the bandwidth need as much of a multiprocessor as matrix products do."""
     made = []
     for index in range(random.randint(10, 40)):
         seconds = _log_uniform(random, shortest_s, longest_s)
@@ -291,9 +292,10 @@ def random_kernels(random: Random, spec: GpuSpec, shortest_s: float, longest_s: 
         waves = _log_uniform(random, 0.25, 16.0)
         blocks = max(1, int(waves * per_sm * spec.sms))
         block_s = seconds / -(-blocks // (per_sm * spec.sms))
-        made.append(
-            Kernel(f"k{index}", blocks, block_s, per_sm, int(seconds * random.uniform(0.02, 0.9) * spec.bandwidth))
-        )
+        part = random.uniform(0.02, 0.9)
+        issue = PRODUCT_ISSUE if part < 0.5 else OTHER_ISSUE
+        nbytes = int(seconds * part * spec.bandwidth)
+        made.append(Kernel(f"k{index}", blocks, block_s, per_sm, nbytes, issue=issue))
     return made
 
 
