@@ -129,8 +129,8 @@ _LAUNCH = {
         " them reach 0.84 of what all reach; proportional would be 1"
     ),
     "l2_bandwidth": (
-        "guess: 3.3 times that of memory, as two copies that no longer fit into L2 together become 5.6 times slower"
-        " (interf-l2-40MB, an RTX 5090)"
+        "guess: 2.8 times that of memory, as two copies that no longer fit into L2 together become 4.7 times slower"
+        " (interf-l2-32MB, an RTX 5090)"
     ),
 }
 _RANGES = {
@@ -141,7 +141,7 @@ _RANGES = {
     "stream_depth": (1, 1024),
     "saturation": (1.0, 3.5),
 }
-L2_TIMES = (2.0, 5.0)  # the bandwidth of L2 beside that of memory: the range of the guess, which is 3.3
+L2_TIMES = (2.0, 5.0)  # the bandwidth of L2 beside that of memory: the range of the guess, which is 2.8
 
 
 def _l2(bandwidth: float) -> dict[str, tuple[float, float]]:
@@ -159,7 +159,7 @@ A100 = GpuSpec(
     bandwidth=1.28e12,
     saturation=2.6,
     l2_bytes=40 << 20,
-    l2_bandwidth=3.3 * 1.28e12,
+    l2_bandwidth=2.8 * 1.28e12,
     memory_bytes=40 << 30,
     flops={
         "float64": 19.5e12,
@@ -205,7 +205,7 @@ A100_80GB = replace(
     name="a100-80gb",
     title="NVIDIA A100-SXM4-80GB",
     bandwidth=1.68e12,
-    l2_bandwidth=3.3 * 1.68e12,
+    l2_bandwidth=2.8 * 1.68e12,
     memory_bytes=80 << 30,
     sources={
         **A100.sources,
@@ -223,7 +223,7 @@ H200 = replace(
     sms=132,
     bandwidth=4.01e12,
     l2_bytes=50 << 20,
-    l2_bandwidth=3.3 * 4.01e12,
+    l2_bandwidth=2.8 * 4.01e12,
     memory_bytes=141 * 10**9,
     flops={
         "float64": 67e12,
@@ -260,7 +260,7 @@ H100 = replace(
     name="h100",
     title="NVIDIA H100 SXM 80GB",
     bandwidth=2.9e12,
-    l2_bandwidth=3.3 * 2.9e12,
+    l2_bandwidth=2.8 * 2.9e12,
     memory_bytes=80 * 10**9,
     sources={
         **H200.sources,
@@ -278,7 +278,7 @@ V100 = replace(
     sms=80,
     bandwidth=0.75e12,
     l2_bytes=6 << 20,
-    l2_bandwidth=3.3 * 0.75e12,
+    l2_bandwidth=2.8 * 0.75e12,
     memory_bytes=16 << 30,
     flops={
         "float64": 7.8e12,
