@@ -86,7 +86,7 @@ class LaunchWork:
 
     def __init__(self, shapes: Sequence[Shape], sms: int, launch_gap_s: float, node_gap_s: float) -> None:
         self.shapes = tuple(shapes)
-        self.sms = sms  # multiprocessors it may use, from the first on
+        self.sms = sms  # multiprocessors it may use, the last ones: others fill the first ones first
         self.count = len(self.shapes)
         self.starts: list[float] = []
         self.ends: list[float] = []

@@ -67,22 +67,15 @@ def together(several: Sequence[Runs]) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def place(free: Runs, size: int, blocks: int, limit: int) -> tuple[Runs, int]:
-    """Place up to `blocks` blocks of `size` units each on the first `limit` multiprocessors, of which `free` says the
+    """Place up to `blocks` blocks of `size` units each on the last `limit` multiprocessors, of which `free` says the
     units that are free. Returns how many went to each multiprocessor, and how many went in all."""
-    sms = free[-1][0]
-    room: Runs = []  # blocks that each multiprocessor can take
-    for stop, units in free:
-        room.append((min(stop, limit), units // size))
-        if stop >= limit:
-            break
+    before = free[-1][0] - limit
+    room: Runs = [(before, 0)] if before else []  # blocks that each multiprocessor can take
+    room += [(stop, units // size) for stop, units in free if stop > before]
     fits = total(room)
     if fits <= blocks:
-        placed, placed_in_all = room, fits
-    else:
-        placed, placed_in_all = _most_room(room, blocks), blocks
-    if limit < sms:
-        placed.append((sms, 0))
-    return placed, placed_in_all
+        return room, fits
+    return _most_room(room, blocks), blocks
 
 
 def _most_room(room: Runs, blocks: int) -> Runs:
@@ -100,7 +93,7 @@ def _most_room(room: Runs, blocks: int) -> Runs:
         takes = width * (height - lower)
         if blocks < takes:
             each, rest = divmod(blocks, width)
-            level = height - each
+            level = height - each  # at least 1: there is room for more
             break
         blocks -= takes
     # Every multiprocessor is filled down to `level`; the first `rest` of those at it take one more.

@@ -216,7 +216,7 @@ class Reference:
         for r in sorted(self.running, key=lambda r: (-r.priority, r.order)):
             one = Fraction(1, r.kernel.per_sm)
             while r.pending:
-                takes = {sm: self.free(sm) // one for sm in range(r.sms)}
+                takes = {sm: self.free(sm) // one for sm in range(self.spec.sms - r.sms, self.spec.sms)}
                 sm = max(takes, key=lambda sm: (takes[sm], -sm))
                 if not takes[sm]:
                     return  # what is behind a kernel that waits for room waits too

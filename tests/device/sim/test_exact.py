@@ -137,7 +137,7 @@ def assert_fair(gpu: Gpu, running: list[Stream]) -> None:
             assert total(s.places) == s.resident == sum(cohort.blocks for cohort in s.cohorts)
             first = 0
             for stop, count in s.places:
-                assert not count or stop <= s.work.sms
+                assert not count or first >= whole - s.work.sms
                 for sm in range(first, stop):
                     held[sm] += count * s.size
                 first = stop
@@ -149,7 +149,7 @@ def assert_fair(gpu: Gpu, running: list[Stream]) -> None:
     assert all(s.pending >= 0 for s in running)
     waits = next((s for s in running if s.pending), None)
     if waits is not None and not waits.cycling and gpu._sms.next_at > gpu.now:
-        assert all(SM_UNITS - held[sm] < waits.shape.size for sm in range(waits.work.sms))
+        assert all(SM_UNITS - held[sm] < waits.shape.size for sm in range(whole - waits.work.sms, whole))
 
 
 @LONG
