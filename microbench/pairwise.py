@@ -4,6 +4,8 @@
 Both kernels run over and over, in streams of their priority behind short windows. A kernel fills the GPU with `--waves`
 waves of equal blocks, so its blocks last a wave: nothing else can start in their place until they end, which is what a
 short high kernel next to a long low one suffers from. Its intensity is the part of the memory bandwidth it uses alone.
+With `--half` a kernel is one wave that leaves half of the room on each multiprocessor free: then the other runs beside
+it, and intensity is what matters.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 from gpumux import config
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.cost import Kernel
+from gpumux.device.sim.cost import OTHER_ISSUE, PRODUCT_ISSUE, Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.simulate.run import simulate
@@ -27,6 +29,7 @@ from microbench import charts, common
 DURATIONS_S = (10e-6, 50e-6, 200e-6, 1e-3, 5e-3)
 INTENSITIES = {"compute": 0.1, "memory": 0.9}  # parts of the bandwidth
 WAVES = 8
+HALF = 0  # instead of a number of waves
 STEP_S = 4e-3  # a step is as many kernels as fill this, at least one
 WARMUP, STEPS = 3, 12  # high steps of a pair
 CPU_S = 2.0  # of each pair
@@ -46,8 +49,12 @@ class Kind:
         return f"{short} {self.intensity}"
 
     def kernel(self, spec: GpuSpec, waves: int) -> Kernel:
+        """waves: HALF for one wave that fills half of each multiprocessor."""
         nbytes = int(self.seconds * INTENSITIES[self.intensity] * spec.bandwidth)
-        return Kernel(self.label, waves * spec.sms, self.seconds / waves, 1, nbytes)
+        issue = PRODUCT_ISSUE if self.intensity == "compute" else OTHER_ISSUE
+        if waves == HALF:
+            return Kernel(self.label, spec.sms, self.seconds, 2, nbytes, issue=issue)
+        return Kernel(self.label, waves * spec.sms, self.seconds / waves, 1, nbytes, issue=issue)
 
     def workload(self, spec: GpuSpec, waves: int, priority: Priority) -> Workload:
         count = max(1, round(STEP_S / self.seconds))
@@ -67,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")
     arguments.add_argument("--waves", type=whole, default=WAVES, help="waves of blocks a kernel has")
+    arguments.add_argument(
+        "--half", dest="waves", action="store_const", const=HALF, help="sim: kernels that leave half of the room free"
+    )
     arguments.add_argument("--steps", type=whole, default=STEPS, help="sim: high steps of a pair")
     arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
     arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the heat map")
@@ -100,7 +110,13 @@ def main(argv: list[str] | None = None) -> int:
         f"below {SHAPE}: {len(exceptions)} of {len(kinds) ** 2} pairs, {sum(e['high_is_shorter'] for e in exceptions)}"
         " of them short next to long"
     )
-    result = {"device": args.device, "policy": args.policy, "waves": args.waves, "kernels": [vars(k) for k in kinds]}
+    result = {
+        "device": args.device,
+        "policy": args.policy,
+        "waves": args.waves,
+        "half": args.waves == HALF,
+        "kernels": [vars(k) for k in kinds],
+    }
     if compared:
         result |= {"compared": compared}
     common.report("pairwise", args.out, {**result, "throughput": values, "below": exceptions})

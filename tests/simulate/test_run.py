@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumux.device.sim.cost import Kernel
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.spec import A100, preset
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as ev
 from gpumux.simulate.result import percentile
