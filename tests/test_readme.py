@@ -97,9 +97,11 @@ def test_the_kills_and_the_soak_it_gives_are_those_in_the_results():
     counted = soak["counted"]
     assert soak["met"]
     assert (
-        f"{soak['checks']['steps acknowledged']['value']:,} steps right and none wrong in {counted['lives']:,} lives"
+        f"{soak['checks']['steps acknowledged']['value']:,} steps acknowledged in {counted['lives']:,} lives of clients"
         in page
     )
+    assert f"{counted['right']:,} steps were compared as they came" in page
+    assert f"{soak['trained']['results']:,} results of training" in page
     assert soak["command"].partition(" --out")[0] in page
 
 
