@@ -267,7 +267,7 @@ class LaunchPath:
 # ---- The hardware's channels: in-order queues that streams are spread over.
 
 
-class Channel:
+class HardwareChannel:
     """One hardware queue. Its head leaves it when all blocks of its last kernel are placed; what is behind waits until
     then, of whatever stream (Bakita and Anderson, RTAS 2024, rule R2), also while the head itself waits for what its
     stream runs before it (Paella, SOSP 2023)."""
@@ -320,7 +320,7 @@ class Stream:
     shape: Shape
     places: Runs
 
-    def __init__(self, job: str, channel: Channel) -> None:
+    def __init__(self, job: str, channel: HardwareChannel) -> None:
         self.job = job
         self.channel = channel
         self.entries: deque[HostCall] = deque()
@@ -683,7 +683,7 @@ class Gpu:
         self._path = LaunchPath(spec.queue_length if shared else 1, spec.transmit_s, self._accept)
         self._sms = Multiprocessors(spec)
         self._streams: dict[str, Stream] = {}
-        self._channels = [Channel() for _ in range(spec.channels)]
+        self._channels = [HardwareChannel() for _ in range(spec.channels)]
         self._created = 0  # streams so far
         self._sharing = False  # whether launches of several jobs are in one channel
         self._dropped: list[Stream] = []  # their resident blocks run to their end
@@ -918,7 +918,7 @@ class Gpu:
         self._begin_launch(stream.channel, now)
         return True
 
-    def _begin_launch(self, channel: Channel, now: float) -> None:
+    def _begin_launch(self, channel: HardwareChannel, now: float) -> None:
         """Begin the launch at the head of `channel`, if its stream is free and it has not begun."""
         if channel.entries:
             entry = channel.entries[0]
@@ -927,7 +927,7 @@ class Gpu:
                 stream.begin_launch(now)
                 self._waiting.append(stream)
 
-    def _leave_channel(self, channel: Channel, now: float) -> None:
+    def _leave_channel(self, channel: HardwareChannel, now: float) -> None:
         channel.entries.popleft()
         if self._sharing:
             self._sharing = any(each.shared() for each in self._channels)
