@@ -382,16 +382,19 @@ ORION_ENVELOPE: dict[str, tuple[Change, float]] = {
 }
 
 
-def orion(one: Configuration, corner: str, steps: int) -> dict[str, Any]:
-    """What each policy makes of it: the high job's p99 and the low one's throughput, over those alone."""
+def orion(
+    one: Configuration, corner: str, steps: int, guarded: int, policies: Sequence[str] = POLICIES
+) -> dict[str, Any]:
+    """What each policy makes of it: the high job's p99 and the low one's throughput, over those alone. `guarded`: high
+    steps under that policy, instead of `steps`."""
     change, neighbours = ORION_ENVELOPE[corner]
     spec = change(V100)
     high = Workload("high", Priority.HIGH, trace(one.high, spec, neighbours), rate=one.rate, max_slowdown=1.05)
     low = Workload("low", Priority.LOW, trace(one.low, spec, neighbours), rate=one.low_rate)
     found: dict[str, Any] = {"figure": one.figure, "high": one.high, "low": one.low, "corner": corner}
-    for policy in POLICIES:
-        warm_up = LEARNING if policy == "guarded" else WARM_UP
-        result = simulate([high, low], spec, policy, steps=steps, warmup_steps=warm_up)
+    for policy in policies:
+        measured, warm_up = (guarded, LEARNING) if policy == "guarded" else (steps, WARM_UP)
+        result = simulate([high, low], spec, policy, steps=measured, warmup_steps=warm_up)
         found[policy] = {
             "p99": result.job("high").p99_slowdown,
             "mean": result.job("high").mean_slowdown,
@@ -432,11 +435,13 @@ def claims(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=150, help="high steps of each of Orion's configurations")
+    # A promise about 99 steps of 100 is kept over many: of the six in 1,000 that may lose too much several may be near.
+    parser.add_argument("--guarded-steps", type=int, default=1000, help="the same under guarded")
     parser.add_argument("--configurations", type=int, default=len(CONFIGURATIONS), help="how many of these")
     parser.add_argument("--corners", nargs="+", choices=ORION_ENVELOPE, default=list(ORION_ENVELOPE))
     args = parser.parse_args(argv)
-    if args.steps < 1 or not 0 <= args.configurations <= len(CONFIGURATIONS):
-        parser.error(f"--steps is at least 1, --configurations 0 to {len(CONFIGURATIONS)}")
+    if min(args.steps, args.guarded_steps) < 1 or not 0 <= args.configurations <= len(CONFIGURATIONS):
+        parser.error(f"both numbers of steps are at least 1, --configurations 0 to {len(CONFIGURATIONS)}")
     facts = common.machine()
     print(common.describe(facts))
     rows = read()
@@ -457,7 +462,7 @@ def main(argv: list[str] | None = None) -> int:
     orions = []
     for number, one in enumerate(CONFIGURATIONS[: args.configurations]):
         for corner in args.corners:
-            orions.append(orion(one, corner, args.steps))
+            orions.append(orion(one, corner, args.steps, args.guarded_steps))
         print(f"configuration {number + 1} of {args.configurations}", file=sys.stderr, flush=True)
     said = claims(orions)
     if orions:

@@ -81,7 +81,19 @@ def test_orions_configurations_are_twenty() -> None:
 
 def test_a_quick_run_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "published.json"
-    argv = ["--configurations", "1", "--steps", "8", "--corners", "as it is", "no neighbours", "--out", str(out)]
+    argv = [
+        "--configurations",
+        "1",
+        "--steps",
+        "8",
+        "--guarded-steps",
+        "8",
+        "--corners",
+        "as it is",
+        "no neighbours",
+        "--out",
+        str(out),
+    ]
     assert published.main(argv) == 0
     report = json.loads(out.read_text())
     assert [row["corner"] for row in report["orion"]] == ["as it is", "no neighbours"]
