@@ -148,11 +148,11 @@ def envelope(simulated: Simulated, spec: GpuSpec) -> tuple[float, float, float]:
 # ---- what is simulated
 
 
-def ends(spec: GpuSpec, kernels: Sequence[Kernel], shares: Sequence[float] = ()) -> list[float]:
+def ends(spec: GpuSpec, kernels: Sequence[Kernel]) -> list[float]:
     """When each kernel ends, all launched at 0 by streams of equal priority."""
     gpu = Gpu(spec)
     for number, kernel in enumerate(kernels):
-        gpu.launch(number, str(number), 0, (kernel,), 0.0, shares[number] if shares else 1.0)
+        gpu.launch(number, str(number), 0, (kernel,), 0.0)
     found = {done.launch: done.ended for done in gpu.advance(inf)}
     return [found[number] for number in range(len(kernels))]
 

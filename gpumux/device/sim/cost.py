@@ -72,18 +72,16 @@ def wave(kernel: Kernel, spec: GpuSpec, share: float = 1.0) -> tuple[int, float]
 def wave_seconds(kernel: Kernel, spec: GpuSpec, blocks: int, share: float = 1.0) -> float:
     """Seconds that `blocks` blocks take when they run at once and alone."""
     memory, l2, _ = demands(kernel, spec)
-    fast = [1.0]
-    if memory.rate:
-        fast = [speed(memory, granted([(blocks, memory)], spec.bandwidth, spec.saturation))]
-    if l2.rate:
-        fast.append(speed(l2, granted([(blocks, l2)], spec.l2_bandwidth, spec.saturation)))
-        if not memory.rate:
-            fast = fast[1:]
+    fast = [
+        speed(one, granted([(blocks, one)], bandwidth, spec.saturation))
+        for one, bandwidth in ((memory, spec.bandwidth), (l2, spec.l2_bandwidth))
+        if one.rate
+    ]
     sms = spec.share_sms(share)
     need = issue_of_block(kernel, spec)
     each, more = divmod(blocks, sms)
     apart = more * (each + 1) * crowded([(need, each + 1)]) + (sms - more) * each * crowded([(need, each)])
-    return kernel.block_s / (min(fast) * apart / blocks)
+    return kernel.block_s / (min(fast, default=1.0) * apart / blocks)
 
 
 def demands(kernel: Kernel, spec: GpuSpec) -> tuple[Demand, Demand, Demand]:
@@ -125,13 +123,13 @@ SPLIT_K = 256  # a block of a product with few tiles takes at least this much of
 STREAM_ELEMENTS, STREAM_PER_SM = 1024, 8  # an elementwise block: 256 threads, 4 elements each; 2048 threads an SM
 FOREACH_ELEMENTS, FOREACH_PER_SM = 65536, 4  # torch's multi-tensor kernels: this many elements, 512 threads a block
 
-# For profiles without a kernel's blocks. Guesses: a matrix product covers its output with tiles of 64 x 64, everything
-# else works on 1,024 elements a block.
 NEAR_S = 1e-9  # part of a kernel's time to which its block time is found
 # The part of a multiprocessor's issue slots that a kernel's blocks need: matrix products, all others. Guesses, between
 # 0.5 and 1, and 0.2 and 0.6: a copy from L2 and float32 products slow each other by 1.38 (interf-ipc), two kernels of
 # the same pipe by 2.0 (interf-pipe).
 PRODUCT_ISSUE, OTHER_ISSUE = 1.0, 0.38
+# For profiles without a kernel's blocks. Guesses: a matrix product covers its output with tiles of 64 x 64, everything
+# else works on 1,024 elements a block.
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "matmul", "linear", "attention")
 TILE_ELEMENTS, TILE_PER_SM = 4096, 4
 

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from gpumux.device.sim.cost import Kernel, kernel_of, product, solo_seconds
+from gpumux.device.sim.cost import Kernel, kernel_of, product, solo_seconds, wave_seconds
 from gpumux.device.sim.gpu import Gpu
 from gpumux.device.sim.placement import add, place, total, uniform
 from gpumux.device.sim.spec import A100, A100_80GB, H100, H200, GpuSpec, preset
@@ -18,11 +18,11 @@ from tests.device.sim.test_gpu import PLAIN, US, compute, run
 TWO = replace(PLAIN, sms=2)
 
 
-def together(spec: GpuSpec, *kernels: Kernel, shares: tuple[float, ...] = ()) -> list[float]:
+def together(spec: GpuSpec, *kernels: Kernel) -> list[float]:
     """Seconds of each kernel when all are launched at once, by streams of equal priority."""
     gpu = Gpu(spec)
     for number, kernel in enumerate(kernels):
-        gpu.launch(number, str(number), 0, [kernel], 0.0, shares[number] if shares else 1.0)
+        gpu.launch(number, str(number), 0, [kernel], 0.0)
     done = run(gpu)
     return [done[number].ended for number in range(len(kernels))]
 
@@ -134,21 +134,15 @@ def test_few_blocks_reach_more_than_their_part_of_the_bandwidth() -> None:
     made = Kernel("copy", 170, 1e-3, 2, int(1203.6e6))
     for blocks, rate in published.items():
         moved = made.nbytes / 170 * blocks
-        seconds_ = solo_seconds(made, spec, 1.0) if blocks == 170 else wave(made, spec, blocks)
+        seconds_ = solo_seconds(made, spec, 1.0) if blocks == 170 else wave_seconds(made, spec, blocks)
         assert moved / seconds_ / 1e9 == pytest.approx(rate, abs=0.1 * 1203.6)
-
-
-def wave(kernel: Kernel, spec: GpuSpec, blocks: int) -> float:
-    from gpumux.device.sim.cost import wave_seconds
-
-    return wave_seconds(kernel, spec, blocks)
 
 
 def test_two_copies_never_get_more_than_one() -> None:
     """membw-halves-both: on halves of their own each gets 0.6 of what it had there alone, 1.66 times the time."""
     spec = replace(PLAIN, bandwidth=1e12)
     half = COPY._replace(blocks=10, nbytes=5 * 10**7)  # one block for each place of one half
-    alone = wave(COPY, spec, 10)
+    alone = wave_seconds(COPY, spec, 10)
     both = together(spec, half._replace(blocks=20, nbytes=10**8), half._replace(blocks=20, nbytes=10**8))
     assert max(both) == pytest.approx(200 * US)  # as one after the other
     gpu = Gpu(spec)
