@@ -114,6 +114,12 @@ class Control:
         self._send(msg.ExplainJob(ref, job))
         return self._receive(msg.Report, ref).body
 
+    def interference(self) -> dict[str, Any]:
+        """Which programs slow which others down, as docs/protocol.md has it."""
+        ref = next(self._refs)
+        self._send(msg.GetInterference(ref))
+        return self._receive(msg.Report, ref).body
+
     def profile(self, job: str, program: int | None = None) -> bytes:
         """The text of a profile file of `program` (None: the one the job ran most steps of), with an empty name."""
         ref = next(self._refs)

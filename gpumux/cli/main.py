@@ -98,6 +98,7 @@ examples:
   gpumux status                         the daemon, its device and its jobs
   gpumux top                            the jobs as they run: steps/s, device share, slowdown, what is held
   gpumux trace -o trace.json            record five seconds of it; open the file in Perfetto
+  gpumux interference                   which programs slow which others down, as measured
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
   gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
   gpumux plan burst vgg16 --gpus 8 --global-batch 32   how many GPUs each layer should have
@@ -148,6 +149,18 @@ examples:
   gpumux top --interval 0.5
   gpumux top --once                     measure for one interval, print, and go
   gpumux top --json | jq -c .device     one line of JSON an interval
+"""
+_INTERFERENCE = """\
+The daemon measures what each low program costs each range of operators of each high program, by the share of the device
+that the low one runs on, and launches low work by it. HIGH TAKES: how many times as long the high program takes with
+the low one beside it. LOW GETS: how fast the low one is there, 1 as alone. Programs are named by the job that had them
+last, where it is yours, and by their content hash. With --state-dir all this is kept, and taken up after a restart.
+
+examples:
+  gpumux interference
+  gpumux interference --program bert --ranges      range by range
+  gpumux interference --plot heat.png              a heat map: high programs by low ones
+  gpumux interference --json | jq '.pairs[] | [.high.name, .low.name, .slowdown]'
 """
 _TRACE = """\
 The file holds Chrome trace events: open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
@@ -338,6 +351,10 @@ def build_parser() -> argparse.ArgumentParser:
     top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
     top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
     top.add_argument("--once", action="store_true", help="print one interval and end")
+    pairs = _add(subparsers, "interference", "show which programs slow which others down", _INTERFERENCE)
+    pairs.add_argument("--program", metavar="NAME", help="only pairs with this job's program, or this content hash")
+    pairs.add_argument("--ranges", action="store_true", help="every measured range of the high programs")
+    pairs.add_argument("--plot", metavar="FILE.png", help="draw a heat map (pip install matplotlib)")
     trace = _add(subparsers, "trace", "record what runs, for Perfetto", _TRACE)
     trace.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
@@ -359,13 +376,13 @@ def build_parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     completion.set_defaults(parser=parser)
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
-    for sub in (status, top, trace, jobs, doctor):
+    for sub in (status, top, pairs, trace, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor reports a bad one as a finding
         sub.add_argument(
             "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
         )
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
-    for sub in (status, top, trace, jobs, doctor, simulate, version):
+    for sub in (status, top, pairs, trace, jobs, doctor, simulate, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 
@@ -398,7 +415,7 @@ def exit_code(error: GpumuxError) -> int:
 
 
 # Verbs without a module of their own: (module, function).
-_ELSEWHERE = {"status": ("jobs", "run_status"), "version": ("main", "run_version")}
+_ELSEWHERE = {"serve": ("main", "run_serve"), "status": ("jobs", "run_status"), "version": ("main", "run_version")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -431,7 +448,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-# ---- `gpumux version`.
+# ---- `gpumux serve` and `gpumux version`.
+
+
+SETTINGS = (
+    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host",
+    "metrics_port", "state_dir", "log_level",
+)  # fmt: skip
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from gpumux.daemon.main import run  # what the daemon needs is more than any other command does
+
+    flags = {name: getattr(args, name) for name in SETTINGS}
+    try:
+        for text in config.from_flags(flags).get("endpoint", ()):
+            parse(text)
+    except ConfigError as error:  # wrong on the command line is wrong usage; wrong in a file is not
+        raise WrongUsage("gpumux serve", error.message, error.remedy) from error
+
+    def load() -> config.Config:
+        return config.load(flags, path=args.config)
+
+    return run(load(), last=True, again=load)
 
 
 def run_version(args: argparse.Namespace) -> int:

@@ -408,6 +408,7 @@ class Completions:
             len(event.operators),
             event.content_hash,
         )
+        self._records.program_names.add(event.content_hash, job.session.peer.uid, job.spec.name)
         live = event.live if job.spec.arena is not None else ()
         self._context.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators, live))
 

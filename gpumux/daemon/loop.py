@@ -35,6 +35,7 @@ from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Offload, Segments
 from gpumux.daemon.snapshots.requests import SnapshotRequests
 from gpumux.daemon.snapshots.writer import WriterClient
+from gpumux.daemon.state.learned import Learned, LearnedFile
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.device.base import Answering, Device
 from gpumux.metrics.gauges import Figures, SnapshotBox
@@ -121,7 +122,8 @@ ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 
 class Loop:
     """Runs a daemon whose parts are open. `identity` is what GetStatus reports about the daemon. `writer` is None if
-    this daemon keeps no snapshots, `crashes` if it writes no reports of bugs."""
+    this daemon keeps no snapshots, `crashes` if it writes no reports of bugs, `learned` if it forgets at its end what
+    it learned of interference."""
 
     def __init__(
         self,
@@ -134,6 +136,7 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         writer: WriterClient | None = None,
         crashes: CrashReports | None = None,
+        learned: LearnedFile | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -166,9 +169,12 @@ class Loop:
         self._tracing = Tracing(self.context, clock, self._observe, self._bugs.in_report)
         self._snapshot_requests = SnapshotRequests(self.context, writer, clock)
         self._memory_overuse = report.MemoryOveruseCheck(self.context, clock)
+        names = self.context.records.program_names
+        self._learned = Learned(self.scheduler, names, self._offload, learned, identity.device, clock)
         self._requests = Requests(
             self.context,
             report=self.status,
+            interference=lambda session: self._learned.body(session, self.context.permissions.operates(session)),
             tracing=self._tracing,
             snapshot_requests=self._snapshot_requests,
             failed=self._message_failed,
@@ -198,6 +204,7 @@ class Loop:
         self._on_leaving: Callable[[str], None] = _unheard
         self.context.feed(ev.DeviceOpened(identity.device))
         self._settle(self._clock())
+        self._learned.take_up()
 
     # ---- from other threads and signal handlers
 
@@ -294,7 +301,8 @@ class Loop:
             self._on_time()
 
     def _make_reports(self, now: float) -> None:
-        """Make what operators read, when it is due. It changes nothing, so a bug in it ends nothing."""
+        """Make what operators read, and keep what was learned, when it is due. No job hangs on it, so a bug in it ends
+        nothing."""
         try:
             self._memory_overuse.check(now)
         except Exception as error:  # noqa: BLE001
@@ -304,6 +312,11 @@ class Loop:
                 self.snapshots.publish(self.figures())
             except Exception as error:  # noqa: BLE001
                 self._bugs.in_report("a reading of the metrics", error)
+        if now >= self._learned.due:
+            try:
+                self._learned.save()
+            except Exception as error:  # noqa: BLE001
+                self._bugs.in_report("keeping what was learned of interference", error)
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
@@ -314,7 +327,7 @@ class Loop:
         now, wake_at = self._turned, self._commands.wake_at
         self._alarm = alarm = min(
             self._leave_by, self._next_call, self._tracing.due, self._snapshot_requests.due, self._memory_overuse.due,
-            inf if wake_at is None else wake_at,
+            self._learned.due, inf if wake_at is None else wake_at,
         )  # fmt: skip
         due = self._device.due()
         question = self.context.questions.due if self._questions.items else inf
@@ -470,6 +483,7 @@ class Loop:
         """Release everything the loop made. Its owner closes the router and the device."""
         self.snapshots.close()
         self._offload.close()
+        self._learned.close()
         self._snapshot_requests.close()
         for job in list(self.context.records.jobs):
             self.context.records.forget_job(job)
@@ -484,8 +498,8 @@ class Loop:
 
     def figures(self) -> Figures:
         """The figures that the gauges show."""
-        newest = self._snapshot_requests.newest_snapshot
-        return report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest)
+        newest, pairs = self._snapshot_requests.newest_snapshot, self._learned.figures()
+        return report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest, pairs)
 
 
 def _nothing() -> None:

@@ -31,7 +31,8 @@ from gpumux.daemon.inconsistencies import CrashReports
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
 from gpumux.daemon.snapshots.writer import DirectoryLock, WriterClient
-from gpumux.daemon.state_directory import open_log, open_state_directory
+from gpumux.daemon.state.directory import open_log, open_state_directory
+from gpumux.daemon.state.learned import NAME, LearnedFile
 from gpumux.daemon.systemd import ServiceManager
 from gpumux.device import registry
 from gpumux.device.base import Device
@@ -200,6 +201,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     loop = Loop(
         identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer,
         crashes=crashes,
+        learned=keep_learned(config, state),
     )  # fmt: skip
     stack.callback(loop.close)
     stack.callback(leave)  # runs before slow closing, so that clients are told first
@@ -328,6 +330,11 @@ def open_state(config: Config, stack: ExitStack) -> int | None:
     state = open_state_directory(Path(config.state_dir))
     stack.callback(os.close, state)
     return state
+
+
+def keep_learned(config: Config, state: int | None) -> LearnedFile | None:
+    """Where what is learned of interference is kept."""
+    return None if state is None else LearnedFile(state, str(Path(config.state_dir) / NAME))
 
 
 def keep_crashes(config: Config, state: int | None, stack: ExitStack) -> CrashReports:

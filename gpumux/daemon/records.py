@@ -108,6 +108,37 @@ class JobRecord:
                 transfer.segment.close()
 
 
+MOST_NAMES = 512  # programs whose jobs' names are remembered
+MOST_USERS = 8  # whose names for one program are
+
+
+class ProgramNames:
+    """The name of the newest job of each user that had a program, by its content hash. The oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._by_program: dict[str, dict[int, str]] = {}
+
+    def add(self, program: str, uid: int, name: str) -> None:
+        """A job of this user has the program."""
+        names = self._by_program.pop(program, {})
+        names.pop(uid, None)
+        names[uid] = name
+        if len(names) > MOST_USERS:
+            del names[next(iter(names))]
+        self._by_program[program] = names
+        if len(self._by_program) > MOST_NAMES:
+            del self._by_program[next(iter(self._by_program))]
+
+    def of(self, program: str, uid: int | None) -> str:
+        """The name that the user knows the program by; None: any user. "" if there is none."""
+        names = self._by_program.get(program, {})
+        return next(reversed(names.values()), "") if uid is None else names.get(uid, "")
+
+    def all(self) -> list[tuple[str, int, str]]:
+        """(program, uid, name) of each, the oldest first."""
+        return [(program, uid, name) for program, names in self._by_program.items() for uid, name in names.items()]
+
+
 class Records:
     """All records, by the ids that the scheduler and the clients use."""
 
@@ -116,6 +147,7 @@ class Records:
         self.jobs: dict[JobId, JobRecord] = {}
         # OpenJob requests that the scheduler has not answered: their ref and spec.
         self.opening: dict[tuple[SessionId, JobId], tuple[int, JobSpec]] = {}
+        self.program_names = ProgramNames()
         self._numbers = 0
 
     def add_job(self, job: JobId, session: SessionRecord, spec: JobSpec) -> JobRecord:

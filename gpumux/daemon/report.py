@@ -36,7 +36,15 @@ from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import Records
 from gpumux.device.base import MemoryFigures
 from gpumux.errors import UnknownJob
-from gpumux.metrics.gauges import BanFigures, Figures, GangFigures, GuardFigures, JobFigures, PromiseFigures
+from gpumux.metrics.gauges import (
+    BanFigures,
+    Figures,
+    GangFigures,
+    GuardFigures,
+    JobFigures,
+    PairFigures,
+    PromiseFigures,
+)
 from gpumux.scheduler import RUNS
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import DeviceInfo, JobId
@@ -192,8 +200,10 @@ def figures(
     context: DaemonContext,
     shared_bytes: int,
     saved: Callable[[JobId], tuple[float, int]],
+    pairs: tuple[tuple[PairFigures, ...], int],
 ) -> Figures:
-    """Make the figures for the metric gauges. `saved` returns Unix time and bytes of a job's newest state snapshot."""
+    """Make the figures for the metric gauges. `saved` returns Unix time and bytes of a job's newest state snapshot.
+    `pairs`: some of the pairs of programs that were measured side by side, and the number of all."""
     snapshot = scheduler.snapshot()
     memory, records = snapshot["memory"], context.records
     held = context.device.memory()
@@ -213,6 +223,8 @@ def figures(
         protocol_errors={**context.router.counters, "unexpected": context.unexpected},
         guard=_guard(snapshot["guard"]),
         bans=_bans(snapshot, records),
+        pairs=pairs[0],
+        pairs_known=pairs[1],
     )
 
 

@@ -42,12 +42,18 @@ MAX_PROFILES = 4  # unanswered requests for profiles of one job
 STORY_LINES = 60  # newest lines of history in an answer to ExplainJob
 
 
+Interference = Callable[[SessionRecord], dict[str, Any]]
+
+
 class Questions:
     """Answers requests for information. `report` makes the whole body of GetStatus; `context.permissions` decides what
-    a session sees of it."""
+    a session sees of it. `interference` makes the body of an answer to GetInterference for a session."""
 
-    def __init__(self, context: DaemonContext, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
+    def __init__(
+        self, context: DaemonContext, report: Callable[[], dict[str, Any]], interference: Interference, tracing: Tracing
+    ) -> None:
         self._context = context
+        self._interference = interference
         self._records = context.records
         self._report = report
         self._tracing = tracing
@@ -56,6 +62,7 @@ class Questions:
             msg.JobStats: self._stats,
             msg.GetStatus: self._status,
             msg.ExplainJob: self._explain,
+            msg.GetInterference: self._pairs,
             msg.ProfileJob: self._profile,
             msg.RecordTrace: self._trace,
         }
@@ -81,6 +88,9 @@ class Questions:
         ]
         body = {"job": job.id, "short": job.short, "sentences": sentences, "story": story}
         self._context.reply(session, msg.Report(m.ref, body))
+
+    def _pairs(self, session: SessionRecord, m: msg.GetInterference, frames: Sequence[bytes]) -> None:
+        self._context.reply(session, msg.Report(m.ref, self._interference(session)))
 
     def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
         """Have the device profile a program. Only a session that may change the job may ask: the answer holds shapes
@@ -162,7 +172,9 @@ class Changes:
 
 
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
-SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered by and by (QuestionQueue)
+SLOW = frozenset(
+    {msg.GetStatus, msg.JobStats, msg.ExplainJob, msg.GetInterference}
+)  # answered by and by (QuestionQueue)
 OPENINGS = frozenset({msg.OpenJob, msg.OpenGangJob})  # bounded by time (OpeningQueue)
 QUEUED = SLOW | OPENINGS
 MAX_TRANSFERS = 16  # transfers of one job that have not ended
@@ -181,6 +193,7 @@ class Requests:
         context: DaemonContext,
         *,
         report: Callable[[], dict[str, Any]],
+        interference: Interference,
         tracing: Tracing,
         snapshot_requests: SnapshotRequests,
         failed: Callable[[SessionRecord, JobRecord | None, Exception], None],
@@ -201,7 +214,7 @@ class Requests:
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
             **Changes(context).handlers,
-            **Questions(context, report, tracing).handlers,
+            **Questions(context, report, interference, tracing).handlers,
             **snapshot_requests.handlers(self._working),
         }
 

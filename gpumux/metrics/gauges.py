@@ -94,6 +94,12 @@ def families() -> dict[str, Any]:
         "harvested": counter(
             "gpumux_harvested_device_seconds", "Device time of low work beside high jobs or in their gaps."
         ),
+        "pairs": gauge(
+            "gpumux_interference_pairs", "Pairs of programs whose interference was measured: `gpumux interference`."
+        ),
+        "worst_pair": gauge(
+            "gpumux_interference_worst_ratio", "The most that a high program takes beside one low program, over alone."
+        ),
         "estimates": gauge(
             "gpumux_job_estimate_samples", "Pieces beside low work a high job's estimates rest on.", labels=per_job
         ),
@@ -130,6 +136,18 @@ def fill_guard(found: dict[str, Any], guard: GuardFigures | None) -> None:
         ("harvested", guard.harvested_s),
     ):
         found[key].add_metric([], value)
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What was measured of two programs, each by the first digits of its content hash: how many times as long the high
+    one takes beside the low one on this share of the device, and how fast the low one is there (1.0: as alone)."""
+
+    high: str
+    low: str
+    share: float
+    slowdown: float
+    low_speed: float
 
 
 # ---- Snapshots and the collector.
@@ -186,6 +204,8 @@ class Figures:
     protocol_errors: Mapping[str, int]  # by reason, a bounded set
     guard: GuardFigures | None = None
     bans: tuple[BanFigures, ...] = ()  # in force
+    pairs: tuple[PairFigures, ...] = ()  # of programs that were measured side by side: those that lose most
+    pairs_known: int = 0  # how many there are
 
 
 def label_text(name: str) -> str:
@@ -330,6 +350,10 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
             families["saved_bytes"].add_metric([job.short], job.saved_bytes)
         fill_job(families, job.short, job.promise)
     fill_guard(families, figures.guard)
+    if figures.guard is not None:
+        families["pairs"].add_metric([], figures.pairs_known)
+        if figures.pairs:
+            families["worst_pair"].add_metric([], figures.pairs[0].slowdown)
     for (priority, state), count in counts.items():
         families["jobs"].add_metric([priority, state], count)
     for priority in queued:

@@ -60,6 +60,8 @@ def body(figures: Figures, version: str) -> dict[str, Any]:
         "jobs": [{**asdict(job), "name": label_text(job.name)} for job in figures.jobs],
         "guard": None if figures.guard is None else asdict(figures.guard),
         "bans": [asdict(ban) for ban in figures.bans],
+        "pairs": [asdict(pair) for pair in figures.pairs],
+        "pairs_known": figures.pairs_known,
     }
 
 

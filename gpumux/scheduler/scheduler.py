@@ -36,7 +36,9 @@ from gpumux.scheduler.events import (
     UnloadJob,
     WakeAt,
 )
+from gpumux.scheduler.guard import interference
 from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.guard.interference import Kept, PairSlowdown
 from gpumux.scheduler.jobs import (
     JobProgram,
     JobState,
@@ -877,6 +879,30 @@ class Scheduler:
     def operators(self, job: JobId, program: ProgramId) -> tuple[str, ...]:
         """The names of a program's operators, in captured order, where the device gives them."""
         return report.operators(self._state, job, program)
+
+    # ---- what was learned of interference, kept over a restart of the daemon
+
+    def interference(self) -> list[PairSlowdown]:
+        """Every pair of programs of which it was measured how much the low one slows the high one."""
+        guard = self._state.guard
+        return interference.pairs(guard.costs) if guard is not None else []
+
+    def learned(self) -> dict[str, int]:
+        """The high programs of which something was learned, by content hash, with a number that changes with it."""
+        guard = self._state.guard
+        return interference.learned(guard.costs) if guard is not None else {}
+
+    def kept(self, program: str) -> list[Kept]:
+        """What was learned of a high program, as plain data."""
+        guard = self._state.guard
+        return interference.kept(guard.costs, program) if guard is not None else []
+
+    def take_up(self, program: str, kept: list[Kept]) -> None:
+        """Begin with what `kept` returned in an earlier daemon on the same device, unless something was learned of the
+        program already. Raises ValueError for other data."""
+        guard = self._state.guard
+        if guard is not None:
+            interference.take_up(guard.costs, program, kept)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying what, if the scheduler contradicts itself. Slow: for tests."""

@@ -430,6 +430,13 @@ class ExplainJob:
 
 
 @dataclass(frozen=True, slots=True)
+class GetInterference:
+    """Ask which programs slow which others down, as far as it was measured -> Report."""
+
+    ref: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeJob:
     """Give the job another priority or weight; None leaves it -> Done, once it is in force."""
 
@@ -518,7 +525,7 @@ Message = (
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
-    | SnapshotMessage
+    | GetInterference | SnapshotMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -528,7 +535,7 @@ REGISTRY: dict[int, type[Any]] = {
     16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report, 23: Heartbeat,
     24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
     31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, 36: OpenGangJob,
-    37: OpenJob,
+    37: OpenJob, 38: GetInterference,
     **SNAPSHOT_REGISTRY,
 }  # fmt: skip
 
@@ -536,7 +543,7 @@ REGISTRY: dict[int, type[Any]] = {
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
-     *SNAPSHOT_FROM_CLIENT}
+     GetInterference, *SNAPSHOT_FROM_CLIENT}
 )  # fmt: skip
 
 

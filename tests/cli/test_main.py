@@ -215,11 +215,11 @@ def test_version(capsys):
 
 
 def test_every_setting_with_a_flag_is_passed_on():
-    from gpumux.cli.serve import FLAGS
+    from gpumux.cli.main import SETTINGS
 
     args = build_parser().parse_args(["serve"])
-    assert set(FLAGS) <= set(vars(args))
-    assert set(vars(args)) - set(FLAGS) == {"command", "config"}
+    assert set(SETTINGS) <= set(vars(args))
+    assert set(vars(args)) - set(SETTINGS) == {"command", "config"}
 
 
 def job(**changes):

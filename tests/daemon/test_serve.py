@@ -23,7 +23,7 @@ from gpumux.client.session import Session
 from gpumux.config import Config
 from gpumux.daemon import main as serve
 from gpumux.daemon.snapshots.writer import DirectoryLock
-from gpumux.daemon.state_directory import open_state_directory
+from gpumux.daemon.state.directory import open_state_directory
 from gpumux.errors import ConfigError
 from gpumux.program import codec
 from gpumux.wire import messages as msg

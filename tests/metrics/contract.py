@@ -45,6 +45,8 @@ FROZEN = {
     "gpumux_transfer_bytes_total": ("counter", ("direction",)),
     "gpumux_ban_probes_total": ("counter", ()),
     "gpumux_bans_active": ("gauge", ()),
+    "gpumux_interference_pairs": ("gauge", ()),
+    "gpumux_interference_worst_ratio": ("gauge", ()),
     "gpumux_bans_total": ("counter", ()),
     "gpumux_harvested_device_seconds_total": ("counter", ()),
     "gpumux_held_seconds_total": ("counter", ("reason",)),

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from gpumux.daemon.state_directory import open_own
+from gpumux.daemon.state.directory import open_own
 from gpumux.errors import SnapshotFailed, UnknownJob
 from gpumux.program.ir import aligned
 from gpumux.types import GENERATOR_BYTES

@@ -22,7 +22,7 @@ import numpy as np
 import gpumux
 from gpumux.daemon.round_robin import DAEMON, RoundRobin
 from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Snapshot, SnapshotOwner, Store, buffer_name, places
-from gpumux.daemon.state_directory import DISK_FAULTS, WRITABLE, open_private
+from gpumux.daemon.state.directory import DISK_FAULTS, WRITABLE, open_private
 from gpumux.device.workers.confinement import may_be_looked_into
 from gpumux.errors import (
     ConfigError,

@@ -114,7 +114,7 @@ class LaunchCost:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
     __slots__ = (
-        "_cost", "_last_peak", "_spread", "count", "index", "last_step", "mean", "peak", "rate", "seconds", "upper",
+        "_spread", "cost", "count", "index", "last_peak", "last_step", "mean", "peak", "rate", "seconds", "upper",
         "worst",
     )  # fmt: skip
 
@@ -129,29 +129,29 @@ class LaunchCost:
         self.seconds = 0.0  # a launch took
         self.last_step = 0  # the high job's step when there last was one
         self._spread = spread
-        self._last_peak = 0.0
-        self._cost = RobustMean(NOISE_FLOOR_S)
+        self.last_peak = 0.0
+        self.cost = RobustMean(NOISE_FLOOR_S)
 
     @property
     def bound(self) -> float:
         """What they seldom cost more than in all."""
-        return self._cost.bound
+        return self.cost.bound
 
     def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
         """A launch of `seconds` cost so much in all, `peak` in one step, and `rate` in a second of it."""
-        self._cost.add(cost)
-        self.mean, self.count = self._cost.mean, self._cost.count
+        self.cost.add(cost)
+        self.mean, self.count = self.cost.mean, self.cost.count
         part = 1.0 / self.count if self.count < 5 else 0.2
         capped = max(0.0, peak)
         if self.count > MIN_SAMPLES:  # one launch may be delayed by something else; two in a row are believed
-            capped = min(capped, 2.0 * max(self.peak, self._last_peak) + NOISE_FLOOR_S)
-        self._last_peak = peak
+            capped = min(capped, 2.0 * max(self.peak, self.last_peak) + NOISE_FLOOR_S)
+        self.last_peak = peak
         self.peak += part * (capped - self.peak)
         self.worst = max(peak, FORGET * self.worst)
         self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.last_step = step
-        upper = self.peak + (2 * self._cost.deviation if self.count > 1 else self._spread * self.peak)
+        upper = self.peak + (2 * self.cost.deviation if self.count > 1 else self._spread * self.peak)
         self.upper = REPEAT_FACTOR * upper if self.count >= MIN_SAMPLES and self.index >= 0 else upper
 
     def may_fit(self, limit: float) -> bool:
@@ -289,18 +289,19 @@ class LowPlacement:
     """Where launches of one low program may begin in the steps of one high program under one cut. `by_share` are its
     costs on each share, the whole device first."""
 
-    __slots__ = ("_pieces", "by_share", "last_launch_step")
+    __slots__ = ("by_share", "explored", "last_launch_step", "pieces")
 
     def __init__(self) -> None:
         self.by_share: list[LowCosts] = []
         self.last_launch_step = 0  # the high job's step in which the low program was last launched
-        self._pieces: dict[Span, PieceCosts] = {}
+        self.explored = False  # the high program has learned for long enough what the low one costs
+        self.pieces: dict[Span, PieceCosts] = {}  # by low piece
 
     def of(self, low: Span) -> PieceCosts:
         """What is known of launches of the low piece."""
-        found = self._pieces.get(low)
+        found = self.pieces.get(low)
         if found is None:
-            found = self._pieces[low] = PieceCosts()
+            found = self.pieces[low] = PieceCosts()
         return found
 
     def learn(self, kind: LaunchKind, effects: dict[int, float], cost: float, count: int, changed: bool) -> None:
@@ -538,14 +539,19 @@ class LowCosts:
         if len(self.launches) >= MOST_KINDS:  # `lows` still knows
             for each in (self.launches, self.on_arrival, self.by_span, self.timed):
                 each.clear()
-        piece, moment, low = kind
+        piece, moment, _ = kind
         repeats = piece != ON_ARRIVAL and moment in MOMENTS
-        cost = self.launches[kind] = LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost()
+        return self.put(kind, LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost())
+
+    def put(self, kind: LaunchKind, cost: LaunchCost) -> LaunchCost:
+        """Have launches of a kind of which nothing was known cost this much. Returns `cost`."""
+        piece, _, low = kind
+        self.launches[kind] = cost
         if piece == ON_ARRIVAL:
             self.on_arrival[low] = cost
         else:
             self.by_span.setdefault(low, []).append(cost)
-            if repeats:
+            if cost.index >= 0:
                 self.timed.setdefault(low, {})[cost.index] = cost
         return cost
 

@@ -198,7 +198,7 @@ class SlowdownGuard:
         placement = costs.placement(piece.program, self.shares)
         plan = placement.plan(
             piece.span, piece.seconds, price=high.budget.price, limit=high.budget.limit, step=high.steps,
-            exploration=high.exploration(placement.last_launch_step), from_idle=high.from_idle, solo_s=costs.solo_s,
+            exploration=high.exploration(placement), from_idle=high.from_idle, solo_s=costs.solo_s,
             pause=high.pause(),
         )  # fmt: skip
         running.planned, running.plan = piece, plan

@@ -429,13 +429,17 @@ class HighJob:
         chance = queued + (1.0 - queued) * arrivals.chance_within(0, 0.0, beyond)
         return seconds if RARELY < chance < USUALLY else 0.0
 
-    def exploration(self, last_launch_step: int) -> int:
-        """Which untried launches may be explored although a step may lose too much by them (costs.EXPLORE_...), of a
-        low program that was last launched in step `last_launch_step`."""
+    def learns(self, placement: LowPlacement) -> bool:
+        """Whether launches of the low program are still explored freely."""
+        return self.steps < LEARNING_STEPS and not placement.explored
+
+    def exploration(self, placement: LowPlacement) -> int:
+        """Which untried launches of the low program may be explored although a step may lose too much by them
+        (costs.EXPLORE_...)."""
         budget = self.budget
-        if self.steps < LEARNING_STEPS or (budget.violations_left >= SPARE_VIOLATIONS and budget.price > LEAST_PRICE):
+        if self.learns(placement) or (budget.violations_left >= SPARE_VIOLATIONS and budget.price > LEAST_PRICE):
             return EXPLORE_ALWAYS
-        held_long = self.steps - last_launch_step >= HELD_LONG_STEPS
+        held_long = self.steps - placement.last_launch_step >= HELD_LONG_STEPS
         return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER
 
     def alone_on_all_ranks(self, step: int) -> bool:
@@ -523,6 +527,8 @@ class HighJob:
         self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
             budget.end_learning()
+            for placement in costs.placements.values():
+                placement.explored = True
         self._end_calibration(not shared, baseline, step.id)
         if known and solo > 0.0:
             ratio = 1.0 + lost / solo
@@ -637,7 +643,7 @@ class HighCosts:
     low work, and `total` is their sum."""
 
     __slots__ = (
-        "_beside_high", "_first", "_solo", "bounds", "by_low", "key", "placements", "solo_s", "steps", "total",
+        "_beside_high", "bounds", "by_low", "changes", "first", "key", "placements", "solo", "solo_s", "steps", "total",
         "updated",
     )  # fmt: skip
 
@@ -647,12 +653,13 @@ class HighCosts:
         self.solo_s = list(predicted)
         self.total = sum(predicted)
         self.steps = [Baseline(), Baseline()]  # whole steps: behind the step before, and from idle
-        self._solo = [Baseline() for _ in predicted]
+        self.solo = [Baseline() for _ in predicted]
         self._beside_high = [Baseline() for _ in predicted]  # beside other high jobs, without low work
-        self._first = Baseline()  # the first piece when the job was idle: nothing hides how long its launch takes
+        self.first = Baseline()  # the first piece when the job was idle: nothing hides how long its launch takes
         self.by_low: dict[LowKey, LowCosts] = {}
         self.placements: dict[str, LowPlacement] = {}  # by low program
         self.updated: list[LowCosts] = []  # those that something was learned of since `fill_unknown`
+        self.changes = 0  # how often something was learned of one of them
 
     # ---- low programs
 
@@ -691,6 +698,7 @@ class HighCosts:
 
     def mark_updated(self, low_costs: LowCosts) -> None:
         """Something was learned of the low program."""
+        self.changes += 1
         if not low_costs.updated:
             low_costs.updated = True
             self.updated.append(low_costs)
@@ -733,23 +741,23 @@ class HighCosts:
         """What the piece's time is to be compared with."""
         if beside_high:
             return self._beside_high[piece]
-        if from_idle and piece == 0 and self._first.known:
-            return self._first
-        return self._solo[piece]
+        if from_idle and piece == 0 and self.first.known:
+            return self.first
+        return self.solo[piece]
 
     def learn(self, piece: int, seconds: float, beside_high: bool, from_idle: bool) -> bool:
         """The piece took so long without low work. True when that shows that its work changed."""
         if from_idle and piece == 0 and not beside_high:
-            changed = self._first.add(seconds)
-            if self._solo[0].known:
+            changed = self.first.add(seconds)
+            if self.solo[0].known:
                 return changed
         if beside_high:
             baseline = self._beside_high[piece]
             changed = baseline.add(seconds)
-            if self._solo[piece].known:
+            if self.solo[piece].known:
                 return changed
         else:
-            baseline = self._solo[piece]
+            baseline = self.solo[piece]
             changed = baseline.add(seconds)
         self.total += baseline.value - self.solo_s[piece]
         self.solo_s[piece] = baseline.value
@@ -841,9 +849,24 @@ class CostsByProgram:
                 del self._cuts[next(key for key in self._cuts if key not in used)]
         return costs
 
+    def take_up(self, key: str, cuts: Sequence[HighCosts]) -> None:
+        """Begin with what an earlier daemon learned of a program, unless something is known of it already."""
+        if key not in self._cuts and cuts and len(self._cuts) < MOST_PROGRAMS:
+            self._cuts[key] = {costs.bounds: costs for costs in cuts}
+
+    def programs(self) -> list[str]:
+        """The programs of which something is known, the oldest first."""
+        return list(self._cuts)
+
+    def by_program(self) -> Iterator[Collection[HighCosts]]:
+        """Costs of each program under all its cuts."""
+        for cuts in self._cuts.values():
+            yield cuts.values()
+
     def cuts(self, key: str) -> Collection[HighCosts]:
         """Costs of one program under all its cuts."""
-        return self._cuts[key].values()
+        found = self._cuts.get(key)
+        return found.values() if found is not None else ()
 
     def all(self) -> Iterator[HighCosts]:
         for cuts in self._cuts.values():

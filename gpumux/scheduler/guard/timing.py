@@ -72,7 +72,7 @@ def may_explore(
     or long after they were measured. `plan` says where the low piece may begin, beside high work; `exposed` is the part
     of the launch that runs beside high work.
     """
-    budget, learning = high.budget, high.steps < LEARNING_STEPS
+    budget, learning = high.budget, high.learns(low_costs.placement)
     if not learning and (budget.violations_left < 1.0 or high.explored_step >= high.steps):
         return False  # one a step: a single violation must not pay for a launch of every low job
     if ban is not None:
@@ -89,8 +89,9 @@ def may_explore(
             held_steps = float(high.steps - last_launch_step)
             if not learning:  # violations left limit for how long it can be explored
                 held_steps = min(held_steps, (budget.violations_left - 1.0) / VIOLATION_RATE)
-            patient = held_steps < 2 * HELD_LONG_STEPS
-            return high.exploration(last_launch_step) != EXPLORE_NEVER and not (patient and option.score > plan.score)
+            if option.score > plan.score and held_steps < 2 * HELD_LONG_STEPS:
+                return False
+            return high.exploration(low_costs.placement) != EXPLORE_NEVER
         if plan.score < inf:
             return False
     stale = high.steps - PROBE_EVERY

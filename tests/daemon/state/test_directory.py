@@ -13,7 +13,7 @@ import pytest
 from gpumux.config import Config
 from gpumux.daemon import main as serve
 from gpumux.daemon.snapshots.writer import DirectoryLock
-from gpumux.daemon.state_directory import open_log, open_own, open_private, open_state_directory
+from gpumux.daemon.state.directory import open_log, open_own, open_private, open_state_directory
 from gpumux.errors import ConfigError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -1,0 +1,225 @@
+"""What the guard has learned of interference: shown to clients, and kept in the state directory over restarts.
+
+The file `interference` holds it by content hashes of programs, so a job that comes back after a restart of the daemon
+is protected from its first step by what was measured before. It is written when something was learned, at most every
+SAVE_EVERY_S, and at the end; a killed daemon has lost the newest measurements. What was learned on another device, or
+under other rules of cutting programs, is not taken up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from math import inf
+from typing import Any, Final
+
+import msgpack
+
+from gpumux.daemon.records import ProgramNames, SessionRecord
+from gpumux.daemon.round_robin import DAEMON
+from gpumux.daemon.segments import Offload
+from gpumux.metrics.gauges import PairFigures
+from gpumux.scheduler.guard.interference import VERSION, PairSlowdown
+from gpumux.scheduler.scheduler import Scheduler
+from gpumux.types import DeviceInfo
+
+log = logging.getLogger("gpumux.daemon")
+
+# ---- The file.
+
+NAME: Final = "interference"
+MAX_BYTES: Final = 64 << 20
+
+
+class LearnedFile:
+    """The file in a directory, given by a descriptor that stays open. `shown`: the file's path, for messages."""
+
+    def __init__(self, directory: int, shown: str) -> None:
+        self._directory = directory
+        self.shown = shown
+
+    def read(self) -> bytes:
+        """Its content, empty if there is none. Raises OSError."""
+        try:
+            fd = os.open(NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._directory)
+        except FileNotFoundError:
+            return b""
+        with open(fd, "rb") as file:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise PermissionError("it belongs to another user")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise OSError(f"it has more than {MAX_BYTES} bytes")
+        return content
+
+    def write(self, content: bytes) -> None:
+        """Replace it. Raises OSError, and leaves the former one then."""
+        new = f"{NAME}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(new, flags, 0o600, dir_fd=self._directory)
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        os.rename(new, NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        os.fsync(self._directory)
+
+
+# ---- Keeping it.
+
+SAVE_EVERY_S: Final = 60.0
+FIGURES_EVERY_S: Final = 5.0
+MOST_PROGRAMS: Final = 256  # high programs that are kept: those of which something was learned last
+MOST_PAIRS: Final = 256  # in an answer: those that lose most
+MOST_RANGES: Final = 64  # of each pair
+MOST_FIGURES: Final = 32  # pairs on the status page
+
+
+class Learned:
+    """What was learned, for clients, operators and the next daemon. `file` is None for a daemon without a state
+    directory, which forgets it at its end."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        names: ProgramNames,
+        offload: Offload,
+        file: LearnedFile | None,
+        device: DeviceInfo,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler, self._names, self._offload = scheduler, names, offload
+        self._file, self._device, self._clock = file, device, clock
+        self._kept: dict[str, tuple[int, bytes]] = {}  # by program: the number of its state, and that, packed
+        self._writing = False
+        self._pairs: list[PairSlowdown] = []
+        self._pairs_due = -inf
+        self.due = inf  # when `save` is to be called
+
+    # ---- what clients and operators see
+
+    def body(self, session: SessionRecord, operates: bool) -> dict[str, Any]:
+        """The body of an answer to GetInterference, as docs/protocol.md has it. The session sees the names of its own
+        user's programs; an operator's sees all."""
+        pairs = self._current()
+        uid = None if operates else session.peer.uid
+        return {
+            "pairs": [self._shown(pair, uid) for pair in pairs[:MOST_PAIRS]],
+            "left_out": max(0, len(pairs) - MOST_PAIRS),
+            "kept_in": self._file.shown if self._file is not None else "",
+        }
+
+    def figures(self) -> tuple[tuple[PairFigures, ...], int]:
+        """The pairs for the status page, and the number of all."""
+        pairs = self._current()
+        found = [PairFigures(each.high[:8], each.low[:8], each.share, each.slowdown, each.low_speed) for each in pairs]
+        return tuple(found[:MOST_FIGURES]), len(pairs)
+
+    def _current(self) -> list[PairSlowdown]:
+        """The pairs as of a few seconds ago at most: a daemon with many of them does not count them for every
+        question."""
+        now = self._clock()
+        if now >= self._pairs_due:
+            self._pairs, self._pairs_due = self._scheduler.interference(), now + FIGURES_EVERY_S
+        return self._pairs
+
+    def _shown(self, pair: PairSlowdown, uid: int | None) -> dict[str, Any]:
+        ranges = sorted(pair.ranges, key=lambda each: (-each.slowdown, each.first))[:MOST_RANGES]
+        return {
+            "high": {"program": pair.high, "name": self._names.of(pair.high, uid)},
+            "low": {"program": pair.low, "name": self._names.of(pair.low, uid)},
+            "share": pair.share,
+            "slowdown": pair.slowdown,
+            "low_speed": pair.low_speed,
+            "samples": pair.samples,
+            "solo_s": pair.solo_s,
+            "cut_into": pair.cut_into,
+            "ranges": [each._asdict() for each in sorted(ranges)],
+            "ranges_left_out": len(pair.ranges) - len(ranges),
+        }
+
+    # ---- keeping it
+
+    def save(self) -> None:
+        """Called when `due`: pack one program of which something was learned since it was last packed; when none is
+        left, have the file written. One at a time, since the loop waits for it."""
+        changed = next(iter(self._changed()), None)
+        if changed is not None:
+            self._pack(*changed)
+            self.due = self._clock()
+            self._writing = True
+            return
+        self.due = self._clock() + SAVE_EVERY_S
+        if self._writing and self._file is not None:
+            self._writing = False
+            content, file = self._content(), self._file
+            self._offload.submit(DAEMON, NAME, lambda: _write(file, content), lambda failed: None, lambda: None)
+
+    def close(self) -> None:
+        """Write what was learned since the last time. The scheduler takes no more events."""
+        if self._file is None:
+            return
+        found = list(self._changed())
+        for program, changes in found:
+            self._pack(program, changes)
+        if found or self._writing:
+            _write(self._file, self._content())
+
+    def _changed(self) -> Iterable[tuple[str, int]]:
+        for program, changes in self._scheduler.learned().items():
+            if program not in self._kept or self._kept[program][0] != changes:
+                yield program, changes
+
+    def _pack(self, program: str, changes: int) -> None:
+        self._kept.pop(program, None)
+        self._kept[program] = changes, msgpack.packb(self._scheduler.kept(program))
+        if len(self._kept) > MOST_PROGRAMS:
+            del self._kept[next(iter(self._kept))]
+
+    def _content(self) -> bytes:
+        programs = {program: packed for program, (_, packed) in self._kept.items()}
+        packed: bytes = msgpack.packb([VERSION, _about(self._device), programs, self._names.all()])
+        return packed
+
+    def take_up(self) -> None:
+        """Take up what an earlier daemon kept. Called once, when the scheduler has its device."""
+        file = self._file
+        if file is None:
+            return
+        self.due = self._clock() + SAVE_EVERY_S
+        try:
+            content = file.read()
+            if not content:
+                return
+            version, about, programs, names = msgpack.unpackb(content, strict_map_key=False)
+            if version != VERSION or about != _about(self._device):
+                log.info("%s is of another version or device: what it holds is not taken up", file.shown)
+                return
+            for program, packed in programs.items():
+                self._scheduler.take_up(str(program), msgpack.unpackb(packed))
+                self._kept[str(program)] = self._scheduler.learned().get(str(program), 0), packed
+            for program, uid, name in names:
+                self._names.add(str(program), int(uid), str(name))
+        except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+            log.warning(
+                "can't read what was learned of interference (%s), so it is learned again: %s", file.shown, error
+            )
+            return
+        log.info("taken up what was learned of interference: %d programs, from %s", len(programs), file.shown)
+
+
+def _about(device: DeviceInfo) -> dict[str, Any]:
+    """What has to be equal for measurements to mean the same."""
+    facts = asdict(device)
+    return {key: facts[key] for key in ("kind", "name", "threads", "parallel", "piece_target_s")} | {
+        "shares": list(device.shares)
+    }
+
+
+def _write(file: LearnedFile, content: bytes) -> None:
+    try:
+        file.write(content)
+    except OSError as error:
+        log.warning("can't write what was learned of interference (%s): %s", file.shown, error)
