@@ -3,9 +3,9 @@
     GPUMUX_CORE=interpreted python -m microbench.guard_parts --out guard-parts.json
 
 On the simulated GPU: random pairs of one seed (sweep.py), a few of them on devices at three corners of what is guessed
-about hardware (published.py), random arrivals (arrivals.py) and four of Orion's configurations. A part is worth what the
-low jobs lose without it, and what the promise loses: `over` counts runs of which the mean or the 99th percentile is over
-what was promised. Parts are turned off in the running modules, so the core has to be interpreted.
+about hardware (published.py), random arrivals (arrivals.py) and four of Orion's configurations. A part is worth what
+the low jobs lose without it, and what the promise loses: `over` counts runs of which the mean or the 99th percentile is
+over what was promised. Parts are turned off in the running modules, so the core has to be interpreted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from math import inf
 from multiprocessing import get_context
 from typing import Any
 
 from gpumux.cli.arguments import whole
-from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.device.sim.spec import V100, GpuSpec, preset
 from gpumux.scheduler import RUNS
 from gpumux.scheduler import policy as policies
 from gpumux.scheduler.guard import bans, budget, costs, decisions, device_view, guard, high_job, learning, timing
@@ -167,7 +166,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "finer cuts": function(learning.Cutting, "step_ended", _nothing),
     "finest cuts": constant(FINEST=3.0),
     "calibration": constant(SOLO_EVERY=1 << 40),
-    "look-ahead: the next step": function(timing, "next_step_loss", _zero),
+    "look-ahead: next step": function(timing, "next_step_loss", _zero),
     "look-ahead: pauses": constant(MOST_LOOKAHEAD=1),
     "shares": function(guard.SlowdownGuard, "_best_share", lambda self, whole, piece: whole),
     "bans": function(learning, "judge", _nothing),
@@ -255,10 +254,10 @@ def jobs(kind: str, device: str, which: int, seed: int) -> tuple[Workload, Workl
         high = Workload("high", Priority.HIGH, pieces, max_slowdown=PROMISED, rate=arrivals.RATES[rate])
         return high, arrivals.LOW, spec
     one = published.CONFIGURATIONS[which]
-    high = Workload("high", Priority.HIGH, published.trace(one.high, published.V100, 1.0), rate=one.rate,
+    high = Workload("high", Priority.HIGH, published.trace(one.high, V100, 1.0), rate=one.rate,
                     max_slowdown=PROMISED)  # fmt: skip
-    low = Workload("low", Priority.LOW, published.trace(one.low, published.V100, 1.0), rate=one.low_rate)
-    return high, low, replace(published.V100)
+    low = Workload("low", Priority.LOW, published.trace(one.low, V100, 1.0), rate=one.low_rate)
+    return high, low, V100
 
 
 def summary(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def heat_map(pairs: list[dict[str, Any]], path: Path) -> None:
     cells = [[float("nan")] * len(lows) for _ in highs]
     for pair in pairs:
         cells[highs.index(label(pair["high"]))][lows.index(_column(pair))] = pair["slowdown"]
-    drawn = pictures.figure(3.5 + 0.9 * len(lows), 1.8 + 0.5 * len(highs))
+    drawn = pictures.figure(3.5 + 0.9 * len(lows), 2.6 + 0.5 * len(highs))
     axes = drawn.subplots()
     most = max(1.1, max(pair["slowdown"] for pair in pairs))
     image = axes.imshow(cells, cmap="cividis", vmin=1.0, vmax=most, aspect="auto")
@@ -123,7 +123,7 @@ def heat_map(pairs: list[dict[str, Any]], path: Path) -> None:
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
     axes.set_xlabel("beside this low program", fontsize=8)
     axes.set_ylabel("high program", fontsize=8)
-    drawn.colorbar(image, label="takes times as long as alone")
+    drawn.colorbar(image).set_label("times as long as alone", fontsize=8)
     pictures.save(drawn, path)
 
 

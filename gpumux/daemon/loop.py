@@ -169,8 +169,10 @@ class Loop:
         self._tracing = Tracing(self.context, clock, self._observe, self._bugs.in_report)
         self._snapshot_requests = SnapshotRequests(self.context, writer, clock)
         self._memory_overuse = report.MemoryOveruseCheck(self.context, clock)
-        names = self.context.records.program_names
-        self._learned = Learned(self.scheduler, names, self._offload, learned, identity.device, clock)
+        self._learned = Learned(
+            self.scheduler, names=self.context.records.program_names, offload=self._offload, file=learned,
+            device=identity.device, clock=clock,
+        )  # fmt: skip
         self._requests = Requests(
             self.context,
             report=self.status,

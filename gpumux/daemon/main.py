@@ -334,7 +334,7 @@ def open_state(config: Config, stack: ExitStack) -> int | None:
 
 def keep_learned(config: Config, state: int | None) -> LearnedFile | None:
     """Where what is learned of interference is kept."""
-    return None if state is None else LearnedFile(state, str(Path(config.state_dir) / NAME))
+    return None if state is None else LearnedFile(state, str(Path(config.state_dir).absolute() / NAME))
 
 
 def keep_crashes(config: Config, state: int | None, stack: ExitStack) -> CrashReports:

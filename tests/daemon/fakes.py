@@ -14,6 +14,7 @@ from gpumux.daemon.inconsistencies import CrashReports
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
 from gpumux.daemon.round_robin import DAEMON
+from gpumux.daemon.state.learned import LearnedFile
 from gpumux.device import base as dev
 from gpumux.errors import DaemonGone
 from gpumux.metrics.series import Metrics
@@ -393,6 +394,7 @@ class Daemon:
         device: FakeDevice | None = None,
         writer: FakeWriter | None = None,
         crashes: CrashReports | None = None,
+        learned: LearnedFile | None = None,
     ):
         self.now = 100.0
         self.consistent = True  # False while a test has spoilt the scheduler's state
@@ -408,6 +410,7 @@ class Daemon:
             clock=lambda: self.now,
             writer=writer,
             crashes=crashes,
+            learned=learned,
         )
         self.refs = 0
 

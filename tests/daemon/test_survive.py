@@ -20,8 +20,8 @@ import pytest
 from gpumux.client.session import Session
 from gpumux.config import Config
 from gpumux.daemon import main as daemon_main
-from gpumux.daemon.state import directory as state_directory
 from gpumux.daemon.snapshots.requests import EXPIRE_EVERY_S, STALL_S
+from gpumux.daemon.state import directory as state_directory
 from gpumux.errors import AdmissionRefused, ConfigError, VersionMismatch
 from gpumux.wire import messages as msg
 from microbench.soaking import watch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumux.metrics.gauges import Figures, GangFigures, GuardFigures, JobFigures, PromiseFigures
+from gpumux.metrics.gauges import Figures, GangFigures, GuardFigures, JobFigures, PairFigures, PromiseFigures
 from gpumux.types import DeviceInfo
 
 # Frozen: changing a line breaks users' dashboards. Add; don't rename.
@@ -83,5 +83,8 @@ HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promi
 GUARD = GuardFigures(2, 5, 1, 12.5, {"ban": 0.25, "gap": 0.0})
 
 
+PAIR = PairFigures("3f2a91c0", "9b01dd23", 0.5, 1.25, 0.4)
+
+
 def figures(*jobs, guard=GUARD):
-    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29, {"malformed": 3}, guard)
+    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29, {"malformed": 3}, guard, pairs=(PAIR,), pairs_known=40)

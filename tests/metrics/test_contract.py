@@ -134,6 +134,8 @@ def test_promises_reach_the_page():
         'gpumux_held_seconds_total{reason="gap"} 0.0',
         "gpumux_bans_total 5.0",
         "gpumux_harvested_device_seconds_total 12.5",
+        "gpumux_interference_pairs 40.0",
+        "gpumux_interference_worst_ratio 1.25",
     ):
         assert line in text.splitlines(), line
 

@@ -61,6 +61,8 @@ def test_the_data_is_what_the_figures_say(server):
     ban = {"high": "j2", "low": "j1", "ratio": 1.7, "why": "tail", "since_s": 3.0, "left_s": 61.0}
     assert said["bans"] == [ban, ban | {"left_s": 0.04}]
     assert said["guard"]["bans_active"] == 2
+    pair = {"high": "3f2a91c0", "low": "9b01dd23", "share": 0.5, "slowdown": 1.25, "low_speed": 0.4}
+    assert (said["pairs"], said["pairs_known"]) == ([pair], 40)
 
 
 def test_before_the_daemon_is_ready_there_is_a_page_and_no_data(server):
@@ -114,6 +116,7 @@ def test_a_browser_draws_it(server, tmp_path):
     assert "1.02 of 1.05 BROKEN" in text
     assert "1.70" in text  # of the ban
     assert "1 min 1 s" in text  # which ends then
+    assert "1.25 x" in text  # of the pair of programs
     assert "a moment" in text
     assert "|0.0 s" not in text
     slow, share, held = (

@@ -22,6 +22,7 @@ QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
     "priority": ["--policies", "fifo", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
+    "restart": ["--pairs", "1", "--learned", "250", "--steps", "100"],
     "confinement": ["--repeats", "2", "--trips", "20", "--steps", "2"],
     "copies": ["--repeats", "3"],
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
@@ -220,10 +221,18 @@ def leaves(value: object) -> list[object]:
     return [value, *(leaf for item in inner for leaf in leaves(item))]
 
 
+def restart(report: Report) -> None:
+    (row,) = report["rows"]
+    new, taken_up = row["new"], row["taken up"]
+    assert new["explored"] > 10 > taken_up["explored"]
+    assert new["p99"] > 1.0 < new["mean"]
+    assert new["low"] > 0.0 < taken_up["low"]
+
+
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
-    "temporaries": temporaries, "confinement": confinement,
+    "temporaries": temporaries, "confinement": confinement, "restart": restart,
 }  # fmt: skip
 
 

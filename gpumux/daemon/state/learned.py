@@ -84,6 +84,7 @@ class Learned:
     def __init__(
         self,
         scheduler: Scheduler,
+        *,
         names: ProgramNames,
         offload: Offload,
         file: LearnedFile | None,
@@ -198,8 +199,7 @@ class Learned:
                 log.info("%s is of another version or device: what it holds is not taken up", file.shown)
                 return
             for program, packed in programs.items():
-                self._scheduler.take_up(str(program), msgpack.unpackb(packed))
-                self._kept[str(program)] = self._scheduler.learned().get(str(program), 0), packed
+                self._take_up(str(program), packed)
             for program, uid, name in names:
                 self._names.add(str(program), int(uid), str(name))
         except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
@@ -207,7 +207,16 @@ class Learned:
                 "can't read what was learned of interference (%s), so it is learned again: %s", file.shown, error
             )
             return
-        log.info("taken up what was learned of interference: %d programs, from %s", len(programs), file.shown)
+        taken = f"{len(self._kept)} of {len(programs)} programs"
+        log.info("taken up what was learned of interference: %s, from %s", taken, file.shown)
+
+    def _take_up(self, program: str, packed: bytes) -> None:
+        try:
+            self._scheduler.take_up(program, msgpack.unpackb(packed))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            log.warning("what was kept of program %s is damaged, and learned again: %s", program[:16], error)
+            return
+        self._kept[program] = self._scheduler.learned().get(program, 0), packed
 
 
 def _about(device: DeviceInfo) -> dict[str, Any]:

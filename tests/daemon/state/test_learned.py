@@ -1,0 +1,203 @@
+"""What was learned of interference: kept in the state directory, taken up by the next daemon, shown to each user."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from gpumux.daemon.records import MOST_NAMES, MOST_USERS, ProgramNames
+from gpumux.daemon.state import learned
+from gpumux.daemon.state.learned import NAME, LearnedFile
+from gpumux.scheduler.guard.interference import PairSlowdown, RangeSlowdown
+from gpumux.wire import messages as msg
+from tests.daemon import fakes
+from tests.daemon.fakes import Daemon
+from tests.scheduler.test_interference import learned as kept_of_simulation
+
+
+@pytest.fixture
+def file(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield LearnedFile(fd, str(tmp_path / NAME))
+    os.close(fd)
+
+
+def daemon(file: LearnedFile | None) -> Daemon:
+    return Daemon(learned=file)
+
+
+def take_up(running: Daemon) -> None:
+    for program, kept in kept_of_simulation().items():
+        running.loop.scheduler.take_up(program, kept)
+
+
+def pass_time(running: Daemon, seconds: float) -> None:
+    running.now += seconds
+    running.loop.turn()
+
+
+def written(file: LearnedFile, running: Daemon) -> bytes:
+    """The file's content once the offloaded write is done."""
+    running.loop._offload.close()
+    return file.read()
+
+
+def asked(running: Daemon, session: str) -> dict:
+    ((answer, _),) = running.say(session, msg.GetInterference(1))
+    return answer.body
+
+
+def test_a_daemon_takes_up_what_an_earlier_one_kept(file, caplog):
+    first = daemon(file)
+    take_up(first)
+    before = first.loop.scheduler.interference()
+    first.close()
+    assert before
+    with caplog.at_level(logging.INFO, "gpumux.daemon"):
+        second = daemon(file)
+    assert second.loop.scheduler.interference() == before
+    assert f"taken up what was learned of interference: 1 of 1 programs, from {file.shown}" in caplog.text
+    content = file.read()
+    second.close()
+    assert file.read() == content, "nothing was learned since"
+
+
+def test_it_is_written_while_the_daemon_runs_and_only_when_something_was_learned(file):
+    running = daemon(file)
+    pass_time(running, learned.SAVE_EVERY_S)
+    take_up(running)
+    assert file.read() == b""
+    for _ in range(3):  # one turn packs a program, the next one has the file written
+        pass_time(running, learned.SAVE_EVERY_S)
+    first = written(file, running)
+    version, about, programs, names = msgpack.unpackb(first, strict_map_key=False)
+    assert (version, list(programs), names) == (1, list(kept_of_simulation()), [])
+    assert about["name"] == fakes.INFO.name
+    running.close()
+
+
+def test_a_daemon_without_a_state_directory_forgets_it():
+    running = daemon(None)
+    take_up(running)
+    running.connect("root", uid=0)
+    assert asked(running, "root")["kept_in"] == ""
+    assert asked(running, "root")["pairs"]
+    running.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"\xc1" + content,
+        lambda content: content[: len(content) // 2],
+        lambda content: b"text",
+        lambda content: msgpack.packb([1, 2]),
+        lambda content: msgpack.packb([1, None, None, None]),
+        lambda content: content + b"x",
+    ],
+)
+def test_a_damaged_file_is_named_and_learned_anew(file, caplog, damage):
+    first = daemon(file)
+    take_up(first)
+    first.close()
+    file.write(damage(file.read()))
+    with caplog.at_level(logging.INFO, "gpumux.daemon"):
+        second = daemon(file)
+    assert file.shown in caplog.text
+    assert second.loop.scheduler.interference() == []
+    take_up(second)
+    second.close()
+    assert list(msgpack.unpackb(file.read(), strict_map_key=False)[2]) == list(kept_of_simulation())
+
+
+def test_one_damaged_program_costs_no_others(file, caplog):
+    program = next(iter(kept_of_simulation()))
+    first = daemon(file)
+    take_up(first)
+    first.close()
+    version, about, programs, names = msgpack.unpackb(file.read(), strict_map_key=False)
+    programs = {"0" * 64: msgpack.packb([["nonsense"]]), **programs}
+    file.write(msgpack.packb([version, about, programs, names]))
+    with caplog.at_level(logging.INFO, "gpumux.daemon"):
+        second = daemon(file)
+    assert list(second.loop.scheduler.learned()) == [program]
+    assert "1 of 2 programs" in caplog.text
+    second.close()
+
+
+def test_what_was_learned_on_another_device_is_not_taken_up(file, caplog, monkeypatch):
+    first = daemon(file)
+    take_up(first)
+    first.close()
+    monkeypatch.setattr(fakes, "INFO", replace(fakes.INFO, name="another"))
+    with caplog.at_level(logging.INFO, "gpumux.daemon"):
+        second = daemon(file)
+    assert second.loop.scheduler.interference() == []
+    assert "another version or device" in caplog.text
+    second.close()
+
+
+def test_a_link_or_a_file_that_can_not_be_written_ends_nothing(file, tmp_path, caplog):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{NAME}.new").mkdir()
+    running = daemon(file)
+    assert "can't read" in caplog.text
+    take_up(running)
+    running.close()
+    assert "can't write what was learned of interference" in caplog.text
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def test_each_user_sees_the_names_of_its_own_programs_and_operators_see_all(file):
+    running = daemon(file)
+    pair = PairSlowdown("aa", "bb", 1.0, 1.2, 0.5, 9, 0.1, 2, [RangeSlowdown(0, 4, 0.05, 1.2, 9, False)])
+    running.loop.scheduler.interference = lambda: [pair]
+    running.loop.context.records.program_names.add("aa", 1001, "mine")
+    running.loop.context.records.program_names.add("bb", 1002, "theirs")
+    seen = {}
+    for name, uid in (("me", 1001), ("they", 1002), ("root", 0)):
+        running.connect(name, uid=uid)
+        (found,) = asked(running, name)["pairs"]
+        seen[name] = found["high"], found["low"]
+    assert seen["me"] == ({"program": "aa", "name": "mine"}, {"program": "bb", "name": ""})
+    assert seen["they"] == ({"program": "aa", "name": ""}, {"program": "bb", "name": "theirs"})
+    assert seen["root"] == ({"program": "aa", "name": "mine"}, {"program": "bb", "name": "theirs"})
+    body = asked(running, "me")
+    assert body["kept_in"] == file.shown
+    assert body["left_out"] == 0
+    (shown,) = body["pairs"]
+    assert shown["ranges"] == [{"first": 0, "end": 4, "solo_s": 0.05, "slowdown": 1.2, "samples": 9, "banned": False}]
+    running.close()
+
+
+def test_an_answer_is_bounded_and_says_what_it_leaves_out():
+    running = daemon(None)
+    ranges = [RangeSlowdown(at, at + 1, 0.1, 1.0 + at / 1000, 1, False) for at in range(100)]
+    pairs = [PairSlowdown(f"{at:03}", "low", 1.0, 2.0 - at / 1000, 0.5, 9, 0.1, 100, ranges) for at in range(300)]
+    running.loop.scheduler.interference = lambda: pairs
+    running.connect("me", uid=1001)
+    body = asked(running, "me")
+    assert (len(body["pairs"]), body["left_out"]) == (learned.MOST_PAIRS, 300 - learned.MOST_PAIRS)
+    first = body["pairs"][0]
+    assert (len(first["ranges"]), first["ranges_left_out"]) == (learned.MOST_RANGES, 100 - learned.MOST_RANGES)
+    assert first["ranges"][0]["first"] == 100 - learned.MOST_RANGES, "those that lose most, in their order"
+    figures = running.loop.figures()
+    assert (len(figures.pairs), figures.pairs_known) == (learned.MOST_FIGURES, 300)
+    running.close()
+
+
+def test_names_are_bounded_and_the_newest_stay():
+    names = ProgramNames()
+    for at in range(MOST_NAMES + 5):
+        names.add(f"p{at}", 1, "x")
+    assert names.of("p0", 1) == ""
+    assert names.of(f"p{MOST_NAMES + 4}", 1) == "x"
+    for uid in range(MOST_USERS + 2):
+        names.add("p", uid, f"of {uid}")
+    assert names.of("p", 0) == ""
+    assert names.of("p", MOST_USERS + 1) == names.of("p", None) == f"of {MOST_USERS + 1}"
