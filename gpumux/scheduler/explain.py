@@ -157,7 +157,12 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
             f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
             f" {high.steps} steps took more than what is promised on average."
         )
-    if not high.trust.trusted:
+    if high.arrivals.at_random:
+        lines.append(
+            "Its steps come at random: low work runs between them, and what may delay a step too much is launched alone,"
+            " as long as hardly any step is."
+        )
+    elif not high.trust.trusted:
         lines.append(
             "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were"
             " between them are not relied on."
@@ -297,7 +302,9 @@ def _gap(state: SchedulerState, hold: Hold) -> str:
     )
     when = "is expected before it could end"
     if not hold.arrival_expected:
-        when = "may come at any time, as steps came when none was expected"
+        high = state.guard.high_jobs.get(hold.high_id) if state.guard is not None else None
+        at_random = high is not None and high.step_arrivals.at_random
+        when = f"may come at any time, as steps came {'at random' if at_random else 'when none was expected'}"
     return f"the next step of {_for(state, hold)} {when}, and would be delayed too long; {again}"
 
 

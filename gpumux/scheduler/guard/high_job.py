@@ -106,20 +106,25 @@ class Baseline:
 
 KEPT_INTERVALS: Final = 256  # pauses remembered
 ENOUGH_INTERVALS: Final = 8  # pauses none of which was shorter: enough to rely on
+ENOUGH_PAUSES: Final = 16  # before their spread says anything
+AT_RANDOM: Final = (
+    0.4  # of the usual pause: a short one is less where steps come at random (0.15 of it for a Poisson process)
+)
 IDLE_FACTOR: Final = 16.0  # a job that has had no step for so many usual pauses is idle for good
 
 
 class InterArrivals:
     """The newest pauses between a job's steps. `usual` is the median one, `short` one that nine in ten exceed, `least`
-    one that nearly all exceed. A job that has been without a step for `longest` is idle for good: that is the longest
-    pause seen or, unless arrivals are `unpredictable`, many usual ones. All are 0.0 while no pause is known."""
+    one that nearly all exceed. Arrivals are `unpredictable` if they are `at_random`, which the spread of pauses tells,
+    or if steps came when none was expected. A job that has been without a step for `longest` is idle for good: that is
+    the longest pause seen or, if arrivals are predictable, many usual ones. All are 0.0 while no pause is known."""
 
-    __slots__ = ("_newest", "least", "longest", "short", "sorted", "unpredictable", "usual")
+    __slots__ = ("_newest", "_surprised", "at_random", "least", "longest", "short", "sorted", "unpredictable", "usual")
 
     def __init__(self) -> None:
         self.sorted: list[float] = []  # by length
         self.longest = self.short = self.usual = self.least = 0.0
-        self.unpredictable = False  # steps came when none was expected
+        self.unpredictable = self.at_random = self._surprised = False
         self._newest: deque[float] = deque()
 
     def add(self, seconds: float) -> None:
@@ -133,11 +138,13 @@ class InterArrivals:
         self._bound()
 
     def set_predictable(self, predictable: bool) -> None:
-        """Whether the usual pause says anything about the longest."""
-        self.unpredictable = not predictable
+        """Whether steps came when they were expected."""
+        self._surprised = not predictable
         self._bound()
 
     def _bound(self) -> None:
+        self.at_random = len(self.sorted) >= ENOUGH_PAUSES and self.short < AT_RANDOM * self.usual
+        self.unpredictable = self._surprised or self.at_random
         most, usual = self.sorted[-1] if self.sorted else 0.0, IDLE_FACTOR * self.usual
         self.longest = (most if self.unpredictable else min(most, usual)) * 1.01
 

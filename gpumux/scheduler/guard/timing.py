@@ -16,6 +16,7 @@ from gpumux.scheduler.guard.costs import (
     MOMENTS,
     PROBE_EVERY,
     START,
+    LaunchCost,
     LaunchKind,
     LaunchPlan,
     LowCosts,
@@ -116,6 +117,8 @@ ENOUGH_TO_DISTRUST: Final = 128  # known pauses for the shortest to count where 
 SPOILS: Final = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 AFTER_ARRIVAL_S: Final = 50e-6  # after the moment a step is expected, which should not find the scheduler busy
 MOST_LOOKAHEAD: Final = 16  # moments examined before reconsidering
+RISK: Final = 0.05  # how probable too large a loss may be, for each violation left, where steps come at random
+UNKNOWN_RISK: Final = 0.1  # the same by a launch of which nothing is known
 
 
 def expected_arrival(high: HighJob, key: LowKey) -> float:
@@ -123,7 +126,7 @@ def expected_arrival(high: HighJob, key: LowKey) -> float:
     arrivals, since = high.arrivals, high.idle_since
     if not arrivals.unpredictable:
         return high.earliest_arrival
-    if high.trust.trusts(key.program):
+    if high.trust.trusts(key.program) and not arrivals.at_random:
         return since + arrivals.earliest(high.passed)
     return since + (0.5 * arrivals.sorted[0] if len(arrivals.sorted) >= ENOUGH_TO_DISTRUST else 0.0)
 
@@ -154,6 +157,8 @@ def hold_for_arrival(
         decision.idle_costs = []
     decision.idle_costs.append(costs)
     known = costs.arrival_cost(key, span)
+    if arrivals.at_random:
+        return _hold_at_random(high, known, decision, view, seconds)
     if known is not None:
         seen_worst, mean = max(known.upper, known.worst), max(0.0, known.mean)
         # Where there were few such launches, another one may reach further into the step.
@@ -193,6 +198,51 @@ def hold_for_arrival(
         arrivals, passed, seconds, mean=mean, worst=worst, room=room, affordable=affordable, rare=rare
     )
     return _gap(high, since + wait, rare)
+
+
+# Where steps come at random, no moment is better than another: a launch that is held would be held for all of the
+# pause, and with it all that the low job has after it. So launches are made that may cost a step too much, as long as
+# few of those that were made did. Such a launch is out alone, since a step that comes meets all that are out.
+
+
+def _hold_at_random(
+    high: HighJob, known: LaunchCost | None, decision: LaunchDecision, view: DeviceView, seconds: float
+) -> Hold | None:
+    """Why a launch that is over in so many seconds has to wait, where the steps of an idle job come at random; None: it
+    has not. `known`: what launches of the low piece cost."""
+    arrivals, budget, idle_s = high.arrivals, high.budget, view.now - high.idle_since
+    worst = mean = OVERLAPPING * seconds  # if the step loses all that the launches last
+    if view.low_out and worst > budget.limit:
+        return _gap(high, inf, 0.0)
+    if known is None and may_explore_unknown(high):
+        decision.exploring = high
+        return None
+    risk = UNKNOWN_RISK
+    if known is not None:
+        worst, mean, risk = min(worst, worst_on_arrival(known)), max(0.0, known.mean), RISK
+    decision.expected = max(decision.expected, mean)
+    too_much = arrivals.chance_within(high.passed, idle_s, too_early(seconds, worst, budget.limit))
+    if too_much <= risk * max(0.0, min(budget.violations_left, 1.0)):
+        chance = arrivals.chance_within(high.passed, idle_s, seconds)
+        if chance * mean <= budget.balance + budget.credit:
+            decision.relies_on_arrivals = worst > budget.limit
+            return None
+    until = inf if view.low_out else high.idle_since + arrivals.longest + AFTER_ARRIVAL_S
+    return _gap(high, until, 0.0)
+
+
+def worst_on_arrival(known: LaunchCost) -> float:
+    """The most that a step may lose by a launch during which it comes. It comes at any moment of the launch, so the
+    most of n samples falls short of that by an n-th of itself on average."""
+    return max(known.upper, known.worst * (1.0 + 1.0 / known.count))
+
+
+def too_early(seconds: float, worst: float, room: float) -> float:
+    """The first seconds of a launch of so many, in which a step that comes loses more than `room`: what it loses is
+    about in proportion to what is left of the launch, `worst` if that is all of it."""
+    if worst <= room:
+        return 0.0
+    return seconds * (1.0 - room / worst) if room > 0.0 else seconds
 
 
 def _gap(high: HighJob, until: float, rare: float) -> Hold:
