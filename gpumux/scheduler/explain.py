@@ -159,7 +159,7 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
         )
     if high.arrivals.at_random:
         lines.append(
-            "Its steps come at random: low work runs between them, and what may delay a step too much is launched alone,"
+            "Its steps come at random: low work runs between them, and what may delay one too much is launched alone,"
             " as long as hardly any step is."
         )
     elif not high.trust.trusted:
