@@ -172,16 +172,17 @@ def test_what_may_cost_too_much_runs_between_random_steps_as_long_as_few_lose_by
 ) -> None:
     """One operator of the low job is longer than any step may be delayed. Held for good, it would hold all the rest."""
     long = FULL._replace(name="long", block_s=0.25e-3)
-    both = high((FULL,) * 20, rate=20.0), low((FULL._replace(name="short", block_s=30e-6),) * 150 + (long,), "low")
+    both = high((FULL,) * 20, rate=100.0), low((FULL._replace(name="short", block_s=90e-6),) * 40 + (long,), "low")
     simulation = simulated(*both)
     result = simulation.run(steps=700, warmup_steps=300)
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
-    assert result.job("low").relative_throughput > 0.5
+    assert result.job("low").relative_throughput > 0.1
     monkeypatch.setattr(timing, "RISK", 0.0)
     monkeypatch.setattr(timing, "UNKNOWN_RISK", 0.0)
+    monkeypatch.setattr(timing, "MOST_RISK", 0.0)
     without = simulated(*both).run(steps=700, warmup_steps=300)
-    assert without.job("low").relative_throughput < 0.1
+    assert without.job("low").relative_throughput < 0.6 * result.job("low").relative_throughput
 
 
 @pytest.mark.parametrize(

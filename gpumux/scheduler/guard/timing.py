@@ -118,9 +118,10 @@ SPOILS: Final = 0.05  # an arrival less probable is no reason to keep the device
 AFTER_ARRIVAL_S: Final = 50e-6  # after the moment a step is expected, which should not find the scheduler busy
 MOST_LOOKAHEAD: Final = 16  # moments examined before reconsidering
 # How probable too large a loss may be where steps come at random:
-RISK: Final = 0.05  # for each violation left, where less than one is
+RISK: Final = 0.05  # for each violation that may be lost by it, where that is less than one
 UNKNOWN_RISK: Final = 0.1  # the same by a launch of which nothing is known
-MOST_RISK: Final = 0.5  # where one is left to lose by it
+MOST_RISK: Final = 0.5  # where one may
+RESERVED: Final = 0.5  # violations that are for what goes wrong in other ways
 
 
 def expected_arrival(high: HighJob, key: LowKey) -> float:
@@ -224,8 +225,8 @@ def _hold_at_random(
         worst, mean, risk = min(worst, worst_on_arrival(known)), max(0.0, known.mean), RISK
     decision.expected = max(decision.expected, mean)
     too_much = arrivals.chance_within(high.passed, idle_s, too_early(seconds, worst, budget.limit))
-    left = budget.violations_left
-    if too_much <= (MOST_RISK if left >= 1.0 else risk * max(0.0, left)):
+    spare = budget.violations_left - RESERVED
+    if too_much <= (MOST_RISK if spare >= 1.0 else risk * max(0.0, spare)):
         chance = arrivals.chance_within(high.passed, idle_s, seconds)
         if chance * mean <= budget.balance + budget.credit:
             decision.relies_on_arrivals = worst > budget.limit
