@@ -201,6 +201,10 @@ def test_the_spread_of_pauses_tells_whether_steps_come_at_random(pauses: list[fl
     for seconds in pauses:
         arrivals.add(seconds)
     assert arrivals.at_random is arrivals.unpredictable is at_random
+    for_peers = InterArrivals(before_steps=False)
+    for seconds in pauses:
+        for_peers.add(seconds)
+    assert not for_peers.at_random
 
 
 @pytest.mark.parametrize("samples", [2, 5, 20])

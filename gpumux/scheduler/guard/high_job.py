@@ -119,9 +119,23 @@ class InterArrivals:
     or if steps came when none was expected. A job that has been without a step for `longest` is idle for good: that is
     the longest pause seen or, if arrivals are predictable, many usual ones. All are 0.0 while no pause is known."""
 
-    __slots__ = ("_newest", "_surprised", "at_random", "least", "longest", "short", "sorted", "unpredictable", "usual")
+    __slots__ = (
+        "_before_steps",
+        "_newest",
+        "_surprised",
+        "at_random",
+        "least",
+        "longest",
+        "short",
+        "sorted",
+        "unpredictable",
+        "usual",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, before_steps: bool = True) -> None:
+        """`before_steps`: the pauses are between steps. A rank's pauses before an exchange end when its peers come, so
+        they are not taken to be at random, however much they differ."""
+        self._before_steps = before_steps
         self.sorted: list[float] = []  # by length
         self.longest = self.short = self.usual = self.least = 0.0
         self.unpredictable = self.at_random = self._surprised = False
@@ -143,7 +157,8 @@ class InterArrivals:
         self._bound()
 
     def _bound(self) -> None:
-        self.at_random = len(self.sorted) >= ENOUGH_PAUSES and self.short < AT_RANDOM * self.usual
+        enough = self._before_steps and len(self.sorted) >= ENOUGH_PAUSES
+        self.at_random = enough and self.short < AT_RANDOM * self.usual
         self.unpredictable = self._surprised or self.at_random
         most, usual = self.sorted[-1] if self.sorted else 0.0, IDLE_FACTOR * self.usual
         self.longest = (most if self.unpredictable else min(most, usual)) * 1.01
@@ -251,7 +266,7 @@ class Gate:
 
     def __init__(self, program: str, operator: int) -> None:
         self.program, self.operator = program, operator
-        self.arrivals = InterArrivals()
+        self.arrivals = InterArrivals(before_steps=False)
         self.exchange = Baseline()
         self._beside: dict[LowKey, RangeCost] = {}
 
