@@ -178,7 +178,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "measured speed": constant(LEAST_SPEED=1.0),
     "overrun": function(learning, "overrun", _zero),
     "old costs are no reason to wait": constant(OLD_STEPS=1 << 40),
-    "arrivals": function(high_job.ArrivalTrust, "step_ended", _nothing),
+    "trust in arrivals": function(high_job.ArrivalTrust, "step_ended", _nothing),
+    "arrivals at random": constant(AT_RANDOM=0.0),
+    "risk at random": constant(RISK=0.0, UNKNOWN_RISK=0.0, MOST_RISK=0.0),
 }  # fmt: skip
 
 
@@ -188,6 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=whole, default=30, help="on the device as it is (default 30)")
     parser.add_argument("--corner-pairs", type=whole, default=8, help="on each of three others (default 8)")
     parser.add_argument("--steps", type=whole, default=STEPS, help=f"high steps, {LEARNING} of them to learn")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=whole, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
@@ -199,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = common.machine()
     print(common.describe(facts))
     found: list[dict[str, Any]] = []
-    runs = list(cases(args.pairs, args.corner_pairs))
+    runs = [case for case in cases(args.pairs, args.corner_pairs) if case[0] in args.kinds]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         work = [pool.submit(without, part, runs, args.seed, args.steps) for part in args.parts]
         for each in work:
@@ -210,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+KINDS = ("pairs", "arrivals", "orion")
 Case = tuple[str, str, int]  # the kind of run, the device, which
 
 

@@ -22,6 +22,18 @@ QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
     "priority": ["--policies", "fifo", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
+    "guard_trials": [
+        "--trials",
+        "undisturbed",
+        "noise of 20 %",
+        "4 high jobs",
+        "--corners",
+        "as it is",
+        "--pairs",
+        "1",
+        "--steps",
+        "60",
+    ],
     "restart": ["--pairs", "1", "--learned", "250", "--steps", "100"],
     "confinement": ["--repeats", "2", "--trips", "20", "--steps", "2"],
     "copies": ["--repeats", "3"],
@@ -221,6 +233,17 @@ def leaves(value: object) -> list[object]:
     return [value, *(leaf for item in inner for leaf in leaves(item))]
 
 
+def guard_trials(report: Report) -> None:
+    rows = report["rows"]
+    assert [(row["trial"], row["job"]) for row in rows] == [
+        ("undisturbed", "high0"), ("noise of 20 %", "high0"), *[("4 high jobs", f"high{at}") for at in range(4)],
+    ]  # fmt: skip
+    calm, noisy = rows[:2]
+    assert calm["after"] != noisy["after"]
+    assert 1.0 <= calm["after"]["mean"] < 1.1
+    assert all(row["low"] > 0.0 for row in rows[:2])
+
+
 def restart(report: Report) -> None:
     (row,) = report["rows"]
     new, taken_up = row["new"], row["taken up"]
@@ -233,6 +256,7 @@ CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
     "temporaries": temporaries, "confinement": confinement, "restart": restart,
+    "guard_trials": guard_trials,
 }  # fmt: skip
 
 
