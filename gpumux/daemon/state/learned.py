@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from math import inf
 from typing import Any, Final
@@ -94,7 +94,8 @@ class Learned:
         self._scheduler, self._names, self._offload = scheduler, names, offload
         self._file, self._device, self._clock = file, device, clock
         self._kept: dict[str, tuple[int, bytes]] = {}  # by program: the number of its state, and that, packed
-        self._writing = False
+        self._unpacked: list[str] = []  # programs that are to be packed before the file is written
+        self._unwritten = False  # something was packed that is not in the file
         self._pairs: list[PairSlowdown] = []
         self._pairs_due = -inf
         self.due = inf  # when `save` is to be called
@@ -144,45 +145,45 @@ class Learned:
     # ---- keeping it
 
     def save(self) -> None:
-        """Called when `due`: pack one program of which something was learned since it was last packed; when none is
-        left, have the file written. One at a time, since the loop waits for it."""
-        changed = next(iter(self._changed()), None)
-        if changed is not None:
-            self._pack(*changed)
-            self.due = self._clock()
-            self._writing = True
-            return
-        self.due = self._clock() + SAVE_EVERY_S
-        if self._writing and self._file is not None:
-            self._writing = False
-            content, file = self._content(), self._file
-            self._offload.submit(DAEMON, NAME, lambda: _write(file, content), lambda failed: None, lambda: None)
+        """Called when `due`: once a while, pack the programs of which something was learned since they were last
+        packed, one in each call, since the loop waits for it. Then have the file written."""
+        if not self._unpacked:
+            self._unpacked = self._changed()
+            self._unwritten = self._unwritten or bool(self._unpacked)
+        if self._unpacked:
+            self._pack(self._unpacked.pop())
+        self.due = self._clock() + (0.0 if self._unpacked else SAVE_EVERY_S)
+        if self._unwritten and not self._unpacked and self._file is not None:
+            self._unwritten = False
+            file, content = self._file, self._content()
+            self._offload.submit(DAEMON, NAME, lambda: _write(file, content), lambda _: None, lambda: None)
 
     def close(self) -> None:
         """Write what was learned since the last time. The scheduler takes no more events."""
         if self._file is None:
             return
-        found = list(self._changed())
-        for program, changes in found:
-            self._pack(program, changes)
-        if found or self._writing:
+        found = self._changed()
+        for program in found:
+            self._pack(program)
+        if found or self._unwritten:
             _write(self._file, self._content())
 
-    def _changed(self) -> Iterable[tuple[str, int]]:
-        for program, changes in self._scheduler.learned().items():
-            if program not in self._kept or self._kept[program][0] != changes:
-                yield program, changes
+    def _changed(self) -> list[str]:
+        """The programs of which something was learned since they were last packed."""
+        learned = self._scheduler.learned()
+        return [each for each, changes in learned.items() if each not in self._kept or self._kept[each][0] != changes]
 
-    def _pack(self, program: str, changes: int) -> None:
+    def _pack(self, program: str) -> None:
         self._kept.pop(program, None)
+        changes = self._scheduler.learned().get(program, 0)
         self._kept[program] = changes, msgpack.packb(self._scheduler.kept(program))
         if len(self._kept) > MOST_PROGRAMS:
             del self._kept[next(iter(self._kept))]
 
-    def _content(self) -> bytes:
+    def _content(self) -> list[Any]:
+        """What is to be in the file; later changes don't change it."""
         programs = {program: packed for program, (_, packed) in self._kept.items()}
-        packed: bytes = msgpack.packb([VERSION, _about(self._device), programs, self._names.all()])
-        return packed
+        return [VERSION, _about(self._device), programs, self._names.all()]
 
     def take_up(self) -> None:
         """Take up what an earlier daemon kept. Called once, when the scheduler has its device."""
@@ -227,8 +228,8 @@ def _about(device: DeviceInfo) -> dict[str, Any]:
     }
 
 
-def _write(file: LearnedFile, content: bytes) -> None:
+def _write(file: LearnedFile, content: list[Any]) -> None:
     try:
-        file.write(content)
+        file.write(msgpack.packb(content))
     except OSError as error:
         log.warning("can't write what was learned of interference (%s): %s", file.shown, error)

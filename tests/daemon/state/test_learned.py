@@ -80,6 +80,28 @@ def test_it_is_written_while_the_daemon_runs_and_only_when_something_was_learned
     running.close()
 
 
+def test_it_is_written_although_more_is_learned_all_the_time(file):
+    """One turn for each program, then the file, then nothing for a while, whatever was learned meanwhile."""
+    running = daemon(file)
+    learned_of = {"aa": 1, "bb": 1, "cc": 1}
+
+    def learned_meanwhile():
+        for program in learned_of:
+            learned_of[program] += 1
+        return dict(learned_of)
+
+    packed = []
+    running.loop.scheduler.learned = learned_meanwhile
+    running.loop.scheduler.kept = lambda program: packed.append(program) or [program]
+    pass_time(running, learned.SAVE_EVERY_S)
+    for _ in range(10):
+        pass_time(running, 0.001)
+    assert sorted(packed) == ["aa", "bb", "cc"]
+    assert running.loop._learned.due >= running.now + learned.SAVE_EVERY_S - 1.0
+    assert sorted(msgpack.unpackb(written(file, running))[2]) == ["aa", "bb", "cc"]
+    running.close()
+
+
 def test_a_daemon_without_a_state_directory_forgets_it():
     running = daemon(None)
     take_up(running)
