@@ -114,10 +114,10 @@ class Control:
         self._send(msg.ExplainJob(ref, job))
         return self._receive(msg.Report, ref).body
 
-    def interference(self) -> dict[str, Any]:
-        """Which programs slow which others down, as docs/protocol.md has it."""
+    def interference(self, program: str = "") -> dict[str, Any]:
+        """Which programs slow which others down, as docs/protocol.md has it; `program`: only pairs with this one."""
         ref = next(self._refs)
-        self._send(msg.GetInterference(ref))
+        self._send(msg.GetInterference(ref, program))
         return self._receive(msg.Report, ref).body
 
     def profile(self, job: str, program: int | None = None) -> bytes:

@@ -17,35 +17,30 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         pictures.check(Path(args.plot))
     with Control(args.endpoint, args.timeout) as control:
-        body = control.interference()
-    pairs = [pair for pair in body["pairs"] if _is_of(pair, args.program)]
+        body = control.interference(args.program or "")
+    pairs = body["pairs"]
     if args.plot and pairs:
         heat_map(pairs, Path(args.plot))
     if args.json:
-        emit_json({**body, "pairs": pairs})
+        emit_json(body)
         return 0
     if not pairs:
-        emit(_why_none(body, args.program))
+        emit(_why_none(args.program) + (f"; {args.plot} was not written" if args.plot else ""))
         return 0
     emit(_ranges(pairs) if args.ranges else _pairs(pairs))
     if body["left_out"]:
         emit(f"{body['left_out']} more pairs, whose high programs lose less, are not shown")
-    kept = f"kept in {printable(body['kept_in'])}" if body["kept_in"] else "not kept: the daemon has no --state-dir"
+    place = printable(body["kept_in"])
+    kept = f"kept over restarts in {place}" if place else "not kept over restarts: the daemon has no --state-dir"
     emit(f"\n{kept}")
     if args.plot:
         emit(f"wrote {args.plot}")
     return 0
 
 
-def _is_of(pair: dict[str, Any], program: str | None) -> bool:
-    if program is None:
-        return True
-    return any(side["name"] == program or side["program"].startswith(program) for side in (pair["high"], pair["low"]))
-
-
-def _why_none(body: dict[str, Any], program: str | None) -> str:
-    if body["pairs"]:
-        return f"no pair has a program {printable(program or '')}: `gpumux interference` lists all"
+def _why_none(program: str | None) -> str:
+    if program:
+        return f"no measured pair has a program {printable(program)}: `gpumux interference` shows what there is"
     return "nothing was measured yet: under --policy guarded, low work is measured while it runs beside high work"
 
 
@@ -86,8 +81,10 @@ def _ranges(pairs: list[dict[str, Any]]) -> str:
         title = (
             f"{label(pair['high'])} beside {label(pair['low'])} on {pair['share']:g} of the device: "
             f"{_times(pair['slowdown'])}, a step alone {milliseconds(pair['solo_s'])}, "
-            f"{len(pair['ranges'])} of {pair['cut_into']} ranges"
+            f"{len(pair['ranges']) + pair['ranges_left_out']} of {pair['cut_into']} ranges measured"
         )
+        if pair["ranges_left_out"]:
+            title += f"; {pair['ranges_left_out']} that lose less are not shown"
         rows = [
             [
                 _operators(one), milliseconds(one["solo_s"]), _times(one["slowdown"]), str(one["samples"]),
@@ -105,11 +102,11 @@ def _ranges(pairs: list[dict[str, Any]]) -> str:
 def heat_map(pairs: list[dict[str, Any]], path: Path) -> None:
     """A row for each high program, a column for each low one and share: how many times as long the high one takes.
     Raises ConfigError if matplotlib is missing or the file can't be written."""
-    highs = sorted({label(pair["high"]) for pair in pairs})
+    highs = sorted({_plain(label(pair["high"])) for pair in pairs})
     lows = sorted({_column(pair) for pair in pairs})
     cells = [[float("nan")] * len(lows) for _ in highs]
     for pair in pairs:
-        cells[highs.index(label(pair["high"]))][lows.index(_column(pair))] = pair["slowdown"]
+        cells[highs.index(_plain(label(pair["high"])))][lows.index(_column(pair))] = pair["slowdown"]
     drawn = pictures.figure(3.5 + 0.9 * len(lows), 2.6 + 0.5 * len(highs))
     axes = drawn.subplots()
     most = max(1.1, max(pair["slowdown"] for pair in pairs))
@@ -129,4 +126,9 @@ def heat_map(pairs: list[dict[str, Any]], path: Path) -> None:
 
 def _column(pair: dict[str, Any]) -> str:
     share = f" on {pair['share']:g}" if pair["share"] < 1.0 else ""
-    return label(pair["low"]) + share
+    return _plain(label(pair["low"])) + share
+
+
+def _plain(text: str) -> str:
+    """Text of users as it is, where matplotlib would take what stands between dollar signs for mathematics."""
+    return text.replace("$", r"\$")

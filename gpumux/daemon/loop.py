@@ -176,7 +176,9 @@ class Loop:
         self._requests = Requests(
             self.context,
             report=self.status,
-            interference=lambda session: self._learned.body(session, self.context.permissions.operates(session)),
+            interference=lambda session, program: self._learned.body(
+                session, self.context.permissions.operates(session), program
+            ),
             tracing=self._tracing,
             snapshot_requests=self._snapshot_requests,
             failed=self._message_failed,
@@ -485,7 +487,10 @@ class Loop:
         """Release everything the loop made. Its owner closes the router and the device."""
         self.snapshots.close()
         self._offload.close()
-        self._learned.close()
+        try:
+            self._learned.close()
+        except Exception as error:  # noqa: BLE001
+            self._bugs.in_report("keeping what was learned of interference", error)
         self._snapshot_requests.close()
         for job in list(self.context.records.jobs):
             self.context.records.forget_job(job)

@@ -42,7 +42,7 @@ MAX_PROFILES = 4  # unanswered requests for profiles of one job
 STORY_LINES = 60  # newest lines of history in an answer to ExplainJob
 
 
-Interference = Callable[[SessionRecord], dict[str, Any]]
+Interference = Callable[[SessionRecord, str], dict[str, Any]]
 
 
 class Questions:
@@ -90,7 +90,7 @@ class Questions:
         self._context.reply(session, msg.Report(m.ref, body))
 
     def _pairs(self, session: SessionRecord, m: msg.GetInterference, frames: Sequence[bytes]) -> None:
-        self._context.reply(session, msg.Report(m.ref, self._interference(session)))
+        self._context.reply(session, msg.Report(m.ref, self._interference(session, m.program)))
 
     def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
         """Have the device profile a program. Only a session that may change the job may ask: the answer holds shapes

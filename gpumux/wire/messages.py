@@ -431,9 +431,11 @@ class ExplainJob:
 
 @dataclass(frozen=True, slots=True)
 class GetInterference:
-    """Ask which programs slow which others down, as far as it was measured -> Report."""
+    """Ask which programs slow which others down, as far as it was measured -> Report. `program`: only pairs with the
+    program of a job of this name, or whose content hash begins so; "": all."""
 
     ref: int
+    program: str
 
 
 @dataclass(frozen=True, slots=True)

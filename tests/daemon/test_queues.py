@@ -123,7 +123,7 @@ FLOODS: dict[type, Sender] = {
     msg.JobStats: lambda i: (msg.JobStats(i, JOB), []),
     msg.GetStatus: lambda i: (msg.GetStatus(i), []),
     msg.ExplainJob: lambda i: (msg.ExplainJob(i, JOB), []),
-    msg.GetInterference: lambda i: (msg.GetInterference(i), []),
+    msg.GetInterference: lambda i: (msg.GetInterference(i, "x"), []),
     msg.ProfileJob: lambda i: (msg.ProfileJob(i, JOB, 0), []),
     msg.RecordTrace: lambda i: (msg.RecordTrace(i, 100.0), []),
     msg.PrepareSnapshot: lambda i: (msg.PrepareSnapshot(i, JOB), []),

@@ -43,7 +43,7 @@ def requests():
         st.tuples(st.just(msg.JobStats), st.tuples(jobs), st.just([])),
         st.tuples(st.just(msg.GetStatus), st.tuples(), st.just([])),
         st.tuples(st.just(msg.ExplainJob), st.tuples(jobs), st.just([])),
-        st.tuples(st.just(msg.GetInterference), st.just(()), st.just([])),
+        st.tuples(st.just(msg.GetInterference), st.tuples(st.sampled_from(["", "n"])), st.just([])),
         st.tuples(st.just(msg.ProfileJob), st.tuples(jobs, st.none() | small), st.just([])),
     )  # fmt: skip
 

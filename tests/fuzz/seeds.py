@@ -42,7 +42,7 @@ MESSAGES: tuple[tuple[m.Message, int], ...] = (
     (m.ProfileJob(1, JOB, None), 0),
     (m.JobProfile(1, JOB, 1, 1), 1),
     (m.ExplainJob(1, JOB), 0),
-    (m.GetInterference(1), 0),
+    (m.GetInterference(1, "x"), 0),
     (m.RecordTrace(1, 5.0), 0),
     (m.TracePart(1, True, 5.0, "", 1), 1),
     (m.ChangeJob(1, JOB, 1, 2.0), 0),

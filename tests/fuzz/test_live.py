@@ -122,7 +122,7 @@ def requests(job: st.SearchStrategy[str]):
         st.tuples(st.builds(msg.GetStatus, NUMBERS), empty),
         st.tuples(st.builds(msg.ProfileJob, NUMBERS, job, optional), empty),
         st.tuples(st.builds(msg.ExplainJob, NUMBERS, job), empty),
-        st.tuples(st.builds(msg.GetInterference, NUMBERS), empty),
+        st.tuples(st.builds(msg.GetInterference, NUMBERS, st.text(max_size=9)), empty),
         st.tuples(st.builds(msg.RecordTrace, NUMBERS, FLOATS), empty),
         st.tuples(st.builds(keeping.PrepareSnapshot, NUMBERS, job), empty),
         st.tuples(st.builds(keeping.TakeSnapshot, NUMBERS, job, NUMBERS, NUMBERS, st.just(1)), st.just([b"notes"])),

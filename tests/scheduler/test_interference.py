@@ -165,6 +165,11 @@ def test_damaged_data_is_refused_as_such_or_is_none_the_worse(data: st.DataObjec
         for pair in found.interference():
             assert all(one.slowdown >= 1.0 for one in pair.ranges)
         json.dumps(found.kept(program), allow_nan=False)
+        for _, _, lows in found.kept(program):
+            for low_program in lows:
+                assert all(one[2] > 0 for one in low_program[6]), "samples: they are divided by"
+                assert all(one[8] > 0 for one in low_program[7])
+                assert all(one[10] > 0 for one in low_program[8])
 
 
 def halved(kept: list[Any]) -> list[Any]:

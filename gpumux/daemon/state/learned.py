@@ -54,6 +54,11 @@ class LearnedFile:
             raise OSError(f"it has more than {MAX_BYTES} bytes")
         return content
 
+    def set_aside(self) -> str:
+        """Give it another name, and return that. Raises OSError."""
+        os.rename(NAME, f"{NAME}.other", src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        return f"{self.shown}.other"
+
     def write(self, content: bytes) -> None:
         """Replace it. Raises OSError, and leaves the former one then."""
         new = f"{NAME}.new"
@@ -71,10 +76,13 @@ class LearnedFile:
 
 SAVE_EVERY_S: Final = 60.0
 FIGURES_EVERY_S: Final = 5.0
-MOST_PROGRAMS: Final = 256  # high programs that are kept: those of which something was learned last
-MOST_PAIRS: Final = 256  # in an answer: those that lose most
+MOST_PROGRAMS: Final = 256  # high programs that are kept: those met last
+MOST_KEPT_BYTES: Final = 32 << 20  # of these, packed
+MOST_PAIRS: Final = 64  # in an answer: those that lose most
 MOST_RANGES: Final = 64  # of each pair
 MOST_FIGURES: Final = 32  # pairs on the status page
+FEW_SAMPLES: Final = 10
+NOTHING: Final[bytes] = msgpack.packb([])  # kept of a program of which too much is known
 
 
 class Learned:
@@ -102,11 +110,11 @@ class Learned:
 
     # ---- what clients and operators see
 
-    def body(self, session: SessionRecord, operates: bool) -> dict[str, Any]:
+    def body(self, session: SessionRecord, operates: bool, program: str) -> dict[str, Any]:
         """The body of an answer to GetInterference, as docs/protocol.md has it. The session sees the names of its own
-        user's programs; an operator's sees all."""
-        pairs = self._current()
+        user's programs; an operator's sees all. `program`: a name, or the beginning of a content hash; "": all."""
         uid = None if operates else session.peer.uid
+        pairs = [pair for pair in self._current() if not program or self._is_of(pair, program, uid)]
         return {
             "pairs": [self._shown(pair, uid) for pair in pairs[:MOST_PAIRS]],
             "left_out": max(0, len(pairs) - MOST_PAIRS),
@@ -114,8 +122,9 @@ class Learned:
         }
 
     def figures(self) -> tuple[tuple[PairFigures, ...], int]:
-        """The pairs for the status page, and the number of all."""
-        pairs = self._current()
+        """The pairs for the status page, and the number of all; those of few samples are left out, since chance puts
+        them first."""
+        pairs = [pair for pair in self._current() if pair.samples >= FEW_SAMPLES]
         found = [PairFigures(each.high[:8], each.low[:8], each.share, each.slowdown, each.low_speed) for each in pairs]
         return tuple(found[:MOST_FIGURES]), len(pairs)
 
@@ -126,6 +135,9 @@ class Learned:
         if now >= self._pairs_due:
             self._pairs, self._pairs_due = self._scheduler.interference(), now + FIGURES_EVERY_S
         return self._pairs
+
+    def _is_of(self, pair: PairSlowdown, program: str, uid: int | None) -> bool:
+        return any(each.startswith(program) or self._names.of(each, uid) == program for each in (pair.high, pair.low))
 
     def _shown(self, pair: PairSlowdown, uid: int | None) -> dict[str, Any]:
         ranges = sorted(pair.ranges, key=lambda each: (-each.slowdown, each.first))[:MOST_RANGES]
@@ -156,7 +168,11 @@ class Learned:
         if self._unwritten and not self._unpacked and self._file is not None:
             self._unwritten = False
             file, content = self._file, self._content()
-            self._offload.submit(DAEMON, NAME, lambda: _write(file, content), lambda _: None, lambda: None)
+            self._offload.submit(DAEMON, NAME, lambda: _write(file, content), self._written, lambda: None)
+
+    def _written(self, done: bool) -> None:
+        """The file was written, or could not be: then it is tried again the next time."""
+        self._unwritten = self._unwritten or not done
 
     def close(self) -> None:
         """Write what was learned since the last time. The scheduler takes no more events."""
@@ -170,15 +186,20 @@ class Learned:
 
     def _changed(self) -> list[str]:
         """The programs of which something was learned since they were last packed."""
-        learned = self._scheduler.learned()
+        learned = dict([*self._scheduler.learned().items()][-MOST_PROGRAMS:])
         return [each for each, changes in learned.items() if each not in self._kept or self._kept[each][0] != changes]
 
     def _pack(self, program: str) -> None:
         self._kept.pop(program, None)
-        changes = self._scheduler.learned().get(program, 0)
-        self._kept[program] = changes, msgpack.packb(self._scheduler.kept(program))
-        if len(self._kept) > MOST_PROGRAMS:
+        packed: bytes = msgpack.packb(self._scheduler.kept(program))
+        if len(packed) > MOST_KEPT_BYTES:
+            packed = NOTHING
+        self._kept[program] = self._scheduler.learned().get(program, 0), packed
+        while len(self._kept) > MOST_PROGRAMS or self._kept_bytes() > MOST_KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
+
+    def _kept_bytes(self) -> int:
+        return sum([len(packed) for _, packed in self._kept.values()])
 
     def _content(self) -> list[Any]:
         """What is to be in the file; later changes don't change it."""
@@ -197,13 +218,14 @@ class Learned:
                 return
             version, about, programs, names = msgpack.unpackb(content, strict_map_key=False)
             if version != VERSION or about != _about(self._device):
-                log.info("%s is of another version or device: what it holds is not taken up", file.shown)
+                aside = file.set_aside()
+                log.info("%s is of another version or device: it is now %s, and all is learned anew", file.shown, aside)
                 return
             for program, packed in programs.items():
                 self._take_up(str(program), packed)
             for program, uid, name in names:
                 self._names.add(str(program), int(uid), str(name))
-        except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, the daemon does without it
             log.warning(
                 "can't read what was learned of interference (%s), so it is learned again: %s", file.shown, error
             )
@@ -214,7 +236,7 @@ class Learned:
     def _take_up(self, program: str, packed: bytes) -> None:
         try:
             self._scheduler.take_up(program, msgpack.unpackb(packed))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except Exception as error:  # noqa: BLE001
             log.warning("what was kept of program %s is damaged, and learned again: %s", program[:16], error)
             return
         self._kept[program] = self._scheduler.learned().get(program, 0), packed
@@ -228,8 +250,11 @@ def _about(device: DeviceInfo) -> dict[str, Any]:
     }
 
 
-def _write(file: LearnedFile, content: list[Any]) -> None:
+def _write(file: LearnedFile, content: list[Any]) -> bool:
+    """Whether it was written."""
     try:
         file.write(msgpack.packb(content))
+        return True
     except OSError as error:
         log.warning("can't write what was learned of interference (%s): %s", file.shown, error)
+        return False

@@ -99,7 +99,8 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # data another VERSION: what an earlier one kept is then not taken up.
 
 VERSION: Final = 1
-MOST_KEPT: Final = 32  # low programs and shares of each high program: those met last
+MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
+MOST_KINDS: Final = 256  # kinds of launches of each, the newest: packing them takes time
 MOST_PIECES: Final = 100_000
 MOST_COUNT: Final = 1 << 40
 
@@ -130,7 +131,8 @@ def take_up(costs: CostsByProgram, program: str, cuts: list[Kept]) -> None:
 
 
 def _keep_cut(high: HighCosts) -> Kept:
-    lows = [low for low in high.by_low.values() if low.known or low.lows][-MOST_KEPT:]
+    lows = [low for low in high.by_low.values() if low.known or low.lows]
+    lows = sorted(lows, key=_last_launch)[-MOST_KEPT:]
     return [
         list(high.bounds),
         [_keep_baseline(each) for each in (*high.steps, high.first, *high.solo)],
@@ -138,11 +140,16 @@ def _keep_cut(high: HighCosts) -> Kept:
     ]
 
 
+def _last_launch(low: LowCosts) -> int:
+    return low.placement.last_launch_step
+
+
 def _keep_baseline(baseline: Baseline) -> Kept:
     return [baseline.value, baseline.count, baseline.noise, baseline.late]
 
 
 def _keep_low(low: LowCosts) -> Kept:
+    launches = list(low.launches.items())[-MOST_KINDS:]
     return [
         low.key.program,
         low.key.share,
@@ -151,10 +158,13 @@ def _keep_low(low: LowCosts) -> Kept:
         low.rate,
         _keep_mean(low.typical),
         [[at, cost.speed, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
-        [[*_bounds(span), *_keep_launch(cost)] for span, cost in low.lows.items()],
-        [[piece, moment, *_bounds(span), *_keep_launch(cost)] for (piece, moment, span), cost in low.launches.items()],
+        [[*_bounds(span), *_keep_launch(cost)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
+        [[piece, moment, *_bounds(span), *_keep_launch(cost)] for (piece, moment, span), cost in launches],
         [[index, effect] for index, effect in low.effects.items()],
-        [[*_bounds(span), int(of.learned), of.base, of.worst] for span, of in low.placement.pieces.items()],
+        [
+            [*_bounds(span), int(of.learned), of.base, of.worst]
+            for span, of in list(low.placement.pieces.items())[-MOST_KINDS:]
+        ],
     ]
 
 
@@ -203,7 +213,7 @@ def _take_cut(program: str, data: Kept) -> HighCosts:
     pieces = len(found) - 1
     if not 1 <= pieces <= MOST_PIECES or any(found[at] >= found[at + 1] for at in range(pieces)):
         raise ValueError("these bounds cut nothing")
-    if len(baselines) != 3 + pieces or len(lows) > MOST_KEPT:
+    if len(baselines) != 3 + pieces or len(lows) > MOST_KEPT or pieces * len(lows) > MOST_PIECES:
         raise ValueError("another number of pieces, or too many low programs")
     taken = [_take_baseline(each) for each in baselines]
     high = HighCosts(program, found, [each.value for each in taken[3:]])
@@ -231,11 +241,11 @@ def _take_low(high: HighCosts, data: Kept) -> None:
     low = high.beside(key)
     low.placement.explored = bool(_count(explored, 0, 1))
     low.speed, low.rate = _number(speed, 0.0), _number(rate, 0.0)
-    _take_mean(low.typical, typical)
+    _take_mean(low.typical, typical, 0)
     pieces = len(low.ranges)
     for at, range_speed, *mean in ranges:
         cost: RangeCost = low.ranges[_count(at, 0, pieces - 1)]
-        _take_mean(cost, mean)
+        _take_mean(cost, mean, 1)
         if not cost.mean < 1.0:
             raise ValueError(f"a range that loses {cost.mean} of its time")
         cost.speed = _number(range_speed, 0.0)
@@ -243,6 +253,8 @@ def _take_low(high: HighCosts, data: Kept) -> None:
         low.known += 1
     for first, end, *launch in lows:
         low.lows[_span(key.program, first, end)] = _take_launch(LaunchCost(), launch)
+    if max(len(lows), len(launches), len(placed)) > MOST_KINDS:
+        raise ValueError("too many kinds of launches of one low program")
     for at, moment, first, end, *launch in launches:
         piece, when, span = _count(at, ON_ARRIVAL, pieces), _count(moment), _span(key.program, first, end)
         repeats = piece != ON_ARRIVAL and when in MOMENTS
@@ -256,16 +268,16 @@ def _take_low(high: HighCosts, data: Kept) -> None:
     high.mark_updated(low)
 
 
-def _take_mean(mean: RobustMean, data: Kept) -> None:
+def _take_mean(mean: RobustMean, data: Kept, least: int) -> None:
     count, value, deviation, newest, second, third = data
-    mean.count = min(_count(count, 1 if value else 0), MIN_SAMPLES)
+    mean.count = min(_count(count, least), MIN_SAMPLES)
     mean.mean, mean.deviation = _number(value), _number(deviation, 0.0)
     mean.newest, mean.second, mean.third = _number(newest), _number(second), _number(third)
 
 
 def _take_launch(cost: LaunchCost, data: Kept) -> LaunchCost:
     peak, upper, worst, rate, seconds, last_peak, *mean = data
-    _take_mean(cost.cost, mean)
+    _take_mean(cost.cost, mean, 1)
     cost.mean, cost.count = cost.cost.mean, cost.cost.count
     cost.peak, cost.upper, cost.worst = _number(peak, 0.0), _number(upper), _number(worst)
     cost.rate, cost.seconds, cost.last_peak = _number(rate, 0.0), _number(seconds, 0.0), _number(last_peak)

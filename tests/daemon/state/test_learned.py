@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -46,8 +47,8 @@ def written(file: LearnedFile, running: Daemon) -> bytes:
     return file.read()
 
 
-def asked(running: Daemon, session: str) -> dict:
-    ((answer, _),) = running.say(session, msg.GetInterference(1))
+def asked(running: Daemon, session: str, program: str = "") -> dict:
+    ((answer, _),) = running.say(session, msg.GetInterference(1, program))
     return answer.body
 
 
@@ -102,6 +103,51 @@ def test_it_is_written_although_more_is_learned_all_the_time(file):
     running.close()
 
 
+def test_more_programs_than_are_kept_are_packed_once_and_the_newest_stay(file):
+    running = daemon(file)
+    programs = {f"{at:04}": 1 for at in range(learned.MOST_PROGRAMS + 44)}
+    packed = []
+    running.loop.scheduler.learned = lambda: programs
+    running.loop.scheduler.kept = lambda program: packed.append(program) or [program]
+    pass_time(running, learned.SAVE_EVERY_S)
+    for _ in range(learned.MOST_PROGRAMS + 60):
+        pass_time(running, 0.001)
+    pass_time(running, learned.SAVE_EVERY_S)
+    assert sorted(packed) == [*programs][-learned.MOST_PROGRAMS :]
+    assert sorted(msgpack.unpackb(written(file, running))[2]) == sorted(packed)
+    running.close()
+
+
+def test_no_more_is_written_than_is_read(file, monkeypatch):
+    monkeypatch.setattr(learned, "MOST_KEPT_BYTES", 1000)
+    running = daemon(file)
+    running.loop.scheduler.learned = lambda: {f"{at}": 1 for at in range(9)}
+    running.loop.scheduler.kept = lambda program: ["x" * (300 if program != "8" else 5000)]
+    running.close()
+    kept = msgpack.unpackb(file.read())[2]
+    assert set(kept) >= {"6", "7"}
+    assert sum(map(len, kept.values())) <= 1000
+
+
+def test_a_write_that_failed_is_tried_again(file, monkeypatch, caplog):
+    running = daemon(file)
+    take_up(running)
+    real, failed = file.write, []
+
+    def fail(content):
+        failed.append(content)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "write", fail)
+    pass_time(running, learned.SAVE_EVERY_S)
+    while "can't write" not in caplog.text or not running.loop._learned._unwritten:
+        pass_time(running, 0.001)
+    monkeypatch.setattr(file, "write", real)
+    running.close()
+    assert failed
+    assert list(msgpack.unpackb(file.read(), strict_map_key=False)[2]) == list(kept_of_simulation())
+
+
 def test_a_daemon_without_a_state_directory_forgets_it():
     running = daemon(None)
     take_up(running)
@@ -111,6 +157,10 @@ def test_a_daemon_without_a_state_directory_forgets_it():
     running.close()
 
 
+def about(content: bytes) -> dict:
+    return msgpack.unpackb(content, strict_map_key=False)[1]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -118,7 +168,10 @@ def test_a_daemon_without_a_state_directory_forgets_it():
         lambda content: content[: len(content) // 2],
         lambda content: b"text",
         lambda content: msgpack.packb([1, 2]),
-        lambda content: msgpack.packb([1, None, None, None]),
+        lambda content: msgpack.packb([1, about(content), None, None]),
+        lambda content: msgpack.packb([1, about(content), {}, [["aa", float("inf"), "x"]]]),
+        lambda content: msgpack.packb([1, about(content), {}, [["aa", 1]]]),
+        lambda content: b"\x00" * (learned.MAX_BYTES + 1),
         lambda content: content + b"x",
     ],
 )
@@ -129,7 +182,7 @@ def test_a_damaged_file_is_named_and_learned_anew(file, caplog, damage):
     file.write(damage(file.read()))
     with caplog.at_level(logging.INFO, "gpumux.daemon"):
         second = daemon(file)
-    assert file.shown in caplog.text
+    assert f"can't read {file.shown}" in caplog.text or f"learned of interference ({file.shown})" in caplog.text
     assert second.loop.scheduler.interference() == []
     take_up(second)
     second.close()
@@ -159,8 +212,10 @@ def test_what_was_learned_on_another_device_is_not_taken_up(file, caplog, monkey
     with caplog.at_level(logging.INFO, "gpumux.daemon"):
         second = daemon(file)
     assert second.loop.scheduler.interference() == []
-    assert "another version or device" in caplog.text
+    assert f"another version or device: it is now {file.shown}.other" in caplog.text
+    take_up(second)
     second.close()
+    assert sorted(path.name for path in Path(file.shown).parent.iterdir()) == [NAME, f"{NAME}.other"]
 
 
 def test_a_link_or_a_file_that_can_not_be_written_ends_nothing(file, tmp_path, caplog):
@@ -189,6 +244,8 @@ def test_each_user_sees_the_names_of_its_own_programs_and_operators_see_all(file
     assert seen["me"] == ({"program": "aa", "name": "mine"}, {"program": "bb", "name": ""})
     assert seen["they"] == ({"program": "aa", "name": ""}, {"program": "bb", "name": "theirs"})
     assert seen["root"] == ({"program": "aa", "name": "mine"}, {"program": "bb", "name": "theirs"})
+    for program, found in (("mine", 1), ("theirs", 0), ("a", 1), ("b", 1), ("c", 0)):
+        assert len(asked(running, "me", program)["pairs"]) == found
     body = asked(running, "me")
     assert body["kept_in"] == file.shown
     assert body["left_out"] == 0
@@ -200,7 +257,7 @@ def test_each_user_sees_the_names_of_its_own_programs_and_operators_see_all(file
 def test_an_answer_is_bounded_and_says_what_it_leaves_out():
     running = daemon(None)
     ranges = [RangeSlowdown(at, at + 1, 0.1, 1.0 + at / 1000, 1, False) for at in range(100)]
-    pairs = [PairSlowdown(f"{at:03}", "low", 1.0, 2.0 - at / 1000, 0.5, 9, 0.1, 100, ranges) for at in range(300)]
+    pairs = [PairSlowdown(f"{at:03}", "low", 1.0, 2.0 - at / 1000, 0.5, 20, 0.1, 100, ranges) for at in range(300)]
     running.loop.scheduler.interference = lambda: pairs
     running.connect("me", uid=1001)
     body = asked(running, "me")
