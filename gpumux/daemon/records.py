@@ -109,7 +109,7 @@ class JobRecord:
 
 
 MOST_NAMES = 512  # programs whose jobs' names are remembered
-MOST_USERS = 8  # whose names for one program are
+MOST_USERS = 8  # of one program whose jobs' names are remembered
 
 
 class ProgramNames:

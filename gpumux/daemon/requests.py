@@ -172,9 +172,8 @@ class Changes:
 
 
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
-SLOW = frozenset(
-    {msg.GetStatus, msg.JobStats, msg.ExplainJob, msg.GetInterference}
-)  # answered by and by (QuestionQueue)
+# Answered by and by (QuestionQueue):
+SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob, msg.GetInterference})
 OPENINGS = frozenset({msg.OpenJob, msg.OpenGangJob})  # bounded by time (OpeningQueue)
 QUEUED = SLOW | OPENINGS
 MAX_TRANSFERS = 16  # transfers of one job that have not ended

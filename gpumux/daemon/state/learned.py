@@ -102,7 +102,9 @@ class Learned:
         self._scheduler, self._names, self._offload = scheduler, names, offload
         self._file, self._device, self._clock = file, device, clock
         self._kept: dict[str, tuple[int, bytes]] = {}  # by program: the number of its state, and that, packed
-        self._unpacked: list[str] = []  # programs that are to be packed before the file is written
+        self._unpacked: list[
+            tuple[str, int]
+        ] = []  # programs, with the numbers of their states, that are to be packed before the file is written
         self._unwritten = False  # something was packed that is not in the file
         self._pairs: list[PairSlowdown] = []
         self._pairs_due = -inf
@@ -163,7 +165,7 @@ class Learned:
             self._unpacked = self._changed()
             self._unwritten = self._unwritten or bool(self._unpacked)
         if self._unpacked:
-            self._pack(self._unpacked.pop())
+            self._pack(*self._unpacked.pop())
         self.due = self._clock() + (0.0 if self._unpacked else SAVE_EVERY_S)
         if self._unwritten and not self._unpacked and self._file is not None:
             self._unwritten = False
@@ -179,22 +181,22 @@ class Learned:
         if self._file is None:
             return
         found = self._changed()
-        for program in found:
-            self._pack(program)
+        for program, changes in found:
+            self._pack(program, changes)
         if found or self._unwritten:
             _write(self._file, self._content())
 
-    def _changed(self) -> list[str]:
-        """The programs of which something was learned since they were last packed."""
-        learned = dict([*self._scheduler.learned().items()][-MOST_PROGRAMS:])
-        return [each for each, changes in learned.items() if each not in self._kept or self._kept[each][0] != changes]
+    def _changed(self) -> list[tuple[str, int]]:
+        """The programs of which something was learned since they were last packed, with the numbers of their states."""
+        newest = [*self._scheduler.learned().items()][-MOST_PROGRAMS:]
+        return [each for each in newest if each[0] not in self._kept or self._kept[each[0]][0] != each[1]]
 
-    def _pack(self, program: str) -> None:
+    def _pack(self, program: str, changes: int) -> None:
         self._kept.pop(program, None)
         packed: bytes = msgpack.packb(self._scheduler.kept(program))
         if len(packed) > MOST_KEPT_BYTES:
             packed = NOTHING
-        self._kept[program] = self._scheduler.learned().get(program, 0), packed
+        self._kept[program] = changes, packed
         while len(self._kept) > MOST_PROGRAMS or self._kept_bytes() > MOST_KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
 
@@ -221,8 +223,9 @@ class Learned:
                 aside = file.set_aside()
                 log.info("%s is of another version or device: it is now %s, and all is learned anew", file.shown, aside)
                 return
-            for program, packed in programs.items():
-                self._take_up(str(program), packed)
+            taken = [str(program) for program, packed in programs.items() if self._take_up(str(program), packed)]
+            learned = self._scheduler.learned()
+            self._kept = {program: (learned.get(program, 0), programs[program]) for program in taken}
             for program, uid, name in names:
                 self._names.add(str(program), int(uid), str(name))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, the daemon does without it
@@ -230,16 +233,17 @@ class Learned:
                 "can't read what was learned of interference (%s), so it is learned again: %s", file.shown, error
             )
             return
-        taken = f"{len(self._kept)} of {len(programs)} programs"
-        log.info("taken up what was learned of interference: %s, from %s", taken, file.shown)
+        count = f"{len(taken)} of {len(programs)} programs"
+        log.info("taken up what was learned of interference: %s, from %s", count, file.shown)
 
-    def _take_up(self, program: str, packed: bytes) -> None:
+    def _take_up(self, program: str, packed: bytes) -> bool:
+        """Whether the scheduler took it."""
         try:
             self._scheduler.take_up(program, msgpack.unpackb(packed))
         except Exception as error:  # noqa: BLE001
             log.warning("what was kept of program %s is damaged, and learned again: %s", program[:16], error)
-            return
-        self._kept[program] = self._scheduler.learned().get(program, 0), packed
+            return False
+        return True
 
 
 def _about(device: DeviceInfo) -> dict[str, Any]:
