@@ -891,5 +891,5 @@ class CostsByProgram:
         return found.values() if found is not None else ()
 
     def all(self) -> Iterator[HighCosts]:
-        for cuts in self._cuts.values():
-            yield from cuts.values()
+        for cuts in self.by_program():
+            yield from cuts

@@ -72,8 +72,8 @@ class Cutting:
         if high.calibrating or TAIL * high.budget.slack * solo_s >= PIECES * self.usual_s:
             return
         trust = high.trust
-        at_random = high.arrivals.at_random or not trust.trusted
-        finest = self.finest or at_random or trust.capped_loss > DEAR * high.budget.credit
+        at_any_time = high.arrivals.at_random or not trust.trusted
+        finest = self.finest or at_any_time or trust.capped_loss > DEAR * high.budget.credit
         self.changed = self.changed or self.high is None or finest is not self.finest
         self.high, self.finest, self.until = high.job.id, finest, ended + AWAY_S
 
