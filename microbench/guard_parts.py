@@ -1,187 +1,193 @@
 """What each part of the guard is worth: the same jobs, with one part turned off at a time.
 
-    GPUMUX_CORE=interpreted python -m microbench.guard_parts --out guard-parts.json
+    python -m microbench.guard_parts --out guard-parts.json
 
 On the simulated GPU: random pairs of one seed (sweep.py), a few of them on devices at three corners of what is guessed
-about hardware (published.py), random arrivals (arrivals.py) and four of Orion's configurations. A part is worth what
-the low jobs lose without it, and what the promise loses: `over` counts runs of which the mean or the 99th percentile is
-over what was promised. Parts are turned off in the running modules, so the core has to be interpreted.
+about hardware (published.py), random arrivals (arrivals.py), four of Orion's configurations, and jobs of which the
+guard has a wrong picture (guard_trials.py). A part is worth what the low jobs lose without it, and what the promise
+loses: `over` counts runs of which the mean or the 99th percentile is over what was promised. Each part is turned off in
+the sources of a copy of gpumux, which is compiled as the core is (`python -m gpumux.compile_core`); `--interpreted`
+does without, and takes several times as long.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import inf
-from multiprocessing import get_context
+from pathlib import Path
+from textwrap import indent
 from typing import Any
 
+from gpumux import compile_core
 from gpumux.cli.arguments import whole
 from gpumux.device.sim.spec import V100, GpuSpec, preset
-from gpumux.scheduler import RUNS
-from gpumux.scheduler import policy as policies
-from gpumux.scheduler.guard import bans, budget, costs, decisions, device_view, guard, high_job, learning, timing
+from gpumux.errors import GpumuxError
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
 from gpumux.types import Priority
-from microbench import arrivals, common, published, sweep
+from microbench import arrivals, common, guard_trials, published, sweep
 
-MODULES = (bans, budget, costs, decisions, device_view, guard, high_job, learning, timing, policies)
+ROOT = Path(__file__).resolve().parents[1]
 CORNERS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
     name: published.ORION_ENVELOPE[name][0] for name in ("shared queue", "saturation least", "gaps most")
 }
+DISTURBED = ("noise of 20 %", "length from step to step", "16 low programs", "4 high jobs")
+DISTURBED_PAIRS = 2  # of each
+DISTURBED_STEPS = 800
 PROMISED = 1.05
 STEPS, LEARNING = 2000, 200
 
+# ---- How a part is turned off: its source is edited. A source that an edit no longer fits is an error.
 
-def constant(**values: Any) -> Callable[[], None]:
-    """Turns a part off by other values of named constants, in every module that has them."""
+Edit = Callable[[Path], None]  # of the directory of gpumux's sources
 
-    def turn_off() -> None:
+
+class NotFound(GpumuxError):
+    """A source does not have what is to be edited."""
+
+
+def constant(module: str, **values: float) -> Edit:
+    """Gives named constants other values."""
+
+    def edit(sources: Path) -> None:
+        path = sources / f"{module}.py"
+        text = path.read_text()
         for name, value in values.items():
-            having = [module for module in MODULES if hasattr(module, name)]
-            assert having, name
-            for module in having:
-                setattr(module, name, value)
+            text, found = re.subn(rf"^{name}: Final = [^#\n]*", f"{name}: Final = {value}  ", text, flags=re.MULTILINE)
+            if found != 1:
+                raise NotFound(f"{path} has {found} constants {name}", "mend microbench/guard_parts.py")
+        path.write_text(text)
 
-    return turn_off
-
-
-def function(owner: Any, name: str, instead: Any) -> Callable[[], None]:
-    """Turns a part off by another function or property; of a module's functions in every module that has it."""
-
-    def turn_off() -> None:
-        having = [module for module in MODULES if hasattr(module, name)] if owner in MODULES else [owner]
-        assert having, name
-        for each in having:
-            assert hasattr(each, name)
-            setattr(each, name, instead)
-
-    return turn_off
+    return edit
 
 
-def all_of(*parts: Callable[[], None]) -> Callable[[], None]:
-    def turn_off() -> None:
-        for part in parts:
-            part()
+def function(module: str, name: str, *lines: str) -> Edit:
+    """Has a function, `name` or `Class.name`, do these lines first, the last of which returns."""
 
-    return turn_off
+    def edit(sources: Path) -> None:
+        path = sources / f"{module}.py"
+        text = path.read_text()
+        scope: list[ast.stmt] = ast.parse(text).body
+        for part in name.split("."):
+            found = [each for each in scope if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part]
+            if len(found) != 1:
+                raise NotFound(f"{path} has no {name}", "mend microbench/guard_parts.py")
+            scope = found[0].body
+        first = scope[0]
+        at = first.lineno - 1
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):  # its docstring
+            assert first.end_lineno is not None
+            at = first.end_lineno
+        into = text.splitlines(keepends=True)
+        into.insert(at, indent("\n".join(lines) + "\n", " " * first.col_offset))
+        path.write_text("".join(into))
 
-
-def _plain_add(self: Any, seconds: float) -> bool:
-    """Baseline.add without the work's change, noise and lateness."""
-    self.samples.append(seconds)
-    self.count += 1
-    self.known = self.known or self.count >= high_job.ENOUGH_SAMPLES
-    del self.samples[: -high_job.MEDIAN_OF]
-    self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]
-    return False
-
-
-def _no_plan(self: Any, low: Any, seconds: float, **about: Any) -> Any:
-    nowhere: list[Any] = [None] * (3 * len(self.by_share[0].ranges) + 1)
-    return costs.LaunchPlan(nowhere, nowhere, seconds=seconds, version=0, step=0, price=1.0, limit=0.0)
-
-
-_position = timing._position
+    return edit
 
 
-def _halves(running: Any, view: Any) -> tuple[int, bool, int, float]:
-    at, next_step, moment, until = _position(running, view)
-    if at == len(running.costs.solo_s):
-        at, next_step = at - 1, False
-    return at, next_step, moment if moment >= timing.FIRST_HALF else timing.FIRST_HALF, until
+def text(module: str, old: str, new: str) -> Edit:
+    """Has other text where this one is, once."""
+
+    def edit(sources: Path) -> None:
+        path = sources / f"{module}.py"
+        found = path.read_text()
+        if found.count(old) != 1:
+            raise NotFound(f"{path} has {found.count(old)} times {old!r}", "mend microbench/guard_parts.py")
+        path.write_text(found.replace(old, new))
+
+    return edit
 
 
-def _whole_piece(running: Any, view: Any) -> tuple[int, bool, int, float]:
-    at, next_step, moment, until = _position(running, view)
-    return at, next_step, timing.FIRST_HALF if moment == timing.SECOND_HALF else moment, until
+HIGH, LEARN = "scheduler/guard/high_job", "scheduler/guard/learning"
+BUDGET, COSTS, TIMING = "scheduler/guard/budget", "scheduler/guard/costs", "scheduler/guard/timing"
+NEVER = 1 << 40
+STEADY_TAIL = constant(BUDGET, TAIL_FALL=1.0, TAIL_RISE=1.0, TAIL_RECOVER=1.0)
 
-
-def _never_stuck(self: Any, last_launch_step: int) -> int:
-    bears = self.budget.violations_left >= high_job.SPARE_VIOLATIONS and self.budget.price > high_job.LEAST_PRICE
-    explores = self.steps < high_job.LEARNING_STEPS or bears
-    return int(costs.EXPLORE_ALWAYS if explores else costs.EXPLORE_NEVER)
-
-
-def _no_recut(self: Any, bounds: Any, predicted: Any) -> Any:
-    return high_job.HighCosts(self.key, bounds, predicted)
-
-
-def _first_only(self: Any, ready: Any, first: Any) -> list[Any]:
-    return []
-
-
-def _next_two(self: Any, ready: Any, first: Any) -> list[Any]:
-    return list(ready.next_two())
-
-
-_refuses = budget.SlowdownBudget.refuses
-
-
-def _no_price(self: Any, cost: float, upper: float, **about: Any) -> str:
-    return _refuses(self, cost, upper, **{**about, "avoidable": 0.0})
-
-
-def _no_credit(self: Any, cost: float, upper: float, **about: Any) -> str:
-    reason = _refuses(self, cost, upper, **about)
-    return "" if reason == "budget" else reason
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _zero(*_: Any, **__: Any) -> float:
-    return 0.0
-
-
-PARTS: dict[str, Callable[[], None]] = {
-    "nothing": _nothing,
-    "noise: steps": all_of(
-        function(budget.StepNoise, "add", _nothing), function(budget.StepNoise, "confirmations", lambda self: 1)
+PARTS: dict[str, tuple[Edit, ...]] = {
+    "nothing": (),
+    "noise: steps": (
+        function(BUDGET, "StepNoise.add", "return"), function(BUDGET, "StepNoise.confirmations", "return 1"),
     ),
-    "noise: baselines": function(high_job.Baseline, "add", _plain_add),
-    "surprise": constant(TAIL_FALL=1.0, TAIL_RISE=1.0, TAIL_RECOVER=1.0),
-    "surprise, started at the most": constant(TAIL_FALL=1.0, TAIL_RISE=1.0, TAIL_RECOVER=1.0, TAIL_START=0.92),
-    "violations' debt": constant(DEBT_FACTOR=1.0),
-    "moments": all_of(
-        function(costs.LowPlacement, "plan", _no_plan), function(timing, "_position", _halves),
+    "noise: baselines": (
+        function(
+            HIGH, "Baseline.add", "self.samples.append(seconds)", "self.count += 1",
+            "self.known = self.known or self.count >= ENOUGH_SAMPLES", "del self.samples[:-MEDIAN_OF]",
+            "self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]", "return False",
+        ),
     ),
-    "halves of pieces": function(timing, "_position", _whole_piece),
-    "the middle of pieces": constant(MOMENTS=(costs.START, costs.AFTER_START)),
-    "effects of moments": constant(MOST_EFFECT=1.0),
-    "the end of the step": function(high_job.HighJob, "pause", _zero),
-    "stuck modes": function(high_job.HighJob, "exploration", _never_stuck),
-    "confirming fits": function(costs.LaunchCost, "may_fit", lambda self, limit: False),
-    "repeat factor": constant(REPEAT_FACTOR=1.0),
-    "measuring again": constant(PROBE_EVERY=1 << 40),
-    "price": function(budget.SlowdownBudget, "refuses", _no_price),
-    "credit": function(budget.SlowdownBudget, "refuses", _no_credit),
-    "saved credit": constant(MOST_CREDIT=1.0),
-    "asking out of turn": function(policies.Guarded, "_others", _next_two),
-    "asking others": function(policies.Guarded, "_others", _first_only),
-    "finer cuts": function(learning.Cutting, "step_ended", _nothing),
-    "finest cuts": constant(FINEST=3.0),
-    "calibration": constant(SOLO_EVERY=1 << 40),
-    "look-ahead: next step": function(timing, "next_step_loss", _zero),
-    "look-ahead: pauses": constant(MOST_LOOKAHEAD=1),
-    "shares": function(guard.SlowdownGuard, "_best_share", lambda self, whole, piece: whole),
-    "bans": function(learning, "judge", _nothing),
-    "watching one step in four": constant(KNOWN_STEPS=1 << 40),
-    "wider window": function(decisions.LowWindow, "adapt", _nothing),
-    "trust by program": constant(PROGRAM_DEBT=0.0),
-    "inherited costs": function(high_job.HighCosts, "recut", _no_recut),
-    "unknown ranges": function(high_job.HighCosts, "fill_unknown", lambda self: self.updated.clear()),
-    "measured speed": constant(LEAST_SPEED=1.0),
-    "overrun": function(learning, "overrun", _zero),
-    "old costs are no reason to wait": constant(OLD_STEPS=1 << 40),
-    "trust in arrivals": function(high_job.ArrivalTrust, "step_ended", _nothing),
-    "arrivals at random": constant(AT_RANDOM=0.0),
-    "risk at random": constant(RISK=0.0, UNKNOWN_RISK=0.0, MOST_RISK=0.0),
+    "noise: lateness": (text(HIGH, "self.late += (self._newest", "self.late += 0.0 * (self._newest"),),
+    "surprise": (STEADY_TAIL,),
+    "surprise, started at the most": (STEADY_TAIL, constant(BUDGET, TAIL_START=0.92)),
+    "violations' debt": (constant(BUDGET, DEBT_FACTOR=1.0),),
+    "moments": (
+        function(COSTS, "LaunchPlan.__init__", "at, tried = [None] * len(at), [None] * len(tried)"),
+        text(TIMING, "return at, next_step, START, until", "return at, next_step, FIRST_HALF, until"),
+        text(TIMING, "return len(solo_s), True, START, until", "return len(solo_s) - 1, False, SECOND_HALF, until"),
+        text(TIMING, "return at, next_step, AFTER_START, until", "return at, next_step, FIRST_HALF, until"),
+        text(TIMING, "return at, next_step, MIDDLE, until", "return at, next_step, SECOND_HALF, until"),
+    ),
+    "halves of pieces": (text(TIMING, "SECOND_HALF if 2 * (start - began)", "FIRST_HALF if 2 * (start - began)"),),
+    "the middle of pieces": (
+        text(COSTS, "MOMENTS: Final = (START, AFTER_START, MIDDLE)", "MOMENTS: Final = (START, AFTER_START)"),
+    ),
+    "effects of moments": (constant(COSTS, MOST_EFFECT=1.0),),
+    "the end of the step": (function(HIGH, "HighJob.pause", "return 0.0"),),
+    "stuck modes": (
+        text(HIGH, "return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER",
+             "return EXPLORE_NEVER"),
+    ),
+    "confirming fits": (function(COSTS, "LaunchCost.may_fit", "return False"),),
+    "repeat factor": (constant(COSTS, REPEAT_FACTOR=1.0),),
+    "measuring again": (constant(COSTS, PROBE_EVERY=NEVER),),
+    "price": (text(BUDGET, "if gain < self.price * avoidable:", "if gain < 0.0:"),),
+    "credit": (text(BUDGET, 'return "budget"', 'return ""'),),
+    "saved credit": (constant(BUDGET, MOST_CREDIT=1.0),),
+    "asking out of turn": (text("scheduler/policy", "if ready.size > 1 + len(others):", "if ready.size < 0:"),),
+    "asking others": (function("scheduler/policy", "Guarded._others", "return []"),),
+    "finer cuts": (function(LEARN, "Cutting.step_ended", "return"),),
+    "finest cuts": (constant(LEARN, FINEST=3.0),),
+    "calibration": (constant(HIGH, SOLO_EVERY=NEVER),),
+    "look-ahead: next step": (function(TIMING, "next_step_loss", "return 0.0"),),
+    "look-ahead: pauses": (constant(TIMING, MOST_LOOKAHEAD=1),),
+    "shares": (function("scheduler/guard/guard", "SlowdownGuard._best_share", "return whole"),),
+    "bans": (function(LEARN, "judge", "return"),),
+    "watching one step in four": (constant(HIGH, KNOWN_STEPS=NEVER),),
+    "wider window": (function("scheduler/guard/decisions", "LowWindow.adapt", "return"),),
+    "trust by program": (constant(HIGH, PROGRAM_DEBT=0.0),),
+    "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),
+    "unknown ranges": (text(HIGH, "range_cost.rate = range_cost.upper_rate = prior", "pass"),),
+    "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),
+    "overrun": (function(LEARN, "overrun", "return 0.0"),),
+    "old costs are no reason to wait": (constant("scheduler/guard/guard", OLD_STEPS=NEVER),),
+    "trust in arrivals": (function(HIGH, "ArrivalTrust.step_ended", "return"),),
+    "arrivals at random": (constant(HIGH, AT_RANDOM=0.0),),
+    "risk at random": (constant(TIMING, RISK=0.0, UNKNOWN_RISK=0.0, MOST_RISK=0.0),),
 }  # fmt: skip
+
+
+@contextmanager
+def turned_off(part: str, *, compiled: bool) -> Iterator[Path]:
+    """A directory with the packages gpumux, without that part, and microbench. Raises NotFound; where gpumux is to be
+    compiled, BuildFailed or compile_core.Missing."""
+    with tempfile.TemporaryDirectory(prefix="guard-parts-") as name:
+        left_out = shutil.ignore_patterns("__pycache__", "__compiled__", "results")
+        for package in ("gpumux", "microbench"):
+            shutil.copytree(ROOT / package, Path(name) / package, ignore=left_out)
+        for edit in PARTS[part]:
+            edit(Path(name) / "gpumux")
+        if compiled:
+            compile_core.build(Path(name) / "gpumux")
+        yield Path(name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,28 +199,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=whole, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--interpreted", action="store_true", help="don't compile: needs no C compiler")
     args = parser.parse_args(argv)
-    if RUNS.directory is not None:
-        print("guard_parts: the core is compiled; set GPUMUX_CORE=interpreted", file=sys.stderr)
-        return 78
     if args.steps <= LEARNING:
         parser.error(f"--steps has to be more than {LEARNING}")
     facts = common.machine()
     print(common.describe(facts))
     found: list[dict[str, Any]] = []
     runs = [case for case in cases(args.pairs, args.corner_pairs) if case[0] in args.kinds]
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        work = [pool.submit(without, part, runs, args.seed, args.steps) for part in args.parts]
-        for each in work:
-            found.append(each.result())
-            print(json.dumps(found[-1]["summary"]), flush=True)
+    with ThreadPoolExecutor(args.processes) as pool:
+        work = [
+            pool.submit(without, part, runs, args.seed, args.steps, compiled=not args.interpreted)
+            for part in args.parts
+        ]
+        try:
+            for each in work:
+                found.append(each.result())
+                print(json.dumps(found[-1]["summary"]), flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     print(common.table(*table(found)))
     common.report("guard_parts", args.out, {"machine": facts, "seed": args.seed, "steps": args.steps, "parts": found})
     return 0
 
 
-KINDS = ("pairs", "arrivals", "orion")
-Case = tuple[str, str, int]  # the kind of run, the device, which
+KINDS = ("pairs", "arrivals", "orion", "disturbed")
+Case = tuple[str, str, int]  # the kind of run, the device or what is disturbed, which
 
 
 def cases(pairs: int, corner_pairs: int) -> Iterator[Case]:
@@ -227,13 +238,34 @@ def cases(pairs: int, corner_pairs: int) -> Iterator[Case]:
         yield "arrivals", "as it is", at
     for at in range(0, len(published.CONFIGURATIONS), max(1, len(published.CONFIGURATIONS) // 4)):
         yield "orion", "as it is", at
+    for name in DISTURBED:
+        for pair in range(DISTURBED_PAIRS):
+            yield "disturbed", name, pair
 
 
-def without(part: str, runs: list[Case], seed: int, steps: int) -> dict[str, Any]:
-    """All runs with this part turned off, in a process of its own."""
-    PARTS[part]()
+def without(part: str, runs: list[Case], seed: int, steps: int, *, compiled: bool) -> dict[str, Any]:
+    """All runs with this part turned off, in a process of its own. Raises what `turned_off` does, or
+    CalledProcessError."""
+    source = "import json, sys; from microbench import guard_parts as it; it.measure(*json.load(sys.stdin))"
+    core = "compiled" if compiled else "interpreted"
+    with turned_off(part, compiled=compiled) as directory:
+        done = subprocess.run(
+            [sys.executable, "-c", source], cwd=directory, env={**os.environ, "GPUMUX_CORE": core},
+            input=json.dumps([runs, seed, steps]), stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+    rows = json.loads(done.stdout)
+    return {"part": part, "rows": rows, "summary": summary(part, rows)}
+
+
+def measure(runs: list[Case], seed: int, steps: int) -> None:
+    """All runs with the guard of this process: prints a row for each high job, as JSON."""
     rows = []
     for kind, device, which in runs:
+        if kind == "disturbed":
+            for found in guard_trials.measure(device, "as it is", which, seed, min(steps - LEARNING, DISTURBED_STEPS)):
+                row = {"kind": kind, "device": device, "which": which, "learning": found["learning"]["mean"]}
+                rows.append(row | found["after"] | {"low": found["low"]})
+            continue
         high, low, spec = jobs(kind, device, which, seed)
         learning_steps = arrivals.LEARNING if kind == "arrivals" else LEARNING
         result = Simulation((high, low), spec, "guarded").run(steps=steps - LEARNING, warmup_steps=learning_steps)
@@ -242,7 +274,7 @@ def without(part: str, runs: list[Case], seed: int, steps: int) -> dict[str, Any
         job = result.job(high.name)
         row = {"kind": kind, "device": device, "which": which, "mean": job.mean_slowdown, "p99": job.p99_slowdown}
         rows.append(row | {"learning": job.learning_slowdown, "low": result.job(low.name).relative_throughput})
-    return {"part": part, "rows": rows, "summary": summary(part, rows)}
+    print(json.dumps(rows))
 
 
 def jobs(kind: str, device: str, which: int, seed: int) -> tuple[Workload, Workload, GpuSpec]:

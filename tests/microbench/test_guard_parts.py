@@ -1,48 +1,60 @@
-"""The benchmark that turns one part of the guard off at a time: every part can be, and some make a difference."""
+"""The benchmark that turns one part of the guard off at a time: every part can be, and that makes a difference."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
 
+import gpumux
 from microbench import guard_parts
 
-
-def measured(tmp_path: Path, *parts: str) -> list[dict[str, object]]:
-    """What remains with each part off, in a process whose core is interpreted."""
-    out = tmp_path / "parts.json"
-    command = [
-        sys.executable, "-m", "microbench.guard_parts", "--parts", *parts, "--pairs", "1", "--corner-pairs", "1",
-        "--steps", "210", "--processes", "1", "--kinds", "pairs", "--out", str(out),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env={**os.environ, "GPUMUX_CORE": "interpreted"}, capture_output=True, text=True, timeout=220
-    )
-    assert done.returncode == 0, done.stderr
-    return list(json.loads(out.read_text())["parts"])
+SCHEDULER = Path(gpumux.__file__).parent / "scheduler"
 
 
 def test_parts_are_turned_off_one_at_a_time(tmp_path: Path) -> None:
-    found = {each["part"]: each["rows"] for each in measured(tmp_path, "nothing", "moments", "noise: steps")}
+    out = tmp_path / "parts.json"
+    parts = ["nothing", "moments", "noise: steps"]
+    arguments = ["--pairs", "1", "--corner-pairs", "1", "--steps", "210", "--processes", "1", "--kinds", "pairs"]
+    assert guard_parts.main(["--parts", *parts, *arguments, "--interpreted", "--out", str(out)]) == 0
+    found = {each["part"]: each["rows"] for each in json.loads(out.read_text())["parts"]}
     assert found["moments"] != found["nothing"]
     assert found["noise: steps"] == found["nothing"], "the simulated device makes none"
 
 
-def test_every_part_can_be_turned_off() -> None:
-    """In a process of its own: the modules stay changed."""
-    source = "from microbench.guard_parts import PARTS\nfor part in PARTS.values(): part()"
-    subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, "GPUMUX_CORE": "interpreted"}, check=True, timeout=200
-    )
+def test_a_disturbed_run_is_measured_beside_its_own_high_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    guard_parts.measure([("disturbed", "4 high jobs", 0)], seed=0, steps=guard_parts.LEARNING + 20)
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 4
+    assert {row["kind"] for row in rows} == {"disturbed"}
+    assert guard_parts.summary("nothing", rows)["disturbed, 4 high jobs"]["mean"] == max(row["mean"] for row in rows)
 
 
-def test_a_compiled_core_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(guard_parts, "RUNS", replace(guard_parts.RUNS, directory=Path("/compiled")))
-    assert guard_parts.main([]) == 78
-    assert "GPUMUX_CORE=interpreted" in capsys.readouterr().err
+@pytest.mark.parametrize("part", [part for part in guard_parts.PARTS if part != "nothing"])
+def test_every_part_is_an_edit_that_fits_and_changes_something(part: str, tmp_path: Path) -> None:
+    before = {path: path.read_text() for path in SCHEDULER.rglob("*.py")}
+    shutil.copytree(SCHEDULER, tmp_path / "scheduler", ignore=shutil.ignore_patterns("__pycache__", "__compiled__"))
+    for edit in guard_parts.PARTS[part]:
+        edit(tmp_path)
+    changed = 0
+    for path, text in before.items():
+        edited = (tmp_path / "scheduler" / path.relative_to(SCHEDULER)).read_text()
+        compile(edited, str(path), "exec")
+        changed += edited != text
+    assert changed
+
+
+def test_an_edit_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("MOST: Final = 1\n\n\ndef least() -> int:\n    return 0\n")
+    for edit in (
+        guard_parts.constant("module", LEAST=2), guard_parts.function("module", "most", "return 1"),
+        guard_parts.text("module", "return 2", "return 1"),
+    ):  # fmt: skip
+        with pytest.raises(guard_parts.NotFound, match=r"guard_parts\.py"):
+            edit(tmp_path)
+    guard_parts.constant("module", MOST=2)(tmp_path)
+    guard_parts.function("module", "least", "return 3")(tmp_path)
+    edited = "MOST: Final = 2\n\n\ndef least() -> int:\n    return 3\n    return 0\n"
+    assert (tmp_path / "module.py").read_text().replace("2  \n", "2\n") == edited
