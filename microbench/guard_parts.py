@@ -125,7 +125,6 @@ PARTS: dict[str, tuple[Edit, ...]] = {
             "self.value = sorted(self.samples)[(len(self.samples) - 1) // 2]", "return False",
         ),
     ),
-    "noise: lateness": (text(HIGH, "self.late += (self._newest", "self.late += 0.0 * (self._newest"),),
     "surprise": (STEADY_TAIL,),
     "surprise, started at the most": (STEADY_TAIL, constant(BUDGET, TAIL_START=0.92)),
     "violations' debt": (constant(BUDGET, DEBT_FACTOR=1.0),),

@@ -34,8 +34,7 @@ from gpumux.types import JobId, StepId
 # median. Two samples in a row that differ from it in the same direction are no noise: the work itself changed (another
 # clock rate, other data), and they replace what was known. Where samples always differ (a CPU that other programs use,
 # too), the difference that counts grows with the usual difference, since each such finding makes low work wait for a
-# calibration. The mean is not the median there either; `late` is the difference: positive where few samples are long,
-# and of either sign where all differ, since a median of a few is then off by as much as they are.
+# calibration. The mean is not the median there either; `late` is the difference.
 
 
 MEDIAN_OF: Final = 5  # samples: a median of these ignores two bad ones
@@ -59,7 +58,7 @@ class Baseline:
         self.drifts = 0  # how often the work was found to have changed
         self.noise = 0.0  # usual difference between a sample and the estimate, relative to the lesser of the two
         self.samples: list[float] = []
-        self.late = 0.0  # seconds by which samples exceed the estimate on average; negative only where all differ
+        self.late = 0.0  # seconds by which samples exceed the estimate on average
         self._weight = 0.0  # of the samples in `late`
         self._newest = 0.0  # difference of the newest sample, added to `late` once the next one shows it was no change
         self._suspects = 0  # samples in a row that differ: positive when slower, negative when faster
@@ -94,10 +93,7 @@ class Baseline:
                 return True
         self._weight = DECAY * self._weight + 1.0
         if self._newest or self.late:
-            self.late += (self._newest - self.late) / (self._weight + PRIOR_SAMPLES)
-            # Where samples hardly differ, the estimate is seldom too high, and being early pays for nothing.
-            if self.noise <= WORK_CHANGED:
-                self.late = max(0.0, self.late)
+            self.late = max(0.0, self.late + (self._newest - self.late) / (self._weight + PRIOR_SAMPLES))
         self._newest = 0.0 if off <= ALIKE * value or not value else min(seconds - value, MOST_LATE * value)
         if len(self.samples) > MEDIAN_OF:
             del self.samples[0]

@@ -227,7 +227,7 @@ def _take_baseline(data: Kept) -> Baseline:
     value, count, noise, late = data
     baseline = Baseline()
     baseline.value, baseline.count = _number(value, 0.0), _count(count)
-    baseline.noise, baseline.late = _number(noise, 0.0), _number(late)
+    baseline.noise, baseline.late = _number(noise, 0.0), _number(late, 0.0)
     baseline.known = baseline.count > 1
     baseline.samples = [baseline.value] * min(baseline.count, MEDIAN_OF)
     return baseline
