@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from gpumux.capture.step import Choice
-from gpumux.client.arguments import whole
+from gpumux.client.arguments import several, whole
 from gpumux.client.job import example_arguments
 from gpumux.errors import ConfigError, JobClosed
-from gpumux.fuse import arguments
+from gpumux.fuse import arguments, zeros
 from gpumux.fuse.member import STREAM, ArrayMemory, Member, key_of, keys_of
 from gpumux.fuse.proof import ProgramRunner
 from gpumux.fuse.template import Decision, Fused, stream_bytes
@@ -156,6 +156,16 @@ _AFTER_CLOSE = "make another array; what save() wrote goes on there with restore
 _WARM_PHASES = 4  # number of optimizer phases that are captured ahead
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What the factory made of a configuration, and the state of the model's random generator."""
+
+    config: Any
+    objects: tuple[Any, Any, Any]
+    stream: torch.Tensor
+    optimizers: list[Any]
+
+
 class BaseArray(ABC):
     """Base of arrays: the models, their state in `_memory`, and the Programs of all of them."""
 
@@ -179,11 +189,19 @@ class BaseArray(ABC):
         self._variants = Variants(options, self._attach, self._names)
         self._last: list[Variant] = []
         self._code: Any = None  # code object of the step captured last
+        made: list[_Made] = []
         try:
-            for config, seed in zip(configs, known, strict=True):
-                self._join(config, seed)
+            made += [
+                self._make(config, seed, number)
+                for number, (config, seed) in enumerate(zip(configs, known, strict=True))
+            ]
+            zeros.stand_in([each.optimizers for each in made])
+            for each in made:
+                self._join(each)
         except BaseException:
             self._release()
+            for each in made:
+                zeros.put(each.optimizers, zeros.places(each.optimizers), 0.0)
             raise
 
     @abstractmethod
@@ -217,21 +235,26 @@ class BaseArray(ABC):
     def __len__(self) -> int:
         return len(self._members)
 
-    def _join(self, config: Any, seed: int | None) -> None:
+    def _make(self, config: Any, seed: int | None, number: int) -> _Made:
+        """Have the factory make model `number`."""
         try:
             made = self._factory(config)
         except Exception as error:
             meant = arguments.explain(error, self._factory, config)
             if meant is not None:
                 raise meant from error
-            error.add_note(f"raised by factory({config!r}), for model {len(self._members)} of {self.name}")
+            error.add_note(f"raised by factory({config!r}), for model {number} of {self.name}")
             raise
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
-        arguments.check_own(made[1], made[2], [member.table for member in self._members], config)
         stream = (
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )
+        return _Made(config, made, stream, several(made[2], torch.optim.Optimizer, "optimizer"))
+
+    def _join(self, new: _Made) -> None:
+        made, stream = new.objects, new.stream
+        arguments.check_own(made[1], made[2], [member.table for member in self._members], new.config)
         code = getattr(made[0], "__code__", None)
         twice = code is None or code is not self._code  # one check of a step's code holds for all models
         self._code = code
@@ -260,7 +283,9 @@ class BaseArray(ABC):
         self._fetch()
         before = self._memory, list(self._members)
         try:
-            self._join(config, seed)
+            new = self._make(config, seed, len(self._members))
+            zeros.stand_in([*(member.table.optimizers for member in self._members), new.optimizers])
+            self._join(new)
             choices = self._choices([self._example] * len(self._members))
             if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:
                 self._variants.same_from_the_start(choices[-1], len(choices) - 1)

@@ -21,6 +21,7 @@ from gpumux.client.arguments import several
 from gpumux.client.job import example_arguments
 from gpumux.client.snapshots import SnapshotMetadata
 from gpumux.errors import LocalWrite, NotFusible, StaleState
+from gpumux.fuse import zeros
 from gpumux.program import operators
 
 
@@ -56,6 +57,7 @@ class Member:
         self.table = StateTable(
             several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer"), *devices
         )
+        self._zeros = zeros.places(self.table.optimizers)
         self._structures: dict[Structure, Structure] = {}
         self._lost: dict[int, Place] = {}
         tracer = Tracer(self.table, operators.is_allowed, by_device=False)  # arrays are made of the CPU's operators
@@ -79,6 +81,8 @@ class Member:
     def choose_from(self, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
         """The Program and batch of a step from `state`. None if more gradients must be kept than before; `state.keep`
         is updated then. Raises as `choose`."""
+        if self._zeros:  # a schedule, or a loaded state, may have set them
+            zeros.put(self.table.optimizers, self._zeros, zeros.LEAST)
         self.guard.check_writes(bytes_too=True)
         self._take_gradients()
         choice = self._function.choose(args, kwargs, state)
@@ -122,7 +126,12 @@ class Member:
     def dictionaries(self, pull: Pull) -> dict[str, Any]:
         """{"model": ..., "optimizer": ...} of the array's state."""
         with self.guard.suspended():
-            return dictionaries(self.table, self.state, pull)
+            found = dictionaries(self.table, self.state, pull)
+        if self._zeros:
+            several_of = found["optimizer"]
+            for each in several_of if isinstance(several_of, list) else [several_of]:
+                each["param_groups"] = zeros.restored(each["param_groups"])
+        return found
 
     def install(self, pull: Pull) -> None:
         """Copy the array's state into the local model and optimizer."""
@@ -154,6 +163,7 @@ class Member:
 
     def release(self) -> None:
         self.guard.remove()
+        zeros.put(self.table.optimizers, self._zeros, 0.0)
 
 
 class _Source:

@@ -94,7 +94,7 @@ def _same_ops(first: Program, other: Program, model: int, found: Sequence[Label 
             a.target == b.target and a.outs == b.outs and a.random == b.random and _fits(a.args, b.args)
             and [k for k, _ in a.kwargs] == [k for k, _ in b.kwargs]
             and _fits([v for _, v in a.kwargs], [v for _, v in b.kwargs])
-            and all(first.views[v] == other.views[v] for v in _views(a))
+            and all(v < len(other.views) and first.views[v] == other.views[v] for v in _views(a))
         )  # fmt: skip
         if not same:
             raise _different(first, other, model, index, found)

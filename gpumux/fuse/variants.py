@@ -239,7 +239,8 @@ class Variants:
         known = self.kind(choices[0])
         values = [c.values for c in choices]
         partly = partly or self.partial
-        count = 0 if partly else choices[0].program.lowered.counts[0]  # partly alike: no scalar is assumed equal
+        # Partly alike: no scalar is assumed equal. Of another number: they are not alike, as `align` says.
+        count = 0 if partly else min(c.program.lowered.counts[0] for c in choices)
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
         programs = [c.program.lowered.program for c in choices]

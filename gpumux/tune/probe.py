@@ -12,7 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from gpumux.client.arguments import several
 from gpumux.errors import ConfigError, NotFusible
+from gpumux.fuse import zeros
 from gpumux.fuse.fuse import fuse
 from gpumux.fuse.member import Member
 from gpumux.fuse.template import align, stream_bytes
@@ -54,11 +58,16 @@ class MemoryModel:
         return max(0, (limit - self.fixed) // max(1, self.each))
 
 
-def capture(task: Task, work: TrialWork, config: Config, batch: Batch, *, phases: int = _PHASES) -> CapturedStep:
-    """Capture the step of a configuration from a fresh model. Raises TrialFailed, CaptureError or a subclass."""
+def capture(
+    task: Task, work: TrialWork, config: Config, batch: Batch, *, phases: int = _PHASES, no_zeros: bool = False
+) -> CapturedStep:
+    """Capture the step of a configuration from a fresh model; with `no_zeros` as in an array in which no
+    hyper-parameter is 0 in all models. Raises TrialFailed, CaptureError or a subclass."""
     with preserving_random_state():
         step, model, optimizer = task.build(work.trial, config, work.seed)
     task.schedule(config, work.start, optimizer)
+    if no_zeros:
+        zeros.stand_in_everywhere(several(optimizer, torch.optim.Optimizer, "optimizer"))
     member = Member(f"trial {work.trial}", step, model, optimizer, max_variants=_VARIANTS)
     try:
         with naming_trial(work.trial, config, "the step"):
@@ -75,11 +84,17 @@ def capture(task: Task, work: TrialWork, config: Config, batch: Batch, *, phases
 
 
 def differ(task: Task, captured: CapturedStep, work: TrialWork, config: Config, batch: Batch) -> NotFusible | None:
-    """Why another configuration's step is not of the captured kind; None if it is. First steps are compared."""
+    """Why another configuration's step is not of the captured kind, which is that of `work`; None if it is. First
+    steps are compared."""
     try:
         align([captured.first, capture(task, work, config, batch, phases=1).first])
+        return None
     except NotFusible as error:
-        return error
+        reason = error
+    try:
+        align([capture(task, work, each, batch, phases=1, no_zeros=True).first for each in (work.config, config)])
+    except NotFusible:
+        return reason
     return None
 
 
@@ -115,13 +130,17 @@ def check(task: Task, space: Space, works: Sequence[TrialWork], captured: Captur
 
 def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
     """Configurations that differ from the first in as many fusible parameters at once as possible, with values of the
-    other trials: every choice occurs at least once, and for a range of numbers one other value."""
+    other trials: every choice occurs at least once, and for a range of numbers one other value, and its ends if they
+    may be drawn: an end may be a special case (a dropout of 0)."""
     first = configs[0]
+    if all(config == first for config in configs):
+        return []
     others: dict[str, list[Value]] = {}
     for p in space.parameters:
         if p.fusible and p.name in first:
             seen = [v for v in dict.fromkeys(config[p.name] for config in configs) if v != first[p.name]]
-            others[p.name] = seen if isinstance(p.domain, Choices) else seen[:1]
+            ends = [] if isinstance(p.domain, Choices) else [v for v in p.domain.ends() if v != first[p.name]]
+            others[p.name] = seen if isinstance(p.domain, Choices) else [*dict.fromkeys([*seen[:1], *ends])]
     count = max(map(len, others.values()), default=0)
     return [
         {**first, **{name: values[min(i, len(values) - 1)] for name, values in others.items() if values}}

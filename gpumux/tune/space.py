@@ -53,19 +53,12 @@ class Range:
         assert self.step is not None
         return math.floor((self.high - self.low) / self.step + 1e-9) + 1
 
-    def samples(self) -> tuple[Value, ...]:
-        """Two different values away from the ends: an end may be a special case (a weight decay of 0)."""
-        if self.step is not None:
-            ends: tuple[float, ...] = (self.low, self.low + self.step * (self.count() - 1))
-        elif self.log:
-            ratio = self.high / self.low
-            ends = (self.low * ratio**0.25, self.low * ratio**0.75)
-        else:
-            ends = (self.low + (self.high - self.low) * 0.25, self.low + (self.high - self.low) * 0.75)
-        if self.whole:
-            ends = (math.floor(ends[0]), math.ceil(ends[1]))
-            return tuple(dict.fromkeys(int(each) for each in ends))
-        return tuple(dict.fromkeys(float(each) for each in ends))
+    def ends(self) -> tuple[Value, ...]:
+        """The first value and the last, if they are drawn as often as others: with a step, or of whole numbers."""
+        if self.step is None and not self.whole:
+            return ()
+        last = self.high if self.step is None else self.low + self.step * (self.count() - 1)
+        return tuple(dict.fromkeys(int(each) if self.whole else float(each) for each in (self.low, last)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +69,6 @@ class Choices:
 
     def draw(self, random: Random) -> Value:
         return self.values[random.randrange(len(self.values))]
-
-    def samples(self) -> tuple[Value, ...]:
-        return self.values
 
 
 @dataclass(frozen=True, slots=True)

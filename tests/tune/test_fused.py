@@ -125,6 +125,27 @@ def test_mixtures_show_every_choice():
     assert probe.mixtures(space, [first, first]) == []
 
 
+def test_the_ends_of_a_range_are_tried_where_they_may_be_drawn():
+    space = Space.read({**ONE, "warmup": {"low": 0, "high": 3, "fusible": True}})
+    first = {"lr": 0.1, "batch_size": 8, "optimizer": "adam", "warmup": 1}
+    values = [mixed["warmup"] for mixed in probe.mixtures(space, [first, {**first, "warmup": 2}])]
+    assert values == [2, 0, 3]
+    assert probe.mixtures(space, [first]) == [], "one trial is an array of its own"
+
+
+def test_a_weight_decay_and_a_momentum_of_0_are_fused_with_others():
+    def factory(config):
+        step, model, optimizer = toy.factory(config)
+        optimizer.param_groups[0]["weight_decay"] = config["decay"]
+        return step, model, optimizer
+
+    zeros = {"choices": [0.0, 0.5], "fusible": True}
+    space = {**ONE, "optimizer": {"choices": ["sgd"]}, "momentum": zeros, "decay": zeros}
+    found = both(replace(TASK, factory=factory), space, algorithm="hyperband", steps=9, min_steps=3, trials=9)
+    assert {e.config["momentum"] for e in found.entries} == {e.config["decay"] for e in found.entries} == {0.0, 0.5}
+    assert max(found.notes["array_sizes"]) > 2
+
+
 def test_a_factory_that_is_another_each_time_is_said_to_be():
     widths = count(4)
     task = replace(TASK, factory=lambda config: toy.factory({**config, "width": next(widths)}))

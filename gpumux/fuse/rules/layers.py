@@ -19,10 +19,21 @@ def _flat(operand: Operand | None) -> torch.Tensor | None:
     return None if operand is None else operand.merged(0)
 
 
+def _dense(operand: Operand) -> torch.Tensor:
+    """[N, C, *] -> [N, B*C, *], in a layout of which the kernels make a result of the same one: merged, models of one
+    channel are a view with models outermost, for which kernels and fake tensors choose different layouts."""
+    merged = operand.merged(1)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(merged.dim())
+    if last is not None and merged.is_contiguous(memory_format=last):
+        return merged
+    return merged.contiguous()
+
+
 @rule("native_batch_norm")
 def batch_norm(call: Call) -> Any:
     """Batch norm with the models as more channels. The kernel writes the running statistics; its schema hides that."""
-    changes: dict[str, Any] = {"input": call["input"].merged(1)}
+    changes: dict[str, Any] = {"input": _dense(call["input"])}
     changes |= {name: _flat(call[name]) for name in ("weight", "bias")}
     done = []
     for name in ("running_mean", "running_var"):
@@ -40,7 +51,7 @@ def batch_norm(call: Call) -> Any:
 
 @rule("native_batch_norm_backward")
 def batch_norm_backward(call: Call) -> Any:
-    changes: dict[str, Any] = {name: call[name].merged(1) for name in ("grad_out", "input")}
+    changes: dict[str, Any] = {name: _dense(call[name]) for name in ("grad_out", "input")}
     for name in ("weight", "running_mean", "running_var", "save_mean", "save_invstd"):
         changes[name] = _flat(call[name])
     dx, dweight, dbias = call.invoke(changes)
@@ -50,14 +61,15 @@ def batch_norm_backward(call: Call) -> Any:
 @rule("native_group_norm")
 def group_norm(call: Call) -> Any:
     models = call.models
-    changes = {"input": call["input"].merged(1), "weight": _flat(call["weight"]), "bias": _flat(call["bias"])}
+    changes = {"input": _dense(call["input"]), "weight": _flat(call["weight"]), "bias": _flat(call["bias"])}
     changes |= {"C": models * call["C"], "group": models * call["group"]}
     return split_results(((t, 1) for t in call.invoke(changes)), models)
 
 
 @rule("native_group_norm_backward")
 def group_norm_backward(call: Call) -> Any:
-    changes: dict[str, Any] = {name: call[name].merged(1) for name in ("grad_out", "input", "mean", "rstd")}
+    changes: dict[str, Any] = {name: _dense(call[name]) for name in ("grad_out", "input")}
+    changes |= {name: call[name].merged(1) for name in ("mean", "rstd")}
     changes |= {"weight": _flat(call["weight"]), "C": call.models * call["C"], "group": call.models * call["group"]}
     return split_results(zip(call.invoke(changes), (1, 0, 0), strict=True), call.models)
 
