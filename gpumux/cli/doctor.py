@@ -17,7 +17,7 @@ import resource
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ import zmq
 
 from gpumux import __version__, compiled, config, hostmemory
 from gpumux.cli.control import Control
+from gpumux.cli.setup import installation
 from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import nvidia, registry
@@ -59,6 +60,15 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def distribution(path: Iterable[str] | None = None) -> Finding:
+    """Whether another project that is called gpumux shares this environment. path: as `installation.other_project`
+    takes it."""
+    other = installation.other_project(path)
+    if other is not None:
+        return Finding("distribution", FAIL, f"{other}, is installed in this environment", installation.MEND)
+    return Finding("distribution", OK, "no other project called gpumux in this environment")
 
 
 def gpu(root: Path = Path("/")) -> Finding:
@@ -434,7 +444,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     valid, config = configuration(path)
     address = endpoint or endpoints.preferred(config.endpoint) or endpoints.default_endpoint(config.gpu)
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
-    findings += [valid, *trusted_files(path or os.environ.get(ENV_CONFIG), config)]
+    findings += [distribution(), valid, *trusted_files(path or os.environ.get(ENV_CONFIG), config)]
     findings += [gpu(), cpu(), torch(), device(config)]
     findings += [core(), versions()]
     findings += [*shared_memory(), temp_dir(), *limits(), *cgroup(), memory()]

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from gpumux import __version__, config
 from gpumux.cli import arguments
 from gpumux.cli.completion import SHELLS
+from gpumux.cli.setup import installation
+from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
 from gpumux.cli.text import emit, emit_json
 from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
@@ -194,6 +196,18 @@ examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --save plan.json
   gpumux simulate --plan plan.json --low small-kernels-b4 --policy all --plot gpus.png --trace gpus.json
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
+"""
+_DEPLOY = """\
+README.md among the files has the commands that put them to use, from a directory with these names.
+
+examples:
+  gpumux deploy systemd -o deploy/systemd          a hardened unit, its users and directories, gpumux.toml
+  gpumux deploy prometheus -o deploy/prometheus    a scrape job, recording rules, alerts
+  gpumux deploy grafana -o deploy/grafana          the dashboard
+  gpumux deploy kubernetes -o deploy/kubernetes    a daemon on every GPU node
+  gpumux deploy slurm -o deploy/slurm              prolog and epilog scripts
+
+exit codes: 0 done, 64 wrong usage, 78 a file is there and differs, or can't be written
 """
 _COMPLETION = """\
 examples:
@@ -372,6 +386,12 @@ def build_parser() -> argparse.ArgumentParser:
     _simulation(simulate)
     arguments.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     arguments.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
+    deploy = _add(
+        subparsers, "deploy", "write the files for systemd, Prometheus, Grafana, Kubernetes or Slurm", _DEPLOY
+    )
+    deploy.add_argument("kind", choices=DEPLOYMENTS, metavar="|".join(DEPLOYMENTS), help="what they are for")
+    deploy.add_argument("-o", "--out", metavar="DIR", required=True, help="where to write them")
+    deploy.add_argument("--force", action="store_true", help="replace files that are there and differ")
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     completion.set_defaults(parser=parser)
@@ -415,7 +435,12 @@ def exit_code(error: GpumuxError) -> int:
 
 
 # Verbs without a module of their own: (module, function).
-_ELSEWHERE = {"serve": ("main", "run_serve"), "status": ("jobs", "run_status"), "version": ("main", "run_version")}
+_ELSEWHERE = {
+    "serve": ("main", "run_serve"),
+    "status": ("jobs", "run_status"),
+    "version": ("main", "run_version"),
+    "deploy": ("setup.deploy", "run"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -441,6 +466,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GpumuxError as error:
         print_error(error, argv)
         return exit_code(error)
+    except ModuleNotFoundError as error:
+        needed = installation.missing(error)
+        if needed is None:
+            raise
+        print_error(needed, argv)
+        return exit_code(needed)
     except BrokenPipeError:  # `gpumux status | head` is no error; keep the interpreter from reporting it
         sys.stderr.close()
         return EX_OK
@@ -458,6 +489,7 @@ SETTINGS = (
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    installation.check_torch()  # the processes that run jobs import it
     from gpumux.daemon.main import run  # what the daemon needs is more than any other command does
 
     flags = {name: getattr(args, name) for name in SETTINGS}

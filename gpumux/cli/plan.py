@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
+from gpumux.cli.setup import installation
 from gpumux.cli.text import emit, emit_json, milliseconds, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
@@ -146,6 +147,7 @@ def _network(args: argparse.Namespace) -> int:
         raise ConfigError(f"-o on rank {args.rank}", "rank 0 writes the file: leave it out here")
     if not follows and args.out is None:
         raise ConfigError("no file for the result", "name one: -o net.json")
+    installation.check_torch()  # the ranks import it
     out = None if args.out is None else _new_file(args.out)
     asked = ranks.Measurement(args.ranks, args.device, int(args.largest), args.rounds, args.limit)
     progress = _progress("rounds")

@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, whose plural ends in s: "1 job", "2 jobs", "1,000 jobs"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
