@@ -28,7 +28,8 @@ from gpumux.types import DeviceInfo
 class PromiseFigures:
     """A high job's promise. `slowdown` and `slowdown_p99`: recent steps over the step alone (1.0: as fast as
     alone), None before there is a baseline. `samples`: number of steps alone behind the baseline. `estimates`: number
-    of pieces beside low work behind its slowdowns by range."""
+    of pieces beside low work behind its slowdowns by range. `verdict`: a line of text; `broken_for_s`: how long the
+    promise has been broken, 0 unless it is."""
 
     target: float
     slowdown: float | None
@@ -39,6 +40,8 @@ class PromiseFigures:
     samples: int
     estimates: int
     host_wait_s: float
+    verdict: str
+    broken_for_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,11 @@ def families() -> dict[str, Any]:
             "1 while a high job's slowdown is within its target, and its tail within twice the excess.",
             labels=per_job,
         ),
+        "broken": gauge(
+            "gpumux_job_promise_broken_seconds",
+            "How long a high job's promise has been broken; 0 while it is kept.",
+            labels=per_job,
+        ),
         "over": counter("gpumux_job_steps_over_target", "Steps slower than the target allows.", labels=per_job),
         "solo": gauge("gpumux_job_solo_step_seconds", "A high job's step alone, as measured.", labels=per_job),
         "baseline": gauge("gpumux_job_baseline_samples", "Steps alone that estimate rests on.", labels=per_job),
@@ -114,6 +122,7 @@ def fill_job(found: dict[str, Any], short: str, promise: PromiseFigures | None) 
         ("slowdown_p99", promise.slowdown_p99),
         ("target", promise.target),
         ("kept", None if promise.slowdown is None else float(promise.kept)),
+        ("broken", None if promise.slowdown is None else promise.broken_for_s),
         ("over", promise.steps_over),
         ("solo", promise.solo_step_s),
         ("baseline", promise.samples),

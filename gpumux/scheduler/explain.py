@@ -17,8 +17,9 @@ from gpumux.scheduler.guard.decisions import REASONS, Hold
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
-from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
+from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import Record, SchedulerState
+from gpumux.scheduler.verdict import slowdown_figures, verdict
 from gpumux.types import JobId, PieceDone, Priority, StepId
 
 OUTLIER = 8.0  # times what a step may lose on average
@@ -150,12 +151,10 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
     if found["slowdown"] is None:
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
-        kept, slack = "kept" if found["kept"] else "broken", high.budget.slack
         lines.append(
-            f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
-            f" ({high.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
-            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
-            f" {high.steps} steps took more than what is promised on average."
+            f"Its promise: {verdict(found, state.now)}. A step takes {high.solo_step() * 1e3:.3f} ms alone; the mean is"
+            f" over that, and the tail is what 99 in 100 steps stay within. {high.over} of all its {high.steps} steps"
+            " took more than what is promised on average."
         )
     if high.arrivals.at_random:
         lines.append(

@@ -56,6 +56,7 @@ FROZEN = {
     "gpumux_job_memory_measured_bytes": ("gauge", ("job",)),
     "gpumux_jobs_outgrown_total": ("counter", ()),
     "gpumux_inconsistencies_total": ("counter", ("scope",)),
+    "gpumux_job_promise_broken_seconds": ("gauge", ("job",)),
     "gpumux_job_promise_kept": ("gauge", ("job",)),
     "gpumux_job_slowdown_p99_ratio": ("gauge", ("job",)),
     "gpumux_job_slowdown_ratio": ("gauge", ("job",)),
@@ -77,7 +78,9 @@ FROZEN = {
 
 DEVICE = DeviceInfo("cpu", "a CPU", 1 << 30, 2, 1, "2.13", {"low": 0.002})
 JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7, saved=1.0, saved_bytes=5, measured_bytes=3000)
-PROMISE = PromiseFigures(1.05, 1.02, 1.04, True, 3, 0.010, 24, 80, 0.5)
+PROMISE = PromiseFigures(
+    1.05, 1.02, 1.04, True, 3, 0.010, 24, 80, 0.5, "mean 1.02 of 1.05, tail 1.04 of 1.10 in 80 steps: kept", 0.0
+)
 GANG = GangFigures(0.5, 640, 320)
 HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promise=PROMISE, gang=GANG)
 GUARD = GuardFigures(2, 5, 1, 12.5, {"ban": 0.25, "gap": 0.0})

@@ -129,6 +129,7 @@ def test_promises_reach_the_page():
         'gpumux_job_slowdown_ratio{job="j2"} 1.02',
         'gpumux_job_slowdown_target_ratio{job="j2"} 1.05',
         'gpumux_job_promise_kept{job="j2"} 1.0',
+        'gpumux_job_promise_broken_seconds{job="j2"} 0.0',
         'gpumux_job_steps_over_target_total{job="j2"} 3.0',
         'gpumux_held_seconds_total{reason="ban"} 0.25',
         'gpumux_held_seconds_total{reason="gap"} 0.0',
@@ -141,7 +142,7 @@ def test_promises_reach_the_page():
 
 
 def test_what_was_not_measured_has_no_series():
-    unknown = PromiseFigures(1.05, None, None, True, 0, None, 0, 0, 0.0)
+    unknown = PromiseFigures(1.05, None, None, True, 0, None, 0, 0, 0.0, "mean ?", 0.0)
     fresh = JobFigures("j3", "new", 1, "high", "open", 0, 0, 0, 0.0, 0, promise=unknown)
     text = generate_latest(metrics_with(figures(fresh, guard=None)).registry).decode()
     assert "gpumux_job_slowdown_ratio{" not in text
