@@ -142,8 +142,13 @@ ARGUMENTS: dict[str, str] = {
     "tune": "sweep:factory --space space.toml --trials 2 --steps 5",
     "deploy": "systemd -o written",
     "completion": "bash",
+    "keys": "laptop",
+    "jobs priority": "j1 high",
+    "jobs weight": "j1 2",
+    "jobs profile": "j1 -o profile.json",
+    **{f"jobs {verb}": "j1" for verb in ("pause", "resume", "stop", "explain")},
 }
-ALONE = {"version", "simulate", "plan gpus", "completion", "deploy"}  # need no torch and no daemon
+ALONE = {"version", "simulate", "plan gpus", "completion", "deploy", "config", "keys"}  # need no torch and no daemon
 NEED_TORCH = {
     "serve", "plan burst", "plan profile", "plan network", "plan batch", "plan memory", "plan servers", "tune",
 }  # fmt: skip

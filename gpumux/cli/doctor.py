@@ -28,7 +28,7 @@ import zmq
 from gpumux import __version__, compiled, config, hostmemory
 from gpumux.cli.control import Control
 from gpumux.cli.setup import installation
-from gpumux.cli.text import emit, emit_json, size
+from gpumux.cli.text import counted, emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import nvidia, registry
 from gpumux.device.workers import confinement
@@ -87,7 +87,7 @@ def gpu(root: Path = Path("/")) -> Finding:
     shut = [name for name in has.gpus if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
     if shut:
         return Finding("gpu", FAIL, f"no access to /dev/{shut[0]}", "join the group that owns it (often video)")
-    return Finding("gpu", OK, f"{len(has.gpus)} GPU(s), driver {has.driver}")
+    return Finding("gpu", OK, f"{counted(len(has.gpus), 'GPU')}, driver {has.driver}")
 
 
 def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding:
@@ -508,5 +508,5 @@ def describe(findings: list[Finding]) -> str:
         if finding.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
     counts = {level: sum(f.level == level for f in findings) for level in (WARN, FAIL)}
-    lines.append(f"{counts[FAIL]} failed, {counts[WARN]} warnings")
+    lines.append(f"{counts[FAIL]} failed, {counted(counts[WARN], 'warning')}")
     return "\n".join(lines)

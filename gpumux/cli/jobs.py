@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             return _explain(control, job, args)
         if args.verb in ("priority", "weight"):
             return _regrade(control, job, args)
-        control.change(args.verb, job["job"], drain=args.drain)
+        control.change(args.verb, job["job"], drain=args.verb == "stop" and args.drain)
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
     else:
@@ -71,7 +72,7 @@ def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
     """Write a profile of the job's operators."""
     profile = replace(loads(control.profile(job["job"], args.program).decode()), name=job["name"])
     save(profile, Path(args.out))
-    summary = f"{len(profile.ops)} operators, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
+    summary = f"{counted(len(profile.ops), 'operator')}, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb, "file": args.out})
     else:
@@ -90,7 +91,10 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UnknownJob(f"no job {wanted!r}", "`gpumux jobs` lists them")
+        known = [job[name] for job in jobs for name in ("name", "short") if job[name]]
+        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+        remedy = f"did you mean {printable(near[0])}? " if near else ""
+        raise UnknownJob(f"no job {wanted!r}", remedy + "`gpumux jobs` lists them")
     short = ", ".join(job["short"] for job in found)
     raise UnknownJob(f"{wanted!r} stands for {len(found)} jobs", f"name one of {short}")
 

@@ -41,7 +41,7 @@ def verdict(figures: dict[str, Any], now: float) -> str:
     )
     if mean is None:
         return f"mean ? of {promised:.2f}, tail ? of {tail_promised:.2f}: not measured yet"
-    steps = "1 step" if figures["steps"] == 1 else f"{figures['steps']} steps"
+    steps = counted(figures["steps"], "step")
     state = "kept" if figures["kept"] else f"BROKEN since {age(now - figures['broken_since'])}"
     return f"mean {_of(mean, promised)}, tail {_of(tail, tail_promised)} in {steps}: {state}"
 
@@ -52,6 +52,11 @@ def _of(value: float, limit: float) -> str:
     while value > limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
         digits += 1
     return f"{value:.{digits}f} of {limit:.{digits}f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, whose plural ends in s: "1 step", "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def age(seconds: float) -> str:

@@ -238,6 +238,18 @@ def test_a_job_is_found_by_id_prefix_short_id_or_name(wanted):
     assert jobs.find([other, job()], wanted)["short"] == "j1"
 
 
+def test_an_unknown_job_gets_the_nearest_one():
+    with pytest.raises(UnknownJob, match="did you mean sweep"):
+        jobs.find([job()], "sweeep")
+
+
+def test_what_is_asked_of_a_job_may_stand_on_either_side_of_the_verb():
+    for words in (["--timeout", "3", "pause", "j1"], ["pause", "j1", "--timeout", "3"]):
+        args = build_parser().parse_args(["jobs", *words])
+        assert (args.verb, args.job, args.timeout, args.json) == ("pause", "j1", 3.0, False)
+    assert build_parser().parse_args(["jobs", "--json"]).verb == "list"
+
+
 def test_an_unknown_or_ambiguous_job_is_refused():
     both = [job(), job(job="ac" * 16, short="j2")]
     with pytest.raises(UnknownJob, match="no job 'zz'"):
