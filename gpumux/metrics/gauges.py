@@ -70,7 +70,7 @@ class BanFigures:
 
 
 def families() -> dict[str, Any]:
-    gauge, counter, per_job = GaugeMetricFamily, CounterMetricFamily, ["job"]
+    gauge, counter, per_job = GaugeMetricFamily, CounterMetricFamily, ["job_id"]
     return {
         "slowdown": gauge(
             "gpumux_job_slowdown_ratio", "Recent steps of a high job over its step alone.", labels=per_job
@@ -283,7 +283,7 @@ class GaugeCollector(Collector):
 
 
 def _families() -> dict[str, Any]:
-    gauge, per_job = GaugeMetricFamily, ["job"]
+    gauge, per_job = GaugeMetricFamily, ["job_id"]
     return {
         "build": InfoMetricFamily("gpumux_build", "Which gpumux this is."),
         "device": InfoMetricFamily("gpumux_device", "Which device the daemon owns."),
@@ -298,7 +298,7 @@ def _families() -> dict[str, Any]:
         "errors": CounterMetricFamily(
             "gpumux_protocol_errors", "What clients sent that made no sense.", labels=["reason"]
         ),
-        "info": InfoMetricFamily("gpumux_job", "Who a job label stands for.", labels=per_job),
+        "info": InfoMetricFamily("gpumux_job", "What a job_id stands for.", labels=per_job),
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "measured": gauge(
             "gpumux_job_memory_measured_bytes", "Memory a job held at most in a recent step.", labels=per_job
@@ -310,7 +310,7 @@ def _families() -> dict[str, Any]:
             "gpumux_peers_wait_seconds", "Time a job of a gang waited for other ranks and their data.", labels=per_job
         ),
         "exchanged": CounterMetricFamily(
-            "gpumux_collective_bytes", "Bytes a job of a gang exchanged with other ranks.", labels=["job", "direction"]
+            "gpumux_collective_bytes", "Bytes a job of a gang exchanged with other ranks.", labels=["job_id", "direction"]
         ),
         "saved": gauge(
             "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job

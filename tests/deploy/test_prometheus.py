@@ -47,7 +47,7 @@ def test_a_rule_names_only_what_is_in_the_contract(rule):
         ("rate(gpumux_step_total[5m])", "no metric gpumux_step_total"),
         ('gpumux_queue_depth{prio="low"}', "gpumux_queue_depth has no label prio"),
         ("sum by (gpu) (gpumux_sessions)", "nothing here has a label gpu"),
-        ('gpumux_job_info{job_id="gpumux_sessions"}', "gpumux_job_info has no label job_id"),
+        ('gpumux_job_info{jobid="gpumux_sessions"}', "gpumux_job_info has no label jobid"),
         ("gpumux_step_seconds", "no metric gpumux_step_seconds"),
         ("job:gpumux_slowdwn:ratio", "no metric job:gpumux_slowdwn:ratio"),
         ("vector(1)", "names no metric of gpumux"),
