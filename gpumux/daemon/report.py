@@ -237,6 +237,7 @@ def figures(
         bans=_bans(snapshot, records),
         pairs=pairs[0],
         pairs_known=pairs[1],
+        leaving=snapshot["leaving"] or "",
     )
 
 

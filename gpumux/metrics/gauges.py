@@ -215,6 +215,7 @@ class Figures:
     bans: tuple[BanFigures, ...] = ()  # in force
     pairs: tuple[PairFigures, ...] = ()  # of programs that were measured side by side: those that lose most
     pairs_known: int = 0  # how many there are
+    leaving: str = ""  # why the daemon takes no more work, "" while it does
 
 
 def label_text(name: str) -> str:
@@ -310,7 +311,9 @@ def _families() -> dict[str, Any]:
             "gpumux_peers_wait_seconds", "Time a job of a gang waited for other ranks and their data.", labels=per_job
         ),
         "exchanged": CounterMetricFamily(
-            "gpumux_collective_bytes", "Bytes a job of a gang exchanged with other ranks.", labels=["job_id", "direction"]
+            "gpumux_collective_bytes",
+            "Bytes a job of a gang exchanged with other ranks.",
+            labels=["job_id", "direction"],
         ),
         "saved": gauge(
             "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job
