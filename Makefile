@@ -82,10 +82,10 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-# setuptools first, pinned, and no build isolation: the same build backend for everyone.
+# The build backend first, pinned, and no build isolation: the same build backend for everyone.
 $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt constraints-cpu.txt
 	@echo "installing gpumux and what the demo needs (torch is large: the first time takes minutes)"
-	@$(PIP) setuptools
+	@$(PIP) hatchling
 	@$(PIP) --no-build-isolation --editable . scikit-learn
 	@touch $@
 

@@ -176,6 +176,19 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "operator": _flag,
 }
 
+# What each of them means, for the reference of settings.
+RULE_SETTINGS: Mapping[str, str] = {
+    "users": "names or numbers of users it is for",
+    "groups": "names or numbers of groups it is for",
+    "keys": "names of CURVE keys it is for, without .key",
+    "submit": "whether they may submit jobs (true)",
+    "max_priority": "the highest priority of their jobs, low or high (high)",
+    "max_jobs": "open jobs of each of them (no limit but max_jobs_per_user)",
+    "max_bytes": "device bytes that the jobs of each may be charged (no limit but max_bytes_per_user)",
+    "max_weight": "the largest weight of their jobs (no limit)",
+    "operator": "whether they may see, change and end the jobs of all users (false)",
+}
+
 
 # ---- The settings.
 
@@ -207,10 +220,13 @@ def _setting(
     high: float | None = None,
     choices: Sequence[str] = (),
     words: Mapping[str, Any] | None = None,
+    reload: bool = False,
 ) -> Any:
-    """One setting. words: spellings that stand for a value (`off`), in the file and outside it."""
+    """One setting. words: spellings that stand for a value (`off`), in the file and outside it. reload: a daemon that
+    reads its file again takes the new value; other settings are fixed at the start, in sockets, in the device, or in
+    what clients were told when they connected."""
     meta = {"meaning": meaning, "table": table, "low": low, "high": high, "choices": choices, "words": words or {}}
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata={**meta, "reload": reload})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +239,7 @@ class Config:
         "what runs the work; auto takes the GPU where a driver and a CUDA build of torch are, and is cuda if gpu"
         " is set",
         choices=DEVICES,
+        words={"gpu": "cuda"},
     )
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
     gpu_shares: str = _setting(
@@ -259,55 +276,79 @@ class Config:
         words={"off": 0},
     )
     keep_s: float = _setting(
-        86400.0, "how long a job whose client left is kept, to be resumed", low=0.0, high=31_536_000
+        86400.0, "how long a job whose client left is kept, to be resumed", low=0.0, high=31_536_000, reload=True
     )
-    log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS)
-    log_format: str = _setting("text", "lines for people, or one JSON object a line", choices=LOG_FORMATS)
+    log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS, reload=True)
+    log_format: str = _setting("text", "lines for people, or one JSON object a line", choices=LOG_FORMATS, reload=True)
     heartbeat_s: float = _setting(2.0, "a side silent for this long sends a heartbeat", low=0.05, high=3600)
     lease_s: float = _setting(10.0, "a client unheard for this long is gone, and its jobs with it", low=0.1, high=86400)
-    drain_s: float = _setting(5.0, "how long a leaving daemon waits for jobs to be unloaded", low=0.0, high=3600)
-
-    max_sessions: int = _setting(256, "connections at a time", table="limits", low=1, high=1_000_000)
-    max_sessions_per_user: int = _setting(128, "connections of one user", table="limits", low=1, high=1_000_000)
-    max_jobs: int = _setting(1024, "open jobs at a time", table="limits", low=1, high=1_000_000)
-    max_jobs_per_user: int = _setting(64, "open jobs of one user", table="limits", low=1, high=1_000_000)
-    max_bytes_per_user: int = _setting(
-        0, "device bytes one user's jobs may be charged; 0 means all of the device", table="limits", low=0
+    drain_s: float = _setting(
+        5.0, "how long a leaving daemon waits for jobs to be unloaded", low=0.0, high=3600, reload=True
     )
-    max_programs_per_job: int = _setting(64, "programs one job may load", table="limits", low=1, high=1_000_000)
-    max_inflight: int = _setting(64, "unanswered steps one job may ask for", table="limits", low=1, high=65536)
+
+    max_sessions: int = _setting(256, "connections at a time", table="limits", low=1, high=1_000_000, reload=True)
+    max_sessions_per_user: int = _setting(
+        128, "connections of one user", table="limits", low=1, high=1_000_000, reload=True
+    )
+    max_jobs: int = _setting(1024, "open jobs at a time", table="limits", low=1, high=1_000_000, reload=True)
+    max_jobs_per_user: int = _setting(64, "open jobs of one user", table="limits", low=1, high=1_000_000, reload=True)
+    max_bytes_per_user: int = _setting(
+        0, "device bytes one user's jobs may be charged; 0 means all of the device", table="limits", low=0, reload=True
+    )
+    max_programs_per_job: int = _setting(
+        64, "programs one job may load", table="limits", low=1, high=1_000_000, reload=True
+    )
+    max_inflight: int = _setting(
+        64, "unanswered steps one job may ask for", table="limits", low=1, high=65536, reload=True
+    )
     max_message_bytes: int = _setting(
-        256 * MIB, "of any one frame of a message", table="limits", low=4096, high=16 * GIB
+        256 * MIB, "size of any one frame of a message", table="limits", low=4096, high=16 * GIB
     )
     max_shared_bytes: int = _setting(
-        0, "shared memory for batches, results and transfers; 0 means half of the machine's",
-        table="limits", low=0,
-    )  # fmt: skip
-    max_shared_bytes_per_user: int = _setting(0, "of that, for one user; 0 means all of it", table="limits", low=0)
+        0,
+        "shared memory for batches, results and transfers; 0 means half of the machine's",
+        table="limits",
+        low=0,
+        reload=True,
+    )
+    max_shared_bytes_per_user: int = _setting(
+        0, "shared memory for one user; 0 means all of max_shared_bytes", table="limits", low=0, reload=True
+    )
 
     max_snapshot_bytes_per_user: int = _setting(
-        0, "bytes one user's snapshots may hold on the disk; 0 leaves it to the disk", table="limits", low=0
+        0,
+        "bytes one user's snapshots may hold on the disk; 0 leaves it to the disk",
+        table="limits",
+        low=0,
+        reload=True,
     )
 
     allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
     curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")
     curve_client_keys: str = _setting("", "directory of CURVE public keys that may connect", table="access")
     metrics_names: str = _setting(
-        "hidden", "whether /metrics and the status page, which ask for no password, name jobs", table="access",
+        "hidden",
+        "whether /metrics and the status page, which ask for no password, name jobs",
+        table="access",
         choices=("hidden", "shown"),
-    )  # fmt: skip
+        reload=True,
+    )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
         "host names by which /metrics and the status page may be asked for, beside this machine's own",
         table="access",
     )
-    rules: tuple[Rule, ...] = _setting((), "access rules: what each user may do", table="access")
+    rules: tuple[Rule, ...] = _setting((), "access rules: what each user may do", table="access", reload=True)
 
     stores: tuple[str, ...] = _setting(
-        (), "networks where clients may run the store of a job on several devices, beside this machine", table="gangs"
+        (),
+        "networks where clients may run the store of a job on several devices, beside this machine",
+        table="gangs",
+        reload=True,
     )
 
 
+RELOADABLE = frozenset(each.name for each in fields(Config) if each.metadata["reload"])
 FILE_ONLY = frozenset({"rules"})  # too much for a variable or a flag
 
 

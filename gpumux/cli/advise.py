@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import isinf
 from pathlib import Path
 
-from gpumux.cli.text import emit, emit_json, size, table
+from gpumux.cli.text import counted, emit, emit_json, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan import guidelines
@@ -203,7 +203,7 @@ def _gpus(args: argparse.Namespace) -> int:
             )
         else:
             lines.append(
-                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give"
+                f"{args.speedup:g} times as fast with R_O {given:.1%}: {counted(gpus, 'GPU')} (they give"
                 f" {guidelines.speedup(gpus, given):.2f}, efficiency {guidelines.efficiency(gpus, given):.0%})"
             )
             if args.efficiency is not None:
@@ -216,8 +216,8 @@ def _gpus(args: argparse.Namespace) -> int:
             "speedup_of_gpus": guidelines.speedup(args.gpus, given),
         }
         lines.append(
-            f"{args.gpus} GPUs with R_O {given:.1%}: {guidelines.speedup(args.gpus, given):.2f} times as fast,"
-            f" efficiency {guidelines.efficiency(args.gpus, given):.0%}"
+            f"{counted(args.gpus, 'GPU')} with R_O {given:.1%}: {guidelines.speedup(args.gpus, given):.2f} times as"
+            f" fast, efficiency {guidelines.efficiency(args.gpus, given):.0%}"
         )
     if args.speedup is not None and args.efficiency is not None and given is None:
         fewest = guidelines.gpus_at(args.speedup, args.efficiency)
@@ -228,12 +228,13 @@ def _gpus(args: argparse.Namespace) -> int:
             "tolerable_overhead_of_speedup": None if isinf(most) else most,
         }
         lines.append(
-            f"{args.speedup:g} times as fast at efficiency {args.efficiency:.0%}: {fewest} GPUs; {_tolerable(most)}"
+            f"{args.speedup:g} times as fast at efficiency {args.efficiency:.0%}: {counted(fewest, 'GPU')};"
+            f" {_tolerable(most)}"
         )
     if args.gpus is not None and args.efficiency is not None:
         most = guidelines.tolerable_overhead(args.gpus, args.efficiency)
         body["tolerable_overhead"] = None if isinf(most) else most
-        lines.append(f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: {_tolerable(most)}")
+        lines.append(f"{counted(args.gpus, 'GPU')} at efficiency {args.efficiency:.0%}: {_tolerable(most)}")
     idle = _unanswered(args, given)
     if not lines or idle:
         raise ConfigError(

@@ -10,7 +10,7 @@ from math import isfinite, isinf
 from pathlib import Path
 
 from gpumux.cli.advise import idle_option, model_profile
-from gpumux.cli.text import emit, emit_json, milliseconds, table
+from gpumux.cli.text import counted, emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
 from gpumux.plan import baselines, costs, plot
 from gpumux.plan.costs import Network, powers_of_two
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     profile = model_profile(args)
     counts = args.counts or powers_of_two(args.gpus)
     if counts[-1] > args.gpus:
-        raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {args.gpus} GPUs", "leave it out")
+        raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {counted(args.gpus, 'GPU')}", "leave it out")
     query = PlanQuery(
         reduce(profile), args.global_batch, args.gpus, counts, link, args.amplification, args.overlap, args.algorithm
     )
@@ -113,10 +113,10 @@ def describe(plan: BurstPlan) -> str:
             )
         )
     head = (
-        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)},"
-        f" {plan.algorithm}\niteration {milliseconds(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU;"
-        f" {plan.busy * 1e3:.3f} GPU-ms used, {plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%} of"
-        f" {plan.gpus} GPUs)"
+        f"{plan.graph.name} on {counted(plan.gpus, 'GPU')}, global batch {plan.batch}, amplification limit"
+        f" {_limit(plan.limit)}, {plan.algorithm}\niteration {milliseconds(plan.seconds)}, {plan.speedup:.2f} times as"
+        f" fast as one GPU; {plan.busy * 1e3:.3f} GPU-ms used, {plan.idle * 1e3:.3f} GPU-ms idle for other jobs"
+        f" ({_idle(plan):.0%} of {plan.gpus} GPUs)"
     )
     away = len(plan.placement.away)
     if away:

@@ -37,8 +37,8 @@ class CommandSpec(NamedTuple):
     words: tuple[str, ...]  # ("jobs",) or ("plan", "burst")
     meaning: str
     flags: tuple[Flag, ...]
-    words_after: tuple[str, ...]  # subcommands, or the values of the first argument
-    jobs: bool  # whether the argument after that is a job
+    words_after: tuple[str, ...]  # subcommands, or the values of an argument that is no job
+    jobs: bool  # whether the first argument is a job
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,16 +146,15 @@ def _bash(commands: list[CommandSpec]) -> str:
 
 
 def _bash_words(path: str, command: CommandSpec) -> list[str]:
-    first = f'COMPREPLY=($(compgen -W "{" ".join(command.words_after)}" -- "$word"))'
+    words = f'COMPREPLY=($(compgen -W "{" ".join(command.words_after)}" -- "$word"))'
     if command.jobs:
         return [
             f'    "{path}") case "$plain" in',
-            f"        0) {first} ;;",
-            '        1) COMPREPLY=($(compgen -W "$(_gpumux_jobs)" -- "$word")) ;;',
-            '        2) COMPREPLY=($(compgen -W "low high" -- "$word")) ;;',
+            '        0) COMPREPLY=($(compgen -W "$(_gpumux_jobs)" -- "$word")) ;;',
+            *([f"        1) {words} ;;"] if command.words_after else []),
             "      esac ;;",
         ]
-    return [f'    "{path}") {first} ;;'] if command.words_after else []
+    return [f'    "{path}") {words} ;;'] if command.words_after else []
 
 
 def _zsh(commands: list[CommandSpec]) -> str:
@@ -193,8 +192,7 @@ def _fish_command(command: CommandSpec, known: dict[tuple[str, ...], CommandSpec
         said = f" -d '{_quoted(below.meaning)}'" if below is not None and below.meaning else ""
         lines.append(f"complete -c gpumux -n '{here}{none_yet}' -a {word}{said}")
     if command.jobs:
-        verbs = " ".join(command.words_after)
-        lines.append(f"complete -c gpumux -n '{here}; and __fish_seen_subcommand_from {verbs}' -a '(__gpumux_jobs)'")
+        lines.append(f"complete -c gpumux -n '{here}' -a '(__gpumux_jobs)'")
     for flag in command.flags:
         names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
         more = (

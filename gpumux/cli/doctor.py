@@ -17,7 +17,7 @@ import resource
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,8 @@ import zmq
 
 from gpumux import __version__, compiled, config, hostmemory
 from gpumux.cli.control import Control
-from gpumux.cli.text import emit, emit_json, size
+from gpumux.cli.setup import installation
+from gpumux.cli.text import counted, emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import nvidia, registry
 from gpumux.device.workers import confinement
@@ -61,6 +62,15 @@ def _read(path: Path) -> str:
         return ""
 
 
+def distribution(path: Iterable[str] | None = None) -> Finding:
+    """Whether another project that is called gpumux shares this environment. path: as `installation.other_project`
+    takes it."""
+    other = installation.other_project(path)
+    if other is not None:
+        return Finding("distribution", FAIL, f"{other}, is installed in this environment", installation.MEND)
+    return Finding("distribution", OK, "no other project called gpumux in this environment")
+
+
 def gpu(root: Path = Path("/")) -> Finding:
     """The NVIDIA driver and its devices, without loading CUDA."""
     has = nvidia.look(root)
@@ -77,7 +87,7 @@ def gpu(root: Path = Path("/")) -> Finding:
     shut = [name for name in has.gpus if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
     if shut:
         return Finding("gpu", FAIL, f"no access to /dev/{shut[0]}", "join the group that owns it (often video)")
-    return Finding("gpu", OK, f"{len(has.gpus)} GPU(s), driver {has.driver}")
+    return Finding("gpu", OK, f"{counted(len(has.gpus), 'GPU')}, driver {has.driver}")
 
 
 def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding:
@@ -434,7 +444,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     valid, config = configuration(path)
     address = endpoint or endpoints.preferred(config.endpoint) or endpoints.default_endpoint(config.gpu)
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
-    findings += [valid, *trusted_files(path or os.environ.get(ENV_CONFIG), config)]
+    findings += [distribution(), valid, *trusted_files(path or os.environ.get(ENV_CONFIG), config)]
     findings += [gpu(), cpu(), torch(), device(config)]
     findings += [core(), versions()]
     findings += [*shared_memory(), temp_dir(), *limits(), *cgroup(), memory()]
@@ -498,5 +508,5 @@ def describe(findings: list[Finding]) -> str:
         if finding.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
     counts = {level: sum(f.level == level for f in findings) for level in (WARN, FAIL)}
-    lines.append(f"{counts[FAIL]} failed, {counts[WARN]} warnings")
+    lines.append(f"{counts[FAIL]} failed, {counted(counts[WARN], 'warning')}")
     return "\n".join(lines)

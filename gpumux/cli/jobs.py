@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import duration, emit, emit_json, printable, rank_of, size, table
+from gpumux.cli.text import counted, duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
 from gpumux.errors import NotOwner, UnknownJob
 from gpumux.program.profile import loads, save
 from gpumux.types import Priority
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 emit_json(jobs)
             else:
-                emit(job_table(jobs) if jobs else "no jobs")
+                emit("\n".join([*_above(jobs), job_table(jobs)]) if jobs else "no jobs")
             return 0
         job = find(jobs, args.job)
         if not job["mine"]:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             return _explain(control, job, args)
         if args.verb in ("priority", "weight"):
             return _regrade(control, job, args)
-        control.change(args.verb, job["job"], drain=args.drain)
+        control.change(args.verb, job["job"], drain=args.verb == "stop" and args.drain)
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
     else:
@@ -71,7 +72,7 @@ def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
     """Write a profile of the job's operators."""
     profile = replace(loads(control.profile(job["job"], args.program).decode()), name=job["name"])
     save(profile, Path(args.out))
-    summary = f"{len(profile.ops)} operators, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
+    summary = f"{counted(len(profile.ops), 'operator')}, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb, "file": args.out})
     else:
@@ -90,7 +91,10 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UnknownJob(f"no job {wanted!r}", "`gpumux jobs` lists them")
+        known = [job[name] for job in jobs for name in ("name", "short") if job[name]]
+        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+        remedy = f"did you mean {printable(near[0])}? " if near else ""
+        raise UnknownJob(f"no job {wanted!r}", remedy + "`gpumux jobs` lists them")
     short = ", ".join(job["short"] for job in found)
     raise UnknownJob(f"{wanted!r} stands for {len(found)} jobs", f"name one of {short}")
 
@@ -104,20 +108,10 @@ def _state(job: dict[str, Any]) -> str:
 
 
 def _promise(job: dict[str, Any]) -> str:
-    """A high job's slowdown and its limit, or the reason why a low job is held."""
-    promise = job["promise"]
-    if promise is None:
-        return ""
-    if job["priority"] == "low":
-        return f"held: {promise['held']}" if promise["held"] else ""
-    slowdown = "?" if promise["slowdown"] is None else f"{promise['slowdown']:.2f}"
-    text = f"{slowdown} of {job['max_slowdown']:.2f}"
-    if promise["kept"] is not False:
-        return text
-    tail = 2 * job["max_slowdown"] - 1
-    # The p99 may exceed its limit although the mean is within the target.
-    beyond = f", p99 {promise['slowdown_p99']:.2f} of {tail:.2f}" if (promise["slowdown_p99"] or 0.0) > tail else ""
-    return f"{text}{beyond} BROKEN"
+    """A high job's slowdown and whether that is within its promise, or the reason why a low job is held."""
+    if job["priority"] == "low" and job["promise"] and job["promise"]["held"]:
+        return f"held: {job['promise']['held']}"
+    return promise(job)
 
 
 def _name(job: dict[str, Any]) -> str:
@@ -125,9 +119,15 @@ def _name(job: dict[str, Any]) -> str:
     return printable(job["name"])[:32] + models + rank_of(job)
 
 
+def _above(jobs: list[dict[str, Any]]) -> list[str]:
+    """A line for each promise, and an empty one, if there are promises."""
+    lines = verdicts(jobs)
+    return [*lines, ""] if lines else []
+
+
 def job_table(jobs: list[dict[str, Any]]) -> str:
     """The table that `jobs` and `status` print."""
-    header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY", "SLOWDOWN")
+    header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY", "PROMISE")
     rows = [
         (
             job["short"],
@@ -167,7 +167,7 @@ def _guard(guard: dict[str, Any] | None) -> list[str]:
     held = sorted(((s, reason) for reason, s in guard["held_s"].items() if s >= 0.05), reverse=True)
     why = ", ".join(f"{reason} {duration(s)}" for s, reason in held)
     return [
-        f"guard    {guard['bans']} bans in force, {guard['bans_total']} ever; low work ran for "
+        f"guard    {counted(guard['bans'], 'ban')} in force, {guard['bans_total']} ever; low work ran for "
         f"{duration(guard['harvested_s'])} beside high jobs" + (f", held: {why}" if why else "")
     ]
 
@@ -177,13 +177,14 @@ def describe(body: dict[str, Any]) -> str:
     daemon, device, memory = body["daemon"], body["device"], body["memory"]
     metrics = f"http://{daemon['metrics_host']}:{daemon['metrics_port']}/metrics" if daemon["metrics_port"] else "off"
     lines = [
+        *verdicts(body["jobs"]),
         f"daemon   gpumux {daemon['version']}, pid {daemon['pid']}, up {duration(daemon['uptime_s'])}, "
         f"policy {daemon['policy']}" + (f", core {daemon['core']}" if "core" in daemon else ""),
         f"listens  {', '.join(daemon['endpoints'])}",
         f"metrics  {metrics}",
         f"device   {device['kind']}: {device['name']}, torch {device['torch_version']}"
-        + (f", {device['threads']} threads a piece" if device["threads"] else "")
-        + (f", {device['parallel']} pieces at once" if device["parallel"] else ""),
+        + (f", {counted(device['threads'], 'thread')} a piece" if device["threads"] else "")
+        + (f", {counted(device['parallel'], 'piece')} at once" if device["parallel"] else ""),
         f"memory   {size(memory['free_bytes'])} free of {size(memory['total_bytes'])}, "
         f"{size(memory['shared_bytes'])} shared with clients",
         f"clients  {body['sessions']}",

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error ins
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import platform
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 from gpumux import __version__, config
 from gpumux.cli import arguments
 from gpumux.cli.completion import SHELLS
+from gpumux.cli.setup import installation
+from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
 from gpumux.cli.text import emit, emit_json
 from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
@@ -88,7 +91,21 @@ def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 EX_OK, EX_FAILED, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 70, 75, 78
 
 MAX_WAIT_S = 86_400
-JOB_VERBS = ("list", "pause", "resume", "stop", "priority", "weight", "profile", "explain")
+# Settings that `gpumux serve` has flags for.
+SETTINGS = (
+    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host",
+    "metrics_port", "state_dir", "log_level",
+)  # fmt: skip
+JOB_VERBS = {
+    "list": "list all jobs",
+    "pause": "start no further piece of a job; what is on the device finishes",
+    "resume": "let a paused job go on",
+    "stop": "close a job",
+    "priority": "make a job high or low",
+    "weight": "change a job's share among jobs of its priority",
+    "profile": "write what a job's operators cost, for `gpumux simulate`",
+    "explain": "say why a job is slow or held back, by which neighbour, and until when",
+}
 
 _EXAMPLES = """\
 examples:
@@ -103,6 +120,10 @@ examples:
   gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
   gpumux plan burst vgg16 --gpus 8 --global-batch 32   how many GPUs each layer should have
   gpumux tune sweep:factory --space space.toml --trials 32 --steps 2000    search hyper-parameters
+  gpumux config --defaults > gpumux.toml   every setting of a daemon, to start from
+
+exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error inside gpumux, 75 the endpoint, port or
+device is taken, 78 the configuration is wrong or a package is missing, 130 interrupted
 """
 _SERVE = """\
 Settings come from the --config file, then GPUMUX_* variables, then these flags; the last one wins.
@@ -195,11 +216,41 @@ examples:
   gpumux simulate --plan plan.json --low small-kernels-b4 --policy all --plot gpus.png --trace gpus.json
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
 """
+_DEPLOY = """\
+README.md among the files has the commands that put them to use, from a directory with these names.
+
+examples:
+  gpumux deploy systemd -o deploy/systemd          a hardened unit, its users and directories, gpumux.toml
+  gpumux deploy prometheus -o deploy/prometheus    a scrape job, recording rules, alerts
+  gpumux deploy grafana -o deploy/grafana          the dashboard
+  gpumux deploy kubernetes -o deploy/kubernetes    a daemon on every GPU node
+  gpumux deploy slurm -o deploy/slurm              prolog and epilog scripts
+
+exit codes: 0 done, 64 wrong usage, 78 a file is there and differs, or can't be written
+"""
 _COMPLETION = """\
 examples:
   eval "$(gpumux completion bash)"                                            now, or in ~/.bashrc
   eval "$(gpumux completion zsh)"                                             in ~/.zshrc, after compinit
   gpumux completion fish > ~/.config/fish/completions/gpumux.fish
+"""
+_CONFIG = """\
+Settings come from the file, then from GPUMUX_* variables; `gpumux serve` has flags for some, which count last. Whatever
+is not the default says where it comes from. docs/configuration.md has them all in a table.
+
+examples:
+  gpumux config --defaults > gpumux.toml     every setting with its default, commented out, to start from
+  gpumux config --config gpumux.toml         what a daemon with this file would take
+  gpumux config --json
+
+exit codes: 0 done, 64 wrong usage, 78 a setting is wrong
+"""
+_KEYS = """\
+A daemon that listens on tcp:// has keys, and so has each client that may connect: docs/security.md.
+
+examples:
+  gpumux keys gpu-server -o /etc/gpumux           the daemon's: curve_secret_key, and gpu-server.key for its clients
+  gpumux keys laptop                              a client's: laptop.key goes into the daemon's curve_client_keys
 """
 _DOCTOR = """\
 Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
@@ -219,6 +270,15 @@ class _Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return known, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, with the nearest one."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(each) for each in action.choices]
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
+        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        raise argparse.ArgumentError(action, f"there is no {value!r}: {advice}")
 
     def error(self, message: str) -> NoReturn:
         raise WrongUsage(self.prog, message, usage=self.format_usage())
@@ -359,52 +419,71 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
     jobs = _add(subparsers, "jobs", "list jobs, or change, profile or explain one", _JOBS)
-    jobs.add_argument("verb", nargs="?", choices=JOB_VERBS, default="list")
-    jobs.add_argument("job", nargs="?", metavar="JOB", help="which job (all verbs but list)")
-    jobs.add_argument("value", nargs="?", metavar="VALUE", help="priority: low or high; weight: a number above 0")
-    jobs.add_argument("--drain", action="store_true", help="stop: answer what was submitted first")
-    jobs.add_argument("-o", "--out", metavar="FILE", help="profile: where to write it")
-    jobs.add_argument("--story", action="store_true", help="explain: also what happened to it last, line by line")
-    jobs.add_argument("--program", metavar="N", type=int, help="profile: of which program, if not the busiest one")
+    verbs = _job_verbs(jobs)
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     arguments.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     arguments.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
+    deploy = _add(
+        subparsers, "deploy", "write the files for systemd, Prometheus, Grafana, Kubernetes or Slurm", _DEPLOY
+    )
+    deploy.add_argument("kind", choices=DEPLOYMENTS, metavar="|".join(DEPLOYMENTS), help="what they are for")
+    deploy.add_argument("-o", "--out", metavar="DIR", required=True, help="where to write them")
+    deploy.add_argument("--force", action="store_true", help="replace files that are there and differ")
+    settings = _add(subparsers, "config", "show the settings of a daemon", _CONFIG)
+    settings.add_argument("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
+    settings.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
+    settings.add_argument("--reference", action="store_true", help="docs/configuration.md")
+    settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
+    keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
+    keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
+    keys.add_argument("-o", "--out", metavar="DIR", default=".", help="where to write them (default here)")
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     completion.set_defaults(parser=parser)
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
-    for sub in (status, top, pairs, trace, jobs, doctor):
+    for sub in (status, top, pairs, trace, jobs, doctor, *verbs):
         kind = str if sub is doctor else _endpoint  # the doctor reports a bad one as a finding
-        sub.add_argument(
-            "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
-        )
-        sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
-    for sub in (status, top, pairs, trace, jobs, doctor, simulate, version):
-        sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
+        given = argparse.SUPPRESS if sub in verbs else None  # before the verb it counts, too
+        where = "which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
+        sub.add_argument("--endpoint", metavar="URL", type=kind, default=given, help=where)
+        wait = given or 5.0
+        sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=wait, help="how long to wait for it")
+    for sub in (status, top, pairs, trace, jobs, doctor, simulate, settings, version, *verbs):
+        unless = argparse.SUPPRESS if sub in verbs else False
+        sub.add_argument("--json", action="store_true", default=unless, help="print JSON, for scripts")
     return parser
 
 
-def _wrong_jobs(args: argparse.Namespace) -> str:
-    """The error in the arguments of `gpumux jobs` taken together, "" if there is none."""
-    if (args.verb == "list") != (args.job is None):
-        return "takes no JOB" if args.verb == "list" else "needs a JOB"
-    if (args.verb == "profile") != (args.out is not None):
-        return "needs -o FILE" if args.verb == "profile" else "takes no -o"
-    if args.verb == "priority":
-        return "" if args.value in ("low", "high") else "needs low or high"
-    if args.verb == "weight":
-        return "" if _is_weight(args.value) else "needs a number above 0"
-    return "" if args.value is None else f"takes no {args.value!r}"
+def _job_verbs(jobs: argparse.ArgumentParser) -> list[_Parser]:
+    """The verbs of `gpumux jobs`; without one it lists."""
+    subparsers: argparse._SubParsersAction[_Parser] = jobs.add_subparsers(
+        dest="verb", metavar="VERB", parser_class=_Parser
+    )
+    jobs.set_defaults(verb="list")
+    made = {name: _add(subparsers, name, meaning) for name, meaning in JOB_VERBS.items()}
+    for name, verb in made.items():
+        if name != "list":
+            verb.add_argument("job", metavar="JOB", help="its id, the beginning of one, its short id (j3) or its name")
+    made["priority"].add_argument("value", choices=("low", "high"), help="from its next launch on")
+    made["weight"].add_argument("value", metavar="NUMBER", type=_weight, help="above 0; 1 is the usual one")
+    made["stop"].add_argument("--drain", action="store_true", help="answer what was submitted first")
+    made["profile"].add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
+    made["profile"].add_argument("--program", metavar="N", type=int, help="of which program, if not the busiest one")
+    made["explain"].add_argument("--story", action="store_true", help="also what happened to it last, line by line")
+    return list(made.values())
 
 
-def _is_weight(text: str | None) -> bool:
+def _weight(text: str) -> str:
+    """A job's weight, as it was written."""
     try:
-        return 0 < float(text or "") < float("inf")
+        if 0 < float(text) < float("inf"):
+            return text
     except ValueError:
-        return False
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
 
 
 def exit_code(error: GpumuxError) -> int:
@@ -415,7 +494,14 @@ def exit_code(error: GpumuxError) -> int:
 
 
 # Verbs without a module of their own: (module, function).
-_ELSEWHERE = {"serve": ("main", "run_serve"), "status": ("jobs", "run_status"), "version": ("main", "run_version")}
+_ELSEWHERE = {
+    "serve": ("main", "run_serve"),
+    "status": ("jobs", "run_status"),
+    "version": ("main", "run_version"),
+    "deploy": ("setup.deploy", "run"),
+    "config": ("setup.settings", "run"),
+    "keys": ("setup.keys", "run"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -429,9 +515,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_USAGE
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
-    if args.command == "jobs" and (wrong := _wrong_jobs(args)):
-        sys.stderr.write(f"gpumux jobs: error: {args.verb} {wrong}\n")
-        return EX_USAGE
     try:
         module, function = _ELSEWHERE.get(args.command, (args.command, "run"))
         return int(getattr(import_module(f"gpumux.cli.{module}"), function)(args))
@@ -441,6 +524,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GpumuxError as error:
         print_error(error, argv)
         return exit_code(error)
+    except ModuleNotFoundError as error:
+        needed = installation.missing(error)
+        if needed is None:
+            raise
+        print_error(needed, argv)
+        return exit_code(needed)
     except BrokenPipeError:  # `gpumux status | head` is no error; keep the interpreter from reporting it
         sys.stderr.close()
         return EX_OK
@@ -451,13 +540,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- `gpumux serve` and `gpumux version`.
 
 
-SETTINGS = (
-    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host",
-    "metrics_port", "state_dir", "log_level",
-)  # fmt: skip
-
-
 def run_serve(args: argparse.Namespace) -> int:
+    installation.check_torch()  # the processes that run jobs import it
     from gpumux.daemon.main import run  # what the daemon needs is more than any other command does
 
     flags = {name: getattr(args, name) for name in SETTINGS}

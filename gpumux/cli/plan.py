@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
-from gpumux.cli.text import emit, emit_json, milliseconds, size, table
+from gpumux.cli.setup import installation
+from gpumux.cli.text import counted, emit, emit_json, milliseconds, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan.layers import ModelProfile, save
@@ -81,7 +82,7 @@ def _profile(args: argparse.Namespace) -> int:
                    "sources": found.sources(),
                    "seconds": {batch: found.seconds(batch) for batch in batches}})  # fmt: skip
     else:
-        emit(f"{out}: {found.name}, {len(found.layers)} layers ({sources}) on {found.device}")
+        emit(f"{out}: {found.name}, {counted(len(found.layers), 'layer')} ({sources}) on {found.device}")
         emit(table(("BATCH", "ALL LAYERS"), [(str(batch), milliseconds(found.seconds(batch))) for batch in batches]))
         if found.algorithms:
             emit("\n" + _algorithms(found, out))
@@ -146,6 +147,7 @@ def _network(args: argparse.Namespace) -> int:
         raise ConfigError(f"-o on rank {args.rank}", "rank 0 writes the file: leave it out here")
     if not follows and args.out is None:
         raise ConfigError("no file for the result", "name one: -o net.json")
+    installation.check_torch()  # the ranks import it
     out = None if args.out is None else _new_file(args.out)
     asked = ranks.Measurement(args.ranks, args.device, int(args.largest), args.rounds, args.limit)
     progress = _progress("rounds")
@@ -193,8 +195,8 @@ def _described(found: MeasuredNetwork, out: Path) -> str:
         f"plan with it: gpumux plan burst MODEL --network {out}",
     ]
     head = (
-        f"{out}: {found.backend} among {found.ranks} ranks on {found.device}, medians of {found.rounds} rounds"
-        f" ({'; '.join(machines)}; torch {found.versions.get('torch', 'unknown')})"
+        f"{out}: {found.backend} among {found.ranks} ranks on {found.device}, medians of"
+        f" {counted(found.rounds, 'round')} ({'; '.join(machines)}; torch {found.versions.get('torch', 'unknown')})"
     )
     return "\n".join([head, table(header, rows), "", *notes])
 

@@ -11,7 +11,7 @@ from math import isnan
 from pathlib import Path
 
 from gpumux import config
-from gpumux.cli.text import emit, emit_json, printable, table
+from gpumux.cli.text import counted, emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -215,7 +215,7 @@ def _notes(asked: Sequence[JobRequest], spec: GpuSpec) -> list[str]:
     notes = [f"slowdown: step time over alone on the same simulated {spec.name}; over: steps above the target"]
     for profile in {each.profile.name: each.profile for each in asked}.values():
         sources = ", ".join(f"{count} {source}" for source, count in sorted(profile.sources().items()))
-        note = f"{profile.name}: {len(profile.ops)} operators ({sources})"
+        note = f"{profile.name}: {counted(len(profile.ops), 'operator')} ({sources})"
         guessed = sum(guesses_blocks(op) for op in profile.ops)
         if guessed:
             note += f"; how {guessed} of them fill a GPU is guessed"
@@ -336,7 +336,7 @@ def describe_cases(plan: SavedPlan, cases: Sequence[ClusterCase]) -> str:
         )
     header = ("CASE", "GPUS", "ITERATION", "SLOWDOWN", "LOW BESIDE IT", "LOW", "TOTAL", "SAMPLES/S")
     head = (
-        f"{printable(plan.model)} on {plan.gpus} GPUs, global batch {plan.batch}, planned at"
+        f"{printable(plan.model)} on {counted(plan.gpus, 'GPU')}, global batch {plan.batch}, planned at"
         f" {plan.seconds * 1e3:.3f} ms an iteration ({plan.algorithm})"
     )
     if any(case.result is not None and case.result.interrupted for case in cases):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+MOST_VERDICTS = 4
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as needed, two spaces apart, no rules."""
@@ -35,6 +37,11 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, whose plural ends in s: "1 job", "2 jobs", "1,000 jobs"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
@@ -59,6 +66,31 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def verdicts(jobs: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each high job that says whether its promise is kept: broken ones first and all, then others, in all
+    MOST_VERDICTS where fewer than that are broken. jobs: as GetStatus has them."""
+    high = [job for job in jobs if job["priority"] == "high" and job["promise"]]
+    high.sort(key=lambda job: job["promise"]["kept"] is not False)
+    broken = sum(job["promise"]["kept"] is False for job in high)
+    shown = high[: max(broken, MOST_VERDICTS)]
+    lines = [
+        f"promise  {job['short']} {printable(job['name'])[:32]}".rstrip() + f": {job['promise']['verdict']}"
+        for job in shown
+    ]
+    more = len(high) - len(shown)
+    return [*lines, f"promise  {counted(more, 'more high job')}, none broken"] if more else lines
+
+
+def promise(job: dict[str, Any]) -> str:
+    """A table's cell: a high job's slowdown and whether its promise is kept ("" if it has none yet)."""
+    found = job["promise"]
+    if job["priority"] != "high" or not found:
+        return ""
+    if found["slowdown"] is None:
+        return "?"
+    return f"{found['slowdown']:.2f} {'BROKEN' if found['kept'] is False else 'kept'}"
 
 
 def rank_of(job: dict[str, Any]) -> str:

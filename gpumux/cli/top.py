@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import duration, emit, emit_json, printable, rank_of, size, table
+from gpumux.cli.text import counted, duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
 
 # ---- Rates and shares between two answers to GetStatus, as `gpumux top` shows them.
 
@@ -36,10 +36,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     the
               time in which low work was held, held_by_reason}
     jobs      high ones first, then by device share, each {job, short, name, uid, priority, state, paused, steps_s,
-    device,
-              slowdown, max_slowdown, kept, held, held_by, held_for_s, bans, queued, running, steps_done, steps_failed,
-              memory_bytes, gang (as in GetStatus), peers: part of the time it waited for other ranks}; rates of a job
-              that was not there before are None
+              device, promise (as in GetStatus, of a high job), slowdown, max_slowdown, kept, held, held_by, held_for_s,
+              bans, queued, running, steps_done, steps_failed, memory_bytes, gang (as in GetStatus), peers:
+              part of the time it waited for other ranks}; rates of a job that was not there before are None
     """
     seconds = after["daemon"]["uptime_s"] - before["daemon"]["uptime_s"]
     earlier = {job["short"]: job for job in before["jobs"]}
@@ -82,7 +81,7 @@ def _guard(before: dict[str, Any] | None, after: dict[str, Any] | None, seconds:
 
 
 def _job(job: dict[str, Any], earlier: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-    promise = job["promise"] or {}
+    known_promise = job["promise"] or {}
     same = ("job", "short", "name", "uid", "priority", "state", "paused", "max_slowdown", "queued", "running")
     counts = ("steps_done", "steps_failed", "memory_bytes")
     known = earlier is not None and seconds > 0.0
@@ -93,19 +92,20 @@ def _job(job: dict[str, Any], earlier: dict[str, Any] | None, seconds: float) ->
         "peers": _rate(before["waited_s"], gang["waited_s"], seconds) if gang and before and known else None,
         "steps_s": _rate(earlier["steps_done"], job["steps_done"], seconds) if earlier and known else None,
         "device": _rate(earlier["device_busy_s"], job["device_busy_s"], seconds) if earlier and known else None,
-        "slowdown": promise.get("slowdown"),
-        "kept": promise.get("kept"),
-        "held": promise.get("held", ""),
-        "held_by": promise.get("held_by", ""),
-        "held_for_s": promise.get("held_for_s", 0.0),
-        "bans": promise.get("bans", 0),
+        "promise": job["promise"] if job["priority"] == "high" else None,
+        "slowdown": known_promise.get("slowdown"),
+        "kept": known_promise.get("kept"),
+        "held": known_promise.get("held", ""),
+        "held_by": known_promise.get("held_by", ""),
+        "held_for_s": known_promise.get("held_for_s", 0.0),
+        "bans": known_promise.get("bans", 0),
     }
 
 
 # ---- The verb.
 
 
-HEADER = ("JOB", "NAME", "PRIORITY", "STATE", "STEP/S", "DEVICE", "SLOWDOWN", "HELD", "BANS", "QUEUED", "MEMORY")
+HEADER = ("JOB", "NAME", "PRIORITY", "STATE", "STEP/S", "DEVICE", "PROMISE", "HELD", "BANS", "QUEUED", "MEMORY")
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 _BOLD, _ALARM, _PLAIN = "\x1b[7m", "\x1b[31;1m", "\x1b[0m"
@@ -211,7 +211,7 @@ def describe(view: dict[str, Any]) -> str:
     used = device["memory_bytes"] - device["free_bytes"]
     lines = [
         f"gpumux {daemon['version']}, up {duration(daemon['uptime_s'])}, policy {daemon['policy']}, "
-        f"{view['sessions']} clients; over the last {view['seconds']:.1f}s",
+        f"{counted(view['sessions'], 'client')}; over the last {view['seconds']:.1f}s",
         f"device   {device['kind']}: {printable(device['name'])}",
         f"busy     {_percent(device['busy'])}: high {_percent(device['high'])}, low {_percent(device['low'])}; "
         f"memory {size(used)} of {size(device['memory_bytes'])}",
@@ -222,9 +222,10 @@ def describe(view: dict[str, Any]) -> str:
         )
         reasons = f" ({', '.join(f'{reason} {_percent(part)}' for part, reason in why)})" if why else ""
         lines.append(
-            f"guard    {guard['bans']} bans in force, {guard['bans_total']} ever; low work beside high jobs "
+            f"guard    {counted(guard['bans'], 'ban')} in force, {guard['bans_total']} ever; low work beside high jobs "
             f"{_percent(guard['harvested'])}, held {_percent(guard['held'])}{reasons}"
         )
+    lines = [*verdicts(view["jobs"]), *lines]
     rows = [_row(job) for job in view["jobs"]]
     return "\n".join([*lines, "", table(HEADER, rows) if rows else "no jobs"])
 
@@ -235,10 +236,6 @@ def _percent(part: float | None) -> str:
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
     state = f"{job['state']}, paused" if job["paused"] and job["state"] != "paused" else job["state"]
-    slowdown = ""
-    if job["priority"] == "high":
-        now = "?" if job["slowdown"] is None else f"{job['slowdown']:.2f}"
-        slowdown = f"{now} of {job['max_slowdown']:.2f}" + (" BROKEN" if job["kept"] is False else "")
     held = f"{job['held']} {_brief(job['held_for_s'])}" if job["held"] else ""
     if held and job["held_by"]:
         held += f" for {job['held_by']}"
@@ -249,7 +246,7 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
         state,
         "-" if job["steps_s"] is None else f"{job['steps_s']:.1f}",
         _percent(job["device"]),
-        slowdown,
+        promise(job),
         held,
         str(job["bans"] or ""),
         str(job["queued"]),

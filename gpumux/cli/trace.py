@@ -19,7 +19,7 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.cli.control import Control, Recorded
-from gpumux.cli.text import emit, emit_json, printable
+from gpumux.cli.text import counted, emit, emit_json, printable
 from gpumux.errors import GpumuxError
 from gpumux.simulate.comparison import ClusterCase
 from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
@@ -121,7 +121,7 @@ def _titled(names: Sequence[str]) -> str:
     """Operators in a few words."""
     if len(names) < 3:
         return ", ".join(map(_plain, names))
-    return f"{_plain(names[0])} ... {_plain(names[-1])} ({len(names)} operators)"
+    return f"{_plain(names[0])} ... {_plain(names[-1])} ({counted(len(names), 'operator')})"
 
 
 def _piece(piece: PieceRan, operators: dict[tuple[str, int], list[str]]) -> Event:
@@ -231,8 +231,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(made: Recorded, counts: dict[str, int], out: str) -> str:
-    what = f"{counts['pieces']} pieces, {counts['held']} held spans, {counts['bans']} bans in {made.seconds:.2f} s"
-    return f"{out}: {what}; open it at https://ui.perfetto.dev"
+    nouns = {"pieces": "piece", "held": "held span", "bans": "ban"}
+    what = ", ".join(counted(counts[name], noun) for name, noun in nouns.items())
+    return f"{out}: {what} in {made.seconds:.2f} s; open it at https://ui.perfetto.dev"
 
 
 def check_writable(path: Path) -> None:

@@ -9,23 +9,13 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpumux.access import Access, Rule
-from gpumux.config import Config
+from gpumux.config import RELOADABLE, Config
 from gpumux.daemon import logs
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.wire.limits import Limits
-
-# Settings that a reload changes from the next request on. All others are fixed at the start, in sockets, in the device,
-# or in what clients were told when they connected.
-RELOADABLE = frozenset(
-    {
-        "rules", "metrics_names", "log_level", "log_format", "drain_s", "max_sessions", "max_sessions_per_user",
-        "max_jobs", "max_jobs_per_user", "max_bytes_per_user", "max_programs_per_job", "max_inflight",
-        "max_shared_bytes", "max_shared_bytes_per_user", "keep_s", "max_snapshot_bytes_per_user", "stores",
-    }
-)  # fmt: skip
 
 
 def core_config(config: Config) -> SchedulerConfig:

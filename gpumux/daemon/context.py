@@ -278,7 +278,10 @@ class DaemonContext:
         return segment.number
 
     def refuse(self, session: SessionRecord, ref: int, error: GpumuxError | Fault) -> None:
-        """Answer request `ref` with a typed error, and count it."""
+        """Answer request `ref` with a typed error, and count it. Does nothing if the session is over: what it asked for
+        was not refused, its client has gone."""
+        if session.id not in self.records.sessions:
+            return
         self.metrics.rejected(error.code)
         log.info("session %s: request %d refused (%s): %s", session.id, ref, error.code, error.message)
         self.reply(session, Refusal(ref, error.code, error.message, error.remedy))

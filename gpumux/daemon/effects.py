@@ -168,7 +168,8 @@ class CommandRunner:
         job.over = True
         fault = c.fault or _closed(job)
         if c.fault is not None:
-            self._context.metrics.job_failed(fault.code)
+            if fault.code not in _NOT_ITS_FAULT:
+                self._context.metrics.job_failed(fault.code)
             level = logging.INFO if fault.code in _NOT_ITS_FAULT else logging.WARNING
             log.log(level, "job %s: ended (%s): %s", job.short, fault.code, fault.message)
         else:

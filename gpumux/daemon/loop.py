@@ -15,6 +15,7 @@ signal handlers). An exception that no handler expects is a bug: it ends the job
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import select
 import time
@@ -450,10 +451,11 @@ class Loop:
             self._closed(arrival)
 
     def _opened(self, arrival: wire.Opened, now: float) -> None:
-        record = SessionRecord(arrival.session, arrival.peer, arrival.inline, now)
+        record = SessionRecord(arrival.session, arrival.peer, arrival.inline, now, arrival.hello.role)
         self.context.records.sessions[arrival.session] = record
         self._metrics.sessions_opened.inc()
-        log.info("session %s: %s of uid %d, pid %d", record.id, arrival.hello.role, arrival.peer.uid, arrival.peer.pid)
+        peer = record.peer
+        log.log(_level(record), "session %s: %s of uid %d, pid %d", record.id, record.role, peer.uid, peer.pid)
         self.context.feed(ev.SessionOpened(record.id, record.peer))
 
     def _closed(self, arrival: wire.Closed) -> None:
@@ -462,9 +464,9 @@ class Loop:
             return
         for job in [self.context.records.jobs[job] for job in record.jobs]:
             self.context.catch_up(job)
-        if arrival.reason != wire.GOODBYE:
+        if arrival.reason not in (wire.GOODBYE, wire.GONE):  # a process that simply ends says nothing
             self._metrics.sessions_lost.inc()
-        log.info("session %s: over, %s", arrival.session, arrival.reason)
+        log.log(_level(record), "session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
         self._questions.forget(record.peer.uid, record.id)
         self._openings.waiting.forget(record.peer.uid, record.id)
@@ -507,6 +509,11 @@ class Loop:
         """The figures that the gauges show."""
         newest, pairs = self._snapshot_requests.newest_snapshot, self._learned.figures()
         return report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest, pairs)
+
+
+def _level(session: SessionRecord) -> int:
+    """The log level of a session's beginning and end: commands such as `gpumux status` come and go by the hundred."""
+    return logging.DEBUG if session.role == "control" else logging.INFO
 
 
 def _nothing() -> None:

@@ -18,12 +18,14 @@ from gpumux.types import Fault, JobId, JobSpec, Peer, ProgramId, SessionId, Step
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """One connected client. `inline`: its tensors travel as frames (TCP)."""
+    """One connected client. `inline`: its tensors travel as frames (TCP). `role`: client, or control (a command such as
+    `gpumux status`)."""
 
     id: SessionId
     peer: Peer
     inline: bool
     opened: float
+    role: str = "client"
     jobs: set[JobId] = field(default_factory=set)
 
 

@@ -15,10 +15,11 @@ jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued,
           step trains), gang (None, or {id, rank, ranks, waits (for its peers, now), waited_s, sent_bytes,
           received_bytes}), promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
           daemon/context.py)}]; promise is None where nothing is known, and otherwise
-          {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
-          high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
-          held_for_s, too_long (None, or {piece_seconds, fits_seconds}: its pieces don't fit beside high
-          jobs)} of a low one; with both, bans (in force for its sake, or against it)
+          {verdict (a line of text, scheduler/verdict.py), slowdown, slowdown_p99 (both over the job alone, or
+          None), promised, promised_p99 (their limits), steps (that are judged), kept, broken_for_s (0 unless it is
+          broken), steps_over (ever), solo_step_s} of a high job, {held (why: docs/metrics.md; "": it is not),
+          held_by (short id of the high job, or ""), held_for_s, too_long (None, or {piece_seconds, fits_seconds}:
+          its pieces don't fit beside high jobs)} of a low one; with both, bans (in force for its sake, or against it)
 guard     None under a policy without one, or {bans, bans_total, probes_total, harvested_s, held_s (by reason)}
 """
 
@@ -137,8 +138,19 @@ def _promise_status(job: dict[str, Any], records: Records, snapshot: dict[str, A
             "too_long": known["too_long"],
             "bans": bans,
         }
-    fields = ("slowdown", "slowdown_p99", "kept", "steps_over")
-    return {**{name: known[name] for name in fields}, "solo_step_s": known["solo_step_seconds"] or None, "bans": bans}
+    fields = ("verdict", "slowdown", "slowdown_p99", "promised", "promised_p99", "steps", "kept", "steps_over")
+    return {
+        **{name: known[name] for name in fields},
+        "broken_for_s": _broken_for(known, snapshot["now"]),
+        "solo_step_s": known["solo_step_seconds"] or None,
+        "bans": bans,
+    }
+
+
+def _broken_for(known: dict[str, Any], now: float) -> float:
+    """Seconds for which the promise has been broken, 0 unless it is."""
+    since = known["broken_since"]
+    return 0.0 if since is None else max(0.0, now - float(since))
 
 
 def _short(job: JobId, records: Records) -> str:
@@ -212,7 +224,7 @@ def figures(
         when=time.time(),
         device=identity.device,
         jobs=tuple(
-            _figures(job, records, named, saved(job["job"]), held)
+            _figures(job, records, named, saved(job["job"]), held, snapshot["now"])
             for job in snapshot["jobs"]
             if job["job"] in records.jobs
         ),
@@ -225,6 +237,7 @@ def figures(
         bans=_bans(snapshot, records),
         pairs=pairs[0],
         pairs_known=pairs[1],
+        leaving=snapshot["leaving"] or "",
     )
 
 
@@ -261,7 +274,7 @@ def _guard(guard: dict[str, Any] | None) -> GuardFigures | None:
     )
 
 
-def _promise(job: dict[str, Any]) -> PromiseFigures | None:
+def _promise(job: dict[str, Any], now: float) -> PromiseFigures | None:
     """Figures of a high job that has run, else None: a low job has no promise."""
     known = job.get("guard")
     if job["priority"] != "high" or known is None:
@@ -276,6 +289,8 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
         samples=known["baseline_samples"],
         estimates=known["estimate_samples"],
         host_wait_s=known["host_wait_seconds"],
+        verdict=known["verdict"],
+        broken_for_s=_broken_for(known, now),
     )
 
 
@@ -285,7 +300,7 @@ def _gang(job: dict[str, Any]) -> GangFigures | None:
 
 
 def _figures(
-    job: dict[str, Any], records: Records, named: bool, saved: tuple[float, int], held: MemoryFigures
+    job: dict[str, Any], records: Records, named: bool, saved: tuple[float, int], held: MemoryFigures, now: float
 ) -> JobFigures:
     return JobFigures(
         short=records.jobs[job["job"]].short,
@@ -299,7 +314,7 @@ def _figures(
         measured_bytes=held.measured.get(job["job"], 0),
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
-        promise=_promise(job),
+        promise=_promise(job, now),
         held=_held(job),
         saved=saved[0],
         saved_bytes=saved[1],

@@ -28,7 +28,8 @@ from gpumux.types import DeviceInfo
 class PromiseFigures:
     """A high job's promise. `slowdown` and `slowdown_p99`: recent steps over the step alone (1.0: as fast as
     alone), None before there is a baseline. `samples`: number of steps alone behind the baseline. `estimates`: number
-    of pieces beside low work behind its slowdowns by range."""
+    of pieces beside low work behind its slowdowns by range. `verdict`: a line of text; `broken_for_s`: how long the
+    promise has been broken, 0 unless it is."""
 
     target: float
     slowdown: float | None
@@ -39,6 +40,8 @@ class PromiseFigures:
     samples: int
     estimates: int
     host_wait_s: float
+    verdict: str
+    broken_for_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class BanFigures:
 
 
 def families() -> dict[str, Any]:
-    gauge, counter, per_job = GaugeMetricFamily, CounterMetricFamily, ["job"]
+    gauge, counter, per_job = GaugeMetricFamily, CounterMetricFamily, ["job_id"]
     return {
         "slowdown": gauge(
             "gpumux_job_slowdown_ratio", "Recent steps of a high job over its step alone.", labels=per_job
@@ -79,6 +82,11 @@ def families() -> dict[str, Any]:
         "kept": gauge(
             "gpumux_job_promise_kept",
             "1 while a high job's slowdown is within its target, and its tail within twice the excess.",
+            labels=per_job,
+        ),
+        "broken": gauge(
+            "gpumux_job_promise_broken_seconds",
+            "How long a high job's promise has been broken; 0 while it is kept.",
             labels=per_job,
         ),
         "over": counter("gpumux_job_steps_over_target", "Steps slower than the target allows.", labels=per_job),
@@ -114,6 +122,7 @@ def fill_job(found: dict[str, Any], short: str, promise: PromiseFigures | None) 
         ("slowdown_p99", promise.slowdown_p99),
         ("target", promise.target),
         ("kept", None if promise.slowdown is None else float(promise.kept)),
+        ("broken", None if promise.slowdown is None else promise.broken_for_s),
         ("over", promise.steps_over),
         ("solo", promise.solo_step_s),
         ("baseline", promise.samples),
@@ -206,6 +215,7 @@ class Figures:
     bans: tuple[BanFigures, ...] = ()  # in force
     pairs: tuple[PairFigures, ...] = ()  # of programs that were measured side by side: those that lose most
     pairs_known: int = 0  # how many there are
+    leaving: str = ""  # why the daemon takes no more work, "" while it does
 
 
 def label_text(name: str) -> str:
@@ -274,7 +284,7 @@ class GaugeCollector(Collector):
 
 
 def _families() -> dict[str, Any]:
-    gauge, per_job = GaugeMetricFamily, ["job"]
+    gauge, per_job = GaugeMetricFamily, ["job_id"]
     return {
         "build": InfoMetricFamily("gpumux_build", "Which gpumux this is."),
         "device": InfoMetricFamily("gpumux_device", "Which device the daemon owns."),
@@ -289,7 +299,7 @@ def _families() -> dict[str, Any]:
         "errors": CounterMetricFamily(
             "gpumux_protocol_errors", "What clients sent that made no sense.", labels=["reason"]
         ),
-        "info": InfoMetricFamily("gpumux_job", "Who a job label stands for.", labels=per_job),
+        "info": InfoMetricFamily("gpumux_job", "What a job_id stands for.", labels=per_job),
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "measured": gauge(
             "gpumux_job_memory_measured_bytes", "Memory a job held at most in a recent step.", labels=per_job
@@ -301,7 +311,9 @@ def _families() -> dict[str, Any]:
             "gpumux_peers_wait_seconds", "Time a job of a gang waited for other ranks and their data.", labels=per_job
         ),
         "exchanged": CounterMetricFamily(
-            "gpumux_collective_bytes", "Bytes a job of a gang exchanged with other ranks.", labels=["job", "direction"]
+            "gpumux_collective_bytes",
+            "Bytes a job of a gang exchanged with other ranks.",
+            labels=["job_id", "direction"],
         ),
         "saved": gauge(
             "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job

@@ -132,7 +132,7 @@ class Metrics:
         self.step_failures = counter("gpumux_step_failures", "Steps answered with an error.", ["reason"])
         self.rejections = counter("gpumux_rejections", "Requests refused with a typed error.", ["reason"])
         self.sessions_opened = counter("gpumux_sessions_opened", "Sessions that were opened.")
-        self.sessions_lost = counter("gpumux_sessions_lost", "Sessions that ended without a goodbye.")
+        self.sessions_lost = counter("gpumux_sessions_lost", "Sessions that fell silent or broke down.")
         self.jobs_opened = counter("gpumux_jobs_opened", "Jobs that were admitted.", ["priority"])
         self.job_failures = counter("gpumux_job_failures", "Jobs that ended with an error.", ["reason"])
         self.outgrown = counter("gpumux_jobs_outgrown", "Jobs that took more memory than they were charged.")

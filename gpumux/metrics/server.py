@@ -1,4 +1,4 @@
-"""/metrics and the status page over HTTP, on threads that can't stall the daemon's loop.
+"""/metrics, the status page and probes over HTTP, on threads that can't stall the daemon's loop.
 
 One page is rendered at a time, so that many scrapers cost no more interpreter time than one. Each connection has a
 thread of its own, so that a slow one does not delay others. There are MAX_OPEN at most; the next one replaces the
@@ -14,6 +14,7 @@ import re
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from functools import cache
@@ -65,13 +66,40 @@ def body(figures: Figures, version: str) -> dict[str, Any]:
     }
 
 
+# ---- Health, for probes: is the dispatch loop alive, and does the daemon take work.
+
+
+STUCK_S = 30.0  # the loop has not turned for so long: as the watchdog of the systemd unit has it
+PLACES = "there is nothing here: see /, /metrics, /healthz and /readyz\n"
+
+
+def health(figures: Figures | None, now: float) -> tuple[bool, str]:
+    """Whether the daemon lives (/healthz), in a word or sentence: its loop turns, or it is still starting. now: Unix
+    time."""
+    if figures is None:
+        return True, "starting"
+    silent = now - figures.when
+    return (True, "ok") if silent < STUCK_S else (False, f"the dispatch loop has not turned for {silent:.0f} s")
+
+
+def readiness(figures: Figures | None, now: float) -> tuple[bool, str]:
+    """Whether the daemon takes work (/readyz), in a word or sentence. now: Unix time."""
+    if figures is None:
+        return False, "starting"
+    if figures.leaving:
+        return False, f"leaving: {figures.leaving}"
+    return health(figures, now)
+
+
 def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -> App:
-    """`metrics`, with the page at / and its data at /status.json."""
+    """`metrics` at /metrics, with the page at / and its data at /status.json, and /healthz and /readyz for probes;
+    404 for anything else."""
     page = files("gpumux.metrics").joinpath("page.html").read_bytes()
+    probes = {"/healthz": health, "/readyz": readiness}
 
     def serve(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
-        if path not in ("/", "/status.json"):
+        if path == "/metrics":
             return metrics(environ, start_response)
         if environ.get("REQUEST_METHOD", "GET") not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), ("Content-Length", "0")])
@@ -84,6 +112,12 @@ def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -
                 status, content = "503 Service Unavailable", b'{"error":"the daemon is starting, or does not answer"}'
             else:
                 content = json.dumps(body(figures, version), allow_nan=False).encode()
+        elif path in probes:
+            well, said = probes[path](fetch(), time.time())
+            kind, content = "text/plain; charset=utf-8", f"{said}\n".encode()
+            status = "200 OK" if well else "503 Service Unavailable"
+        elif path != "/":
+            kind, content, status = "text/plain; charset=utf-8", PLACES.encode(), "404 Not Found"
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
         return [] if environ.get("REQUEST_METHOD") == "HEAD" else [content]
 

@@ -17,8 +17,9 @@ from gpumux.scheduler.guard.decisions import REASONS, Hold
 from gpumux.scheduler.guard.guard import SlowdownGuard
 from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
-from gpumux.scheduler.report import held_steps, slowdown_figures, too_long
+from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import Record, SchedulerState
+from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
 from gpumux.types import JobId, PieceDone, Priority, StepId
 
 OUTLIER = 8.0  # times what a step may lose on average
@@ -63,7 +64,7 @@ def held(state: SchedulerState, hold: Hold) -> str:
 
 def _state(state: SchedulerState, job: ScheduledJob) -> str:
     subject = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
-    blocked, out = job.blocked(), "1 piece" if job.outstanding == 1 else f"{job.outstanding} pieces"
+    blocked, out = job.blocked(), counted(job.outstanding, "piece")
     if blocked == "empty":
         doing = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
     elif blocked == "program":
@@ -84,7 +85,7 @@ def _state(state: SchedulerState, job: ScheduledJob) -> str:
         doing = f"is {blocked}"
     else:
         doing = f"has work queued and {out} on the device"
-    return f"{subject} {doing}; {job.steps_done} steps done."
+    return f"{subject} {doing}; {counted(job.steps_done, 'step')} done."
 
 
 def _arena(state: SchedulerState, job: ScheduledJob) -> str:
@@ -150,12 +151,10 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
     if found["slowdown"] is None:
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
-        kept, slack = "kept" if found["kept"] else "broken", high.budget.slack
         lines.append(
-            f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
-            f" ({high.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
-            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {high.over} of all its"
-            f" {high.steps} steps took more than what is promised on average."
+            f"Its promise: {verdict(found, state.now)}. A step takes {high.solo_step() * 1e3:.3f} ms alone; the mean is"
+            f" over that, and the tail is what 99 in 100 steps stay within. {high.over} of all its"
+            f" {counted(high.steps, 'step')} took more than what is promised on average."
         )
     if high.arrivals.at_random:
         lines.append(
@@ -248,8 +247,8 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list
         piece, fits = long
         lines.append(
             f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for"
-            f" {held_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller"
-            " batch, or more microbatches) may let it run."
+            f" {counted(held_steps(guard, job), 'step')}; about {fits * 1e3:.3f} ms would fit. Shorter operators (a"
+            " smaller batch, or more microbatches) may let it run."
         )
     return lines
 
@@ -284,7 +283,7 @@ def _ban(state: SchedulerState, hold: Hold) -> str:
     assert ban is not None
     return (
         f"it would run into {_banned_range(state, ban)} of job {_name(state, ban.high)}:"
-        f" that range {_takes(ban.ratio)} ({ban.samples} samples); banned {_while(state, ban)}"
+        f" that range {_takes(ban.ratio)} ({counted(ban.samples, 'sample')}); banned {_while(state, ban)}"
     )
 
 
@@ -391,8 +390,8 @@ def outlier(high: HighJob) -> list[str]:
         return []
     ago = len(high.ratios) - 1 - list(high.ratios).index(slowest)
     return [
-        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to"
-        f" cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+        f"The slowest of them, {counted(ago, 'step')} ago, took {slowest:.2f} times as long; no low work beside it is"
+        f" known to cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
     ]
 
 
@@ -413,7 +412,7 @@ def suspended(job: ScheduledJob) -> list[str]:
 def _bans(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
     mine = [ban for ban in guard.bans.active if job.id in (ban.high, ban.low)]
     lines = [_banned(state, ban) for ban in mine[:MOST_BANS]]
-    return lines + ([f"And {len(mine) - MOST_BANS} bans more."] if len(mine) > MOST_BANS else [])
+    return lines + ([f"And {counted(len(mine) - MOST_BANS, 'ban')} more."] if len(mine) > MOST_BANS else [])
 
 
 def _banned(state: SchedulerState, ban: Ban) -> str:
@@ -422,8 +421,8 @@ def _banned(state: SchedulerState, ban: Ban) -> str:
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
         f"Banned: job {_name(state, ban.low)}{share} while {_banned_range(state, ban)} of job {_name(state, ban.high)}"
-        f" {'runs' if ban.of_collective else 'run'}: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
-        f" {_while(state, ban)}{again}."
+        f" {'runs' if ban.of_collective else 'run'}: that range {_takes(ban.ratio)} ({counted(ban.samples, 'sample')}),"
+        f" and {why}; {_while(state, ban)}{again}."
     )
 
 

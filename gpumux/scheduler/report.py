@@ -20,9 +20,8 @@ guard       None under a policy without one, else
     harvested_seconds   device seconds of low work beside high jobs or in their pauses
     low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":
-    slowdown, slowdown_p99   of its newest steps over the same alone, None while unknown; `steps` of them
-    kept            mean within max_slowdown and p99 within twice the slack (at least LEAST_SLOWDOWN), None while
-                    unknown
+    slowdown, slowdown_p99, promised, promised_p99, kept, steps, broken_since
+                    `slowdown_figures` in verdict.py; `verdict`, the same in a line of text
     steps_over      steps slower than that, ever; `steps_total` of them
     solo_step_seconds, baseline_samples, estimate_samples
     host_wait_seconds        the device waited for the host with a piece of the job due
@@ -36,14 +35,15 @@ and for each low one:
 from __future__ import annotations
 
 from dataclasses import asdict
-from math import ceil, isinf
+from math import isinf
 from typing import Any, Final, NamedTuple
 
 from gpumux.scheduler.guard.bans import Ban
 from gpumux.scheduler.guard.guard import SlowdownGuard
-from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS, HighJob
+from gpumux.scheduler.guard.high_job import HELD_LONG_STEPS
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.state import SchedulerState
+from gpumux.scheduler.verdict import slowdown_figures, verdict
 from gpumux.scheduler.windows import Outstanding
 from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId
 
@@ -115,8 +115,10 @@ def job_figures(guard: SlowdownGuard, job: ScheduledJob, now: float) -> dict[str
     if high is None or high.costs is None:
         return None
     costs, budget = high.costs, high.budget
+    figures = slowdown_figures(high)
     return {
-        **slowdown_figures(high),
+        **figures,
+        "verdict": verdict(figures, now),
         "steps_over": high.over,
         "steps_total": high.steps,
         "solo_step_seconds": high.solo_step(),
@@ -128,17 +130,6 @@ def job_figures(guard: SlowdownGuard, job: ScheduledJob, now: float) -> dict[str
         "credit_seconds": budget.credit,
         "tail": budget.tail,
     }
-
-
-def slowdown_figures(high: HighJob) -> dict[str, Any]:
-    """How slow the newest steps were, and whether that is within what was promised."""
-    ratios = sorted(high.ratios)
-    if not ratios:
-        return {"slowdown": None, "slowdown_p99": None, "kept": None, "steps": 0}
-    mean, p99 = sum(ratios) / len(ratios), ratios[ceil(0.99 * len(ratios)) - 1]
-    slack = high.budget.slack
-    kept = mean <= 1.0 + slack and p99 <= 1.0 + 2.0 * slack
-    return {"slowdown": mean, "slowdown_p99": p99, "kept": kept, "steps": len(ratios)}
 
 
 def _ban(ban: Ban) -> dict[str, Any]:

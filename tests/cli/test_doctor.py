@@ -39,7 +39,7 @@ def test_a_driver_without_devices_fails(tmp_path):
 
 def test_a_driver_with_devices_is_well(tmp_path):
     found = doctor.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER, dev__nvidia0="", dev__nvidiactl=""))
-    assert (found.level, found.detail) == (OK, "1 GPU(s), driver 580.1")
+    assert (found.level, found.detail) == (OK, "1 GPU, driver 580.1")
 
 
 GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)

@@ -238,6 +238,18 @@ def test_a_job_is_found_by_id_prefix_short_id_or_name(wanted):
     assert jobs.find([other, job()], wanted)["short"] == "j1"
 
 
+def test_an_unknown_job_gets_the_nearest_one():
+    with pytest.raises(UnknownJob, match="did you mean sweep"):
+        jobs.find([job()], "sweeep")
+
+
+def test_what_is_asked_of_a_job_may_stand_on_either_side_of_the_verb():
+    for words in (["--timeout", "3", "pause", "j1"], ["pause", "j1", "--timeout", "3"]):
+        args = build_parser().parse_args(["jobs", *words])
+        assert (args.verb, args.job, args.timeout, args.json) == ("pause", "j1", 3.0, False)
+    assert build_parser().parse_args(["jobs", "--json"]).verb == "list"
+
+
 def test_an_unknown_or_ambiguous_job_is_refused():
     both = [job(), job(job="ac" * 16, short="j2")]
     with pytest.raises(UnknownJob, match="no job 'zz'"):
@@ -264,24 +276,49 @@ def test_a_job_that_drains_and_is_paused_shows_both():
     assert "draining" not in rows[2]
 
 
+def promised(**changes):
+    verdict = "mean 1.03 of 1.10, tail 1.06 of 1.20 in 80 steps: kept"
+    return {"verdict": verdict, "slowdown": 1.03, "slowdown_p99": 1.06, "kept": True} | changes
+
+
+BROKEN = "mean 1.31 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN since 12 s"
+
+
 def test_the_table_says_what_was_promised_and_which_jobs_are_held():
-    kept = {"slowdown": 1.03, "slowdown_p99": 1.06, "kept": True, "steps_over": 0, "solo_step_s": 0.01}
     rows = jobs.job_table(
         [
-            job(priority="high", promise=kept),
-            job(priority="high", promise={**kept, "slowdown": 1.31, "kept": False}),
-            job(priority="high", promise={**kept, "slowdown": None, "kept": None}),
-            job(priority="high", promise={**kept, "slowdown_p99": 2.9, "kept": False}),
+            job(priority="high", promise=promised()),
+            job(priority="high", promise=promised(slowdown=1.31, kept=False, verdict=BROKEN)),
+            job(priority="high", promise=promised(slowdown=None, kept=None)),
+            job(priority="high", promise=None),
             job(promise={"held": "ban", "too_long": None}),
             job(promise={"held": "", "too_long": None}),
         ]
     ).splitlines()
-    assert rows[1].endswith("1.03 of 1.10")
-    assert rows[2].endswith("1.31 of 1.10 BROKEN")
-    assert rows[3].endswith("? of 1.10")
-    assert rows[4].endswith("1.03 of 1.10, p99 2.90 of 1.20 BROKEN")
+    assert rows[1].endswith("1.03 kept")
+    assert rows[2].endswith("1.31 BROKEN")
+    assert rows[3].endswith("?")
+    assert rows[4].endswith("2.0 KiB")
     assert rows[5].endswith("held: ban")
     assert rows[6].endswith("2.0 KiB")
+
+
+def test_promises_stand_first_the_broken_ones_before_all_others():
+    kept = [job(short=f"j{n}", priority="high", promise=promised()) for n in range(6)]
+    broken = job(short="j9", name="bert\x1b", priority="high", promise=promised(kept=False, verdict=BROKEN))
+    assert text.verdicts([job(promise=None)]) == []
+    assert text.verdicts([kept[0], broken]) == [
+        f"promise  j9 bert?: {BROKEN}",
+        "promise  j0 sweep: mean 1.03 of 1.10, tail 1.06 of 1.20 in 80 steps: kept",
+    ]
+    many = text.verdicts([*kept, broken])
+    assert many[0] == f"promise  j9 bert?: {BROKEN}"
+    assert many[-1] == "promise  3 more high jobs, none broken"
+    assert len(text.verdicts([broken] * 20)) == 20  # all that are broken
+
+
+def test_a_number_of_things_has_its_plural():
+    assert [text.counted(n, "job") for n in (0, 1, 2, 1200)] == ["0 jobs", "1 job", "2 jobs", "1,200 jobs"]
 
 
 def test_quantities_read_naturally():

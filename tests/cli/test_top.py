@@ -14,10 +14,20 @@ from gpumux.cli.main import EX_FAILED, EX_USAGE, main
 from gpumux.cli.top import compare
 from gpumux.errors import DaemonGone
 
+KEPT = "mean 1.04 of 1.10, tail 1.10 of 1.20 in 80 steps: kept"
+
 
 def job(short, priority, **changes):
     promise = (
-        {"slowdown": 1.04, "slowdown_p99": 1.1, "kept": True, "steps_over": 0, "solo_step_s": 0.01, "bans": 1}
+        {
+            "verdict": KEPT,
+            "slowdown": 1.04,
+            "slowdown_p99": 1.1,
+            "kept": True,
+            "steps_over": 0,
+            "solo_step_s": 0.01,
+            "bans": 1,
+        }
         if priority == "high"
         else {"held": "budget", "held_by": "j1", "held_for_s": 0.25, "too_long": None, "bans": 1}
     )
@@ -84,15 +94,17 @@ def test_no_time_between_and_no_guard_are_no_error():
 
 def test_the_picture():
     before = body()
-    before["jobs"][1]["promise"]["kept"] = False
+    broken = "mean 1.04 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN since 12 s"
+    before["jobs"][1]["promise"] |= {"kept": False, "verdict": broken}
     view = compare(before, later(before, j1=(50, 1.0), j2=(3, 0.1)))
     lines = top.describe(view).splitlines()
-    assert lines[2].startswith("busy     55%: high 50%, low 5%; memory 512.0 MiB of 1.0 GiB")
+    assert lines[0] == f"promise  j1 job j1: {broken}"
+    assert lines[3].startswith("busy     55%: high 50%, low 5%; memory 512.0 MiB of 1.0 GiB")
     header, high, low = lines[-4], lines[-3], lines[-2]
     assert header.split() == list(top.HEADER)
     assert high.split()[:2] == ["j1", "job"]
     assert "25.0" in high
-    assert "1.04 of 1.10 BROKEN" in high
+    assert "1.04 BROKEN" in high
     assert "budget 250ms for j1" in low
 
 
@@ -192,7 +204,7 @@ def test_a_terminal_gets_its_screen_and_its_keys_back(end, code, monkeypatch, ca
     last = drawn.split(top._HOME)[-1]
     rows = last.split("\r\n")
     assert len(rows) == 8
-    assert "... 2 more" in rows[-1]
+    assert "... 3 more" in rows[-1]
 
 
 @pytest.mark.parametrize("typed", [b"q", b"Q", b"\x1b"])

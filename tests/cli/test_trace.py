@@ -104,7 +104,7 @@ def test_the_file_is_written_whole_and_a_cut_is_said_and_kept(cut, tmp_path, mon
     path.write_text("old")
     assert main(["trace", "-o", str(path)]) == 0
     said = capsys.readouterr()
-    assert "1 pieces, 1 held spans, 0 bans in 0.50 s" in said.out
+    assert "1 piece, 1 held span, 0 bans in 0.50 s" in said.out
     assert (cut in said.err) if cut else not said.err
     content = json.loads(path.read_text())
     check(content)

@@ -434,10 +434,10 @@ class Daemon:
             ):
                 return
 
-    def connect(self, name: str, uid: int = 1000, inline: bool = False) -> str:
+    def connect(self, name: str, uid: int = 1000, inline: bool = False, role: str = "client") -> str:
         peer = Peer(uid, uid, 1)
         self.router.open[name] = peer
-        hello = msg.Hello(msg.PROTOCOL_VERSION, "0", "client", 1, "", inline)
+        hello = msg.Hello(msg.PROTOCOL_VERSION, "0", role, 1, "", inline)
         self.router.arrivals.append(wire.Opened(SessionId(name), peer, hello, inline))
         self.turn()
         return name

@@ -92,7 +92,7 @@ def test_two_daemons_run_one_step_together_and_show_it(made, sessions):
         assert f"It is rank 1 of 2. It waited {shown['waited_s']:.3f} s" in sentences
         with urllib.request.urlopen(made[1].metrics_url, timeout=SOON_S) as answer:
             text = answer.read().decode()
-        assert f'gpumux_collective_bytes_total{{direction="sent",job="{entry["short"]}"}} {moved}' in text
+        assert f'gpumux_collective_bytes_total{{direction="sent",job_id="{entry["short"]}"}} {moved}' in text
         assert "gpumux_peers_wait_seconds_total{" in text
         asked = []
         for rank, job in enumerate(jobs):  # two steps in flight on each

@@ -214,16 +214,16 @@ def test_a_scrape_shows_what_the_daemon_did(daemon, session):
     job = LiveJob(session, samples.add_one(), name="scraped", priority=1)
     with Control(daemon.endpoint, SOON_S) as control:
         (label,) = [entry["short"] for entry in control.status()["jobs"] if entry["name"] == "scraped"]
-    before = scrape_when(daemon, lambda t: f'gpumux_job_info{{job="{label}"' in t)
+    before = scrape_when(daemon, lambda t: f'gpumux_job_info{{job_id="{label}"' in t)
     assert "scraped" not in before, "the port asks for no password"
     for _ in range(5):
         job.run(floats(0, 0, 0, 0))[0].release()
-    text = scrape_when(daemon, lambda t: sample(t, f'gpumux_job_steps_total{{job="{label}"}}') == 5)
+    text = scrape_when(daemon, lambda t: sample(t, f'gpumux_job_steps_total{{job_id="{label}"}}') == 5)
     for name in ("gpumux_steps_total", "gpumux_step_seconds_count", "gpumux_launches_total"):
         series = name + '{priority="high"}'
         assert sample(text, series) - sample(before, series) == 5
-    assert sample(text, f'gpumux_job_device_busy_seconds_total{{job="{label}"}}') > 0
-    assert sample(text, f'gpumux_job_memory_bytes{{job="{label}"}}') > 0
+    assert sample(text, f'gpumux_job_device_busy_seconds_total{{job_id="{label}"}}') > 0
+    assert sample(text, f'gpumux_job_memory_bytes{{job_id="{label}"}}') > 0
     job.close()
     gone = scrape_when(daemon, lambda t: f'job="{label}"' not in t)
     assert "gpumux_build_info" in gone

@@ -19,6 +19,7 @@ from gpumux.scheduler import events as ev
 from gpumux.types import Fault
 from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
+from gpumux.wire import router as wire
 from gpumux.wire import shared_memory
 from gpumux.wire.limits import Limits
 from gpumux.wire.router import Incoming
@@ -554,6 +555,27 @@ def test_what_happens_is_counted(running):
         "gpumux_sessions_lost_total 1.0",
     ):
         assert line in text.splitlines(), line
+
+
+@pytest.mark.parametrize("reason", [wire.GOODBYE, wire.GONE])
+def test_a_client_that_simply_ends_is_no_failure(running, reason):
+    """With a job that has work on the device, and a program that is not loaded yet."""
+    running.say("s", step(1))
+    asked = msg.LoadProgram(77, JOB, 1, [8], [])
+    running.router.arrivals.append(Incoming("s", running.router.open["s"], asked, [codec.encode(samples.add_one())]))
+    running.disconnect("s", reason)
+    text = exposition(running)
+    assert "gpumux_sessions_lost_total 0.0" in text.splitlines()
+    assert "gpumux_job_failures_total{" not in text
+    assert "gpumux_rejections_total{" not in text
+
+
+@pytest.mark.parametrize(("role", "levels"), [("client", {"INFO"}), ("control", {"DEBUG"})])
+def test_commands_that_come_and_go_are_logged_for_debugging_alone(daemon, role, levels, caplog):
+    with caplog.at_level("DEBUG", "gpumux.daemon"):
+        daemon.connect("c", role=role)
+        daemon.disconnect("c", wire.GOODBYE)
+    assert {record.levelname for record in caplog.records if "session c" in record.getMessage()} == levels
 
 
 def test_figures_name_jobs_while_they_live(running):

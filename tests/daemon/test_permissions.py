@@ -113,7 +113,7 @@ def test_metrics_which_ask_for_no_password_name_jobs_only_where_the_operator_sai
     try:
         daemon.metrics.add_gauges(GaugeCollector(daemon.loop.figures, "0"))
         text = generate_latest(daemon.metrics.registry).decode()
-        assert 'job="j2"' in text
+        assert 'job_id="j2"' in text
         assert (SECRET in text) is there
         assert THEIRS not in text
     finally:

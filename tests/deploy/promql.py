@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from tests.metrics.contract import FROZEN
 
 TARGET = frozenset({"job", "instance"})  # what Prometheus adds to every sample
-SCRAPED = {name: frozenset("exported_job" if label == "job" else label for label in labels) | TARGET
-           for name, (_, labels) in FROZEN.items()}  # fmt: skip
+SCRAPED = {name: frozenset(labels) | TARGET for name, (_, labels) in FROZEN.items()}
 BUILT_IN = {"up": TARGET}  # what Prometheus says of a target
 
 _TEXT = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")

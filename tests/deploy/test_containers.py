@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 import tomllib
+import urllib.request
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from gpumux.cli.main import build_parser
 from gpumux.config import load
+from gpumux.metrics.gauges import STALE_S
+from gpumux.metrics.series import Metrics
+from gpumux.metrics.server import MetricsServer
+from tests.metrics.contract import figures
 
 from .packages import ROOT, need
 
@@ -69,13 +76,27 @@ def commands():
     yield json.loads(instruction("CMD"))
     yield json.loads(re.search(r"^HEALTHCHECK .* CMD (\[.*\])$", FILE, re.MULTILINE)[1])[1:]
     yield CONTAINER["args"]
-    for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
-        yield CONTAINER[probe]["exec"]["command"][1:]
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
 def test_commands_are_ones_the_program_takes(command):
     build_parser().parse_args(command)
+
+
+def test_probes_ask_for_paths_that_the_daemon_serves_at_the_port_it_has():
+    (port,) = (port for port in CONTAINER["ports"] if port["name"] == "metrics")
+    assert port["containerPort"] == load({}, {}).metrics_port
+    assert CONTAINER["args"][CONTAINER["args"].index("--metrics-host") + 1] == "0.0.0.0"  # where the kubelet asks
+    server = MetricsServer(Metrics([int]).registry, "127.0.0.1", 0)
+    try:
+        server.watch(lambda: replace(figures(), when=time.time()))
+        for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
+            get = CONTAINER[probe]["httpGet"]
+            assert get["port"] == "metrics"
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{get['path']}", timeout=120) as answer:
+                assert answer.read() == b"ok\n"
+    finally:
+        server.close()
 
 
 def test_the_daemonset_names_its_gpu_and_the_image_takes_what_is_there():
@@ -124,8 +145,7 @@ def test_labels_ports_and_times_fit():
     assert str(port["containerPort"]) == instruction("EXPOSE")
     assert POD["terminationGracePeriodSeconds"] > 15  # drain_s and the device's ten seconds
     for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
-        command = CONTAINER[probe]["exec"]["command"]
-        assert CONTAINER[probe]["timeoutSeconds"] > float(command[command.index("--timeout") + 1])
+        assert CONTAINER[probe]["timeoutSeconds"] > STALE_S  # for which an answer waits for the loop
 
 
 def test_kustomize_puts_the_manifests_together():

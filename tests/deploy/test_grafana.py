@@ -73,7 +73,7 @@ def test_every_metric_an_operator_acts_on_is_shown_or_alerted():
             for text in texts for s in promql.selectors(text)}  # fmt: skip
     left_out = {
         "gpumux_build_info", "gpumux_job_baseline_samples", "gpumux_job_estimate_samples",
-        "gpumux_interference_pairs", "gpumux_interference_worst_ratio",
+        "gpumux_interference_pairs", "gpumux_interference_worst_ratio", "gpumux_job_promise_broken_seconds",
         "gpumux_job_host_wait_seconds_total", "gpumux_job_models", "gpumux_job_solo_step_seconds",
         "gpumux_job_steps_over_target_total", "gpumux_jobs_opened_total", "gpumux_messages_received_total",
         "gpumux_programs_loaded_total", "gpumux_sessions_opened_total", "gpumux_step_device_seconds",

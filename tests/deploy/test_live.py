@@ -138,14 +138,14 @@ def until_empty(work, server, expressions):
 
 
 def check_labels(work, server):
-    """The names people know a job by reach the recorded series, and the daemon's label is `exported_job`."""
+    """The names people know a job by reach the recorded series, and the daemon's own label stays as it is."""
     ratio = "job:gpumux_slowdown:ratio"
     # A scrape that took longer than it is given leaves a gap until the next.
     assert until_empty(work, server, {ratio}) == set()
     (series,) = server.query(ratio)
     assert series["metric"]["name"] == "train"
     assert series["metric"]["job"] == "gpumux"
-    assert series["metric"]["exported_job"].startswith("j")
+    assert series["metric"]["job_id"].startswith("j")
 
 
 def check_rules(server, healthy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_rule_names_only_what_is_in_the_contract(rule):
         ("rate(gpumux_step_total[5m])", "no metric gpumux_step_total"),
         ('gpumux_queue_depth{prio="low"}', "gpumux_queue_depth has no label prio"),
         ("sum by (gpu) (gpumux_sessions)", "nothing here has a label gpu"),
-        ('gpumux_job_info{job_id="gpumux_sessions"}', "gpumux_job_info has no label job_id"),
+        ('gpumux_job_info{jobid="gpumux_sessions"}', "gpumux_job_info has no label jobid"),
         ("gpumux_step_seconds", "no metric gpumux_step_seconds"),
         ("job:gpumux_slowdwn:ratio", "no metric job:gpumux_slowdwn:ratio"),
         ("vector(1)", "names no metric of gpumux"),
@@ -60,7 +61,49 @@ def test_mistakes_are_found(expression, mistake):
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_an_alert_says_how_bad_it_is_what_happened_and_what_to_do(rule):
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
-    assert set(rule["annotations"]) == {"summary", "description"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert rule["annotations"]["runbook_url"] == f"runbook.md#{rule['alert'].lower()}"
+
+
+def test_the_runbook_has_a_section_for_each_alert_and_no_other():
+    assert re.findall(r"^## (\w+)$", (HOME / "runbook.md").read_text(), re.MULTILINE) == NAMES
+
+
+INHIBITIONS = yaml.safe_load((HOME / "alertmanager.yml").read_text())["inhibit_rules"]
+
+
+def named(matchers):
+    """The alerts that a list of matchers names."""
+    (matcher,) = matchers
+    return [name for name in NAMES if re.fullmatch(re.fullmatch(r'alertname=~?"(.+)"', matcher)[1], name)]
+
+
+@pytest.mark.parametrize("rule", INHIBITIONS, ids=lambda rule: rule["source_matchers"][0])
+def test_an_inhibition_names_alerts_that_there_are_and_labels_that_both_have(rule):
+    sources, targets = named(rule["source_matchers"]), named(rule["target_matchers"])
+    assert sources
+    assert targets
+    assert not set(sources) & set(targets)
+    for side in ("source_matchers", "target_matchers"):  # each alternative is an alert
+        pattern = re.fullmatch(r'alertname=~?"(.+)"', rule[side][0])[1]
+        assert len(named(rule[side])) == pattern.count("|") + 1
+    labels = {
+        check["alertname"]: set(alert["exp_labels"])
+        for scenario in scenarios()
+        for check in scenario["alert_rule_test"]
+        for alert in check.get("exp_alerts", [])
+    }
+    for name in (*sources, *targets):
+        assert set(rule.get("equal", [])) <= labels[name], name
+
+
+def test_alertmanager_accepts_its_part():
+    tool = need("amtool", "prometheus-alertmanager")
+    done = subprocess.run(
+        [tool, "check-config", HOME / "alertmanager.yml"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(INHIBITIONS)} inhibit rules" in done.stdout
 
 
 def test_prometheus_accepts_the_configuration_and_the_rules():

@@ -86,8 +86,8 @@ def test_values_reach_the_page():
         'gpumux_steps_total{priority="high"} 1.0',
         'gpumux_step_seconds_bucket{le="0.005",priority="high"} 1.0',
         'gpumux_step_seconds_bucket{le="0.0025",priority="high"} 0.0',
-        'gpumux_job_device_busy_seconds_total{job="j1"} 1.5',
-        'gpumux_job_info{job="j1",name="sweep",priority="low",uid="1000"} 1.0',
+        'gpumux_job_device_busy_seconds_total{job_id="j1"} 1.5',
+        'gpumux_job_info{job_id="j1",name="sweep",priority="low",uid="1000"} 1.0',
         'gpumux_queue_depth{priority="low"} 2.0',
         'gpumux_queue_depth{priority="high"} 0.0',
         'gpumux_jobs{priority="low",state="open"} 1.0',
@@ -126,10 +126,11 @@ def test_a_users_job_name_can_not_break_the_page():
 def test_promises_reach_the_page():
     text = generate_latest(metrics_with(figures(JOB, HIGH)).registry).decode()
     for line in (
-        'gpumux_job_slowdown_ratio{job="j2"} 1.02',
-        'gpumux_job_slowdown_target_ratio{job="j2"} 1.05',
-        'gpumux_job_promise_kept{job="j2"} 1.0',
-        'gpumux_job_steps_over_target_total{job="j2"} 3.0',
+        'gpumux_job_slowdown_ratio{job_id="j2"} 1.02',
+        'gpumux_job_slowdown_target_ratio{job_id="j2"} 1.05',
+        'gpumux_job_promise_kept{job_id="j2"} 1.0',
+        'gpumux_job_promise_broken_seconds{job_id="j2"} 0.0',
+        'gpumux_job_steps_over_target_total{job_id="j2"} 3.0',
         'gpumux_held_seconds_total{reason="ban"} 0.25',
         'gpumux_held_seconds_total{reason="gap"} 0.0',
         "gpumux_bans_total 5.0",
@@ -141,12 +142,12 @@ def test_promises_reach_the_page():
 
 
 def test_what_was_not_measured_has_no_series():
-    unknown = PromiseFigures(1.05, None, None, True, 0, None, 0, 0, 0.0)
+    unknown = PromiseFigures(1.05, None, None, True, 0, None, 0, 0, 0.0, "mean ?", 0.0)
     fresh = JobFigures("j3", "new", 1, "high", "open", 0, 0, 0, 0.0, 0, promise=unknown)
     text = generate_latest(metrics_with(figures(fresh, guard=None)).registry).decode()
     assert "gpumux_job_slowdown_ratio{" not in text
     assert "gpumux_job_promise_kept{" not in text
-    assert 'gpumux_job_slowdown_target_ratio{job="j3"} 1.05' in text
+    assert 'gpumux_job_slowdown_target_ratio{job_id="j3"} 1.05' in text
     assert "gpumux_bans_active " not in text.replace("# HELP gpumux_bans_active ", "").replace(
         "# TYPE gpumux_bans_active ", ""
     )

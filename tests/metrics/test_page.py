@@ -22,6 +22,7 @@ from .contract import HIGH, JOB, figures
 BAN = BanFigures("j2", "j1", 1.7, "tail", 3.0, 61.0)
 ENDING = replace(BAN, left_s=0.04)
 HOSTILE = "<img src=x onerror=document.title='owned'>"
+VERDICT = "mean 1.02 of 1.05, tail 2.36 of 1.10 in 80 steps: BROKEN since 12 s"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -29,7 +30,9 @@ def moving():
     """Figures that advance with every call: a second, ten steps and half a second of the device later."""
     for n in count():
         low = replace(JOB, name=HOSTILE, held="tail" if n % 2 else "", steps_done=n, device_busy_s=0.25 * n)
-        high = replace(HIGH, steps_done=10 * n, device_busy_s=0.5 * n, promise=replace(HIGH.promise, kept=n < 1))
+        high = replace(
+            HIGH, steps_done=10 * n, device_busy_s=0.5 * n, promise=replace(HIGH.promise, kept=n < 1, verdict=VERDICT)
+        )
         yield replace(figures(high, low), when=1000.0 + n, bans=(BAN, ENDING))
 
 
@@ -56,6 +59,7 @@ def test_the_data_is_what_the_figures_say(server):
     said = json.loads(content)
     assert said["when"] == 1000.0
     high, low = said["jobs"]
+    assert high["promise"]["verdict"] == VERDICT
     assert (high["short"], high["promise"]["target"], low["held"], low["promise"]) == ("j2", 1.05, "", None)
     assert low["name"] == HOSTILE
     ban = {"high": "j2", "low": "j1", "ratio": 1.7, "why": "tail", "since_s": 3.0, "left_s": 61.0}
@@ -113,7 +117,8 @@ def test_a_browser_draws_it(server, tmp_path):
     assert "gpumux" in text
     assert "no answer" not in text
     assert "10.0" in text  # steps a second
-    assert "1.02 of 1.05 BROKEN" in text
+    assert f"j2 train: {VERDICT}" in text
+    assert "1.02 BROKEN" in text
     assert "1.70" in text  # of the ban
     assert "1 min 1 s" in text  # which ends then
     assert "1.25 x" in text  # of the pair of programs

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from prometheus_client.registry import Collector
@@ -146,6 +148,42 @@ def test_a_scrape_that_waits_is_let_go_when_the_loop_ends(monkeypatch):
     box.close()
     scrape.join(LONG)
     assert got == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "now", "status", "said"),
+    [
+        ("/healthz", {}, 5.0, 200, "ok"),
+        ("/readyz", {}, 5.0, 200, "ok"),
+        ("/healthz", {}, 41.0, 503, "the dispatch loop has not turned for 40 s"),
+        ("/readyz", {}, 41.0, 503, "the dispatch loop has not turned for 40 s"),
+        ("/healthz", {"leaving": "the daemon got SIGTERM"}, 5.0, 200, "ok"),
+        ("/readyz", {"leaving": "the daemon got SIGTERM"}, 5.0, 503, "leaving: the daemon got SIGTERM"),
+        ("/healthz", None, 5.0, 200, "starting"),
+        ("/readyz", None, 5.0, 503, "starting"),
+    ],
+)
+def test_probes_say_whether_the_daemon_lives_and_takes_work(server, monkeypatch, path, changes, now, status, said):
+    if changes is not None:
+        server.watch(lambda: replace(figures(), **changes))  # of second 1
+    monkeypatch.setattr(metrics_server.time, "time", lambda: now)
+    assert ask(server, path) == (status, f"{said}\n")
+
+
+@pytest.mark.parametrize("path", ["/metric", "/metrics/", "/favicon.ico", "/healthz/x", "/../metrics"])
+def test_there_is_nothing_elsewhere(server, path):
+    status, said = ask(server, path)
+    assert (status, "/metrics, /healthz and /readyz" in said) == (404, True)
+
+
+def ask(server, path):
+    """The status and the text of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode()
+    connection.close()
+    return found
 
 
 def answer_to(port: int, *headers: str) -> str:

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import Final, TypeAlias
 
 from gpumux.scheduler.guard.bans import Ban
@@ -337,12 +337,14 @@ class HighJob:
     """What the guard knows of one high job. Times are seconds."""
 
     __slots__ = (
-        "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "budget", "calibrating",
+        "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
+        "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
         "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
         "least_need", "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
-        "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version", "steps",
-        "steps_beside_high", "tried", "trust", "version", "waits_for", "waits_for_step", "watched_until", "watching",
+        "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version",
+        "steps", "steps_beside_high", "tail_over", "tried", "trust", "version", "waits_for", "waits_for_step",
+        "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: ScheduledJob) -> None:
@@ -390,6 +392,9 @@ class HighJob:
         self.steps_beside_high = 0
         self.over = 0  # steps slower than promised on average
         self.ratios: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.ratio_sum = 0.0  # of all in `ratios`
+        self.tail_over = 0  # those in `ratios` beyond what 99 in 100 are promised
+        self.broken_since = inf  # when the steps in `ratios` began to break the promise; inf: they don't
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.queued_part = 0.0  # part of its steps that come while another one runs
         self.late_steps = 0  # steps in a row beside low work that lost more than they may
@@ -551,12 +556,9 @@ class HighJob:
                 placement.explored = True
         self._end_calibration(not shared, baseline, step.id)
         if known and solo > 0.0:
-            ratio = 1.0 + lost / solo
-            self.ratios.append(ratio)
+            self.judge(1.0 + lost / solo, ended)
             if shared:
                 self.shared_steps += 1
-            if ratio > 1.0 + budget.slack:
-                self.over += 1
         if beside_high:
             self.steps_beside_high += 1
         if self.steps > 1:  # of the first one it is not known whether it found the job idle
@@ -566,6 +568,31 @@ class HighJob:
         self.arrival_programs.clear()
         self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
         self.resumed_at = 0
+
+    def judge(self, ratio: float, ended: float) -> None:
+        """Add a step's slowdown to the newest ones, and note since when these break the promise: their mean is above
+        1 + slack, or more than one in a hundred above 1 + 2 slack."""
+        slack, ratios = self.budget.slack, self.ratios
+        if len(ratios) == RECENT_STEPS:
+            oldest = ratios[0]
+            self.ratio_sum -= oldest
+            if oldest > 1.0 + 2.0 * slack:
+                self.tail_over -= 1
+        ratios.append(ratio)
+        self.ratio_sum += ratio
+        if ratio > 1.0 + slack:
+            self.over += 1
+        if ratio > 1.0 + 2.0 * slack:
+            self.tail_over += 1
+        count = len(ratios)
+        if self.mean_ratio() <= 1.0 + slack and self.tail_over <= count - ceil(0.99 * count):
+            self.broken_since = inf
+        elif self.broken_since == inf:
+            self.broken_since = ended
+
+    def mean_ratio(self) -> float:
+        """Mean slowdown of the newest steps; there has to be one."""
+        return self.ratio_sum / len(self.ratios)
 
     def _update_trust(self, excess: float) -> None:
         trust, budget, before = self.trust, self.budget, self.trust.trusted
