@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ def open_job(
     example: Any,
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any,
-    priority: str,
+    priority: Literal["high", "low"],
     name: str,
     seed: int,
     endpoint: str | None,

@@ -326,7 +326,7 @@ def over_daemons(model: Model, ranks: int) -> Iterator[Ours]:
         yield Ours(stack.enter_context(submit(model, endpoints=endpoints)), batches_of(model))
 
 
-def submit(model: Model, **options: Any) -> client.Job:
+def submit(model: Model, **options: Any) -> client.Job[Any]:
     net = model.make()
     optimizer = model.optimizer(net.parameters())
     step = step_of(net, optimizer)

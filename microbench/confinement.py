@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def training(stack: ExitStack, endpoint: str) -> tuple[client.Job, tuple[Tensor, Tensor]]:
+def training(stack: ExitStack, endpoint: str) -> tuple[client.Job[[Tensor, Tensor]], tuple[Tensor, Tensor]]:
     """The job and its batch."""
     torch.manual_seed(0)
     model, batch = WORK()

@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def stacking(job: client.Job, batch: Tensor) -> dict[str, float]:
+def stacking(job: client.Job[Any], batch: Tensor) -> dict[str, float]:
     """Copies of a batch on its way from samples into the device's memory: stacked by `job.collate`, and by torch."""
     samples = list(batch)
     counted = {}

@@ -4,7 +4,7 @@ function that waits for it. Imports torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -92,7 +92,9 @@ class PlainCuda:
 class Daemon:
     """The step as a job of a gpumux daemon. The model stays on the CPU: the client needs no context of its own."""
 
-    def __init__(self, built: Built, endpoint: str, priority: str, max_slowdown: float, inflight: int) -> None:
+    def __init__(
+        self, built: Built, endpoint: str, priority: Literal["high", "low"], max_slowdown: float, inflight: int
+    ) -> None:
         self._built = built
         options: dict[str, Any] = {"max_slowdown": max_slowdown} if priority == "high" else {}
         self._job = client.submit(

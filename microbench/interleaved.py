@@ -94,7 +94,7 @@ def measure(high: int, low: int, policies: list[str], repeats: int, seconds: flo
     }  # fmt: skip
 
 
-def submit(daemon: RunningDaemon, number: int, high: bool) -> client.Job:
+def submit(daemon: RunningDaemon, number: int, high: bool) -> client.Job[Any]:
     torch.manual_seed(number)
     model = nn.Sequential(nn.Linear(PIXELS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -117,7 +117,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.rand(BATCH, PIXELS, generator=draws), torch.randint(0, CLASSES, (BATCH,), generator=draws)
 
 
-def rounds(jobs: list[client.Job], way: str, seconds: float) -> float:
+def rounds(jobs: list[client.Job[Any]], way: str, seconds: float) -> float:
     """Rounds a second."""
     x, y = batch()
     count, began = 0, time.perf_counter()

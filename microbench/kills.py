@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ class Run:
     """One trial under blows."""
 
     trial: Trial
-    job: client.Job
+    job: client.Job[Any]
     calls: dict[str, Callable[..., client.StepFuture]]
     turns: int = 0
     futures: list[client.StepFuture] = field(default_factory=list)
@@ -287,8 +287,8 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 def submit(
-    trial: Trial, endpoint: str | Sequence[str], resume: str | None = None, priority: str = "low", rng: str = "own",
-    **options: Any,
+    trial: Trial, endpoint: str | Sequence[str], resume: str | None = None, priority: Literal["high", "low"] = "low",
+    rng: Literal["client", "own"] = "own", **options: Any,
 ) -> Run:  # fmt: skip
     """`endpoint`: the daemon's, or those of several. `rng`: "own", so that trials which run side by side draw as each
     does alone, or "client". `options`: further ones of client.submit."""

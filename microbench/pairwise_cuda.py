@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from microbench.daemon import running_daemon
 from microbench.pairwise import KINDS, STEP_S, Kind
@@ -30,7 +30,7 @@ def measure(setting: Setting, policy: str, kinds: Sequence[Kind] = KINDS) -> lis
     names = calibrated(setting.device, kinds)
     with running_daemon(policy=policy, threads=1, device=setting.device) as daemon:
 
-        def held(priority: str) -> Worker:
+        def held(priority: Literal["high", "low"]) -> Worker:
             return Worker([setting.task(name, "gpumux", priority, daemon.endpoint) for name in names])
 
         with held("high") as highs, held("low") as lows:

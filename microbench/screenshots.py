@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
 from microbench.browser import Browser, Page, find
 from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
@@ -91,7 +92,7 @@ def top(endpoint: str, seconds: float) -> str:
     return output.decode()
 
 
-def serve_job(name: str, priority: str, endpoint: str) -> None:
+def serve_job(name: str, priority: Literal["high", "low"], endpoint: str) -> None:
     """One of the clients, until its stdin ends."""
     import torch
     import torch.nn.functional as F

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from microbench.wave_limit import private_bytes
 
 MODELS = ("resnet50", "gpt2")
 STEPS, WARM, ROUNDS = 6, 3, 3
-WAYS = ("own", "shared")
+WAYS: tuple[Literal["own"], Literal["shared"]] = ("own", "shared")
 
 
 class HighestTogether:
@@ -61,11 +61,11 @@ def executors(pid: int) -> set[int]:
     return {each for each in descendants(pid) if "executo" in Path(f"/proc/{each}/comm").read_text()}
 
 
-def train(way: str, models: Sequence[str], size: str, steps: int) -> dict[str, Any]:
+def train(way: Literal["own", "shared"], models: Sequence[str], size: str, steps: int) -> dict[str, Any]:
     """Both jobs for so many steps each. Returns the bytes that the device counts for both, the most private memory that
     their processes held together, and the seconds of a pair of steps."""
     with running_daemon(threads=1) as daemon:
-        jobs: list[client.Job] = []
+        jobs: list[client.Job[Any]] = []
         made = [build(name, size) for name in models]
         try:
             for name, one in zip(models, made, strict=True):
@@ -106,11 +106,11 @@ def main(argv: list[str] | None = None) -> int:
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             found[way].append(train(way, args.models, args.size, args.steps))
     rows = []
-    for way, runs in found.items():
+    for named, runs in found.items():
         seconds = common.figure([run["seconds"] for run in runs])
         charged, held = (statistics.median(run[key] for run in runs) / 2**20 for key in ("charged", "held"))
         rows.append(
-            [way, f"{charged:.0f}", f"{held:.0f}", f"{seconds.median:.2f} ({seconds.low:.2f}-{seconds.high:.2f})"]
+            [named, f"{charged:.0f}", f"{held:.0f}", f"{seconds.median:.2f} ({seconds.low:.2f}-{seconds.high:.2f})"]
         )
     print(f"{' and '.join(args.models)} ({args.size}), {args.steps} steps each, {args.rounds} rounds")
     print(common.table(["memory", "charged MiB", "held MiB", "seconds a pair of steps"], rows))

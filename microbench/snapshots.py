@@ -30,7 +30,7 @@ LONGEST_S = 60.0  # of a turn that waits for a snapshot, on a machine whose disk
 
 
 def run_turn(
-    job: client.Job, work: workloads.Workload, seconds: float, snapshots: int = 0
+    job: client.Job[Any], work: workloads.Workload, seconds: float, snapshots: int = 0
 ) -> tuple[list[float], float]:
     """Seconds of each step of one turn, and of the turn, which goes on until the job has asked for so many
     snapshots."""
@@ -45,7 +45,7 @@ def run_turn(
     return steps, now - began
 
 
-def snapshots_of(job: client.Job) -> int:
+def snapshots_of(job: client.Job[Any]) -> int:
     snapshots = job._recovery.snapshots
     return snapshots.number if snapshots is not None else 0
 

@@ -69,7 +69,9 @@ WAYS = (
 )
 
 
-def submit(daemon: RunningDaemon, way: Way, example: tuple[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, client.Job]:
+def submit(
+    daemon: RunningDaemon, way: Way, example: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[nn.Module, client.Job[Any]]:
     model = Pixels()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpumux import config
 from microbench.daemon import running_daemon
@@ -43,7 +43,7 @@ class Setting:
         """The fastest plain way to run a job alone."""
         return "graph" if self.device == "cuda" else "eager"
 
-    def task(self, job: str, engine: str, priority: str, endpoint: str = "") -> Task:
+    def task(self, job: str, engine: str, priority: Literal["high", "low"], endpoint: str = "") -> Task:
         seed = 0 if priority == "high" else 1
         return Task(job, engine, self.size, self.device, endpoint, priority, PROMISE, seed)
 
@@ -100,7 +100,7 @@ def together(
     with ExitStack() as stack:
         enter = stack.enter_context
         if way == STREAMS:
-            tasks = [setting.task(job, setting.plain, name) for job, name in ((high, "high"), (low, "low"))]
+            tasks = [setting.task(high, setting.plain, "high"), setting.task(low, setting.plain, "low")]
             worker = enter(Worker(tasks))
             worker.answer()
             first, second = _run(setting, [worker], [list(rates)])[0]

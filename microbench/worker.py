@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from microbench import common
 
@@ -38,7 +38,7 @@ class Task:
     size: str = "full"
     device: str = "cuda"
     endpoint: str = ""
-    priority: str = "low"
+    priority: Literal["high", "low"] = "low"
     max_slowdown: float = 1.10
     seed: int = 0
 

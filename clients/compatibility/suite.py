@@ -58,7 +58,7 @@ def _script_state(given: dict[str, Any]) -> Any:
 class _Through:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.jobs: list[client.Job] = []
+        self.jobs: list[client.Job[Any]] = []
 
     def __call__(self, step: Callable[..., Any], example: Any, **given: Any) -> Callable[..., Any]:
         before = _script_state(given)

@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = found  # importing the submodule `submit` has set this name to the module
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

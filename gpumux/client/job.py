@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -49,6 +49,7 @@ from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
+from gpumux.notebook import facts_table
 from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
 from gpumux.waves.steps import Waves
@@ -144,9 +145,13 @@ def exactness(
 # ---- the job
 
 
-class Job:
+Batch = ParamSpec("Batch")  # the arguments of a step
+More = ParamSpec("More")  # those of another one over the same state
+
+
+class Job(Generic[Batch]):
     """A training or inference job, opened by `gpumux.client.submit`. Verbs may be called from any thread; steps run in
-    call order."""
+    call order. To type checkers it has the arguments of its step: `Job[[Tensor, Tensor]]`."""
 
     def __init__(
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int | None,
@@ -212,8 +217,8 @@ class Job:
 
     @folded
     def add(
-        self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
-    ) -> Callable[..., StepFuture]:  # fmt: skip
+        self, fn: Callable[More, Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
+    ) -> Callable[More, StepFuture]:  # fmt: skip
         """Capture another step over the same state (evaluation, a GAN's second step, apply after
         accumulate). Returns a callable that runs it in the job's order and gives a StepFuture.
         `microbatches` and `compile` as in submit(), for this function alone."""
@@ -222,7 +227,7 @@ class Job:
         with self._lock:
             function = self._persist(lambda: self.capture(fn, example, 1, microbatches, compile))
 
-        def call(*batch: Any, **named: Any) -> StepFuture:
+        def call(*batch: More.args, **named: More.kwargs) -> StepFuture:
             return self._run(function, batch, named)
 
         call.__name__ = getattr(fn, "__name__", "step")
@@ -341,7 +346,7 @@ class Job:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def step(self, *batch: Any, **named: Any) -> StepFuture:
+    def step(self, *batch: Batch.args, **named: Batch.kwargs) -> StepFuture:
         """Run the submitted step on a batch. Returns at once while fewer than `max_inflight` steps
         are unanswered, else waits for the oldest. Raises CaptureError, LocalWrite, JobFailed,
         JobClosed or DaemonGone; the job is unchanged then."""
@@ -624,11 +629,22 @@ class Job:
             stacklevel=2,
         )
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Job[Batch]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._close(True, True, False, None if kind is None else LEAVE_S)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Nothing is asked of the daemon."""
+        priority = "high" if self._spec.priority is Priority.HIGH else "low"
+        if priority == "high":
+            priority += f", mean slowdown at most {self._spec.max_slowdown:g}"
+        state = "closed" if self._closed else "paused" if self.paused else "open"
+        return facts_table(
+            f"gpumux job {self.name}",
+            {"id": self.id[:8], "state": state, "steps": f"{self._next_step:,}", "priority": priority},
+        )
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
@@ -661,7 +677,7 @@ def _load_outside(kept: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
     tensor.copy_(value)
 
 
-def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
+def _notes_of(ref: weakref.ref[Job[Any]]) -> tuple[bytes, int]:
     """The notes of a snapshot taken now, and the number of steps before it."""
     job = ref()
     assert job is not None, "a job that is gone takes no snapshots"
@@ -671,7 +687,7 @@ def _notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     return notes, job._counts.all
 
 
-_open: weakref.WeakSet[Job] = weakref.WeakSet()
+_open: weakref.WeakSet[Job[Any]] = weakref.WeakSet()
 
 
 def _leave() -> None:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from gpumux.client.arguments import (
     with_inner,
 )
 from gpumux.client.gang import GangRemote, GangSession
-from gpumux.client.job import Job
+from gpumux.client.job import Batch, Job
 from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
@@ -47,16 +47,18 @@ from gpumux.wire.codec import MAX_INT
 
 @folded
 def submit(
-    step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
-    optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
-    weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
-    seed: int | None = None, max_variants: int | None = None, microbatches: int = 1, compile: bool = False,  # noqa: A002
-    rng: str | None = None, resume: str | None = None,
+    step: Callable[Batch, Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    optimizer: Any = None, priority: Literal["high", "low"] = "low", name: str | None = None,
+    endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None,
+    max_inflight: int = 2, seed: int | None = None, max_variants: int | None = None, microbatches: int = 1,
+    compile: bool = False,  # noqa: A002
+    rng: Literal["client", "own"] | None = None, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
     plan: str | Path | SavedPlan | RankPlacement | None = None, endpoints: Sequence[str] | None = None,
     devices: int | None = None,
-    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1, memory: str = "own",
-) -> Job:  # fmt: skip
+    peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
+    memory: Literal["own", "shared"] = "own",
+) -> Job[Batch]:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
     step: the loop body, called as `step(*example)`. It may use any tensor of `model` and `optimizer`, by any reference,
@@ -149,8 +151,8 @@ def submit(
         refuse_with_waves(microbatches=microbatches > 1, compile=compile, priority=high)
         refuse_with_waves(memory=memory == "shared")
 
-    def attempt(session: Session) -> Job:
-        job: Job | None = None
+    def attempt(session: Session) -> Job[Batch]:
+        job: Job[Batch] | None = None
         try:
             table = StateTable(models, optimizers, *devices_of(session, 6))
             table.home = table.home or _first_device(example)
@@ -180,9 +182,9 @@ def submit(
             raise
         return job
 
-    def on_ranks(session: GangSession) -> Job:
+    def on_ranks(session: GangSession) -> Job[Batch]:
         assert placement is not None
-        job: Job | None = None
+        job: Job[Batch] | None = None
         alike = cast("Session", session)  # it has what a job uses of one
         try:
             table = StateTable(models, optimizers, *devices_of(alike, 6))

@@ -21,6 +21,7 @@ from gpumux.fuse.member import STREAM, ArrayMemory, Member, key_of, keys_of
 from gpumux.fuse.proof import ProgramRunner
 from gpumux.fuse.template import Decision, Fused, stream_bytes
 from gpumux.fuse.variants import Options, Variant, Variants
+from gpumux.notebook import facts_table
 from gpumux.program.ir import Program
 from gpumux.wire.codec import MAX_INT
 
@@ -234,6 +235,17 @@ class BaseArray(ABC):
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __repr__(self) -> str:
+        models = "1 model" if len(self) == 1 else f"{len(self)} models"
+        return f"<{type(self).__name__} {self.name!r} of {models}, {'closed' if self._closed else 'open'}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how the last step ran, if there was one."""
+        facts = {"models": str(len(self)), "state": "closed" if self._closed else "open"}
+        if self._last:
+            facts["operators"] = str(self.plan()).partition("\n")[0]
+        return facts_table(f"gpumux {type(self).__name__} {self.name}", facts)
 
     def _make(self, config: Any, seed: int | None, number: int) -> _Made:
         """Have the factory make model `number`."""

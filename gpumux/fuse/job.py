@@ -112,8 +112,8 @@ def submit_array(
     factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
     choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
     partial: bool = False, times_file: str | Path | None = "", max_variants: int | None = None, name: str | None = None,
-    priority: str = "low", endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10,
-    memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
+    priority: Literal["high", "low"] = "low", endpoint: str | None = None, weight: float = 1.0,
+    max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> ArrayJob:  # fmt: skip
     """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside
@@ -162,7 +162,7 @@ class _JobOptions:
     def open(
         self, session: Session, table: StateTable, models: int, kept: KeptJob | None, counts: Counts | None,
         write_notes: WriteNotes,
-    ) -> Job:  # fmt: skip
+    ) -> Job[Any]:  # fmt: skip
         spec = replace(self.spec, models=models)
         job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
         open_job(session, job_id, spec, kept is not None)
@@ -177,7 +177,7 @@ class ArrayJob(BaseArray):
     """An array made by `submit_array`. `job` is its job, for pause(), resume(), stats() and so on: another one after
     each add() and remove()."""
 
-    job: Job
+    job: Job[Any]
 
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None, name: str,

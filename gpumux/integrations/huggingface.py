@@ -70,7 +70,7 @@ class Steps:
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self._trainer = trainer
         self._options = options
-        self.job: Job | None = None
+        self.job: Job[Any] | None = None
         # The step of a batch, and of the last batch before the optimizer's step.
         self._calls: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.norm: Tensor | None = None  # of the newest step's gradients, before clipping

@@ -46,7 +46,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(device="cpu")
         self._options = options
-        self._job: Job | None = None
+        self._job: Job[Any] | None = None
         self._whole: Callable[..., Any] | None = None  # the step of a batch after which the optimizer steps
         self._log = Log()
 

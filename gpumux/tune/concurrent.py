@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gpumux.client import StepFuture, submit
 from gpumux.errors import AdmissionRefused
@@ -25,7 +25,13 @@ class ConcurrentTrainer:
     name = "concurrent"
 
     def __init__(
-        self, task: Task, checkpoints: Checkpoints, *, most: int, endpoint: str | None, priority: str = "low"
+        self,
+        task: Task,
+        checkpoints: Checkpoints,
+        *,
+        most: int,
+        endpoint: str | None,
+        priority: Literal["high", "low"] = "low",
     ) -> None:
         self._task, self._checkpoints = task, checkpoints
         self._most, self._endpoint, self._priority = most, endpoint, priority
