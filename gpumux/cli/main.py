@@ -472,7 +472,9 @@ def _job_verbs(jobs: argparse.ArgumentParser) -> list[_Parser]:
     made["stop"].add_argument("--drain", action="store_true", help="answer what was submitted first")
     made["profile"].add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     made["profile"].add_argument("--program", metavar="N", type=int, help="of which program, if not the busiest one")
-    made["explain"].add_argument("--story", action="store_true", help="also what happened to it last, line by line")
+    made["explain"].add_argument(
+        "--story", action="store_true", help="also all that is known, and what happened to it last"
+    )
     return list(made.values())
 
 
