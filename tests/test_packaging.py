@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email import message_from_bytes
@@ -173,6 +174,12 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert done.returncode == 1
         assert done.stderr.startswith("gpumux: no daemon at ")
         assert len(done.stderr.splitlines()) == 2
+
+
+def test_what_is_missing_is_named_as_the_project_asks_for_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(installation.REQUIREMENTS.values()) == sorted(project["dependencies"])
+    assert installation.missing(ModuleNotFoundError("x", name="yours")) is None
 
 
 # ---- Another project with this one's name.
