@@ -8,7 +8,9 @@ import gpumux
 from gpumux.cli.setup import installation
 
 if not hasattr(gpumux, "__version__"):  # another project's files lie over this one's, and nothing else can be imported
-    sys.exit(f"gpumux: {installation.other_project() or 'another project'} has overwritten it\n  {installation.MEND}")
+    sys.exit(
+        f"gpumux: {installation.other_project() or 'another project'}, has overwritten this one\n  {installation.MEND}"
+    )
 
 from gpumux.cli.main import main
 

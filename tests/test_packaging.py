@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email import message_from_bytes
@@ -175,6 +176,12 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert len(done.stderr.splitlines()) == 2
 
 
+def test_what_is_missing_is_named_as_the_project_asks_for_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(installation.REQUIREMENTS.values()) == sorted(project["dependencies"])
+    assert installation.missing(ModuleNotFoundError("x", name="yours")) is None
+
+
 # ---- Another project with this one's name.
 
 
@@ -242,29 +249,35 @@ def test_an_editable_installation_is_a_plain_path(editable: Path, tmp_path: Path
 
 
 SCRIPT = """\
-from gpumux import client
+import gpumux
 
 def step(x: int) -> int:
     return x
 
-with client.submit(step, example=(1,), priority={priority}) as job:
+with gpumux.submit(step, example=(1,), priority={priority}) as job:
+    job.step({batch})
+    more = job.add(step, example=(1,))
+    more({batch})
     job.sync()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("priority", "errors"), [("'low'", 0), ("3", 1)])
+@pytest.mark.parametrize(
+    ("priority", "batch", "errors"),
+    [("'low'", "1", []), ("'hgih'", "1", ['"priority"']), ("'low'", "'1'", ['"step"', "Argument 1"])],
+)
 def test_mypy_sees_the_types_through_an_editable_installation(
-    priority: str, errors: int, editable: Path, tmp_path: Path
+    priority: str, batch: str, errors: list[str], editable: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nignore_missing_imports = true\n")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(priority=priority))
+    script.write_text(SCRIPT.format(priority=priority, batch=batch))
     options = ["--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path / "cache"]
     done = execute(sys.executable, "-m", "mypy", *options, "--python-executable", editable, script, cwd=tmp_path)
     found = [line for line in done.stdout.splitlines() if "script.py" in line and ": error:" in line]
-    assert len(found) == errors, done.stdout + done.stderr
-    assert all('"priority"' in line for line in found)
+    assert len(found) == len(errors), done.stdout + done.stderr
+    assert all(what in line for what, line in zip(errors, found, strict=True)), found
 
 
 # ---- `gpumux deploy`.

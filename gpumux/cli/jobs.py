@@ -57,15 +57,32 @@ def _regrade(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
 
 
 def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
-    """Say why the job is slow or held."""
+    """Say how the job fares, why, and what to do about it."""
     body = control.explain(job["job"])
     if args.json:
         emit_json(body)
-        return 0
-    emit("\n".join(printable(sentence) for sentence in body["sentences"]))
-    if args.story:
-        emit("\n".join(["", *(printable(line) for line in body["story"])]))
+    else:
+        emit("\n".join(printable(line) for line in explanation(job, body, story=args.story)))
     return 0
+
+
+def explanation(job: dict[str, Any], body: dict[str, Any], *, story: bool = False) -> list[str]:
+    """The answer to ExplainJob as lines: verdict, causes, and what to do with commands to paste; with `story` also all
+    that is known, and what happened last."""
+    name = f" {job['name'][:32]}" if job["name"] else ""
+    lines = [f"{job['short']}{name} ({job['priority']}): {body['verdict']}"]
+    if body["causes"]:
+        lines += ["", "why", *(f"  {cause}" for cause in body["causes"])]
+    if body["remedies"]:
+        lines += ["", "what to do"]
+        for remedy in body["remedies"]:
+            lines += [f"  {remedy['text']}", *([f"    $ {remedy['command']}"] if remedy["command"] else [])]
+    if story:
+        lines += ["", "all that is known", *(f"  {sentence}" for sentence in body["sentences"])]
+        lines += ["", "what happened last", *(f"  {line}" for line in body["story"])]
+    else:
+        lines += ["", "--story has all that is known of it, and what happened last"]
+    return lines
 
 
 def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:

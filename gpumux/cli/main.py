@@ -434,8 +434,9 @@ def build_parser() -> argparse.ArgumentParser:
     deploy.add_argument("--force", action="store_true", help="replace files that are there and differ")
     settings = _add(subparsers, "config", "show the settings of a daemon", _CONFIG)
     settings.add_argument("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
-    settings.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
-    settings.add_argument("--reference", action="store_true", help="docs/configuration.md")
+    instead = settings.add_mutually_exclusive_group()
+    instead.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
+    instead.add_argument("--reference", action="store_true", help="docs/configuration.md")
     settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
@@ -472,7 +473,9 @@ def _job_verbs(jobs: argparse.ArgumentParser) -> list[_Parser]:
     made["stop"].add_argument("--drain", action="store_true", help="answer what was submitted first")
     made["profile"].add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     made["profile"].add_argument("--program", metavar="N", type=int, help="of which program, if not the busiest one")
-    made["explain"].add_argument("--story", action="store_true", help="also what happened to it last, line by line")
+    made["explain"].add_argument(
+        "--story", action="store_true", help="also all that is known, and what happened to it last"
+    )
     return list(made.values())
 
 

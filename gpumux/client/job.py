@@ -340,7 +340,9 @@ class Job(Generic[Batch]):
         """The number of a Program in the daemon, where it is uploaded if it is not there yet."""
         if program.number is None:
             operators = len(program.lowered.program.ops)
-            self._progress.stage(lambda: f"the daemon checks and loads {operators} operators")
+            self._progress.stage(
+                lambda: f"the daemon checks and loads {operators} operator{'' if operators == 1 else 's'}"
+            )
             program.number = self._remote.upload(program.lowered, program.ranked)
         return program.number
 

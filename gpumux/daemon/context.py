@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -101,6 +101,11 @@ class Permissions:
             mine = record is not None and self.governs(session, record)
             jobs.append({**entry, **({} if mine else _HIDDEN), "mine": mine})
         return {**body, "jobs": jobs}
+
+
+def with_short_ids(text: str, shorts: Mapping[JobId, str]) -> str:
+    """`text` with the short id of each job that is known in place of its whole id."""
+    return _JOB_ID.sub(lambda found: shorts.get(JobId(found[0]), found[0]), text)
 
 
 # ---- Queues for checks of Programs, for questions and for jobs to open.

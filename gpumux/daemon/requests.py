@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from gpumux.access import refuse_gang, refuse_priority, refuse_weight
-from gpumux.daemon.context import DaemonContext, as_fault, log
+from gpumux.daemon.context import DaemonContext, as_fault, log, with_short_ids
 from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
@@ -86,7 +86,21 @@ class Questions:
         story = [
             permissions.redact(session, line) for line in scheduler.story(job.id, newest=STORY_LINES, hidden=hidden)
         ]
-        body = {"job": job.id, "short": job.short, "sentences": sentences, "story": story}
+        found = scheduler.advise(job.id, hidden)
+        shorts = {known.id: known.short for known in self._context.records.jobs.values()}
+
+        def brief(text: str) -> str:
+            return permissions.redact(session, with_short_ids(text, shorts))
+
+        body = {
+            "job": job.id,
+            "short": job.short,
+            "verdict": brief(found.verdict),
+            "causes": [brief(cause) for cause in found.causes],
+            "remedies": [{"text": brief(each.text), "command": brief(each.command)} for each in found.remedies],
+            "sentences": sentences,
+            "story": story,
+        }
         self._context.reply(session, msg.Report(m.ref, body))
 
     def _pairs(self, session: SessionRecord, m: msg.GetInterference, frames: Sequence[bytes]) -> None:

@@ -1,7 +1,8 @@
 """Why a job is slow or held, in sentences: which piece, which operators, which other job, since when, until when.
 
-The sentences say what the scheduler would do now, and what it measured. Times are seconds on the scheduler's clock;
-lengths are in milliseconds. Begin with `explain`, and with `story` for what happened to a job and its steps.
+The sentences say what the scheduler would do now, what it measured, and for how long something has been so; only the
+history has seconds on the scheduler's clock. Begin with `explain`, and with `story` for what happened to a job and its
+steps. `advice.py` says in brief what matters and what to do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from gpumux.scheduler.events import Event
 from gpumux.scheduler.guard.bans import Ban
@@ -19,7 +21,7 @@ from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import Record, SchedulerState
-from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
+from gpumux.scheduler.verdict import age, counted, slowdown_figures, verdict
 from gpumux.types import JobId, PieceDone, Priority, StepId
 
 OUTLIER = 8.0  # times what a step may lose on average
@@ -31,7 +33,8 @@ NAMES = 3  # operators of a range that are named
 
 def explain(state: SchedulerState, job: ScheduledJob) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(state, job), *_longest(state, job), *_peers(job), *suspended(job)]
+    subject = f"Job {name_of(state, job.id)} ({job.priority.name.lower()})"
+    lines = [f"{subject} {doing(state, job)}.", *_longest(state, job), *_peers(job), *suspended(job)]
     guard = state.guard
     if guard is None:
         return [
@@ -62,30 +65,30 @@ def held(state: SchedulerState, hold: Hold) -> str:
     return _REASONS[hold.reason](state, hold)
 
 
-def _state(state: SchedulerState, job: ScheduledJob) -> str:
-    subject = f"Job {_name(state, job.id)} ({job.priority.name.lower()})"
+def doing(state: SchedulerState, job: ScheduledJob) -> str:
+    """What the job does or waits for, as a sentence without its subject and stop."""
     blocked, out = job.blocked(), counted(job.outstanding, "piece")
     if blocked == "empty":
-        doing = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
+        what = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
     elif blocked == "program":
-        doing = "waits for its program to be ready"
+        what = "waits for its program to be ready"
     elif blocked == "transfer":
-        doing = "waits for a transfer of its state"
+        what = "waits for a transfer of its state"
     elif blocked == "peers":
-        doing = f"waits for its peers: {_collective(state, job)}" + (
+        what = f"waits for its peers: {_collective(state, job)}" + (
             f"; {out} before it on the device" if job.outstanding else ""
         )
     elif blocked == "wave":
-        doing = f"waits for its other wave to give memory back, or to end; {out} on the device"
+        what = f"waits for its other wave to give memory back, or to end; {out} on the device"
     elif blocked == "memory":
-        doing = f"waits for memory: {_arena(state, job)}"
+        what = f"waits for memory: {_arena(state, job)}"
     elif blocked == "changing":
-        doing = "is about to change its priority"
+        what = "is about to change its priority"
     elif blocked:
-        doing = f"is {blocked}"
+        what = f"is {blocked}"
     else:
-        doing = f"has work queued and {out} on the device"
-    return f"{subject} {doing}; {counted(job.steps_done, 'step')} done."
+        what = f"has work queued and {out} on the device"
+    return f"{what}; {counted(job.steps_done, 'step')} done"
 
 
 def _arena(state: SchedulerState, job: ScheduledJob) -> str:
@@ -93,7 +96,7 @@ def _arena(state: SchedulerState, job: ScheduledJob) -> str:
     assert job.arena is not None
     holding = [other for other in job.arena.others(job) if other.arena_bytes()]
     who = [
-        f"job {_name(state, other.id)} holds {other.arena_bytes() / 2**20:.0f} MiB"
+        f"job {name_of(state, other.id)} holds {other.arena_bytes() / 2**20:.0f} MiB"
         + (", and is paused" if other.paused else "")
         for other in holding
     ]
@@ -166,8 +169,9 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
             "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were"
             " between them are not relied on."
         )
-    others = [_name(state, other) for other in guard.high_jobs if other != job.id and other in state.jobs]
-    lines += by_itself(high, others) + outlier(high) + _neighbours(state, guard, high)
+    others = [name_of(state, other) for other in guard.high_jobs if other != job.id and other in state.jobs]
+    lines += by_itself(high, others) + outlier(high)
+    lines += [each.sentence for each in neighbours(state, high)[:MOST_BANS]]
     if high.host_wait > 0.0 and high.steps:
         lines.append(
             f"The device waited {high.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
@@ -176,29 +180,37 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
     return lines
 
 
-def _neighbours(state: SchedulerState, guard: SlowdownGuard, high: HighJob) -> list[str]:
-    """What low work costs it, the most expensive first."""
+class Neighbour(NamedTuple):
+    """What one low program costs a high job, as a sentence. `jobs`: those that have the program now."""
+
+    jobs: tuple[JobId, ...]
+    sentence: str
+
+
+def neighbours(state: SchedulerState, high: HighJob) -> list[Neighbour]:
+    """The low programs that cost the job something, the most expensive first."""
     costs = high.costs
     assert costs is not None
-    lines = []
+    found = []
     for key, low_costs in sorted(costs.by_low.items(), key=lambda item: -item[1].typical.mean):
         if not low_costs.known or low_costs.typical.mean <= 0.0:
             continue
-        names = [
-            name for j in state.jobs.values() if j.priority is Priority.LOW for name in _running(state, j, key.program)
-        ]
+        low = [j for j in state.jobs.values() if j.priority is Priority.LOW]
+        names = [name for j in low for name in _running(state, j, key.program)]
         worst, piece = max(
             (range_cost.mean, piece) for piece, range_cost in enumerate(low_costs.ranges) if range_cost.count
         )
         share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
         where = _range(state, high.job.id, costs, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
-        lines.append(
+        sentence = (
             f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses"
             f" {low_costs.typical.mean:.3f} s a second;"
             f" {most}."
         )
-    return lines[:MOST_BANS]
+        jobs = tuple(j.id for j in low if any(each.key == key.program for each in j.programs.values()))
+        found.append(Neighbour(jobs, sentence))
+    return found
 
 
 def _ratio(rate: float) -> float:
@@ -215,7 +227,7 @@ def _takes(ratio: float) -> str:
 
 def _running(state: SchedulerState, job: ScheduledJob, key: str) -> list[str]:
     """The job's name for each of its programs that `key` stands for, with the program's number where it has others."""
-    name, several = _name(state, job.id), len(job.programs) > 1
+    name, several = name_of(state, job.id), len(job.programs) > 1
     return [f"{name} (its program {p.id})" if several else name for p in job.programs.values() if p.key == key]
 
 
@@ -226,11 +238,9 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list
     lines = []
     hold = guard.decisions.holds.current.get(job.id)
     if hold is not None and not job.blocked():
-        lines.append(
-            f"It is held since {hold.since:.6f} ({(state.now - hold.since) * 1e3:.3f} ms): {held(state, hold)}."
-        )
+        lines.append(f"It has been held for {lasted(state.now - hold.since)}: {held(state, hold)}.")
     elif not job.blocked():
-        lines.append(_waits_for_turn(state, guard, job))
+        lines.append(turn(state, guard, job))
     totals = guard.decisions.holds.job_seconds(job, state.now)
     if totals:
         by_reason = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
@@ -239,7 +249,7 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list
     if asked and guard.cutting.high in state.jobs:
         lines.append(
             f"The device is asked to cut its steps into pieces of about {asked[0] * 1e3:.3f} ms, not"
-            f" {guard.cutting.usual_s * 1e3:.3f}: a step of job {_name(state, guard.cutting.high)} could hardly bear"
+            f" {guard.cutting.usual_s * 1e3:.3f}: a step of job {name_of(state, guard.cutting.high)} could hardly bear"
             " longer ones."
         )
     long = too_long(guard, job)
@@ -253,7 +263,7 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list
     return lines
 
 
-def _waits_for_turn(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> str:
+def turn(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> str:
     """What a low job waits for if it is not held itself."""
     before = next(iter(guard.decisions.holds.current.items()), None)
     if before is None or job.outstanding:
@@ -262,42 +272,51 @@ def _waits_for_turn(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJ
     return (
         "It waits for its turn: those that were asked before it are held"
         f" ({len(guard.decisions.holds.current)} low jobs), "
-        f"{_name(state, other)} since {hold.since:.6f}: {held(state, hold)}."
+        f"{name_of(state, other)} for {lasted(state.now - hold.since)}: {held(state, hold)}."
     )
 
 
 def _for(state: SchedulerState, hold: Hold) -> str:
-    return f"job {_name(state, hold.high_id)}"
+    return f"job {name_of(state, hold.high_id)}"
 
 
 def _where(state: SchedulerState, hold: Hold) -> str:
     guard = state.guard
     high = guard.high_jobs.get(hold.high_id) if guard is not None else None
     if high is None or high.costs is None or not 0 <= hold.piece < len(high.costs.solo_s):
-        return f"job {_name(state, hold.high_id)}"
-    return f"{_range(state, hold.high_id, high.costs, hold.piece)} of job {_name(state, hold.high_id)}"
+        return f"job {name_of(state, hold.high_id)}"
+    return f"{_range(state, hold.high_id, high.costs, hold.piece)} of job {name_of(state, hold.high_id)}"
 
 
 def _ban(state: SchedulerState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_banned_range(state, ban)} of job {_name(state, ban.high)}:"
+        f"it would run into {_banned_range(state, ban)} of job {name_of(state, ban.high)}:"
         f" that range {_takes(ban.ratio)} ({counted(ban.samples, 'sample')}); banned {_while(state, ban)}"
     )
 
 
 def _while(state: SchedulerState, ban: Ban) -> str:
-    """Since when, and until when. An expired ban stays in force until a launch has shown whether the pair still
-    hurts."""
+    """For how long, and for how long still. An expired ban stays in force until a launch has shown whether the pair
+    still hurts."""
+    so_far = f"for {lasted(state.now - ban.since)} so far"
     if ban.until > state.now:
-        return f"since {ban.since:.6f} until {ban.until:.6f}"
-    return f"since {ban.since:.6f}, expired at {ban.until:.6f}: in force until a launch has been tried beside it"
+        return f"{so_far} and {lasted(ban.until - state.now)} more"
+    gone = lasted(state.now - ban.until)
+    return f"{so_far}, expired {gone} ago: in force until a launch has been tried beside it"
+
+
+def lasted(seconds: float) -> str:
+    """A time that has passed or will: milliseconds below a second."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else age(seconds)
 
 
 def _gap(state: SchedulerState, hold: Hold) -> str:
     again = (
-        f"asked again at {hold.until:.6f}" if hold.until < inf else "asked again when low work that is out has ended"
+        f"asked again {lasted(hold.until - hold.since)} after that"
+        if hold.until < inf
+        else "asked again when low work that is out has ended"
     )
     when = "is expected before it could end"
     if not hold.arrival_expected:
@@ -420,7 +439,8 @@ def _banned(state: SchedulerState, ban: Ban) -> str:
     again = f", renewed {often(ban.failures)}" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
-        f"Banned: job {_name(state, ban.low)}{share} while {_banned_range(state, ban)} of job {_name(state, ban.high)}"
+        f"Banned: job {name_of(state, ban.low)}{share} while {_banned_range(state, ban)} of job"
+        f" {name_of(state, ban.high)}"
         f" {'runs' if ban.of_collective else 'run'}: that range {_takes(ban.ratio)} ({counted(ban.samples, 'sample')}),"
         f" and {why}; {_while(state, ban)}{again}."
     )
@@ -454,7 +474,8 @@ def _operators(state: SchedulerState, job_id: JobId, operators: tuple[int, ...],
     return text
 
 
-def _name(state: SchedulerState, job_id: JobId) -> str:
+def name_of(state: SchedulerState, job_id: JobId) -> str:
+    """What a job is called in a sentence: its name in quotes, its id without one, or what a reader may know of it."""
     job, other = state.jobs.get(job_id), state.hidden(job_id)
     if other is not None:
         return other

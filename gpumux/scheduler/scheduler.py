@@ -14,7 +14,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Final
 
-from gpumux.scheduler import admission, explain, invariants, report
+from gpumux.scheduler import admission, advice, explain, invariants, report
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.events import (
@@ -853,6 +853,14 @@ class Scheduler:
                 return explain.explain(self._state, known)
             last = explain.story(self._state, job)[-1:]
             return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
+        finally:
+            self._state.hidden = nothing_hidden
+
+    def advise(self, job: JobId, hidden: Hidden = nothing_hidden) -> advice.Advice:
+        """How the job fares, why, and what to do about it, in brief. Raises KeyError if it is not open."""
+        self._state.hidden = hidden
+        try:
+            return advice.advise(self._state, self._state.jobs[job])
         finally:
             self._state.hidden = nothing_hidden
 

@@ -317,6 +317,28 @@ def test_promises_stand_first_the_broken_ones_before_all_others():
     assert len(text.verdicts([broken] * 20)) == 20  # all that are broken
 
 
+def test_an_explanation_is_verdict_causes_and_commands_and_more_only_if_asked():
+    body = {
+        "verdict": BROKEN,
+        "causes": ["Beside 'sweep' it loses 0.2 s a second."],
+        "remedies": [{"text": "hold 'sweep' back", "command": "gpumux jobs pause j2"}, {"text": "wait", "command": ""}],
+        "sentences": ["All of it."],
+        "story": ["1.0 job opened"],
+    }
+    brief = jobs.explanation(job(priority="high"), body)
+    assert brief == [
+        f"j1 sweep (high): {BROKEN}", "",
+        "why", "  Beside 'sweep' it loses 0.2 s a second.", "",
+        "what to do", "  hold 'sweep' back", "    $ gpumux jobs pause j2", "  wait", "",
+        "--story has all that is known of it, and what happened last",
+    ]  # fmt: skip
+    whole = jobs.explanation(job(priority="high"), body, story=True)
+    assert whole[-5:] == ["all that is known", "  All of it.", "", "what happened last", "  1.0 job opened"]
+    nothing = jobs.explanation(job(), {**body, "causes": [], "remedies": []})
+    assert "why" not in nothing
+    assert "what to do" not in nothing
+
+
 def test_a_number_of_things_has_its_plural():
     assert [text.counted(n, "job") for n in (0, 1, 2, 1200)] == ["0 jobs", "1 job", "2 jobs", "1,200 jobs"]
 

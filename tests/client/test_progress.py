@@ -119,7 +119,7 @@ def test_a_submit_shows_both_of_its_stages(endpoint: str, monkeypatch: pytest.Mo
         assert not [t for t in threading.enumerate() if t.name == "gpumux-progress"]
     for texts in (at_submit, said):
         assert "tracing the step" in texts[0]
-        assert texts[-1] == "the daemon checks and loads 1 operators"
+        assert texts[-1] == "the daemon checks and loads 1 operator"
 
 
 def test_a_refused_submit_ends_its_line(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,10 +155,12 @@ def test_a_job_is_explained_from_the_command_line(daemon, session, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "to-explain" in said
-    assert "paused" in said
-    assert "piece 0 (operator 0: aten.add.Scalar)" in said, "the daemon knows what operators are called"
+    assert ": paused\n" in said
+    assert "    $ gpumux jobs resume j" in said
     assert main([*command, "--story"]) == 0
-    assert "job paused" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "piece 0 (operator 0: aten.add.Scalar)" in said, "the daemon knows what operators are called"
+    assert "job paused" in said
     job.close()
 
 

@@ -225,6 +225,12 @@ def test_owners_and_operators_may_profile(running, uid, allowed):
         assert (answer.ref, answer.code) == (31, "not_owner")
 
 
+def test_commands_to_paste_name_jobs_by_their_short_ids(running):
+    running.say("s", msg.PauseJob(30, JOB))
+    answer = only(running.say("s", msg.ExplainJob(31, JOB)))
+    assert answer.body["remedies"] == [{"text": "let it go on", "command": "gpumux jobs resume j1"}]
+
+
 @pytest.mark.parametrize(("uid", "allowed"), [(1000, True), (0, True), (1001, False)], ids=["owner", "root", "other"])
 def test_owners_and_operators_may_ask_for_an_explanation(running, uid, allowed):
     running.connect("t", uid=uid)
@@ -233,6 +239,9 @@ def test_owners_and_operators_may_ask_for_an_explanation(running, uid, allowed):
         assert answer.body["job"] == JOB
         assert answer.body["sentences"] == running.loop.scheduler.explain(JOB)
         assert answer.body["story"] == running.loop.scheduler.story(JOB)[-60:]
+        assert answer.body["verdict"] == "has nothing queued; 0 steps done"
+        assert len(answer.body["causes"]) == 1  # the policy has no guard
+        assert answer.body["remedies"] == []
     else:
         assert (answer.ref, answer.code) == (31, "not_owner")
 

@@ -1,2 +1,2 @@
 """Commands and checks for setting a machine up. They talk to no daemon: `installation.py` is what is installed here,
-`deploy.py` the command that writes the files of deploy/."""
+`deploy.py`, `settings.py` and `keys.py` are the commands deploy, config and keys."""

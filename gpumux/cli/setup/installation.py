@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 OTHER = "gpumux"  # what another project on the public index is called; this one is gpumux-torch
 COMMAND = "gpumux.cli.main:main"  # what the command `gpumux` of this project runs
 MEND = (
-    f"pip uninstall {OTHER}, then repeat the installation of this project: both write to the directory"
-    " gpumux/ and to the command `gpumux`, so that removing one takes files of the other along"
+    f"pip uninstall {OTHER}, then repeat the installation of this project with --force-reinstall: both write to"
+    " the directory gpumux/ and to the command `gpumux`, so that removing one takes files of the other along"
 )
 
 # What to install for a module that can't be imported.

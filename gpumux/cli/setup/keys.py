@@ -19,9 +19,7 @@ def run(args: argparse.Namespace) -> int:
     place = Path(args.out)
     there = [str(path) for path in (place / f"{args.name}.key", place / f"{args.name}.key_secret") if path.exists()]
     if there:
-        raise ConfigError(
-            f"{' and '.join(there)} there already", "choose another name: who holds the old key would lose it"
-        )
+        raise ConfigError(f"there already: {' and '.join(there)}", "choose another name, or remove the old key first")
     try:
         public, secret = make_keys(place, args.name)
     except OSError as error:

@@ -1,0 +1,130 @@
+"""What `gpumux jobs explain` says first: the verdict, its causes, and what to do about it, with commands to paste.
+
+`explain.py` has all that is known; this chooses what matters. A high job is judged by its promise, a low one by whether
+it runs. Commands name jobs by their whole id, for which the daemon puts the short one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpumux.scheduler import explain
+from gpumux.scheduler.guard.decisions import Hold
+from gpumux.scheduler.guard.guard import SlowdownGuard
+from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.scheduler.jobs import ScheduledJob
+from gpumux.scheduler.report import held_steps, too_long
+from gpumux.scheduler.state import SchedulerState
+from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
+from gpumux.types import JobId, Priority
+
+MOST_CULPRITS = 3
+
+
+class Remedy(NamedTuple):
+    """Something to do, and the command that does it ("": none does)."""
+
+    text: str
+    command: str = ""
+
+
+class Advice(NamedTuple):
+    """`verdict`: a line. `causes`: sentences, the most important first. `remedies`: what can be done, the gentlest
+    first."""
+
+    verdict: str
+    causes: list[str]
+    remedies: list[Remedy]
+
+
+def advise(state: SchedulerState, job: ScheduledJob) -> Advice:
+    """How the job fares, why, and what to do about it."""
+    guard = state.guard
+    if job.paused:
+        return Advice("paused", [], [Remedy("let it go on", f"gpumux jobs resume {job.id}")])
+    if guard is None:
+        why = f"Policy {state.config.policy} has no guard: nothing is measured and no job is held for another."
+        better = Remedy("keep promises: serve with the default policy, guarded", "gpumux serve --policy guarded")
+        return Advice(explain.doing(state, job), [why], [better] if job.priority is Priority.HIGH else [])
+    return _high(state, guard, job) if job.priority is Priority.HIGH else _low(state, guard, job)
+
+
+# ---- High jobs: is the promise kept, and which neighbour costs most?
+
+
+def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advice:
+    high = guard.high_jobs.get(job.id)
+    if high is None or high.costs is None:
+        return Advice("no step has run yet, so nothing is known of its speed", [], [])
+    figures = slowdown_figures(high)
+    line = verdict(figures, state.now)
+    if figures["kept"] is not False:
+        return Advice(line, [], [])
+    culprits = explain.neighbours(state, high)[:MOST_CULPRITS]
+    others = [explain.name_of(state, other) for other in guard.high_jobs if other != job.id and other in state.jobs]
+    causes = [each.sentence for each in culprits] or ["No low job is known to cost it anything."]
+    causes += explain.outlier(high) + explain.by_itself(high, others)
+    return Advice(line, causes, _against(state, high, list(dict.fromkeys(j for each in culprits for j in each.jobs))))
+
+
+def _against(state: SchedulerState, high: HighJob, low: list[JobId]) -> list[Remedy]:
+    """What to do about a broken promise that these low jobs cost."""
+    if not low:
+        return [
+            Remedy("see what ran when its steps were slow", "gpumux trace -o trace.json"),
+            Remedy("see what else the machine does, and what limits it", "gpumux doctor"),
+        ]
+    found = []
+    if program := _hash(high):
+        found.append(Remedy("see which operators lose most", f"gpumux interference --program {program} --ranges"))
+    for each in low:
+        name = explain.name_of(state, each)
+        if state.hidden(each) is None:
+            found.append(Remedy(f"hold {name} back", f"gpumux jobs pause {each}"))
+        else:
+            found.append(Remedy(f"have the owner of {name}, or an operator, hold it back"))
+    found.append(Remedy("have low pieces shorter: submit them with smaller batches or microbatches="))
+    return found
+
+
+def _hash(high: HighJob) -> str:
+    """The beginning of the content hash of the program that is judged, as `gpumux interference` takes it; "" if the
+    device gives none."""
+    assert high.costs is not None
+    return next((each.content_hash[:12] for each in high.job.programs.values() if each.key == high.costs.key), "")
+
+
+# ---- Low jobs: does it run, and if not, for whose sake?
+
+
+def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advice:
+    hold = guard.decisions.holds.current.get(job.id)
+    if job.blocked() or hold is None:
+        return Advice(explain.doing(state, job) if job.blocked() else explain.turn(state, guard, job), [], [])
+    line = f"held for {explain.lasted(state.now - hold.since)}, for job {explain.name_of(state, hold.high_id)}"
+    reason = explain.held(state, hold)
+    causes = [f"{reason[0].upper()}{reason[1:]}."]
+    remedies = _for_held(state, hold)
+    long = too_long(guard, job)
+    if long is not None:
+        piece, fits = long
+        causes.append(
+            f"Its pieces are too long: the next takes {piece * 1e3:.1f} ms and could not run for"
+            f" {counted(held_steps(guard, job), 'step')} of that job; about {fits * 1e3:.1f} ms would fit."
+        )
+        remedies.insert(0, Remedy("have its pieces shorter: submit it with a smaller batch or microbatches="))
+    return Advice(line, causes, remedies)
+
+
+def _for_held(state: SchedulerState, hold: Hold) -> list[Remedy]:
+    """What to do for a low job that is held."""
+    if hold.reason in ("calibration", "learning"):
+        return [Remedy("wait: this ends by itself after some steps of the high job")]
+    room = Remedy("give low work more room: submit that job with a larger max_slowdown")
+    if state.hidden(hold.high_id) is not None:
+        return [room]
+    return [
+        Remedy("see how the job fares that it is held for", f"gpumux jobs explain {hold.high_id}"),
+        room,
+        Remedy("if that job need not be important, make it low", f"gpumux jobs priority {hold.high_id} low"),
+    ]

@@ -1,0 +1,131 @@
+"""What `gpumux jobs explain` says first: verdict, causes and remedies."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gpumux.device.sim.cost import Kernel
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.advice import MOST_CULPRITS, Advice
+from gpumux.simulate.run import Simulation
+from gpumux.types import JobId
+
+from .scenarios import high, ident, low, world
+from .world import World
+
+FULL = (Kernel("full", 432, 50e-6, 4, 0),) * 12
+HOG = (Kernel("hog", 108, 2e-3, 1, 0),)
+
+
+def advised(simulation: Simulation, name: str) -> Advice:
+    return simulation.scheduler.advise(ident(simulation, name))
+
+
+def break_promise(simulation: Simulation, name: str) -> None:
+    """The job's newest steps were twice as slow as alone."""
+    state = simulation.scheduler._state  # type: ignore[attr-defined]
+    job = state.guard.high_jobs[ident(simulation, name)]
+    for _ in range(256):
+        job.judge(2.0, simulation.now)
+
+
+def commands(advice: Advice) -> list[str]:
+    return [remedy.command for remedy in advice.remedies if remedy.command]
+
+
+def test_a_promise_that_is_kept_has_a_verdict_and_nothing_to_do():
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=1500)
+    advice = advised(simulation, "important")
+    assert re.fullmatch(r"mean 1\.0\d of 1\.05, tail 1\.0\d of 1\.10 in 256 steps: kept", advice.verdict)
+    assert (advice.causes, advice.remedies) == ([], [])
+
+
+def test_a_broken_promise_names_its_neighbour_and_how_to_hold_it_back():
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    advice = advised(simulation, "important")
+    assert advice.verdict.startswith("mean 2.00 of 1.05, tail 2.00 of 1.10 in 256 steps: BROKEN since ")
+    assert advice.causes[0].startswith("Beside 'same' it loses")
+    assert f"gpumux jobs pause {ident(simulation, 'same')}" in commands(advice)
+    assert any("microbatches=" in remedy.text for remedy in advice.remedies)
+
+
+def test_at_most_three_culprits_are_named():
+    many = [low((Kernel(f"full{n}", 432, (50 + n) * 1e-6, 4, 0),) * 12, f"low{n}") for n in range(6)]
+    simulation = world(high(FULL, "important"), *many)
+    simulation.run(steps=600)
+    break_promise(simulation, "important")
+    advice = advised(simulation, "important")
+    culprits = [cause for cause in advice.causes if "it loses" in cause]
+    assert len(culprits) == MOST_CULPRITS
+    assert sum("jobs pause" in command for command in commands(advice)) == MOST_CULPRITS
+
+
+def test_a_broken_promise_without_a_neighbour_sends_to_the_trace():
+    simulation = world(high(FULL, "important"))
+    simulation.run(steps=100)
+    break_promise(simulation, "important")
+    advice = advised(simulation, "important")
+    assert advice.causes[0] == "No low job is known to cost it anything."
+    assert commands(advice) == ["gpumux trace -o trace.json", "gpumux doctor"]
+
+
+def test_another_users_job_is_not_offered_to_be_paused():
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    theirs = ident(simulation, "same")
+
+    def hidden(job: JobId) -> str | None:
+        return "j7" if job == theirs else None
+
+    advice = simulation.scheduler.advise(ident(simulation, "important"), hidden)
+    assert not any("pause" in command for command in commands(advice))
+    assert any("the owner of j7" in remedy.text for remedy in advice.remedies)
+
+
+def test_a_low_job_that_is_held_says_for_whom_why_and_what_gives_it_room():
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(HOG, "hog"))
+    seen = []
+    for steps in range(100, 900, 50):
+        simulation.run(steps=steps)
+        advice = advised(simulation, "hog")
+        if advice.verdict.startswith("held for ") and any("too long" in cause for cause in advice.causes):
+            seen.append(advice)
+    assert seen
+    for advice in seen:
+        assert advice.verdict.endswith(", for job 'important'")
+        assert "smaller batch" in advice.remedies[0].text
+        assert f"gpumux jobs explain {ident(simulation, 'important')}" in commands(advice)
+
+
+@pytest.mark.parametrize("name", ["high", "low"])
+def test_no_sentence_has_a_value_of_the_schedulers_clock(name: str):
+    """Such as 2102.361533: ages are for people."""
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12), low(HOG))
+    for steps in range(100, 900, 50):
+        simulation.run(steps=steps)
+        advice = advised(simulation, name)
+        said = [advice.verdict, *advice.causes, *simulation.scheduler.explain(ident(simulation, name))]
+        assert not re.search(r"\d\.\d{6}", "\n".join(said)), said
+
+
+def test_a_paused_job_is_told_how_to_go_on():
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=50)
+    job = ident(simulation, "same")
+    simulation.scheduler.handle(ev.PauseRequested(job), simulation.now)
+    advice = advised(simulation, "same")
+    assert (advice.verdict, commands(advice)) == ("paused", [f"gpumux jobs resume {job}"])
+
+
+def test_without_a_guard_nothing_is_known_and_that_is_said():
+    world = World(policy="paced")
+    world.job("a", "high")
+    advice = world.scheduler.advise("a")
+    assert "Policy paced has no guard" in advice.causes[0]
+    assert commands(advice) == ["gpumux serve --policy guarded"]
