@@ -120,7 +120,7 @@ def _for_held(state: SchedulerState, hold: Hold) -> list[Remedy]:
     """What to do for a low job that is held."""
     if hold.reason in ("calibration", "learning"):
         return [Remedy("wait: this ends by itself after some steps of the high job")]
-    room = Remedy("give low work more room: submit that job with a larger max_slowdown")
+    room = Remedy("give low work more room: submit that job with a max_slowdown that is higher")
     if state.hidden(hold.high_id) is not None:
         return [room]
     return [
