@@ -215,11 +215,12 @@ def main(argv: list[str] | None = None) -> int:
             for each in work:
                 found.append(each.result())
                 print(json.dumps(found[-1]["summary"]), flush=True)
+                report = {"machine": facts, "seed": args.seed, "steps": args.steps, "parts": found}
+                common.report("guard_parts", args.out, report)  # an interrupted run keeps what is done
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     print(common.table(*table(found)))
-    common.report("guard_parts", args.out, {"machine": facts, "seed": args.seed, "steps": args.steps, "parts": found})
     return 0
 
 
