@@ -261,11 +261,14 @@ def take(state: SchedulerState) -> dict[str, Any]:
         "windows": {p.name.lower(): _window(state, p) for p in Priority},
         "memory": {
             "capacity": ledger.capacity,
-            "used": ledger.used,
-            "free": None if ledger.capacity is None else ledger.capacity - ledger.used,
+            "used": ledger.used + ledger.reservations.total_bytes(),
+            "free": None
+            if ledger.capacity is None
+            else ledger.capacity - ledger.used - ledger.reservations.total_bytes(),
             "state": sum(charge.state for charge in charges),
             "slots": sum(charge.slots for charge in charges),
-            "transient": ledger.used - sum(charge.state + charge.slots for charge in charges),
+            "transient": ledger.used - ledger.unused_bytes() - sum(charge.state + charge.slots for charge in charges),
+            "reserved": ledger.reserved_bytes(),
         },
         "guard": None if state.guard is None else guard_figures(state.guard, state.now),
         "counters": {"events": state.events, "ignored": dict(state.ignored), "refusals": dict(state.refusals)},
