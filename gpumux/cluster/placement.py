@@ -184,7 +184,7 @@ class ClusterPlacement:
             job.stopped_for, job.outcome, job.keep = "it was cancelled", JobOutcome.CANCELLED, False
         else:
             self._give_up(job)
-            self._answer(job, JobOutcome.CANCELLED, "it was cancelled before it ran")
+            self._answer(job, JobOutcome.CANCELLED, "it was cancelled while it waited")
 
     def _finished(self, event: ev.JobFinished) -> None:
         job = self.attempts.get(event.attempt)
@@ -235,9 +235,7 @@ class ClusterPlacement:
         for low in leaving or ():
             if low.phase is JobPhase.RUNNING:
                 self._stop(low, f"high job {job.id} needs the room on {device.id}")
-            elif (
-                low.phase is not JobPhase.STOPPING
-            ):  # another rank of a gang may have been stopped for this job already
+            elif low.phase is not JobPhase.STOPPING:
                 self._give_up(low)
 
     def _has_room(self, job: PlacedJob) -> bool:

@@ -218,7 +218,12 @@ class AdmissionLedger:
         """Bytes that are held and not used: of reservations, and of jobs that have not loaded all of theirs."""
         return self.reservations.total_bytes() + self.unused_bytes()
 
+    def free_bytes(self) -> int | None:
+        """Bytes that are neither used nor held; None until the device is open."""
+        return None if self.capacity is None else self.capacity - self.used - self.reservations.total_bytes()
+
     def unused_bytes(self) -> int:
+        """Of what open jobs reserved, the bytes that they have not loaded."""
         return sum([max(0, least - self.charges[job].total) for job, least in self.least.items()])
 
     def _refuse_count(self, peer: Peer, but: int = 0) -> Fault | None:

@@ -262,9 +262,7 @@ def take(state: SchedulerState) -> dict[str, Any]:
         "memory": {
             "capacity": ledger.capacity,
             "used": ledger.used + ledger.reservations.total_bytes(),
-            "free": None
-            if ledger.capacity is None
-            else ledger.capacity - ledger.used - ledger.reservations.total_bytes(),
+            "free": ledger.free_bytes(),
             "state": sum(charge.state for charge in charges),
             "slots": sum(charge.slots for charge in charges),
             "transient": ledger.used - ledger.unused_bytes() - sum(charge.state + charge.slots for charge in charges),
