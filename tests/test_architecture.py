@@ -37,6 +37,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "notebook": frozenset(),
     "program": frozenset({"errors", "types"}),
     "scheduler": frozenset({"errors", "types", "access", "compiled"}),
+    "cluster": frozenset({"errors", "types"}),
     "wire": frozenset({"errors", "types", "hostmemory", "gpumux"}),
     "metrics": frozenset({"errors", "types", "gpumux"}),
     "device": SHARED,
@@ -68,6 +69,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 
 CLIENT = {"client", "capture"}
+PURE = {"scheduler", "cluster"}
 IMPURE = ("zmq", "torch", "time", "threading", "asyncio", "multiprocessing", "socket", "os", "random", "datetime")
 
 
@@ -138,7 +140,7 @@ def impure(imports: list[Import]) -> list[str]:
     return [
         f"{i.importer}:{i.line} imports {i.imported}"
         for i in imports
-        if part(i.importer) == "scheduler" and i.imported.split(".")[0] in IMPURE
+        if part(i.importer) in PURE and i.imported.split(".")[0] in IMPURE
     ]
 
 
@@ -146,7 +148,7 @@ def test_imports_follow_the_arrows():
     assert against_the_arrows(all_imports()) == []
 
 
-def test_the_scheduler_is_pure():
+def test_the_scheduler_and_the_placement_are_pure():
     assert impure(all_imports()) == []
 
 
@@ -180,7 +182,8 @@ def test_the_arrow_check_can_fail(module: str, source: str):
 @pytest.mark.parametrize("name", ["zmq", "torch", "time", "threading"])
 def test_the_purity_check_can_fail(name: str):
     source = f"def late():\n    from {name} import something"
-    assert len(impure(imports_of("gpumux.scheduler.jobs", source, is_package=False))) == 1
+    for module in ("gpumux.scheduler.jobs", "gpumux.cluster.placement"):
+        assert len(impure(imports_of(module, source, is_package=False))) == 1
 
 
 def test_modules_stay_readable():

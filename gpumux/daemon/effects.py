@@ -71,6 +71,7 @@ class CommandRunner:
             cmd.EndJob: self._end_job,
             cmd.JobChanged: self._job_changed,
             cmd.ForgetJob: self._forget_job,
+            cmd.AnswerReservation: self._answer_reservation,
         }
 
     # ---- steps
@@ -153,6 +154,15 @@ class CommandRunner:
         asked = self._records.opening.pop((c.session, c.job), None)
         if session is not None and asked is not None:
             self._context.refuse(session, asked[0], c.fault)
+
+    def _answer_reservation(self, c: cmd.AnswerReservation) -> None:
+        session = self._records.sessions.get(c.session)
+        if session is None:
+            return
+        if c.fault is None:
+            self._context.reply(session, msg.Done(c.ref))
+        else:
+            self._context.refuse(session, c.ref, c.fault)
 
     def _unload_job(self, c: cmd.UnloadJob) -> None:
         job = self._records.jobs.get(c.job)

@@ -6,7 +6,7 @@ daemon    {version, pid, endpoints, policy, core (compiled or interpreted), star
 metrics_port
           (0: off), leaving}
 device    {kind, name, torch_version, threads, parallel, memory_bytes}
-memory    bytes: {total_bytes, free_bytes, shared_bytes}
+memory    bytes: {total_bytes, free_bytes, reserved_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as scheduler/report.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
@@ -100,6 +100,7 @@ def status(
         "memory": {
             "total_bytes": memory["capacity"] or 0,
             "free_bytes": memory["free"] or 0,
+            "reserved_bytes": memory["reserved"],
             "shared_bytes": shared_bytes,
         },
         "sessions": snapshot["sessions"],

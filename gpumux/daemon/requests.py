@@ -160,6 +160,8 @@ class Changes:
             fault = admission.high_waves(record.id)
         if fault is None and priority is Priority.HIGH and record.spec.arena is not None:
             fault = admission.high_in_arena(record.id)
+        if fault is None and priority is Priority.HIGH:
+            fault = self._context.scheduler.refuse_high(record.id)
         if fault is not None:
             self._context.refuse(session, m.ref, fault)
             return
@@ -180,6 +182,36 @@ class Changes:
             if fault is None and isinstance(self._context.device, Regrading):
                 fault = self._context.device.may_regrade(priority)
         return fault
+
+
+# ---- Reserve, ConfirmReservation, ReleaseReservation: what a coordinator holds for a job that is about to come.
+
+
+class Reserving:
+    """Handles requests about reservations. They belong to the session's user, so another session of the same user goes
+    on with them."""
+
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
+            msg.Reserve: self._reserve,
+            msg.ConfirmReservation: self._confirm,
+            msg.ReleaseReservation: self._release,
+        }
+
+    def _reserve(self, session: SessionRecord, m: msg.Reserve, frames: Sequence[bytes]) -> None:
+        if len(m.job) != 32 or not set(m.job) <= set("0123456789abcdef"):
+            raise ProtocolError(f"job {m.job[:40]!r}", "choose 32 hexadecimal digits in lower case")
+        if m.priority not in (Priority.LOW, Priority.HIGH):
+            raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
+        job, priority = JobId(m.job), Priority(m.priority)
+        self._context.feed(ev.ReserveRequested(session.id, m.ref, job, priority, m.nbytes, m.lease_s))
+
+    def _confirm(self, session: SessionRecord, m: msg.ConfirmReservation, frames: Sequence[bytes]) -> None:
+        self._context.feed(ev.ConfirmRequested(session.id, m.ref, JobId(m.job), m.lease_s))
+
+    def _release(self, session: SessionRecord, m: msg.ReleaseReservation, frames: Sequence[bytes]) -> None:
+        self._context.feed(ev.ReleaseRequested(session.id, m.ref, JobId(m.job)))
 
 
 # ---- All requests, and those about jobs, programs, steps and transfers.
@@ -227,6 +259,7 @@ class Requests:
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
             **Changes(context).handlers,
+            **Reserving(context).handlers,
             **Questions(context, report, interference, tracing).handlers,
             **snapshot_requests.handlers(self._working),
         }

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 
 from gpumux.access import Rule, refuse_submit
 from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.jobs import ScheduledJob, SharedArena
+from gpumux.scheduler.reservations import MOST_LEASE_S, Reservation, Reservations
 from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
 
 # ---- Refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
@@ -141,6 +143,9 @@ class AdmissionLedger:
     jobs_by_uid: dict[int, int] = field(default_factory=dict)
     bytes_by_uid: dict[int, int] = field(default_factory=dict)  # of those with jobs
     arenas: dict[int, SharedArena] = field(default_factory=dict)  # by uid, of those with jobs that share one
+    reservations: Reservations = field(default_factory=Reservations)  # not in `used` or `bytes_by_uid`
+    least: dict[JobId, int] = field(default_factory=dict)  # bytes that jobs which took one up are charged at least
+    high_place: JobId | None = None  # the open job that took one of the high place up
 
     def open_device(self, memory_bytes: int) -> None:
         cap = self.config.memory_bytes
@@ -148,18 +153,89 @@ class AdmissionLedger:
 
     # ---- jobs
 
-    def refuse_job(self, peer: Peer, spec: JobSpec) -> Fault | None:
-        """Why this job can't be opened, or None."""
-        config, mine, total = self.config, self.jobs_by_uid.get(peer.uid, 0), len(self.charges)
+    def refuse_job(self, peer: Peer, spec: JobSpec, reservation: Reservation | None = None) -> Fault | None:
+        """Why this job can't be opened, or None. `reservation`: the one that it takes up."""
+        config, rule = self.config, self.config.access.rule_for(peer)
+        fault = refuse_spec(spec, config) or refuse_submit(rule, spec.priority, spec.weight)
+        if fault is not None:
+            return fault
+        if reservation is not None:
+            if fault := _refuse_taking(reservation, peer, spec):
+                return fault
+            if peer.uid == reservation.peer.uid:
+                return None  # it was counted when it was reserved
+            return self._refuse_count(peer, 1) or self._refuse_bytes(peer, reservation.nbytes, "the job's reservation")
+        return self._refuse_count(peer)
+
+    def refuse_reservation(
+        self, peer: Peer, job: JobId, priority: Priority, nbytes: int, lease_s: float
+    ) -> Fault | None:
+        """Why this may not be reserved, or None. A reservation that is there already does not count against itself."""
+        if self.capacity is None:
+            return admission("the device is not open yet", "try again in a moment")
+        if nbytes < 1:
+            return refused(f"{nbytes} bytes are to be reserved", "say how many the job will be charged")
+        fault = refuse_lease(lease_s) or refuse_submit(self.config.access.rule_for(peer), priority, 1.0)
+        if fault is not None:
+            return fault
+        known = self.reservations.by_job.get(job)
+        if known is not None:
+            same = known.priority is priority and known.nbytes == nbytes
+            if known.peer.uid != peer.uid:
+                return Fault(NotOwner.code, f"job {job} was reserved for by another user", "choose a fresh random id")
+            return None if same else refused(f"job {job} was reserved for with other numbers", "release that first")
+        fault = self._refuse_count(peer) or self._refuse_bytes(peer, nbytes, "the reservation")
+        if fault is not None:
+            return fault
+        free = self.capacity - self.used - self.reservations.total_bytes()
+        if nbytes > free:
+            return admission(
+                f"{size(nbytes)} are to be reserved; {size(free)} of {size(self.capacity)} are free",
+                "reserve on another device, or try again later",
+            )
+        return None
+
+    def refuse_high(self, job: JobId, jobs: Mapping[JobId, ScheduledJob] = MappingProxyType({})) -> Fault | None:
+        """Why this job may not have the high place, or be high beside the one that has it; None if it may. It is not
+        free either while one of `jobs` is high."""
+        reserved, held = self.reservations.high_for(), self.high_place
+        if held is None:
+            held = next((each.id for each in jobs.values() if each.priority is Priority.HIGH), None)
+        for other in (reserved, held):
+            if other is not None and other != job:
+                return high_taken(other, other == reserved)
+        return None
+
+    def take_up(self, job: ScheduledJob) -> None:
+        """The job is open now, and charged its reservation."""
+        reservation = self.reservations.by_job.pop(job.id)
+        self.least[job.id] = reservation.nbytes
+        self._add(job.peer.uid, self._held(job, self.charges[job.id]) - _alone(job, self.charges[job.id]))
+        if reservation.priority is Priority.HIGH:
+            self.high_place = job.id
+
+    def reserved_bytes(self) -> int:
+        """Bytes that are held and not used: of reservations, and of jobs that have not loaded all of theirs."""
+        return self.reservations.total_bytes() + self.unused_bytes()
+
+    def free_bytes(self) -> int | None:
+        """Bytes that are neither used nor held; None until the device is open."""
+        return None if self.capacity is None else self.capacity - self.used - self.reservations.total_bytes()
+
+    def unused_bytes(self) -> int:
+        """Of what open jobs reserved, the bytes that they have not loaded."""
+        return sum([max(0, least - self.charges[job].total) for job, least in self.least.items()])
+
+    def _refuse_count(self, peer: Peer, but: int = 0) -> Fault | None:
+        """Why there may not be one job or reservation more, or None. `but`: so many of all others don't count."""
+        config, rule, held = self.config, self.config.access.rule_for(peer), self.reservations
+        total = len(self.charges) + len(held.by_job) - but
+        mine = self.jobs_by_uid.get(peer.uid, 0) + held.count_of(peer.uid)
         if total >= config.max_jobs:
             return admission(
                 f"{total} jobs are open, the most this daemon takes is {config.max_jobs}",
                 "wait for one to close, or raise max_jobs",
             )
-        rule = config.access.rule_for(peer)
-        fault = refuse_spec(spec, config) or refuse_submit(rule, spec.priority, spec.weight)
-        if fault is not None:
-            return fault
         most = rule.max_jobs or config.max_jobs_per_uid
         if mine >= most:
             holder, setting = _limited(rule, rule.max_jobs, "max_jobs", "max_jobs_per_user")
@@ -179,7 +255,10 @@ class AdmissionLedger:
 
     def remove_job(self, job: ScheduledJob) -> None:
         uid, arena = job.peer.uid, job.arena
-        self._add(uid, -_alone(job, self.charges.pop(job.id)))
+        self._add(uid, -self._held(job, self.charges.pop(job.id)))
+        self.least.pop(job.id, None)
+        if self.high_place == job.id:
+            self.high_place = None
         if arena is not None:
             del arena.jobs[job.id]
             if not arena.jobs:
@@ -211,20 +290,14 @@ class AdmissionLedger:
                 f"job {job.id} would hold {describe(after)}, above its memory_limit of {size(job.spec.memory_limit)}",
                 f"raise memory_limit to at least {after.total}, or use a smaller batch or model",
             )
-        more = _alone(job, after) - _alone(job, before)
+        more = self._held(job, after) - self._held(job, before)
         if job.arena is not None:
             more += max(0, after.transient - job.arena.nbytes)
-        rule = self.config.access.rule_for(job.peer)
-        most, mine = rule.max_bytes or self.config.max_bytes_per_uid, self.bytes_by_uid[job.peer.uid]
-        if most is not None and mine + more > most:
-            holder, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
-            return admission(
-                f"job {job.id} would hold {describe(after)}; with your other jobs that is "
-                f"{size(mine + more)}, and the most {holder} may have is {size(most)}",
-                f"close a job, use a smaller batch or model, or raise {setting}",
-            )
-        if self.used + more > self.capacity:
-            free = self.capacity - self.used
+        fault = self._refuse_bytes(job.peer, more, f"job {job.id} would hold {describe(after)}; that")
+        if fault is not None:
+            return fault
+        free = self.capacity - self.used - self.reservations.total_bytes()
+        if more > free:
             return admission(
                 f"the program needs {size(more)} more, job {job.id} would then hold {describe(after)}; "
                 f"{size(free)} of {size(self.capacity)} are free",
@@ -232,10 +305,28 @@ class AdmissionLedger:
             )
         return None
 
+    def _refuse_bytes(self, peer: Peer, more: int, what: str) -> Fault | None:
+        """Why the user may not have so many bytes more, or None. `what` it is, for the message."""
+        rule = self.config.access.rule_for(peer)
+        most = rule.max_bytes or self.config.max_bytes_per_uid
+        mine = self.bytes_by_uid.get(peer.uid, 0) + self.reservations.bytes_of(peer.uid)
+        if most is None or mine + more <= most:
+            return None
+        holder, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
+        return admission(
+            f"{what}; with your other jobs and reservations that is {size(mine + more)}, and the most {holder} "
+            f"may have is {size(most)}",
+            f"close a job, use a smaller batch or model, or raise {setting}",
+        )
+
+    def _held(self, job: ScheduledJob, charge: Charge) -> int:
+        """Bytes that a job is charged besides an arena that it shares: what it reserved, at least."""
+        return max(_alone(job, charge), self.least.get(job.id, 0))
+
     def recharge(self, job: ScheduledJob) -> None:
         """Charge the job for the programs it has now."""
         charge = charge_for(p.footprint for p in job.programs.values())
-        self._add(job.peer.uid, _alone(job, charge) - _alone(job, self.charges[job.id]))
+        self._add(job.peer.uid, self._held(job, charge) - self._held(job, self.charges[job.id]))
         self.charges[job.id] = charge
         if job.arena is not None:
             self.resize(job.peer.uid, job.arena)
@@ -261,14 +352,17 @@ class AdmissionLedger:
             expected = charge_for(p.footprint for p in job.programs.values())
             assert self.charges[job.id] == expected, f"job {job.id} charged {self.charges[job.id]}, owes {expected}"
             by_uid[job.peer.uid] = by_uid.get(job.peer.uid, 0) + 1
-            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + _alone(job, expected)
+            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + self._held(job, expected)
         for uid, arena in self.arenas.items():
             assert arena.jobs, f"user {uid} has an arena for no job"
             bytes_of[uid] = bytes_of.get(uid, 0) + arena.nbytes
         assert bytes_of == self.bytes_by_uid, f"bytes by uid {self.bytes_by_uid}, should be {bytes_of}"
         assert by_uid == self.jobs_by_uid, f"jobs by uid {self.jobs_by_uid}, should be {by_uid}"
         assert self.used == sum(bytes_of.values()), f"used {self.used} is not the charges' sum"
-        assert self.capacity is None or self.used <= self.capacity, f"{self.used} bytes used of {self.capacity}"
+        used = self.used + self.reservations.total_bytes()
+        assert self.capacity is None or used <= self.capacity, f"{used} bytes used of {self.capacity}"
+        assert self.least.keys() <= jobs.keys(), f"jobs {set(self.least)} reserved, open are {set(jobs)}"
+        assert self.high_place is None or self.high_place in jobs, f"{self.high_place} has the high place, and is gone"
 
 
 def _alone(job: ScheduledJob, charge: Charge) -> int:
@@ -301,6 +395,36 @@ def refuse_spec(spec: JobSpec, config: SchedulerConfig) -> Fault | None:
     if len(spec.name) > MAX_NAME:
         return refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_NAME}")
     return None
+
+
+def _refuse_taking(reservation: Reservation, peer: Peer, spec: JobSpec) -> Fault | None:
+    """Why this job may not take the reservation up, or None."""
+    if peer.uid != reservation.peer.uid and not reservation.for_all:
+        return Fault(NotOwner.code, "another user reserved for this job", "choose a fresh random id")
+    if not reservation.confirmed:
+        return refused("the job's reservation is not confirmed", "confirm it on all devices first, or release it")
+    if spec.priority is not reservation.priority:
+        kind = reservation.priority.name.lower()
+        return refused(f"the reservation is for a {kind} job", f"submit it with priority {kind!r}")
+    return None
+
+
+def refuse_lease(lease_s: float) -> Fault | None:
+    """Why nothing is held for so long, or None. Written so that a NaN is refused too."""
+    if 0.0 < lease_s <= MOST_LEASE_S:
+        return None
+    return refused(f"a reservation of {lease_s} s", f"reserve for more than 0 and up to {MOST_LEASE_S:g} s")
+
+
+def high_taken(job: JobId, reserved: bool) -> Fault:
+    how = "reserved for" if reserved else "held by"
+    return admission(
+        f"the device's high place is {how} job {job}", "submit it with priority low, or on another device, or later"
+    )
+
+
+def not_reserved(job: JobId) -> Fault:
+    return refused(f"nothing is reserved for job {job}", "its lease is over, or it was never reserved: reserve again")
 
 
 def refuse_weight(weight: float) -> Fault | None:

@@ -139,6 +139,38 @@ class CloseRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveRequested:
+    """Hold `nbytes`, and for a high job the high place, for the job of this id, until `lease_s` from now. The same
+    request again begins the lease anew. Answered under `ref`, as the next two are."""
+
+    session: SessionId
+    ref: int
+    job: JobId
+    priority: Priority
+    nbytes: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmRequested:
+    """From now on the job may take its reservation up, for `lease_s`."""
+
+    session: SessionId
+    ref: int
+    job: JobId
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequested:
+    """Forget the reservation, if there is one. A job that took it up keeps it."""
+
+    session: SessionId
+    ref: int
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """The daemon is leaving: fail what is queued, close every job."""
 
@@ -166,7 +198,7 @@ Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
     | ClientWaits | TransferRequested | PieceDone | PieceFailed | CollectiveEnded | TransferEnded | JobDied
     | JobReleased | PauseRequested | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured
-    | DeviceOpened | Tick
+    | ReserveRequested | ConfirmRequested | ReleaseRequested | DeviceOpened | Tick
 )  # fmt: skip
 
 
@@ -299,6 +331,15 @@ class ForgetJob:
     job: JobId
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerReservation:
+    """Answer a request about a reservation: it was done, or refused with `fault`."""
+
+    session: SessionId
+    ref: int
+    fault: Fault | None
+
+
 class WakeAt(NamedTuple):
     """Send a Tick at this time, at the latest. Any Tick cancels this command: the scheduler then asks again."""
 
@@ -307,5 +348,6 @@ class WakeAt(NamedTuple):
 
 Command = (
     AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | CutProgram | LaunchPiece | StartTransfer
-    | FinishTransfer | FinishStep | FailStep | UnloadJob | EndJob | JobChanged | ForgetJob | WakeAt
+    | FinishTransfer | FinishStep | FailStep | UnloadJob | EndJob | JobChanged | ForgetJob | AnswerReservation
+    | WakeAt
 )  # fmt: skip

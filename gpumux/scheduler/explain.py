@@ -489,6 +489,7 @@ def name_of(state: SchedulerState, job_id: JobId) -> str:
 
 TEMPLATES: dict[str, str] = {
     "opened": "job opened: priority {0}, weight {1}",
+    "reserved": "reserved for it: {1} bytes, priority {0}, for {2:g} s",
     "refused": "refused: {0}",
     "queued": "queued behind {0} unanswered steps, program {1}",
     "awaited": "its client waits for it, and gives a step to {0} only then: it is not held for that step's sake",

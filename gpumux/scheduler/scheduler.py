@@ -21,6 +21,7 @@ from gpumux.scheduler.events import (
     AcceptJob,
     AcceptProgram,
     AnnounceProgram,
+    AnswerReservation,
     Command,
     CutProgram,
     EndJob,
@@ -51,6 +52,7 @@ from gpumux.scheduler.jobs import (
 )
 from gpumux.scheduler.leases import WaveLease, lease_of
 from gpumux.scheduler.policy import NextLaunch, Policy
+from gpumux.scheduler.reservations import Reservation
 from gpumux.scheduler.state import Hidden, SchedulerState, nothing_hidden
 from gpumux.types import (
     CollectiveEnded,
@@ -64,6 +66,7 @@ from gpumux.types import (
     Priority,
     ProgramId,
     ProgramReady,
+    SessionId,
     StepId,
     StepTimes,
     TransferEnded,
@@ -279,6 +282,8 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
     state.jobs[job.id] = job
     session.jobs.add(job.id)
     state.ledger.add_job(job)
+    if job.id in state.ledger.reservations.by_job:
+        state.ledger.take_up(job)
     record(state, job.id, None, "opened", spec.priority.name.lower(), spec.weight)
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
@@ -295,10 +300,72 @@ def _why_not(
     if session is None:
         return admission.unknown_session(event.session)
     if known is None:
-        return state.ledger.refuse_job(session.peer, event.spec)
+        reservation = state.ledger.reservations.by_job.get(event.job)
+        fault = state.ledger.refuse_job(session.peer, event.spec, reservation)
+        return fault or (state.ledger.refuse_high(event.job) if event.spec.priority is Priority.HIGH else None)
     if known.session != event.session:
         return admission.taken(event.job)
     return admission.closing(event.job) if known.state is not JobState.OPEN else admission.changed(event.job)
+
+
+def reserve_requested(state: SchedulerState, event: ev.ReserveRequested) -> None:
+    session = state.sessions.get(event.session)
+    fault = _why_not_reserved(state, event, session)
+    if session is not None and fault is None:
+        peer, ledger = session.peer, state.ledger
+        for_all = state.config.access.may_operate(peer)
+        made = Reservation(peer, event.priority, event.nbytes, state.now + event.lease_s, for_all)
+        known = ledger.reservations.by_job.get(event.job)
+        made.confirmed = known is not None and known.confirmed
+        ledger.reservations.by_job[event.job] = made
+        record(state, event.job, None, "reserved", event.priority.name.lower(), event.nbytes, event.lease_s)
+    answer_reservation(state, event.session, event.ref, fault)
+
+
+def _why_not_reserved(state: SchedulerState, event: ev.ReserveRequested, session: OpenSession | None) -> Fault | None:
+    if state.leaving is not None:
+        return admission.leaving(state.leaving)
+    if session is None:
+        return admission.unknown_session(event.session)
+    if event.job in state.jobs:
+        return admission.taken(event.job)
+    fault = state.ledger.refuse_reservation(session.peer, event.job, event.priority, event.nbytes, event.lease_s)
+    if fault is None and event.priority is Priority.HIGH:
+        fault = state.ledger.refuse_high(event.job, state.jobs)
+    return fault
+
+
+def confirm_requested(state: SchedulerState, event: ev.ConfirmRequested) -> None:
+    found, fault = _reservation(state, event.session, event.job)
+    if found is None and fault is None:
+        fault = admission.not_reserved(event.job)
+    fault = fault or admission.refuse_lease(event.lease_s)
+    if found is not None and fault is None:
+        found.confirmed, found.expires = True, state.now + event.lease_s
+    answer_reservation(state, event.session, event.ref, fault)
+
+
+def release_requested(state: SchedulerState, event: ev.ReleaseRequested) -> None:
+    found, fault = _reservation(state, event.session, event.job)
+    if found is not None:
+        del state.ledger.reservations.by_job[event.job]
+    answer_reservation(state, event.session, event.ref, fault)
+
+
+def _reservation(state: SchedulerState, session_id: SessionId, job: JobId) -> tuple[Reservation | None, Fault | None]:
+    """The user's reservation for the job, if there is one; a fault if it is another user's."""
+    session, found = state.sessions.get(session_id), state.ledger.reservations.by_job.get(job)
+    if session is None:
+        return None, admission.unknown_session(session_id)
+    if found is not None and found.peer.uid != session.peer.uid:
+        return None, admission.taken(job)
+    return found, None
+
+
+def answer_reservation(state: SchedulerState, session: SessionId, ref: int, fault: Fault | None) -> None:
+    if fault is not None:
+        state.refusals[fault.code] += 1
+    state.commands.append(AnswerReservation(session, ref, fault))
 
 
 def _pause(state: SchedulerState, job: ScheduledJob, paused: bool) -> None:
@@ -624,6 +691,9 @@ HANDLERS: dict[type[Any], Callable[[SchedulerState, Any], None]] = {
     ev.SessionOpened: session_opened,
     ev.SessionClosed: session_closed,
     ev.JobRequested: job_requested,
+    ev.ReserveRequested: reserve_requested,
+    ev.ConfirmRequested: confirm_requested,
+    ev.ReleaseRequested: release_requested,
     ev.PauseRequested: pause_requested,
     ev.ResumeRequested: resume_requested,
     ev.ChangeRequested: change_requested,
@@ -656,9 +726,14 @@ class Scheduler:
         state = self._state
         state.now, state.cause, state.commands, state.at = now, event, [], None
         state.events += 1
+        held = state.ledger.reservations
+        if held.by_job:
+            held.expire(now)
         HANDLERS[type(event)](state, event)
         if state.policy is not None:
             self._launch_all(state.policy)
+        if held.by_job:
+            self._wake_at(held.next_expiry())
         for job in state.changed_jobs:
             if job.queue:
                 self._record_wait(job)
@@ -800,6 +875,7 @@ class Scheduler:
         state.events, state.ignored, state.refusals = old.events, old.ignored, old.refusals
         if old.info is not None:
             device_opened(state, ev.DeviceOpened(old.info))
+        state.ledger.reservations = old.ledger.reservations
         for session in old.sessions.values():
             state.sessions[session.id] = OpenSession(session.id, session.peer)
         for was in old.jobs.values():
@@ -822,6 +898,10 @@ class Scheduler:
     def knows(self, job: JobId) -> bool:
         """Whether the job is open, or ends and the device has not released it."""
         return job in self._state.jobs
+
+    def refuse_high(self, job: JobId) -> Fault | None:
+        """Why this job may not become high, since the high place is another's; None if it may."""
+        return self._state.ledger.refuse_high(job)
 
     @property
     def config(self) -> SchedulerConfig:

@@ -439,6 +439,35 @@ class GetInterference:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserve:
+    """Hold `nbytes` of the device's memory, and for a high job its high place, for the job that is to be opened under
+    this id, for `lease_s` -> Done. The same again begins the lease anew."""
+
+    ref: int
+    job: str
+    priority: int
+    nbytes: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmReservation:
+    """The job may be opened now: hold what is reserved for it for `lease_s` from now on -> Done."""
+
+    ref: int
+    job: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReservation:
+    """Forget what is reserved for the job, if anything is -> Done."""
+
+    ref: int
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeJob:
     """Give the job another priority or weight; None leaves it -> Done, once it is in force."""
 
@@ -527,7 +556,7 @@ Message = (
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
-    | GetInterference | SnapshotMessage
+    | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -539,13 +568,14 @@ REGISTRY: dict[int, type[Any]] = {
     31: ChangeJob, 32: StepAwaited, 33: OpenChannel, 34: ChannelOpened, 35: SegmentPassed, 36: OpenGangJob,
     37: OpenJob, 38: GetInterference,
     **SNAPSHOT_REGISTRY,
+    49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
-     GetInterference, *SNAPSHOT_FROM_CLIENT}
+     GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT}
 )  # fmt: skip
 
 

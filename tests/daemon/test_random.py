@@ -27,6 +27,9 @@ sizes = st.lists(st.sampled_from([0, 4, 100, 1 << 47, 1 << 62]), max_size=2)
 weights = st.sampled_from([1.0, 1.0, 1.0, -1.0, 1e9])
 
 
+reserved, leases = st.sampled_from([-1, 0, 100, 1 << 20, 1 << 60]), st.sampled_from([-1.0, 0.0, 1e-3, 5.0, 1e9])
+
+
 def requests():
     """A message without its ref, as (class, fields, payload frames)."""
     return st.one_of(
@@ -44,6 +47,9 @@ def requests():
         st.tuples(st.just(msg.GetStatus), st.tuples(), st.just([])),
         st.tuples(st.just(msg.ExplainJob), st.tuples(jobs), st.just([])),
         st.tuples(st.just(msg.GetInterference), st.tuples(st.sampled_from(["", "n"])), st.just([])),
+        st.tuples(st.just(msg.Reserve), st.tuples(jobs, st.sampled_from([0, 1, 9]), reserved, leases), st.just([])),
+        st.tuples(st.just(msg.ConfirmReservation), st.tuples(jobs, leases), st.just([])),
+        st.tuples(st.just(msg.ReleaseReservation), st.tuples(jobs), st.just([])),
         st.tuples(st.just(msg.ProfileJob), st.tuples(jobs, st.none() | small), st.just([])),
     )  # fmt: skip
 

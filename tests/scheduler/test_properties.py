@@ -19,6 +19,7 @@ from gpumux.types import (
     JobReleased,
     PieceDone,
     PieceFailed,
+    Priority,
     ProgramReady,
     TransferEnded,
 )
@@ -101,6 +102,33 @@ class Life(RuleBasedStateMachine):
             assert not full
             assert not self.leaving
             self.world.program(name, 0, pieces, Footprint(10, 10, 10))
+
+    @rule(
+        n=PICK,
+        high=st.booleans(),
+        nbytes=BYTES,
+        lease=st.sampled_from((1e-3, 1.0)),
+        then=st.sampled_from(("confirm", "confirm", "release", "")),
+        waits=st.booleans(),
+    )
+    def reserve(self, n: int, high: bool, nbytes: int, lease: float, then: str, waits: bool) -> None:
+        """For a job that comes, or does not, in time, or too late."""
+        sessions = sorted(self.world.sessions)
+        name, session, priority = f"j{self.fresh()}", sessions[n % len(sessions)], Priority(high)
+        (answer,) = self.world.give(ev.ReserveRequested(session, 1, name, priority, nbytes, lease))
+        assert isinstance(answer, cmd.AnswerReservation)
+        reserved = answer.fault is None
+        if then == "confirm":
+            self.world.give(ev.ConfirmRequested(session, 2, name, lease))
+        elif then == "release":
+            self.world.give(ev.ReleaseRequested(session, 2, name))
+        if waits:
+            self.world.elapse(2e-3)
+        before = self.world.scheduler.snapshot()["memory"]["used"]
+        (opened,) = self.world.request(name, "high" if high else "low", session)
+        if reserved and then == "confirm" and (lease == 1.0 or not waits):
+            assert isinstance(opened, cmd.AcceptJob), "what was confirmed was not to be had"
+            assert self.world.scheduler.snapshot()["memory"]["used"] == before, "the job's bytes were held already"
 
     @rule(n=PICK)
     @precondition(any_job)

@@ -105,7 +105,7 @@ class World:
             self.observe(command)
         self.scheduler.check_invariants()
         self._will_be_woken()
-        unasked = (cmd.WakeAt, cmd.LaunchPiece, cmd.CutProgram) if self.policy == "guarded" else ()
+        unasked = (cmd.WakeAt, cmd.LaunchPiece, cmd.CutProgram) if self.policy == "guarded" else (cmd.WakeAt,)
         return [c for c in commands if not isinstance(c, unasked)]
 
     def _will_be_woken(self) -> None:
@@ -354,6 +354,9 @@ class World:
         assert c.priority is view.priority or not view.out, "a job changed its class with pieces out"
         view.priority, view.wanted = c.priority, None
         view.changes += 1
+
+    def _saw_AnswerReservation(self, c: cmd.AnswerReservation) -> None:
+        """Nothing is changed by it."""
 
     def _saw_WakeAt(self, c: cmd.WakeAt) -> None:
         assert self.now < c.when < inf, f"{c} at {self.now}"

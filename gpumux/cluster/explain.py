@@ -1,0 +1,113 @@
+"""Why a job waits, where it is, or why it is being stopped, in sentences, the most important first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gpumux.cluster.jobs import ClusterDevice, JobPhase, PlacedJob, evictions
+from gpumux.cluster.placement import ClusterPlacement
+from gpumux.cluster.shares import QuotaUse, owners
+from gpumux.types import Priority
+
+GIB = 2**30
+
+
+def explain(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
+    """Sentences about a job of the placement, as of its last event."""
+    where = ", ".join(map(str, job.devices))
+    match job.phase:
+        case JobPhase.WAITING:
+            return _waiting(placement, job)
+        case JobPhase.CLAIMING:
+            leaving = {low.id for name in job.devices for low in placement.devices[name].jobs.values() if not low.high}
+            return [f"It gets {where} as soon as low jobs have left: {', '.join(sorted(leaving))}."]
+        case JobPhase.RESERVING | JobPhase.CONFIRMING:
+            missing = ", ".join(map(str, sorted(job.waits_on)))
+            return [f"It starts on {where}; an answer is missing from {missing}."]
+        case JobPhase.RUNNING:
+            return [f"It runs on {where} since {placement.now - job.held_since:.0f} s.", *_moved(job)]
+        case JobPhase.STOPPING:
+            then = "goes on elsewhere from its snapshot" if job.outcome is None else f"is answered: {job.outcome.value}"
+            return [f"It is being stopped on {where}, since {job.stopped_for}; then it {then}."]
+
+
+def _moved(job: PlacedJob) -> list[str]:
+    return [f"It was stopped {job.moves} times to make room for high jobs."] if job.moves else []
+
+
+def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
+    request, lines = job.request, []
+    over = QuotaUse(placement.config, placement.jobs.values()).exceeded(request)
+    blocking = _blocking(placement, job)
+    if over is not None:
+        lines.append(
+            f"It needs {request.devices} devices, and {over.owner} {over.limit}: it waits for their jobs to end."
+        )
+    elif blocking is not None:
+        lines.append(f"Job {blocking.id} of the same user or group waits for its quota since longer, and goes first.")
+    else:
+        lines.append(_room(placement, job))
+    before = [
+        each
+        for each in placement.jobs.values()
+        if not each.holds and each.request.user == request.user and each.request.priority is request.priority
+        if placement.shares.rank(each) < placement.shares.rank(job)
+    ]
+    if before:
+        lines.append(f"{len(before)} jobs of its user come before it.")
+    if job.kept:
+        lines.append(f"Kept for it until it starts: {', '.join(map(str, sorted(job.kept)))}.")
+    if job.stopped_for and job.began:
+        lines.append(f"It was stopped since {job.stopped_for}, and goes on from its snapshot.")
+    return [*lines, *_moved(job)]
+
+
+def _blocking(placement: ClusterPlacement, job: PlacedJob) -> PlacedJob | None:
+    """An overdue job that a quota holds, and that this job may not pass."""
+    quotas = QuotaUse(placement.config, placement.jobs.values())
+    for other in placement.jobs.values():
+        if other is job or other.holds or other.request.priority is not job.request.priority:
+            continue
+        over = quotas.exceeded(other.request)
+        if over is not None and over.owner in owners(job.request) and placement.overdue(other):
+            return other
+    return None
+
+
+def _room(placement: ClusterPlacement, job: PlacedJob) -> str:
+    """Which devices can't take the job, and why."""
+    request = job.request
+    needs = f"It needs {request.devices} devices with {request.memory_bytes / GIB:.1f} GiB"
+    found = placement.candidates(job)
+    names = {device.id for device in found}
+    reasons = Counter(
+        [_why_not(placement, device, job) for device in placement.devices.values() if device.id not in names]
+    )
+    if not placement.possible(job):
+        needs += ", which the cluster does not have now"
+    if len(found) >= request.devices:
+        return f"{needs}, and they have just become free."
+    listed = [f"{count} {reason}" for reason, count in reasons.most_common()]
+    return f"{needs}; of {len(placement.devices)} devices {len(found)} could take it" + "".join(
+        [f", {each}" for each in listed] + ["."]
+    )
+
+
+def _why_not(placement: ClusterPlacement, device: ClusterDevice, job: PlacedJob) -> str:
+    request = job.request
+    if placement.nodes[device.id.node].draining:
+        return "drain"
+    if request.priority not in device.facts.classes:
+        return f"take no {request.priority.name.lower()} jobs"
+    if device.facts.memory_bytes < request.memory_bytes:
+        return "have less memory than that"
+    if device.retry_at > placement.now:
+        return "refused or did not answer just now"
+    if request.priority is Priority.HIGH and device.high is not None:
+        return "run a high job"
+    room = (
+        evictions(device, request.memory_bytes) is not None
+        if job.high
+        else device.free_bytes >= request.memory_bytes and device.free_places > 0
+    )
+    return "are kept for jobs that wait since longer" if room else "have no room beside other jobs"

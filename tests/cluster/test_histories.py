@@ -1,0 +1,45 @@
+"""Random histories of a cluster hold what the placement promises, repeat by their seed, and show mistakes put in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.mistakes import MISTAKES
+from tests.cluster.world import World
+
+ROOT = Path(__file__).parents[2]
+HISTORIES = 100
+SEARCHED = 100  # histories in which a mistake has to show
+MET = {
+    "cancelled", "done", "drained", "failed", "failed to start", "lost", "refused", "refused a reservation", "calm",
+    "rough", "crowded",
+}  # fmt: skip
+
+
+def test_histories_hold_and_meet_everything():
+    met: set[str] = set()
+    for seed in range(HISTORIES):
+        world = World(seed)
+        world.run()
+        met |= {world.kind, *world.met}
+    assert met >= MET
+
+
+def test_a_seed_repeats_its_history():
+    first, again, other = World(5), World(5), World(6)
+    for world in (first, again, other):
+        world.run()
+    assert first.happened == again.happened != other.happened
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows(mistake: str):
+    """In a process of its own, since it changes the placement."""
+    command = [sys.executable, "-m", "tests.cluster.histories", "--mistake", mistake, "--histories", str(SEARCHED)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1, run.stderr
+    assert "seed" in run.stdout
