@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gpumux.config import Config
 from gpumux.program import codec
+from gpumux.scheduler.reservations import MOST_LEASE_S
 from gpumux.types import Fault
 from gpumux.wire import messages as msg
 from tests.program import samples
@@ -107,6 +108,8 @@ def test_any_conversation_is_answered_and_leaves_nothing(script):
         settle(daemon, owed)
         for name in SESSIONS:
             daemon.disconnect(name)
+        daemon.turn()
+        daemon.now += MOST_LEASE_S + 1.0  # reservations outlive their sessions
         daemon.turn()
         assert daemon.loop.context.records.jobs == {}
         assert daemon.device.jobs == {}
