@@ -22,14 +22,10 @@ from tests.scheduler.scenarios import (
     decided,
     guard_of,
     high,
-    known_by_now,
     known_high_job,
     low,
-    pausing,
 )
 from tests.scheduler.scenarios import world as simulated
-
-from .world import World
 
 LONG = low((FULL._replace(name="long", block_s=300e-6),) * 10, "long")
 STEPS = {"steps": 500, "warmup_steps": 300}
@@ -96,8 +92,8 @@ def test_a_job_that_could_run_once_what_is_out_has_ended_is_reconsidered_then() 
     """What it costs behind other low work is no reason to hold it after that has ended."""
     now = 1.0
     one = known_high_job("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)
-    while one.trust.trusts(LOW.program):
-        one.trust.step_ended(2 * MOST, [LOW.program], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
+    while one.trust.trusted:
+        one.trust.step_ended(2 * MOST, excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
     one.arrivals.set_predictable(one.trust.trusted)
     one.budget.limit = 0.46e-3
     guard = guard_of(one)
@@ -105,13 +101,11 @@ def test_a_job_that_could_run_once_what_is_out_has_ended_is_reconsidered_then() 
     scene.now = now
     scene.free_at, scene.low_out = now, False
     one.passed = 5
-    assert (
-        hold_for_arrival(one, LOW, SPAN, decided(seconds), scene, now + seconds, expected_arrival(one, LOW)) is None
-    ), "a step can bear it"
-    scene.free_at, scene.low_out, scene.pending = now + seconds, True, 0.15e-3
-    hold = hold_for_arrival(
-        one, LOW, SPAN, decided(seconds), scene, scene.free_at + seconds, expected_arrival(one, LOW)
+    assert hold_for_arrival(one, LOW, SPAN, decided(seconds), scene, now + seconds, expected_arrival(one)) is None, (
+        "a step can bear it"
     )
+    scene.free_at, scene.low_out, scene.pending = now + seconds, True, 0.15e-3
+    hold = hold_for_arrival(one, LOW, SPAN, decided(seconds), scene, scene.free_at + seconds, expected_arrival(one))
     assert hold is not None, "but not both"
     assert hold.until == inf, "until what is out has ended"
 
@@ -127,22 +121,6 @@ def test_steps_that_can_bear_a_low_piece_leave_it_more_than_one_a_gap() -> None:
     assert mean <= 1.05
     assert most <= 1.10
     assert harvest > 0.3
-
-
-def test_a_program_that_may_rely_on_gaps_is_not_told_that_steps_may_come_at_any_time() -> None:
-    world = World("guarded")
-    pausing(world, 13, {"low": (2e-3,)})
-    known_by_now(world)
-    surprise = world.scheduler._state.guard.high_jobs["high"].trust
-    for _ in range(2):
-        surprise.step_ended(2 * MOST, ["another"], excess=2 * MOST, most=MOST, credit=MOST / 2, noise=0.0)
-    assert not surprise.trusted
-    world.elapse(8.1e-3)
-    world.step("low", 0)
-    (program,) = world.scheduler._state.jobs["low"].programs.values()
-    assert surprise.trusts(program.key)
-    assert not world.launches, "the next step is expected before it could end"
-    assert "is expected before it could end" in "\n".join(world.scheduler.explain("low"))
 
 
 OF_30_US = low((FULL._replace(name="of 30", block_s=30e-6),) * 30, "of 30")

@@ -44,9 +44,7 @@ def test_a_job_that_several_idle_jobs_hold_is_reconsidered_when_the_last_of_them
     guard = guard_of(*[known_high_job(str(index), gaps, now - ago) for index, (gaps, ago) in enumerate(jobs)])
     guard.view.refresh(Windows("fair"), guard.high_jobs, now)
     alone = {
-        one.job.id: hold_for_arrival(
-            one, LOW, SPAN, decided(seconds), guard.view, now + seconds, expected_arrival(one, LOW)
-        )
+        one.job.id: hold_for_arrival(one, LOW, SPAN, decided(seconds), guard.view, now + seconds, expected_arrival(one))
         for one in guard.view.idle
         if now + seconds >= one.earliest_arrival
     }

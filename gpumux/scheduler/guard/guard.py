@@ -370,7 +370,7 @@ class SlowdownGuard:
                 if hold is not None:
                     decision.hold_for(high, hold)
                     return
-            arrival = expected_arrival(high, key)
+            arrival = expected_arrival(high)
             if end < arrival:
                 decision.relies_on_arrivals = True
                 continue

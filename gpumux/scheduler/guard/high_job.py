@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil, inf
 from typing import Final, TypeAlias
@@ -200,53 +200,37 @@ class InterArrivals:
 # risk of being wrong. Where steps come at about the same time that is right. Where they come at random (a server's
 # requests) there is always a pause after which none came so far. So what steps lose *because they came while low work
 # was out* is counted by itself: as for all steps (budget.py), a part of them may lose too much, and on average they may
-# lose the credit. What they lose later, beside work that was launched while they ran, does not count here. A few too
-# many are held against the programs they were lost to: a program of short pieces does not pay for another one's long
-# pieces.
+# lose the credit. What they lose later, beside work that was launched while they ran, does not count here.
 
 
 ALLOWED_ARRIVAL_VIOLATIONS: Final = 1.0  # steps that may lose too much on arrival, to begin with
 MOST_ARRIVAL_DEBT: Final = 4.0  # so that a disturbance is forgotten after some hundred steps
-PROGRAM_DEBT: Final = 1.5  # violations too many up to which only the programs that caused them are distrusted
 MOSTLY: Final = 0.5  # part of a step's loss: if so much was lost on arrival, the arrival was the reason
 
 
 class ArrivalTrust:
-    """Whether the known pauses are relied on: for every low program if `trusted`, else for each by `trusts`."""
+    """Whether the known pauses are relied on: if `trusted`."""
 
-    __slots__ = ("_causes", "_few_violations", "capped_loss", "mean_loss", "trusted", "violations_left")
+    __slots__ = ("capped_loss", "mean_loss", "trusted", "violations_left")
 
     def __init__(self) -> None:
         self.violations_left = ALLOWED_ARRIVAL_VIOLATIONS
         self.mean_loss = 0.0  # seconds that steps lose on arrival
         self.capped_loss = 0.0  # the same, where a step counts for no more than it may lose
         self.trusted = True
-        self._few_violations = True
-        self._causes: set[str] = set()  # low programs that caused violations while there were too many
 
-    def trusts(self, program: str) -> bool:
-        """Whether the pauses are relied on for that low program."""
-        return self.trusted or (self._few_violations and program not in self._causes)
-
-    def step_ended(
-        self, lost: float, programs: Iterable[str], *, excess: float, most: float, credit: float, noise: float
-    ) -> None:
-        """A step lost `excess` seconds, of which `lost` on arrival, to these low programs. It may lose `most`, and
-        steps no more than `credit` on average. `noise`: how probable it is that a step loses more for another
-        reason."""
+    def step_ended(self, lost: float, *, excess: float, most: float, credit: float, noise: float) -> None:
+        """A step lost `excess` seconds, of which `lost` on arrival. It may lose `most`, and steps no more than `credit`
+        on average. `noise`: how probable it is that a step loses more for another reason."""
         left = self.violations_left + VIOLATION_RATE
         if lost > 0.0:
             left += noise
             if excess > most and lost > MOSTLY * excess:
                 left -= 1.0
-                self._causes.update(programs)
         self.violations_left = left = max(-MOST_ARRIVAL_DEBT, min(left, ALLOWED_ARRIVAL_VIOLATIONS))
         self.mean_loss = DECAY * self.mean_loss + (1.0 - DECAY) * lost
         self.capped_loss = DECAY * self.capped_loss + (1.0 - DECAY) * min(lost, most)
-        self._few_violations = left >= -PROGRAM_DEBT and self.mean_loss <= credit
-        self.trusted = left >= 0.0 and self._few_violations
-        if self.trusted:
-            self._causes.clear()
+        self.trusted = left >= 0.0 and self.mean_loss <= credit
 
 
 # ---- The gates of a rank's programs, at which it waits for its peers and then exchanges data with them.
@@ -337,7 +321,7 @@ class HighJob:
     """What the guard knows of one high job. Times are seconds."""
 
     __slots__ = (
-        "arrival_loss", "arrival_programs", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
+        "arrival_loss", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
         "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
         "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
@@ -383,7 +367,6 @@ class HighJob:
         self.tried = False  # low work was launched to find out what it costs
         self.excess = 0.0
         self.arrival_loss = 0.0  # seconds it lost by coming while low work was out
-        self.arrival_programs: set[str] = set()  # low programs that relied on it not to come yet
         # All its steps:
         self.steps = 0
         self.pieces = 0
@@ -565,7 +548,6 @@ class HighJob:
             count = self.steps - 1 if self.steps < QUEUED_STEPS else QUEUED_STEPS
             self.queued_part += ((0.0 if from_idle else 1.0) - self.queued_part) / count
         self.step_costs.pop(step.id, None)
-        self.arrival_programs.clear()
         self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
         self.resumed_at = 0
 
@@ -597,7 +579,7 @@ class HighJob:
     def _update_trust(self, excess: float) -> None:
         trust, budget, before = self.trust, self.budget, self.trust.trusted
         trust.step_ended(
-            self.arrival_loss, self.arrival_programs, excess=excess, most=budget.most, credit=budget.credit,
+            self.arrival_loss, excess=excess, most=budget.most, credit=budget.credit,
             noise=budget.noise.over,
         )  # fmt: skip
         if trust.trusted is not before:

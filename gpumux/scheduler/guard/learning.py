@@ -267,7 +267,7 @@ class CostLearner:
             excess -= baseline.late
             high.budget.used += excess
             if (high.from_idle or high.resumed_at) and excess > 0.0:
-                part = relied_on_arrivals(found, high.idle_from, high.arrived, high.arrival_programs)
+                part = relied_on_arrivals(found, high.idle_from, high.arrived)
                 high.arrival_loss += excess * part
             if high.watching:
                 self._charge(high, costs, piece, excess, found)
@@ -425,19 +425,14 @@ def beside(out: dict[LaunchId, LowLaunch], recent: RecentLaunches, start: float,
     return found
 
 
-def relied_on_arrivals(found: LowLaunches, idle_from: float, arrived: float, programs: set[str]) -> float:
+def relied_on_arrivals(found: LowLaunches, idle_from: float, arrived: float) -> float:
     """The part of the overlap that belongs to launches which relied on a job, idle from `idle_from` on, not to get a
-    step as early as it did. The program of the longest one is added to `programs`."""
+    step as early as it did."""
     relied = total = 0.0
-    longest: LowLaunch | None = None
     for launch in found:
         total += launch.overlap
         if launch.relies_on_arrivals and idle_from <= launch.at < arrived:
             relied += launch.overlap
-            if longest is None or launch.predicted > longest.predicted:
-                longest = launch
-    if longest is not None:
-        programs.add(longest.step.program.key)
     return relied / total
 
 

@@ -124,13 +124,11 @@ MOST_RISK: Final = 0.5  # where one may
 RESERVED: Final = 0.5  # violations that are for what goes wrong in other ways
 
 
-def expected_arrival(high: HighJob, key: LowKey) -> float:
-    """The idle job's next step is not expected before this, as far as the low program may rely on its arrivals."""
+def expected_arrival(high: HighJob) -> float:
+    """The idle job's next step is not expected before this."""
     arrivals, since = high.arrivals, high.idle_since
     if not arrivals.unpredictable:
         return high.earliest_arrival
-    if high.trust.trusts(key.program) and not arrivals.at_random:
-        return since + arrivals.earliest(high.passed)
     return since + (0.5 * arrivals.sorted[0] if len(arrivals.sorted) >= ENOUGH_TO_DISTRUST else 0.0)
 
 
@@ -181,7 +179,7 @@ def hold_for_arrival(
     most = most_delay(end, earliest, now)
     decision.expected = max(decision.expected, min(mean, most))
     room, affordable = budget.limit - view.pending, budget.balance + budget.credit
-    rare = RARELY if high.trust.trusts(key.program) else 0.0
+    rare = RARELY if high.trust.trusted else 0.0
     if bearable(1.0, most, mean, worst, room, affordable, rare) or bearable(
         arrivals.chance_within(passed, idle_s, seconds), most, mean, worst, room, affordable, rare
     ):
