@@ -296,7 +296,8 @@ class BaseArray(ABC):
         before = self._memory, list(self._members)
         try:
             new = self._make(config, seed, len(self._members))
-            zeros.stand_in([*(member.table.optimizers for member in self._members), new.optimizers])
+            running = [member.table.optimizers for member in self._members]
+            zeros.stand_in([*running, new.optimizers], first=len(running))
             self._join(new)
             choices = self._choices([self._example] * len(self._members))
             if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:

@@ -17,15 +17,16 @@ LEAST = math.ulp(0.0)
 KEYS = ("weight_decay", "momentum")
 
 
-def stand_in(models: Sequence[Sequence[Any]]) -> None:
-    """Give hyper-parameters of 0 the value LEAST where another model has more. `models`: the optimizers of each."""
+def stand_in(models: Sequence[Sequence[Any]], first: int = 0) -> None:
+    """Give hyper-parameters of 0 the value LEAST where another model has more. `models`: the optimizers of each.
+    `first`: models before this one are running, and keep what they have."""
     for optimizers in zip(*models, strict=False):
         if any(not _is_torchs(each) or type(each) is not type(optimizers[0]) for each in optimizers):
             continue
         for groups in zip(*[each.param_groups for each in optimizers], strict=False):
             for key in KEYS:
                 if any(group.get(key) for group in groups):
-                    _stand_in(groups, key)
+                    _stand_in(groups[first:], key)
 
 
 def stand_in_everywhere(optimizers: Sequence[Any]) -> None:

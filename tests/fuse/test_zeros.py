@@ -95,6 +95,23 @@ def test_the_zeros_are_there_again_wherever_state_is_given_out():
     assert [decay(each[2].state_dict()) for each in made] == [0.1, 0.0, 0.0]
 
 
+def test_a_model_that_joins_changes_no_zeros_of_those_that_run():
+    made: list[Any] = []
+
+    def kept(config: Config) -> Any:
+        made.append(factory(optim.SGD, "weight_decay")(config))
+        return made[-1]
+
+    data = batches(4, 3)
+    with array_of(kept, extras(0.0, 0.0), data[0]) as array:
+        array.step(*data[0])
+        with pytest.raises(NotFusible, match="are not of one kind"):
+            array.add(Config(9, 0.03, 0.1))
+        assert [each[2].param_groups[0]["weight_decay"] for each in made] == [0.0, 0.0, 0.1]
+        array.step(*data[1])
+        assert array.runs == (2,)
+
+
 def test_what_does_more_than_leave_operators_out_stays_as_it_is():
     """A momentum of 0 ignores the dampening; of an optimizer that is not torch's it is not known what 0 means."""
 
