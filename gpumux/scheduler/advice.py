@@ -19,6 +19,7 @@ from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
 from gpumux.types import JobId, Priority
 
 MOST_CULPRITS = 3
+MATTERS = 0.1  # of what a high job may lose beside low work: a low job that costs it less is not the cause
 
 
 class Remedy(NamedTuple):
@@ -60,11 +61,23 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Adv
     line = verdict(figures, state.now)
     if figures["kept"] is not False:
         return Advice(line, [], [])
-    culprits = explain.neighbours(state, high)[:MOST_CULPRITS]
+    known = explain.neighbours(state, high)
+    culprits = [each for each in known if each.loss >= MATTERS * high.budget.rate_limit][:MOST_CULPRITS]
     others = [explain.name_of(state, other) for other in guard.high_jobs if other != job.id and other in state.jobs]
-    causes = [each.sentence for each in culprits] or ["No low job is known to cost it anything."]
+    causes = [each.sentence for each in culprits] or [_harmless(high, known)]
     causes += explain.outlier(high) + explain.by_itself(high, others)
     return Advice(line, causes, _against(state, high, list(dict.fromkeys(j for each in culprits for j in each.jobs))))
+
+
+def _harmless(high: HighJob, known: list[explain.Neighbour]) -> str:
+    """That the low jobs of which something is known are not the cause."""
+    if not known:
+        return "No low job is known to cost it anything."
+    most = max(each.loss for each in known)
+    return (
+        f"No low job is known to cost it more than {most:.3f} s a second, of the {high.budget.rate_limit:.3f} that it"
+        " may lose: the cause lies elsewhere."
+    )
 
 
 def _against(state: SchedulerState, high: HighJob, low: list[JobId]) -> list[Remedy]:

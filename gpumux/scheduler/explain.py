@@ -39,7 +39,7 @@ def explain(state: SchedulerState, job: ScheduledJob) -> list[str]:
     if guard is None:
         return [
             *lines,
-            f"Policy {state.config.policy} has no guard: nothing is measured and nobody is held for another.",
+            f"Policy {state.config.policy} has no guard: nothing is measured and no job is held for another.",
         ]
     if job.priority is Priority.HIGH:
         lines += _high(state, guard, job)
@@ -181,9 +181,11 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> lis
 
 
 class Neighbour(NamedTuple):
-    """What one low program costs a high job, as a sentence. `jobs`: those that have the program now."""
+    """What one low program costs a high job: `loss`, high seconds lost in a second of a launch, and a sentence. `jobs`:
+    those that have the program now."""
 
     jobs: tuple[JobId, ...]
+    loss: float
     sentence: str
 
 
@@ -209,7 +211,7 @@ def neighbours(state: SchedulerState, high: HighJob) -> list[Neighbour]:
             f" {most}."
         )
         jobs = tuple(j.id for j in low if any(each.key == key.program for each in j.programs.values()))
-        found.append(Neighbour(jobs, sentence))
+        found.append(Neighbour(jobs, low_costs.typical.mean, sentence))
     return found
 
 
@@ -388,7 +390,7 @@ def by_itself(high: HighJob, others: Sequence[str]) -> list[str]:
         )
         lines.append(
             said
-            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a"
+            + "That many are charged to no job, and what seems to cost much is believed to after several times in a"
             " row."
         )
     if high.steps_beside_high and others:
@@ -410,7 +412,7 @@ def outlier(high: HighJob) -> list[str]:
     ago = len(high.ratios) - 1 - list(high.ratios).index(slowest)
     return [
         f"The slowest of them, {counted(ago, 'step')} ago, took {slowest:.2f} times as long; no low work beside it is"
-        f" known to cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+        f" known to cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and no job is held for it."
     ]
 
 

@@ -74,6 +74,23 @@ def test_a_broken_promise_without_a_neighbour_sends_to_the_trace():
     assert commands(advice) == ["gpumux trace -o trace.json", "gpumux doctor"]
 
 
+def test_a_low_job_that_costs_next_to_nothing_is_not_blamed():
+    """The machine may be busy with something else."""
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    state = simulation.scheduler._state  # type: ignore[attr-defined]
+    job = state.guard.high_jobs[ident(simulation, "important")]
+    for low_costs in job.costs.by_low.values():
+        low_costs.typical.mean = 0.05 * job.budget.rate_limit
+    advice = advised(simulation, "important")
+    assert advice.causes[0] == (
+        "No low job is known to cost it more than 0.002 s a second, of the 0.048 that it may lose:"
+        " the cause lies elsewhere."
+    )
+    assert commands(advice) == ["gpumux trace -o trace.json", "gpumux doctor"]
+
+
 def test_another_users_job_is_not_offered_to_be_paused():
     simulation = world(high(FULL, "important"), low(FULL, "same"))
     simulation.run(steps=300)

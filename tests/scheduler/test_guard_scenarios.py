@@ -93,7 +93,7 @@ def test_a_noisy_outlier_bans_no_job_for_long(hiccups: tuple[float, ...]) -> Non
         float(re.findall(r"Beside 'low' it loses ([\d.]+) s a second", told + "Beside 'low' it loses 0 s a second")[0])
         < 0.1
     )
-    assert "the cause lay elsewhere, and nobody is held for it" in told
+    assert "the cause lay elsewhere, and no job is held for it" in told
     assert "Banned" not in told
     assert "too long" not in explained(simulation, "low")
 
