@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import inf
 from random import Random
@@ -343,8 +344,7 @@ class Day:
             self._progress(running)
             running.rate = self._rate(running)
             running.epoch += 1
-            epoch = running.epoch
-            self._at(self.now + running.remaining / running.rate, lambda r=running, e=epoch: self._end(r, e))  # type: ignore[misc]
+            self._at(self.now + running.remaining / running.rate, partial(self._end, running, running.epoch))
 
     def _rate(self, running: Running) -> float:
         if running.high:

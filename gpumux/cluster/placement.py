@@ -9,7 +9,7 @@ when it has to be called again with TimePassed if nothing else happens. What it 
   `patience_s`, devices are kept for it until those that run there have ended.
 
 A high job may take a device from low ones, as far as memory and places need it. First it claims its devices, so that
-nobody else gets them; when the low jobs have left, it reserves. Low jobs run beside high ones as long as there is room.
+no other job gets them; when the low jobs have left, it reserves. Low jobs run beside high ones while there is room.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class ClusterPlacement:
         else:
             self._wait_again(job)
 
-    # ---- who gets which devices
+    # ---- which job gets which devices
 
     def _place(self) -> None:
         """Give devices to waiting jobs as far as there are some, and again where devices are no longer kept."""

@@ -26,7 +26,7 @@ Account = tuple[Priority, str]  # a class and a user
 
 @dataclass(frozen=True, slots=True)
 class OverQuota:
-    """Whose quota a job does not fit in: "user ada" or "group vision"; and which limit."""
+    """The owner of a quota that a job does not fit in: "user ada" or "group vision"; and which limit."""
 
     owner: str
     limit: str

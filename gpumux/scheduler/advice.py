@@ -107,7 +107,7 @@ def _hash(high: HighJob) -> str:
     return next((each.content_hash[:12] for each in high.job.programs.values() if each.key == high.costs.key), "")
 
 
-# ---- Low jobs: does it run, and if not, for whose sake?
+# ---- Low jobs: does it run, and if not, for which job is it held?
 
 
 def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advice:

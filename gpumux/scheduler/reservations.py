@@ -21,8 +21,8 @@ MOST_LEASE_S: Final = 120.0
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What is held for a job, by whose wish, and until when. `for_all`: an operator reserved, so the job may be any
-    user's; otherwise it has to be the same user's."""
+    """What is held for a job, which peer reserved it, and until when. `for_all`: an operator reserved, so the job may
+    be any user's; otherwise it has to be the same user's."""
 
     peer: Peer
     priority: Priority
