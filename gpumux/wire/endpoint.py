@@ -84,8 +84,7 @@ def channel_path(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
 
 
 def runtime_dir(gpu: int | str = 0, environ: Mapping[str, str] | None = None) -> Path:
-    """The directory of the daemon of `gpu` on this machine, or of its coordinator (COORDINATOR), by the rule above. Need
-    not exist."""
+    """The directory of the daemon of `gpu` on this machine, or of the COORDINATOR, by that rule. Need not exist."""
     env = os.environ if environ is None else environ
     system = SYSTEM_RUNTIME / "gpumux" / str(gpu)
     if system.is_dir():
