@@ -274,6 +274,7 @@ class ConfirmDevice:
 
     attempt: int
     device: DeviceId
+    job: JobId
     lease_s: float
 
 
@@ -283,6 +284,7 @@ class ReleaseDevice:
 
     attempt: int
     device: DeviceId
+    job: JobId
 
 
 @dataclass(frozen=True, slots=True)

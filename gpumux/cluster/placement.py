@@ -286,7 +286,7 @@ class ClusterPlacement:
             return
         if phase is JobPhase.RESERVING:
             job.phase, job.waits_on, job.due = JobPhase.CONFIRMING, set(job.devices), self.now + self.config.answer_s
-            self._commands += [ev.ConfirmDevice(job.attempt, each, self.config.lease_s) for each in job.devices]
+            self._commands += [ev.ConfirmDevice(job.attempt, each, job.id, self.config.lease_s) for each in job.devices]
         else:
             job.phase, job.due, job.turn_at, job.blocked_at = JobPhase.RUNNING, inf, inf, inf
             self._commands.append(ev.StartJob(job.id, job.attempt, job.devices, job.began))
@@ -315,7 +315,7 @@ class ClusterPlacement:
             device.claimed = None if device.claimed is job else device.claimed
             device.high = None if device.high is job else device.high
             if name in devices:
-                self._commands.append(ev.ReleaseDevice(job.attempt, name))
+                self._commands.append(ev.ReleaseDevice(job.attempt, name, job.id))
 
     def _wait_again(self, job: PlacedJob) -> None:
         job.phase, job.devices, job.due = JobPhase.WAITING, (), inf
