@@ -149,12 +149,13 @@ class Answered:
 
 class Coordinator:
     """`names(peer)`: the user and the group by which a peer's jobs are counted. `placement`, `jobs` and `answers`: of a
-    coordinator that is started again, at the time `now` of its clock."""
+    coordinator that is started again; `now`: of its clock, by default as it was then. Daemons and clients have their
+    whole time to be heard of again."""
 
     def __init__(
         self, config: CoordinatorConfig, names: Callable[[Peer], tuple[str, str]], *,
         placement: ClusterPlacement | None = None, jobs: Iterable[ClientJob] = (),
-        answers: dict[JobId, Answered] | None = None,
+        answers: dict[JobId, Answered] | None = None, now: float | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.placement = placement or ClusterPlacement(config.placement)
@@ -167,7 +168,8 @@ class Coordinator:
         self._programs: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()  # of a user's jobs, by name
         self._actions: list[Action] = []
         self._asked: set[int] = set()  # attempts whose client was asked to leave, by this happening
-        now = self.placement.now
+        now = self._now = self.placement.now if now is None else now
+        self._fed = False  # whether what happened was passed to the placement
         for job in self.jobs.values():
             job.session, job.away_since, job.told = None, now, 0
         for node in self.placement.nodes.values():
@@ -189,14 +191,14 @@ class Coordinator:
     def handle(self, happening: Happening | None, now: float) -> list[Action]:
         """Apply what happened, or None if only time passed, and return what is to be done, in this order."""
         self._asked.clear()
-        self._feed(ev.TimePassed(), now)
+        self._now, self._fed = now, False
         match happening:
             case None:
                 pass
             case Opened():
                 self._sessions[happening.session] = happening.peer
             case Closed():
-                self._left(happening, now)
+                self._left(happening)
             case Incoming():
                 self._heard(happening)
             case DaemonFound():
@@ -204,8 +206,10 @@ class Coordinator:
             case DaemonAway():
                 self._lost_sight(happening)
             case _:
-                self._feed(happening, now)
-        self._give_up(now)
+                self._feed(happening)
+        self._give_up()
+        if not self._fed:
+            self._feed(ev.TimePassed())
         actions, self._actions = self._actions, []
         return actions
 
@@ -221,8 +225,9 @@ class Coordinator:
         ]
         return min(times)
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self) -> None:
         """Take clients and daemons for gone that were away for too long."""
+        now = self._now
         for job in [job for job in self.jobs.values() if job.away_since + self.config.rejoin_s <= now]:
             self._gone(job, "its client is gone")
         for daemon in self.daemons.values():
@@ -230,9 +235,10 @@ class Coordinator:
                 self._note(f"node {daemon.node} is lost: {daemon.why_away}")
                 self._feed(ev.NodeLost(daemon.node))
 
-    def _feed(self, event: ClusterEvent, now: float | None = None) -> None:
+    def _feed(self, event: ClusterEvent) -> None:
         """Pass an event to the placement, and turn its commands into actions."""
-        for command in self.placement.handle(event, self.placement.now if now is None else now):
+        self._fed = True
+        for command in self.placement.handle(event, self._now):
             self._carry_out(command)
 
     def _carry_out(self, command: ClusterCommand) -> None:
@@ -276,7 +282,7 @@ class Coordinator:
     def _lost_sight(self, away: DaemonAway) -> None:
         daemon = self.daemons.get(away.node)
         if daemon is not None and daemon.away_since == inf:
-            daemon.away_since, daemon.why_away = self.placement.now, away.reason
+            daemon.away_since, daemon.why_away = self._now, away.reason
             self._note(f"node {away.node} can't be reached: {away.reason}")
 
     def endpoint_of(self, device: DeviceId, remote: bool) -> str:
@@ -305,10 +311,10 @@ class Coordinator:
             if ref:
                 self._tell(incoming.session, msg.Refusal(ref, error.code, error.message, error.remedy))
 
-    def _left(self, closed: Closed, now: float) -> None:
+    def _left(self, closed: Closed) -> None:
         self._sessions.pop(closed.session, None)
         for job in [job for job in self.jobs.values() if job.session == closed.session]:
-            job.session, job.away_since = None, now
+            job.session, job.away_since = None, self._now
             if closed.reason == GOODBYE:
                 self._gone(job, "its client left")
 
@@ -516,7 +522,7 @@ class Coordinator:
                others' jobs, job, name and why are ""
         counts of jobs since the start; pairs: of programs whose cost is known
         """
-        now = self.placement.now
+        now = self._now
         jobs = []
         for record in self.jobs.values():
             placed = self.placement.jobs[record.id]
