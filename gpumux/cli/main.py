@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import arguments
-from gpumux.cli.cluster import verbs as cluster
+from gpumux.cli.cluster import arguments as cluster
 from gpumux.cli.completion import SHELLS
 from gpumux.cli.setup import installation
 from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS

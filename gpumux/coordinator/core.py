@@ -166,7 +166,7 @@ class Coordinator:
         self._names = names
         self._sessions: dict[SessionId, Peer] = {}
         self._programs: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()  # of a user's jobs, by name
-        self._actions: list[Action] = []
+        self._to_do: list[Action] = []
         self._asked: set[int] = set()  # attempts whose client was asked to leave, by this happening
         now = self._now = self.placement.now if now is None else now
         self._fed = False  # whether what happened was passed to the placement
@@ -210,7 +210,7 @@ class Coordinator:
         self._give_up()
         if not self._fed:
             self._feed(ev.TimePassed())
-        actions, self._actions = self._actions, []
+        actions, self._to_do = self._to_do, []
         return actions
 
     @property
@@ -244,7 +244,7 @@ class Coordinator:
     def _carry_out(self, command: ClusterCommand) -> None:
         match command:
             case ev.ReserveDevice() | ev.ConfirmDevice() | ev.ReleaseDevice():
-                self._actions.append(Order(command))
+                self._to_do.append(Order(command))
             case ev.StartJob():
                 self.counts["started"] += 1
                 self._tell_place(self.jobs[command.job])
@@ -256,11 +256,11 @@ class Coordinator:
                 self._note(f"node {command.node} is drained: no job of the cluster runs there")
 
     def _note(self, text: str) -> None:
-        self._actions.append(Note(text))
+        self._to_do.append(Note(text))
 
     def _tell(self, session: SessionId | None, message: Message) -> None:
         if session is not None:
-            self._actions.append(Tell(session, message))
+            self._to_do.append(Tell(session, message))
 
     # ---- daemons
 

@@ -30,7 +30,7 @@ class CoordinatorLoop:
     clock goes on from what it was when it was kept."""
 
     def __init__(
-        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], journal: Journal | None,
+        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], *, journal: Journal | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.coordinator = coordinator

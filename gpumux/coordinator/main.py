@@ -80,7 +80,7 @@ def serve(config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequ
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()
-    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal)
+    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
     log.info(
