@@ -277,8 +277,8 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     opened = OpenDevice(device)
     info = opened.info
     log.info(
-        "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
-        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
+        "device: %s, %s, torch %s, intra-op threads a piece: %d, pieces at once: %s",
+        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number",
     )  # fmt: skip
     if info.kind != "sim":
         log.info("processes of jobs: %s", "; ".join(m.what for m in confined.measures if not m.missing))

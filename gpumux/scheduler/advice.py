@@ -19,6 +19,7 @@ from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
 from gpumux.types import JobId, Priority
 
 MOST_CULPRITS = 3
+LEAST_SHOWN = 0.0005  # high seconds lost in a second: less reads as 0.000
 MATTERS = 0.1  # of what a high job may lose beside low work: a low job that costs it less is not the cause
 
 
@@ -71,9 +72,9 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Adv
 
 def _harmless(high: HighJob, known: list[explain.Neighbour]) -> str:
     """That the low jobs of which something is known are not the cause."""
-    if not known:
+    most = max((each.loss for each in known), default=0.0)
+    if most < LEAST_SHOWN:
         return "No low job is known to cost it anything."
-    most = max(each.loss for each in known)
     return (
         f"No low job is known to cost it more than {most:.3f} s a second, of the {high.budget.rate_limit:.3f} that it"
         " may lose: the cause lies elsewhere."

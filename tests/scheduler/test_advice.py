@@ -89,6 +89,9 @@ def test_a_low_job_that_costs_next_to_nothing_is_not_blamed():
         " the cause lies elsewhere."
     )
     assert commands(advice) == ["gpumux trace -o trace.json", "gpumux doctor"]
+    for low_costs in job.costs.by_low.values():
+        low_costs.typical.mean = 0.0001
+    assert advised(simulation, "important").causes[0] == "No low job is known to cost it anything."
 
 
 def test_another_users_job_is_not_offered_to_be_paused():
