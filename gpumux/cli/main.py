@@ -437,6 +437,7 @@ def build_parser() -> argparse.ArgumentParser:
     instead = settings.add_mutually_exclusive_group()
     instead.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
     instead.add_argument("--reference", action="store_true", help="docs/configuration.md")
+    instead.add_argument("--json", action="store_true", help="print JSON, for scripts")
     settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
@@ -452,7 +453,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--endpoint", metavar="URL", type=kind, default=given, help=where)
         wait = given or 5.0
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=wait, help="how long to wait for it")
-    for sub in (status, top, pairs, trace, jobs, doctor, simulate, settings, version, *verbs):
+    for sub in (status, top, pairs, trace, jobs, doctor, simulate, version, *verbs):
         unless = argparse.SUPPRESS if sub in verbs else False
         sub.add_argument("--json", action="store_true", default=unless, help="print JSON, for scripts")
     return parser

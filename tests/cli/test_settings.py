@@ -76,6 +76,33 @@ def test_a_wrong_file_is_78_with_the_nearest_name(tmp_path, capsys):
     assert "did you mean threads?" in capsys.readouterr().err
 
 
+def test_what_is_shown_is_toml_whatever_the_characters(tmp_path, capsys):
+    path = tmp_path / "new\nline.toml"
+    path.write_text('[daemon]\nendpoint = ["ipc:///tmp/\U0001f600\\u007f\\n.sock"]\n', encoding="utf-8")
+    assert main(["config", "--config", str(path)]) == 0
+    again = tmp_path / "again.toml"
+    again.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert config.load({}, {}, again).endpoint == ("ipc:///tmp/\U0001f600\x7f\n.sock",)
+
+
+def test_a_device_that_was_named_auto_and_became_cuda_says_why(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "gpumux.toml"
+    path.write_text("[daemon]\ndevice = 'auto'\n")
+    monkeypatch.setenv("GPUMUX_GPU", "1")
+    assert main(["config", "--config", str(path)]) == 0
+    assert 'device = "cuda"  # since gpu is set\n' in capsys.readouterr().out
+
+
+def test_an_unknown_value_of_a_setting_gets_the_nearest_of_all_that_may_be_written(capsys, monkeypatch):
+    monkeypatch.setenv("GPUMUX_DEVICE", "gpuu")
+    assert main(["config"]) == EX_CONFIG
+    assert "did you mean gpu?" in capsys.readouterr().err
+    monkeypatch.delenv("GPUMUX_DEVICE")
+    monkeypatch.setenv("GPUMUX_METRICS_PORT", "70000")
+    assert main(["config"]) == EX_CONFIG
+    assert "between 0 and 65535, or off" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["flag", "file", "variable"])
 def test_gpu_means_cuda(source, tmp_path):
     path = tmp_path / "gpumux.toml"
