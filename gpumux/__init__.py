@@ -35,4 +35,4 @@ if not TYPE_CHECKING:  # a type checker would take any name from it, misspelt on
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OF_CLIENT, *_PACKAGES])
+    return sorted({*globals(), *_OF_CLIENT, *_PACKAGES} - {"Any", "TYPE_CHECKING", "annotations"})

@@ -28,4 +28,4 @@ if not TYPE_CHECKING:  # a type checker would take any name from it, misspelt on
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME} - {"Any", "TYPE_CHECKING", "annotations", "importlib"})
