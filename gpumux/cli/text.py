@@ -69,8 +69,8 @@ def _finite(value: Any) -> Any:
 
 
 def verdicts(jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each high job that says whether its promise is kept: broken ones first and all, then others, in all
-    MOST_VERDICTS where fewer than that are broken. jobs: as GetStatus has them."""
+    """A line for each high job that says whether its promise is kept: all that are broken, then others until there are
+    MOST_VERDICTS lines, then the number of those left out. jobs: as GetStatus has them."""
     high = [job for job in jobs if job["priority"] == "high" and job["promise"]]
     high.sort(key=lambda job: job["promise"]["kept"] is not False)
     broken = sum(job["promise"]["kept"] is False for job in high)

@@ -134,11 +134,11 @@ def _for_held(state: SchedulerState, hold: Hold) -> list[Remedy]:
     """What to do for a low job that is held."""
     if hold.reason in ("calibration", "learning"):
         return [Remedy("wait: this ends by itself after some steps of the high job")]
-    room = Remedy("give low work more room: submit that job with a max_slowdown that is higher")
-    if state.hidden(hold.high_id) is not None:
-        return [room]
+    theirs = state.hidden(hold.high_id)
+    if theirs is not None:
+        return [Remedy(f"ask the owner of {theirs} for a higher max_slowdown, which gives low work more room")]
     return [
         Remedy("see how the job fares that it is held for", f"gpumux jobs explain {hold.high_id}"),
-        room,
+        Remedy("give low work more room: submit that job with a max_slowdown that is higher"),
         Remedy("if that job need not be important, make it low", f"gpumux jobs priority {hold.high_id} low"),
     ]

@@ -110,13 +110,20 @@ def test_another_users_job_is_not_offered_to_be_paused():
 
 def test_a_low_job_that_is_held_says_for_whom_why_and_what_gives_it_room():
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(HOG, "hog"))
-    seen = []
+    important, seen, of_others = ident(simulation, "important"), [], []
     for steps in range(100, 900, 50):
         simulation.run(steps=steps)
         advice = advised(simulation, "hog")
         if advice.verdict.startswith("held for ") and any("too long" in cause for cause in advice.causes):
             seen.append(advice)
+            of_others.append(
+                simulation.scheduler.advise(ident(simulation, "hog"), lambda job: "j7" if job == important else None)
+            )
     assert seen
+    for advice in of_others:  # a job that is not the reader's can't be changed by the reader
+        assert advice.verdict.endswith(", for job j7")
+        assert commands(advice) == []
+        assert any("ask the owner of j7" in remedy.text for remedy in advice.remedies)
     for advice in seen:
         assert advice.verdict.endswith(", for job 'important'")
         assert "smaller batch" in advice.remedies[0].text
