@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import logging
 import os
 import platform
@@ -511,6 +512,8 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of jobs and files need not fit a terminal's encoding
     parser = build_parser()
     try:
         args = parser.parse_args(argv)
