@@ -105,7 +105,7 @@ JOB_VERBS = {
     "priority": "make a job high or low",
     "weight": "change a job's share among jobs of its priority",
     "profile": "write what a job's operators cost, for `gpumux simulate`",
-    "explain": "say why a job is slow or held back, by which neighbour, and until when",
+    "explain": "say how a job fares, why, and what to do about it",
 }
 
 _EXAMPLES = """\
@@ -157,7 +157,7 @@ examples:
   gpumux jobs weight j3 2.5             its share among jobs of its priority
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
-  gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
+  gpumux jobs explain j3                how it fares, by which neighbour it is slow or held, and what to do about it
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _TOP = """\
