@@ -318,6 +318,7 @@ class Loop:
                 self.snapshots.publish(self.figures())
             except Exception as error:  # noqa: BLE001
                 self._bugs.in_report("a reading of the metrics", error)
+                self.snapshots.fail()  # the next scrape tries again, and not the next turn
         if now >= self._learned.due:
             try:
                 self._learned.save()

@@ -246,6 +246,12 @@ class SnapshotBox:
             self._latest, self._at, self._asked = figures, time.monotonic(), False
             self._changed.notify_all()
 
+    def fail(self) -> None:
+        """A snapshot can't be made: the scrape that waits gets the last one. Called by the loop."""
+        with self._changed:
+            self._asked = False
+            self._changed.notify_all()
+
     def close(self) -> None:
         """The loop has ended, and no more snapshots will come."""
         with self._changed:
