@@ -180,6 +180,9 @@ def test_what_is_missing_is_named_as_the_project_asks_for_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert sorted(installation.REQUIREMENTS.values()) == sorted(project["dependencies"])
     assert installation.missing(ModuleNotFoundError("x", name="yours")) is None
+    part = installation.missing(ModuleNotFoundError("x", name="torch.later"))
+    assert part is not None
+    assert part.message == "the torch that is installed here has no torch.later"
 
 
 # ---- Another project with this one's name.
