@@ -19,6 +19,7 @@ from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
 from gpumux.types import JobId, Priority
 
 MOST_CULPRITS = 3
+HELD_MATTERS = 0.1  # of a low job's life: if it was held for less, that is not why it is slow
 LEAST_SHOWN = 0.0005  # high seconds lost in a second: less reads as 0.000
 MATTERS = 0.1  # of what a high job may lose beside low work: a low job that costs it less is not the cause
 
@@ -112,12 +113,17 @@ def _hash(high: HighJob) -> str:
 
 
 def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advice:
-    hold = guard.decisions.holds.current.get(job.id)
+    hold, often = guard.decisions.holds.current.get(job.id), _held_so_far(state, guard, job)
     if job.blocked() or hold is None:
-        return Advice(explain.doing(state, job) if job.blocked() else explain.turn(state, guard, job), [], [])
+        line = explain.doing(state, job) if job.blocked() else explain.turn(state, guard, job)
+        room = Remedy(
+            "give it more room: submit the high job with a max_slowdown that is higher, or this one with a smaller"
+            " batch or microbatches="
+        )
+        return Advice(line, often, [room] if often else [])
     line = f"held for {explain.lasted(state.now - hold.since)}, for job {explain.name_of(state, hold.high_id)}"
     reason = explain.held(state, hold)
-    causes = [f"{reason[0].upper()}{reason[1:]}."]
+    causes = [f"{reason[0].upper()}{reason[1:]}.", *often]
     remedies = _for_held(state, hold)
     long = too_long(guard, job)
     if long is not None:
@@ -128,6 +134,16 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advi
         )
         remedies.insert(0, Remedy("have its pieces shorter: submit it with a smaller batch or microbatches="))
     return Advice(line, causes, remedies)
+
+
+def _held_so_far(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
+    """For which part of its life the job was held and why, if that is much: at the moment it may just run."""
+    totals, life = guard.decisions.holds.job_seconds(job, state.now), state.now - job.opened
+    whole = sum(totals.values())
+    if whole <= HELD_MATTERS * life:
+        return []
+    parts = ", ".join(f"{reason} {seconds / life:.0%}" for reason, seconds in list(totals.items())[:MOST_CULPRITS])
+    return [f"Since it opened {explain.lasted(life)} ago it was held for {whole / life:.0%} of the time: {parts}."]
 
 
 def _for_held(state: SchedulerState, hold: Hold) -> list[Remedy]:

@@ -130,6 +130,26 @@ def test_a_low_job_that_is_held_says_for_whom_why_and_what_gives_it_room():
         assert f"gpumux jobs explain {ident(simulation, 'important')}" in commands(advice)
 
 
+def test_a_low_job_that_was_held_for_most_of_its_life_says_so_in_a_moment_in_which_it_is_not():
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(FULL, "lesser"))
+    seen = set()
+    for look in range(50, 250):
+        simulation.run(seconds=0.00137 * look)
+        advice = advised(simulation, "lesser")
+        (so_far,) = [cause for cause in advice.causes if cause.startswith("Since it opened ")]
+        part = re.search(r"it was held for (\d+)% of the time: (\w+) (\d+)%", so_far)
+        assert part is not None
+        assert 10 <= int(part[3]) <= int(part[1]) <= 100
+        held = advice.verdict.startswith("held for ")
+        assert advice.remedies
+        assert held or commands(advice) == []
+        seen.add(held)
+    assert seen == {True, False}
+    alone = world(low(FULL, "lesser"))
+    alone.run(seconds=0.1)
+    assert advised(alone, "lesser").causes == []
+
+
 @pytest.mark.parametrize("name", ["high", "low"])
 def test_no_sentence_has_a_value_of_the_schedulers_clock(name: str):
     """Such as 2102.361533: ages are for people."""
