@@ -14,7 +14,7 @@ from gpumux.cli.control import START_COORDINATOR, Control
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError, DaemonGone, UnknownJob
 from gpumux.wire import messages as msg
-from gpumux.wire.endpoint import living_holder, resolve_coordinator
+from gpumux.wire.endpoint import Endpoint, check_listening, living_holder, resolve_coordinator
 
 LEAVE_S = 15.0
 GIB = 2**30
@@ -73,12 +73,20 @@ def _down(args: argparse.Namespace) -> int:
     except PermissionError:
         raise ConfigError(f"the coordinator, process {pid}, is another user's", "ask that user, or root") from None
     until = time.monotonic() + LEAVE_S
-    while living_holder(found.path) == pid:
+    while _listens(found):
         if time.monotonic() > until:
             raise DaemonGone(f"the coordinator, process {pid}, has not stopped in {LEAVE_S:g} s", "see its log")
         time.sleep(0.05)
     emit("the coordinator has stopped; jobs go on where they run")
     return 0
+
+
+def _listens(endpoint: Endpoint) -> bool:
+    try:
+        check_listening(endpoint, "")
+    except DaemonGone:
+        return False
+    return True
 
 
 def _find(jobs: Sequence[dict[str, Any]], text: str) -> str:
