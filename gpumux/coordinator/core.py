@@ -78,7 +78,17 @@ class DaemonAway:
     reason: str
 
 
-Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | ClusterEvent
+@dataclass(frozen=True, slots=True)
+class PromiseSeen:
+    """What a daemon says of its high job: whether its promise is kept (None: it has none, or nothing is known yet), and
+    its verdict in a line (scheduler/verdict.py)."""
+
+    node: str
+    kept: bool | None
+    verdict: str
+
+
+Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | PromiseSeen | ClusterEvent
 
 
 # ---- Actions.
@@ -135,6 +145,8 @@ class DaemonRecord:
     endpoints: tuple[str, ...]
     away_since: float = inf
     why_away: str = ""
+    kept: bool | None = None  # its high job's promise, and what it says of it
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +217,9 @@ class Coordinator:
                 self._found(happening)
             case DaemonAway():
                 self._lost_sight(happening)
+            case PromiseSeen():
+                daemon = self.daemons[happening.node]
+                daemon.kept, daemon.verdict = happening.kept, happening.verdict
             case _:
                 self._feed(happening)
         self._give_up()
@@ -516,14 +531,15 @@ class Coordinator:
         """The body of GetStatus. Scripts read it (`gpumux cluster status --json`): fields may be added, not changed.
 
         nodes  [{name, host, endpoint, state ("up", "away", "draining"), memory_bytes, used_bytes (by the cluster's
-               jobs), max_jobs, jobs (how many), high (whether one of them is)}]
+               jobs), max_jobs, jobs (how many), high (whether one of them is), kept (its promise; None: not known),
+               verdict (the daemon's line about it)}]
         jobs   [{job, short, name, user, priority, devices, memory_bytes, state (gpumux/cluster/jobs.py, JobPhase),
                nodes, since_s (in that place, or in the queue), moves, why (it waits, or is where it is), mine}]; of
                others' jobs, job, name and why are ""
         counts of jobs since the start; pairs: of programs whose cost is known
         """
         now = self._now
-        jobs = []
+        jobs: list[dict[str, Any]] = []
         for record in self.jobs.values():
             placed = self.placement.jobs[record.id]
             mine = record.uid == peer.uid or self.config.access.may_operate(peer)
@@ -553,6 +569,15 @@ class Coordinator:
             "pairs": len(self.placement.costs),
         }
 
+    def waited(self) -> dict[Priority, float]:
+        """For how long the job of each class that waits longest has waited, in seconds; 0 where none waits."""
+        found = dict.fromkeys(Priority, 0.0)
+        for job in self.placement.jobs.values():
+            if not job.holds:
+                waited = self._now - job.submitted_at
+                found[job.request.priority] = max(found[job.request.priority], waited)
+        return found
+
     def _node(self, daemon: DaemonRecord) -> dict[str, Any]:
         node = self.placement.nodes.get(daemon.node)
         devices = [] if node is None else node.devices
@@ -568,6 +593,8 @@ class Coordinator:
             "max_jobs": sum(device.facts.max_jobs for device in devices),
             "jobs": sum(len(device.jobs) for device in devices),
             "high": any(device.high is not None for device in devices),
+            "kept": None if away else daemon.kept,
+            "verdict": "" if away else daemon.verdict,
         }
 
 

@@ -38,6 +38,7 @@ def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentPar
     up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
     up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
     up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
+    up.add_argument("--metrics-port", metavar="PORT", default="off", help="Prometheus metrics there (default: off)")
     for name in ("explain", "cancel"):
         made[name].add_argument("job", metavar="JOB", help="its id, the beginning of one, or its name")
     made["drain"].add_argument("node", metavar="NODE", help="a node's name, or a host's for all of its nodes")

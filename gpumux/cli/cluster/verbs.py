@@ -56,7 +56,7 @@ def _up(args: argparse.Namespace) -> int:
     if len(files) > 1 or (files and len(args.daemons) > 1):
         raise ConfigError("a cluster's file beside other daemons", "name all of them in the file, or none")
     cluster = load(Path(files[0])) if files else of_endpoints(args.daemons)
-    given = {"state_dir": args.state_dir, "endpoint": args.endpoint}
+    given = {"state_dir": args.state_dir, "endpoint": args.endpoint, "metrics_port": args.metrics_port}
     environ = {key: value for key, value in os.environ.items() if key != "GPUMUX_ENDPOINT"}  # a daemon's
     return serve(config.load(given, environ, args.config), cluster)
 
@@ -107,7 +107,7 @@ def _status(body: dict[str, Any]) -> str:
     rows = [
         [
             printable(node["name"]), printable(node["host"]), node["state"], str(node["jobs"]),
-            "yes" if node["high"] else "no", f"{node['used_bytes'] / GIB:.1f} of {node['memory_bytes'] / GIB:.1f} GiB",
+            _promise(node), f"{node['used_bytes'] / GIB:.1f} of {node['memory_bytes'] / GIB:.1f} GiB",
             printable(node["why"] or node["endpoint"]),
         ]
         for node in nodes
@@ -120,6 +120,13 @@ def _status(body: dict[str, Any]) -> str:
     if not rows:
         return first
     return first + "\n\n" + table(("NODE", "HOST", "STATE", "JOBS", "HIGH", "MEMORY", "WHERE, OR WHY NOT"), rows)
+
+
+def _promise(node: dict[str, Any]) -> str:
+    """Whether the node has a high job, and how that fares."""
+    if not node["high"]:
+        return "no"
+    return {None: "yes", True: "kept", False: "BROKEN"}[node["kept"]]
 
 
 def _jobs(jobs: Sequence[dict[str, Any]]) -> str:
