@@ -7,7 +7,6 @@ the job waits again, in its old place. What was measured of pairs of programs is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -40,9 +39,19 @@ def node_data(node: ClusterNode) -> dict[str, Any]:
 def job_data(job: PlacedJob) -> dict[str, Any]:
     """A job. It changes only when something of it has to be kept."""
     on_devices = job.phase in ON_DEVICES
-    request = {**asdict(job.request), "priority": int(job.request.priority), "programs": list(job.request.programs)}
+    asked = job.request
     return {
-        "request": request,
+        "request": {
+            "id": asked.id,
+            "user": asked.user,
+            "group": asked.group,
+            "priority": int(asked.priority),
+            "devices": asked.devices,
+            "memory_bytes": asked.memory_bytes,
+            "programs": list(asked.programs),
+            "urgency": asked.urgency,
+            "movable": asked.movable,
+        },
         "number": job.number,
         "submitted_at": job.submitted_at,
         "held_since": job.held_since if on_devices else 0.0,

@@ -11,6 +11,7 @@ of for `rejoin_s` is gone, and its job with it.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ MOST_PROGRAMS: Final = 64  # of a job
 MOST_NAMES: Final = 4096  # names whose programs are remembered, those used last
 MOST_ANSWERS: Final = 4096  # jobs whose answers are remembered, the newest
 MOST_TEXT: Final = 400  # characters of a name or a reason
+MOST_REASONS: Final = 100  # waiting jobs of which a status says why; each takes about a millisecond
+_JOB_ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -520,9 +523,14 @@ class Coordinator:
     def _redacted(self, peer: Peer, text: str) -> str:
         """The text with short ids of jobs, and without those of other users' where the peer may not know them."""
         operates = self.config.access.may_operate(peer)
-        for job in self.jobs.values():
-            text = text.replace(job.id, job.short if operates or job.uid == peer.uid else "of another user")
-        return text
+
+        def name(found: re.Match[str]) -> str:
+            job = self.jobs.get(JobId(found[0]))
+            if job is None:
+                return found[0]
+            return job.short if operates or job.uid == peer.uid else "of another user"
+
+        return _JOB_ID.sub(name, text)
 
     def _status(self, session: SessionId, peer: Peer, m: msg.GetStatus) -> None:
         self._tell(session, msg.Report(m.ref, self.status(peer)))
@@ -534,15 +542,19 @@ class Coordinator:
                jobs), max_jobs, jobs (how many), high (whether one of them is), kept (its promise; None: not known),
                verdict (the daemon's line about it)}]
         jobs   [{job, short, name, user, priority, devices, memory_bytes, state (gpumux/cluster/jobs.py, JobPhase),
-               nodes, since_s (in that place, or in the queue), moves, why (it waits, or is where it is), mine}]; of
-               others' jobs, job, name and why are ""
+               nodes, since_s (in that place, or in the queue), moves, why (it waits, or is where it is; of the first
+               MOST_REASONS that the asker may know), mine}]; of others' jobs, job, name and why are ""
         counts of jobs since the start; pairs: of programs whose cost is known
         """
         now = self._now
         jobs: list[dict[str, Any]] = []
+        reasons = MOST_REASONS
         for record in self.jobs.values():
             placed = self.placement.jobs[record.id]
             mine = record.uid == peer.uid or self.config.access.may_operate(peer)
+            why = ""
+            if mine and reasons:
+                why, reasons = self._redacted(peer, explain(self.placement, placed)[0]), reasons - 1
             since = placed.held_since if placed.holds else placed.submitted_at
             jobs.append(
                 {
@@ -557,7 +569,7 @@ class Coordinator:
                     "nodes": [device.node for device in placed.devices],
                     "since_s": max(0.0, now - since),
                     "moves": placed.moves,
-                    "why": self._redacted(peer, explain(self.placement, placed)[0]) if mine else "",
+                    "why": why,
                     "mine": mine,
                 }
             )

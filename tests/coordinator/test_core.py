@@ -334,3 +334,71 @@ def test_reservations_are_for_the_jobs_own_id_and_released_when_a_daemon_refuses
     cluster.happen(ev.DeviceRefused(second.attempt, second.device, "no room"))
     released = {order.device for order in cluster.orders if isinstance(order, ev.ReleaseDevice)}
     assert released == {DeviceId("n0", 0), DeviceId("n1", 0)}
+
+
+def stopping(cluster: Cluster) -> msg.JobPlaced:
+    """Have the job placed, and its node drained."""
+    _, placed = cluster.place("s")
+    assert isinstance(placed, msg.JobPlaced)
+    cluster.connect("root", 0)
+    cluster.say("root", msg.DrainNode(3, placed.nodes[0], True), 0)
+    assert cluster.phase() == "stopping"
+    return placed
+
+
+def test_a_client_that_comes_back_without_the_devices_has_left_them(cluster: Cluster):
+    placed = stopping(cluster)
+    cluster.connect("again")
+    done, elsewhere = cluster.place("again", attempt=0)
+    assert done == msg.Done(1)
+    assert isinstance(elsewhere, msg.JobPlaced)
+    assert elsewhere.attempt > placed.attempt
+
+
+def test_a_client_that_comes_back_with_the_devices_is_asked_again_to_leave(cluster: Cluster):
+    placed = stopping(cluster)
+    cluster.connect("again")
+    done, asked = cluster.place("again", attempt=placed.attempt)
+    assert done == msg.Done(1)
+    assert isinstance(asked, msg.VacateDevices)
+    assert asked.attempt == placed.attempt
+
+
+def test_what_is_about_an_older_attempt_is_ignored(cluster: Cluster):
+    placed = stopping(cluster)
+    assert cluster.say("s", msg.DevicesVacated(JOB, placed.attempt - 1)) == []
+    assert cluster.phase() == "stopping"
+    (elsewhere,) = cluster.say("s", msg.DevicesVacated(JOB, placed.attempt))
+    assert isinstance(elsewhere, msg.JobPlaced)
+    assert cluster.say("s", msg.JobNotStarted(JOB, placed.attempt, 0, "late")) == []
+    assert cluster.phase() == "running"
+
+
+def test_a_low_job_that_has_to_leave_is_not_named_to_another_user():
+    cluster = Cluster(nodes=1)
+    cluster.connect("s")
+    cluster.connect("t", 1001)
+    cluster.place("s", nbytes=10 * GIB)
+    cluster.place("t", OTHER, 1001, priority=1, nbytes=10 * GIB)
+    assert cluster.phase(OTHER) == "claiming"
+    (report,) = cluster.say("t", msg.ExplainJob(3, OTHER), 1001)
+    assert isinstance(report, msg.Report)
+    assert "of another user" in report.body["sentences"][0]
+    assert JOB not in str(report.body)
+    (mine,) = cluster.say("s", msg.ExplainJob(3, JOB))
+    assert isinstance(mine, msg.Report)
+    assert "of another user" in mine.body["sentences"][0]  # the high job that needs the room
+
+
+def test_of_a_coordinator_that_was_started_again_a_client_is_told_when_its_daemon_is_heard_of(cluster: Cluster):
+    _, placed = cluster.place("s")
+    assert isinstance(placed, msg.JobPlaced)
+    before = cluster.coordinator
+    cluster.coordinator = Coordinator(
+        before.config, lambda peer: USERS[peer.uid], placement=before.placement, jobs=before.jobs.values()
+    )
+    cluster.connect("again")
+    assert cluster.place("again", attempt=0) == [msg.Done(1)]  # where the daemon is is not known yet
+    cluster.told.clear()
+    cluster.found(placed.nodes[0])
+    assert cluster.told == [("again", placed)]
