@@ -1,7 +1,8 @@
-"""Programs that tests of deploy/ need and that pip doesn't have: from PATH, else from their Debian package.
+"""Programs that tests need and that pip doesn't have: from PATH, else from their Debian package.
 
-The package is unpacked under .debs/ and not installed: that needs no rights, and starts no service of its own. Where it
-can't be had, the test is skipped and says why.
+The package is unpacked under .debs/ and not installed: that needs no rights, and starts no service of its own. One that
+works only where it is installed is installed, which takes root. Where a program can't be had, the test is skipped and
+says why.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / ".debs"
 LIMIT_S = 120  # for each command of apt
+INSTALL_S = 600  # for one that also fetches and unpacks a hundred packages
 
 
 class Unavailable(Exception):
@@ -32,6 +34,19 @@ def need(program: str, package: str, *others: str) -> str:
         return _find(program, package, *others)
     except Unavailable as error:
         pytest.skip(f"needs {program} of the Debian package {package}: {error}")
+
+
+def install(program: str, package: str) -> str:
+    """The path of `program`, installed with its Debian package where it is missing, or skip the test. For programs that
+    don't work from another place, such as a browser."""
+    found = shutil.which(program)
+    if found is not None:
+        return found
+    try:
+        _install(program, package)
+    except Unavailable as error:
+        pytest.skip(f"needs {program} of the Debian package {package}: {error}")
+    return shutil.which(program) or pytest.fail(f"the Debian package {package} has no {program}")
 
 
 def libraries(program: str) -> dict[str, str]:
@@ -62,6 +77,24 @@ def _unpacked(program: str, package: str, *others: str) -> Path:
     raise Unavailable(f"the package has no {program}")
 
 
+def _install(program: str, package: str) -> None:
+    """Install `package` unless another test run has done so meanwhile."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise Unavailable(f"only root of a Debian can install it here; install {package} by hand")
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if shutil.which(program) is not None:
+            return
+        command = ["-o", f"DPkg::Lock::Timeout={LIMIT_S}", "install", "--yes", "--no-install-recommends", package]
+        said = _apt(command, str(STORE), INSTALL_S)
+        if said:
+            _apt(["update"], str(STORE))  # a fresh container has no lists, an old one has names of files that are gone
+            said = _apt(command, str(STORE), INSTALL_S)
+        if said:
+            raise Unavailable(f"apt-get install failed: {said}")
+
+
 def _fetch(packages: tuple[str, ...], home: Path) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Unavailable("this is no Debian, or apt-get and dpkg-deb are missing; install it by hand")
@@ -79,7 +112,7 @@ def _fetch(packages: tuple[str, ...], home: Path) -> None:
         Path(scratch, "tree").rename(home)
 
 
-def _apt(arguments: list[str], cwd: str) -> str:
+def _apt(arguments: list[str], cwd: str, limit_s: float = LIMIT_S) -> str:
     """Run apt-get; what it complained of, empty when it did as asked."""
     try:
         done = subprocess.run(
@@ -87,9 +120,10 @@ def _apt(arguments: list[str], cwd: str) -> str:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {LIMIT_S} s"
+        return f"no answer in {limit_s:.0f} s"
     return (done.stderr.strip().splitlines() or ["it does not say why"])[-1] if done.returncode else ""
