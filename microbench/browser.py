@@ -61,6 +61,11 @@ class Browser:
         self._asked = 0
         self._read = b""
         self._loaded: set[str] = set()  # which navigations have ended
+        try:
+            self.ask("Browser.getVersion")
+        except BrowserFailed:
+            self.close()
+            raise BrowserFailed(f"{path} did not start") from None
 
     def __enter__(self) -> Browser:
         return self
@@ -147,6 +152,10 @@ class Page:
         if "exceptionDetails" in found:
             raise BrowserFailed(f"{expression}: {found['exceptionDetails'].get('exception', {}).get('description')}")
         return found["result"].get("value")
+
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse there, in pixels of the window."""
+        self._browser.ask("Input.dispatchMouseEvent", self._session, type="mouseMoved", x=x, y=y)
 
     def picture(self, *, whole: bool = False) -> bytes:
         """What it shows now, as PNG. whole: with what one has to scroll down to."""

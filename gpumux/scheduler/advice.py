@@ -88,7 +88,7 @@ def _against(state: SchedulerState, high: HighJob, low: list[JobId]) -> list[Rem
             Remedy("see what else the machine does, and what limits it", "gpumux doctor"),
         ]
     found = []
-    if program := _hash(high):
+    if (program := _hash(high)) and state.hidden(high.job.id) is None:
         found.append(Remedy("see which operators lose most", f"gpumux interference --program {program} --ranges"))
     for each in low:
         name = explain.name_of(state, each)

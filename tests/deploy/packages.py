@@ -8,10 +8,13 @@ says why.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
+import tarfile
 import tempfile
+from base64 import b64encode
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +50,21 @@ def install(program: str, package: str) -> str:
     except Unavailable as error:
         pytest.skip(f"needs {program} of the Debian package {package}: {error}")
     return shutil.which(program) or pytest.fail(f"the Debian package {package} has no {program}")
+
+
+def npm(package: str, version: str, integrity: str) -> Path:
+    """The folder of an npm package below .debs/, fetched unless it is there, or skip the test. Nothing of it is run.
+    `integrity`: "sha512-" and the hash of the archive, as npm gives it."""
+    home = STORE / f"npm-{package}-{version}"
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"npm-{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.is_dir():
+            try:
+                _fetch_npm(f"{package}@{version}", integrity, home)
+            except Unavailable as error:
+                pytest.skip(f"needs the npm package {package}: {error}")
+    return home
 
 
 def libraries(program: str) -> dict[str, str]:
@@ -112,11 +130,31 @@ def _fetch(packages: tuple[str, ...], home: Path) -> None:
         Path(scratch, "tree").rename(home)
 
 
+def _fetch_npm(package: str, integrity: str, home: Path) -> None:
+    if shutil.which("npm") is None:
+        raise Unavailable("npm is not on PATH; install it by hand")
+    with tempfile.TemporaryDirectory(dir=STORE) as scratch:
+        said = _run(["npm", "pack", "--silent", package], scratch, LIMIT_S)
+        if said:
+            raise Unavailable(f"npm pack failed: {said}")
+        (archive,) = Path(scratch).glob("*.tgz")
+        found = "sha512-" + b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        assert found == integrity, f"{package} is not what was expected: {found}"
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        Path(scratch, "package").rename(home)
+
+
 def _apt(arguments: list[str], cwd: str, limit_s: float = LIMIT_S) -> str:
     """Run apt-get; what it complained of, empty when it did as asked."""
+    return _run(["apt-get", "-q", *arguments], cwd, limit_s)
+
+
+def _run(command: list[str], cwd: str, limit_s: float) -> str:
+    """Run a command; what it complained of, empty when it did as asked."""
     try:
         done = subprocess.run(
-            ["apt-get", "-q", *arguments],
+            command,
             cwd=cwd,
             capture_output=True,
             text=True,
