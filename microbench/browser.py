@@ -157,6 +157,14 @@ class Page:
         """Move the mouse there, in pixels of the window."""
         self._browser.ask("Input.dispatchMouseEvent", self._session, type="mouseMoved", x=x, y=y)
 
+    def cut_off(self) -> None:
+        """Have every request fail from now on, as without a network."""
+        self._browser.ask("Network.enable", self._session)
+        self._browser.ask(
+            "Network.emulateNetworkConditions", self._session, offline=True, latency=0, downloadThroughput=-1,
+            uploadThroughput=-1,
+        )  # fmt: skip
+
     def picture(self, *, whole: bool = False) -> bytes:
         """What it shows now, as PNG. whole: with what one has to scroll down to."""
         asked: dict[str, Any] = {"format": "png"}

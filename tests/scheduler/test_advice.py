@@ -105,6 +105,23 @@ def test_another_users_job_is_not_offered_to_be_paused():
     assert any("the owner of j7" in remedy.text for remedy in advice.remedies)
 
 
+def test_however_many_jobs_run_what_costs_most_three_are_offered_and_the_others_counted():
+    names = [f"same-{i}" for i in range(6)]
+    simulation = world(high(FULL, "important"), *(low(FULL, name) for name in names))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    mine = advised(simulation, "important")
+    assert sum("gpumux jobs pause" in command for command in commands(mine)) == MOST_CULPRITS
+    assert any(remedy.text.endswith("'same-3', 'same-4' and 'same-5'") for remedy in mine.remedies)
+    shorts = {ident(simulation, name): f"j{i}" for i, name in enumerate(["important", *names], 1)}
+    (text,) = (
+        each.text
+        for each in simulation.scheduler.advise(ident(simulation, "important"), shorts.__getitem__).remedies
+        if "the owners of" in each.text
+    )
+    assert text == "have the owners of j2, j3, j4 and 3 more, or an operator, hold them back"
+
+
 def test_a_reader_who_may_know_no_job_learns_figures_and_neither_names_operators_nor_programs():
     simulation = world(high(FULL, "important"), low(FULL, "same"))
     simulation.run(steps=300)

@@ -10,7 +10,7 @@ const MOST_LOW = 10; // low jobs in the table unless all are asked for
 const MOST_AREAS = 4; // low jobs with an area of their own
 const COLOURS = 8; // --c1 to --c8
 const RESORT_MS = 5000; // rows keep their places for so long, so that one can read them
-const MOST_SLOWDOWN = 4; // where the axis ends at the latest
+const MOST_SLOWDOWN = 4; // where the axis ends at the latest, unless more was promised
 
 // Why a low job is held (scheduler/guard/decisions.py), as said of the high job that it is held for.
 const REASONS = {
@@ -147,7 +147,7 @@ function doing(job) {
   if (job.state !== "open") return job.state;
   if (job.held) return `held ${job.held_for_s >= 1 ? `${age(job.held_for_s)} ` : ""}for ${job.held_by || "a high job"} (${job.held}): ${REASONS[job.held] || "see docs/metrics.md"}`;
   if (job.outstanding) return "runs";
-  return job.queued ? "waits for its turn" : "has nothing to do";
+  return job.queued ? "waits for its turn" : "idle";
 }
 function drawHigh(last, now) {
   const high = last.jobs.filter(job => job.priority === "high");
@@ -169,12 +169,12 @@ function drawHigh(last, now) {
     setText(li.parts.mark, problem ? `? ${found.word} THEN` : `${found.mark} ${found.word}`);
     setText(li.parts.text, label(job));
     setText(li.parts.verdict, found.text);
-    setText(li.parts.facts, [job.state === "open" ? "" : job.state, `${rate(r.steps)} steps/s`, `${percent(r.device)} of the device`, p && p.solo_step_s ? `a step alone ${seconds(p.solo_step_s)}` : "", `${job.queued} queued`, bytes(job.memory_bytes)].filter(Boolean).join(" · "));
+    setText(li.parts.facts, [job.state === "open" ? "" : job.state, `${rate(r.steps)} steps/s`, `${percent(r.device)} of device`, p && p.solo_step_s ? `step alone ${seconds(p.solo_step_s)}` : "", `${job.queued} queued`, bytes(job.memory_bytes)].filter(Boolean).map(fact => fact.replaceAll(" ", "\u00a0")).join(" · "));
   });
   return high;
 }
 function sorted(low, now) {
-  const share = job => now.get(job.short).device || 0, number = job => parseInt(job.short.slice(1)) || 0;
+  const share = job => Math.round(100 * (now.get(job.short).device || 0)), number = job => parseInt(job.short.slice(1)) || 0;
   const held = $("low-table").matches(":hover, :focus-within"), there = new Set(low.map(job => job.short));
   const fresh = low.some(job => !order.includes(job.short)) || order.some(short => !there.has(short));
   if (fresh || (!held && Date.now() - sortedAt > RESORT_MS)) {
@@ -195,19 +195,19 @@ function drawLow(last, now) {
   setText($("filtered"), filtering ? `${last.jobs.filter(wanted).length} of ${counted(last.jobs.length, "job")} match` : "");
   $("low-table").hidden = !shown.length;
   sync($("low"), shown.map(job => ({key: job.short, job})), ({job}) => {
-    const tr = el("tr"), name = el("td"), now = el("td"), steps = el("td", "n"), device = el("td", "n"), queued = el("td", "n less"), memory = el("td", "n less");
-    const text = el("span"), meter = el("span", "meter"), fill = el("i");
-    meter.append(fill);
-    device.append(text, meter);
+    const tr = el("tr"), text = el("span"), under = el("span", "under"), name = el("td", "", text, under), now = el("td", "less"), steps = el("td", "n"), device = el("td", "n"), queued = el("td", "n less"), memory = el("td", "n less");
+    const part = el("span"), fill = el("i");
+    device.append(part, el("span", "meter", fill));
     tr.append(name, now, steps, device, queued, memory, el("td", "", explainButton(job)));
-    tr.parts = {name, now, steps, device: text, fill, queued, memory};
+    tr.parts = {text, under, now, steps, part, fill, queued, memory};
     return tr;
   }, (tr, {job}) => {
     const r = now.get(job.short);
-    setText(tr.parts.name, label(job));
+    setText(tr.parts.text, label(job));
+    setText(tr.parts.under, doing(job)); // on a narrow screen, where there is no column for it
     setText(tr.parts.now, doing(job));
     setText(tr.parts.steps, rate(r.steps));
-    setText(tr.parts.device, percent(r.device));
+    setText(tr.parts.part, percent(r.device));
     tr.parts.fill.style.width = `${Math.min(100, 100 * (r.device || 0))}%`;
     setText(tr.parts.queued, String(job.queued));
     setText(tr.parts.memory, bytes(job.memory_bytes));
@@ -258,11 +258,12 @@ class Chart {
     const steps = uPlot.paths.stepped({align: -1});
     this.plot = new uPlot({
       ...this.size(),
+      padding: [8, 28, 0, 0],
       legend: {show: false},
       cursor: {sync: {key: "all"}, y: false, drag: {x: false, y: false}, points: {show: !this.stacked}},
-      scales: {x: {time: true, range: (u, low, high) => [Math.min(low, high - 30), high]}, y: {range: this.range}},
+      scales: {x: {time: true, range: (u, low, high) => [Math.min(low, high - 30), high]}, y: {range: (...at) => this.range(...at, this)}},
       axes: [
-        {...axis, space: 70, values: (u, splits) => splits.map(t => clock(t).slice(0, splits.length > 1 && splits[1] - splits[0] >= 60 ? 5 : 8))},
+        {...axis, space: 70, size: 30, values: (u, splits) => splits.map(t => clock(t).slice(0, splits.length > 1 && splits[1] - splits[0] >= 60 ? 5 : 8))},
         {...axis, size: 50, values: (u, splits) => splits.map(v => this.format(v))},
       ],
       series: [{}, ...this.series.map((each, i) => {
@@ -296,11 +297,14 @@ class Chart {
   }
 }
 
-const slowdown = {format: v => v.toFixed(2), range: (u, low, high) => [Math.min(0.95, low), Math.min(MOST_SLOWDOWN, Math.max(1.1, high * 1.03))]};
+const slowdown = {format: v => v.toFixed(2), range: (u, low, high, scale, chart) => {
+  const promised = Math.max(1.1, ...chart.series.filter(each => each.limit).map(each => each.values[0]));
+  return [Math.min(0.95, low), Math.max(1.03 * promised, Math.min(MOST_SLOWDOWN, 1.03 * high))];
+}};
 const share = {format: v => percent(v), stacked: true, range: (u, low, high) => [0, Math.max(1, high)]};
 const charts = {
-  mean: new Chart("mean", {title: "Mean of recent steps", unit: "over a step alone; dashed: what was promised", ...slowdown}),
-  tail: new Chart("tail", {title: "Tail: 99 in 100 steps stay within", unit: "over a step alone; dashed: what was promised", ...slowdown}),
+  mean: new Chart("mean", {title: "Mean slowdown", unit: "recent steps over the same alone", ...slowdown}),
+  tail: new Chart("tail", {title: "Tail slowdown", unit: "99 in 100 recent steps stay within", ...slowdown}),
   share: new Chart("share", {title: "Device time", unit: "by job", ...share}),
   held: new Chart("held", {title: "Low work held back", unit: "part of the time, by reason", ...share}),
 };
@@ -330,20 +334,24 @@ function drawCharts(last) {
   const high = last.jobs.filter(job => job.priority === "high").slice(0, COLOURS), low = last.jobs.filter(job => job.priority === "low");
   const colour = job => `--c${colours.get(job.short)}`;
   const promise = (job, pick) => looks.map(look => { const then = look.jobs.get(job.short); return then && then.promise ? pick(then.promise) : null; });
-  const lines = (pick, limit) => high.filter(job => job.promise).flatMap(job => [
-    {label: label(job), colour: colour(job), values: promise(job, pick)},
-    {label: "promised", colour: colour(job), limit: true, values: promise(job, limit)},
-  ]);
-  charts.mean.show(times, lines(p => p.slowdown, p => p.target));
-  charts.tail.show(times, lines(p => p.slowdown_p99, p => 1 + 2 * (p.target - 1))); // as scheduler/verdict.py judges it
+  const promised = high.filter(job => job.promise), targets = [...new Set(promised.map(job => job.promise.target))];
+  const lines = (pick, limit) => [
+    ...promised.map(job => ({label: label(job), colour: colour(job), values: promise(job, pick)})),
+    ...targets.map(target => {
+      const to = promised.filter(job => job.promise.target === target), whom = targets.length > 1 ? ` to ${to.map(job => job.short).join(", ")}` : "";
+      return {label: `promised${whom}`, colour: to.length === 1 ? colour(to[0]) : "--edge", limit: true, values: times.map(() => limit(target))};
+    }),
+  ];
+  charts.mean.show(times, lines(p => p.slowdown, target => target));
+  charts.tail.show(times, lines(p => p.slowdown_p99, target => 1 + 2 * (target - 1))); // as scheduler/verdict.py judges it
   chooseAreas(looks, low);
-  const part = short => looks.map(look => look.rates.size ? Math.max(0, (look.rates.get(short) || {}).device || 0) : null);
+  const part = short => looks.map(look => look.held ? Math.max(0, (look.rates.get(short) || {}).device || 0) : null);
   const own = [
     ...high.map(job => ({label: label(job), colour: colour(job), values: part(job.short)})),
     ...low.filter(job => areas.includes(job.short)).map((job, i) => ({label: label(job), colour: `--low${i + 1}`, values: part(job.short)})),
   ];
   const named = new Set([...high.map(job => job.short), ...areas]);
-  const others = looks.map(look => look.rates.size ? [...look.rates].reduce((sum, [short, r]) => sum + (named.has(short) ? 0 : Math.max(0, r.device || 0)), 0) : null);
+  const others = looks.map(look => look.held ? [...look.rates].reduce((sum, [short, r]) => sum + (named.has(short) ? 0 : Math.max(0, r.device || 0)), 0) : null);
   const count = last.jobs.filter(job => !named.has(job.short)).length;
   if (count || others.some(v => v)) own.push({label: count ? counted(count, "other job") : "jobs that have ended", colour: "--rest", values: others});
   charts.share.show(times, own);
@@ -397,7 +405,7 @@ async function ask(path) {
   const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS)}), text = await answer.text();
   let body = {};
   try { body = JSON.parse(text); } catch { body = {error: text.slice(0, 200)}; }
-  if (!answer.ok) throw Object.assign(new Error(body.error || `HTTP ${answer.status}`), {answered: true});
+  if (!answer.ok) throw Object.assign(new Error(body.error || `HTTP ${answer.status}`), {answered: true, status: answer.status});
   return body;
 }
 let asking = null;
@@ -416,7 +424,7 @@ async function lookOnce() {
   } catch (error) {
     problem = error.answered
       ? {title: "The daemon has no answer yet.", text: `${error.message}. ${shownUntil()} If this lasts, on its machine:`, commands: ["gpumux doctor"]}
-      : {title: "No answer from the daemon.", text: `It has ended, or the connection to it is cut. ${shownUntil()} This page goes on by itself when it is back. On its machine:`, commands: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"]};
+      : {title: "No answer from the daemon.", text: `It has ended, hangs, or the connection to it is cut. ${shownUntil()} This page goes on by itself when it is back. On its machine:`, commands: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"]};
   }
   try {
     if (seen.length) draw();
@@ -435,6 +443,17 @@ async function goOn() {
 // ---- What `gpumux jobs explain` says, for one job
 
 let explained = "";
+const AGAIN_MS = 200; // after another reader has just asked; the daemon explains one job at a time
+async function askAbout(short) {
+  for (let tries = 1; ; tries++) {
+    try {
+      return await ask(`/explain.json?job=${encodeURIComponent(short)}`);
+    } catch (error) {
+      if (error.status !== 429 || tries === 10) throw error;
+      await new Promise(done => setTimeout(done, AGAIN_MS));
+    }
+  }
+}
 async function explain(short) {
   explained = short;
   setText($("explained"), short);
@@ -442,7 +461,7 @@ async function explain(short) {
   if (!$("explanation").open) $("explanation").showModal();
   let parts;
   try {
-    const found = await ask(`/explain.json?job=${encodeURIComponent(short)}`);
+    const found = await askAbout(short);
     setText($("explained"), `${label(found)} (${found.priority})`);
     parts = [el("p", "verdict", found.verdict)];
     if (found.causes.length) parts.push(el("h3", "", "Why"), el("ul", "", ...found.causes.map(cause => el("li", "", cause))));
