@@ -63,7 +63,7 @@ def serve_jobs(endpoint: str, number: int) -> None:
     warnings.simplefilter("ignore", SimulatedDeviceWarning)
     important, over = max(1, number // 10), threading.Event()
 
-    def run(job: client.Job, batch: tuple[Tensor, Tensor], pause_s: float) -> None:
+    def run(job: client.Job[[Tensor, Tensor]], batch: tuple[Tensor, Tensor], pause_s: float) -> None:
         while not over.is_set():
             job.step(*batch).result()
             over.wait(pause_s)

@@ -52,8 +52,10 @@ _HEADERS = [
     ),
 ]
 _HTML, _JSON, _PLAIN = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
-_FILES = {
+FILES = {
     "/": ("index.html", _HTML),
+    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
+    "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
@@ -149,7 +151,7 @@ def with_page(metrics: App, fetch: Fetch, explain: Explain, version: str) -> App
     """`metrics` at /metrics, with the page at / and its data at /status.json, explanations of jobs at
     /explain.json?job=j3, and /healthz and /readyz for probes; 404 for anything else."""
     page = files("gpumux.metrics").joinpath("page")
-    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in _FILES.items()}
+    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in FILES.items()}
     probes = {"/healthz": health, "/readyz": readiness}
     explanations, started = _Explanations(explain), time.time()
 

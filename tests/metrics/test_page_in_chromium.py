@@ -15,7 +15,7 @@ import pytest
 
 from gpumux.metrics.gauges import BanFigures, Figures, JobFigures
 from gpumux.metrics.series import Metrics
-from gpumux.metrics.server import MetricsServer
+from gpumux.metrics.server import FILES, MetricsServer
 from gpumux.scheduler.guard.decisions import REASONS
 from microbench.browser import Browser, BrowserFailed, Page
 
@@ -289,6 +289,28 @@ def test_the_cursor_says_the_values_of_its_moment_in_all_charts(show):
     until(page, "document.querySelector('#tail .legend li').innerText === 'now'")
 
 
+def test_no_curve_is_drawn_where_nothing_was_seen(show):
+    page = show(State(*jobs(3)))
+    page.evaluate(
+        "(last => { seen.push({...last, when: last.when + 60, jobs: last.jobs}); draw(); })(seen[seen.length - 1])"
+    )
+    for name in ("mean", "share", "held"):
+        values = page.evaluate(f"charts.{name}.series[0].values")
+        assert values[-2] is None
+        assert None not in values[2:-2]
+
+
+def test_each_high_job_keeps_its_colour_and_one_that_ended_gives_it_back(show):
+    high = [replace(HIGH, short=f"j{i}", name="", promise=PROMISE) for i in range(1, 11)]
+    state = State(*high[:9])
+    page = show(state)
+    assert page.evaluate("[...colours.values()]") == [1, 2, 3, 4, 5, 6, 7, 8, 1]
+    assert text(page, "#pictures-title") == "While this page has been open; 1 high job more in no chart"
+    state.jobs = [*high[2:8], high[9]]
+    until(page, "!colours.has('j1')")
+    assert page.evaluate("[...colours.entries()]") == [*([f"j{i}", i] for i in range(3, 9)), ["j10", 1]]
+
+
 def test_the_curves_are_drawn_in_the_jobs_own_colours(show):
     page = show(State(*jobs(3)), looks=4)
     found = page.evaluate(
@@ -389,4 +411,4 @@ def test_the_browser_lets_it_ask_no_other_host(show):
     with pytest.raises(BrowserFailed):
         page.evaluate("fetch('http://127.0.0.2:9/')")
     names = page.evaluate("performance.getEntriesByType('resource').map(each => new URL(each.name).pathname)")
-    assert set(names) == {"/page.js", "/page.css", "/uplot.js", "/uplot.css", "/status.json"}
+    assert set(names) == {*FILES, "/status.json"} - {"/"}

@@ -1,5 +1,4 @@
-// The status page: asks /status.json once a second, remembers what it saw, and draws it. Jobs' names are users' text,
-// and are put into the page as text only.
+// The status page: asks /status.json once a second, remembers what it saw, and draws it with elements.js and chart.js.
 "use strict";
 
 const KEEP = 600; // looks that are remembered
@@ -26,93 +25,27 @@ const REASONS = {
 
 const seen = []; // answers of /status.json, oldest first
 let problem = null; // {title, text, commands}: why what is shown is not of now
-const colours = new Map(); // high job -> index of its colour, for as long as the page is open
+const colours = new Map(); // high job -> index of its colour, for as long as it is open
 let areas = []; // low jobs with an area of their own
 let order = []; // low jobs as the table has them
 let sortedAt = 0;
 let all = false; // whether the table shows every low job
-
-const $ = id => document.getElementById(id);
-
-// ---- Text
-
-const counted = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
-const percent = x => x === null ? "-" : x > 0 && x < 0.005 ? "< 1 %" : `${(100 * x).toFixed(0)} %`;
-const label = job => job.name ? `${job.short} ${job.name}` : job.short;
-const clock = t => new Date(1000 * t).toLocaleTimeString("en-GB");
-function bytes(n) {
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (n < 1024) return `${unit === "B" ? n : n.toFixed(1)} ${unit}`;
-    n /= 1024;
-  }
-  return `${n.toFixed(1)} TiB`;
-}
-function age(s) {
-  if (s < 1) return `${Math.max(0, s).toFixed(1)} s`;
-  if (s < 120) return `${s.toFixed(0)} s`;
-  return s < 7200 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(0)} h`;
-}
-function seconds(s) {
-  return s === null ? "?" : s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
-}
-const rate = x => x === null ? "-" : x < 9.95 ? x.toFixed(1) : x.toFixed(0);
-
-// ---- Elements
-
-function el(name, className = "", ...children) {
-  const made = document.createElement(name);
-  made.className = className;
-  made.append(...children);
-  return made;
-}
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
-function key(colour) {
-  const made = el("i", "key");
-  made.style.background = colour;
-  return made;
-}
-
-// Give `parent` one child an entry, in that order. A child is kept for as long as its key is there, and with it focus
-// and what is selected.
-function sync(parent, entries, make, fill) {
-  const old = parent.kept || new Map();
-  parent.kept = new Map();
-  let at = parent.firstElementChild;
-  for (const entry of entries) {
-    const child = old.get(entry.key) || make(entry);
-    old.delete(entry.key);
-    parent.kept.set(entry.key, child);
-    fill(child, entry);
-    if (child === at) at = at.nextElementSibling;
-    else parent.insertBefore(child, at);
-  }
-  for (const child of old.values()) child.remove();
-}
-function explainButton(job) {
-  const made = el("button", "", "Explain");
-  made.type = "button";
-  made.setAttribute("aria-label", `Explain ${job.short}`);
-  made.addEventListener("click", () => explain(job.short));
-  return made;
-}
-function plainRows(body, rows) {
-  sync(body, rows.map((cells, i) => ({key: i, cells})), () => el("tr"), (tr, entry) => {
-    sync(tr, entry.cells.map(([text, className], i) => ({key: i, text, className})), cell => el("td", cell.className || ""), (td, cell) => setText(td, cell.text));
-  });
-}
 
 // ---- What happens between two looks
 
 function rates(before, now) {
   const passed = before ? now.when - before.when : 0;
   const old = new Map((before ? before.jobs : []).map(job => [job.short, job]));
-  return new Map(now.jobs.map(job => {
-    const was = passed > 0 ? old.get(job.short) : undefined;
-    if (!was) return [job.short, {steps: null, device: null}];
-    return [job.short, {steps: (job.steps_done - was.steps_done) / passed, device: (job.device_busy_s - was.device_busy_s) / passed}];
-  }));
+  return new Map(
+    now.jobs.map(job => {
+      const was = passed > 0 ? old.get(job.short) : undefined;
+      if (!was) return [job.short, {steps: null, device: null}];
+      return [
+        job.short,
+        {steps: (job.steps_done - was.steps_done) / passed, device: (job.device_busy_s - was.device_busy_s) / passed},
+      ];
+    }),
+  );
 }
 // Over some looks: device time is counted when a piece ends, which makes single looks jump.
 const smooth = () => rates(seen[Math.max(0, seen.length - 6)], seen[seen.length - 1]);
@@ -120,62 +53,130 @@ const smooth = () => rates(seen[Math.max(0, seen.length - 6)], seen[seen.length 
 // ---- Verdicts
 
 function judged(job, guard) {
-  if (!job.promise) return {mark: "?", word: "NOT KNOWN", text: guard ? "no step has run yet" : "nothing is promised: this policy has no guard"};
+  if (!job.promise)
+    return {
+      mark: "?",
+      word: "NOT KNOWN",
+      text: guard ? "no step has run yet" : "nothing is promised: this policy has no guard",
+    };
   if (job.promise.slowdown === null) return {mark: "?", word: "NOT KNOWN", text: job.promise.verdict};
-  return job.promise.kept ? {mark: "✓", word: "KEPT", text: job.promise.verdict} : {mark: "✗", word: "BROKEN", text: job.promise.verdict};
+  return job.promise.kept
+    ? {mark: "✓", word: "KEPT", text: job.promise.verdict}
+    : {mark: "✗", word: "BROKEN", text: job.promise.verdict};
 }
 const broken = job => Boolean(job.promise && job.promise.slowdown !== null && !job.promise.kept);
 const known = job => Boolean(job.promise && job.promise.slowdown !== null);
 
 function summary(high, guard) {
-  const bad = high.filter(broken), judgedJobs = high.filter(known), one = bad.length === 1 ? `: ${label(bad[0])}` : "";
-  if (bad.length) return `✗ ${high.length === 1 ? "The promise is" : `${bad.length} of ${counted(high.length, "promise")} ${bad.length === 1 ? "is" : "are"}`} BROKEN${one}`;
+  const bad = high.filter(broken);
+  if (bad.length) {
+    const which = high.length === 1 ? "The promise" : `${bad.length} of ${counted(high.length, "promise")}`;
+    return `✗ ${which} ${bad.length === 1 ? `is BROKEN: ${label(bad[0])}` : "are BROKEN"}`;
+  }
   if (!high.length) return "";
   if (!guard) return "? Nothing is promised: serve with --policy guarded";
-  if (judgedJobs.length < high.length) return `? ${judgedJobs.length} of ${counted(high.length, "promise")} known and kept, the rest is being measured`;
+  const judged = high.filter(known).length,
+    all = counted(high.length, "promise");
+  if (judged < high.length) return `? ${judged} of ${all} known and kept, the rest is being measured`;
   return high.length === 1 ? `✓ The promise to ${label(high[0])} is kept` : `✓ All ${high.length} promises are kept`;
 }
 
 // ---- Jobs
 
+function explainButton(job) {
+  const made = el("button", "", "Explain");
+  made.type = "button";
+  made.setAttribute("aria-label", `Explain ${job.short}`);
+  made.addEventListener("click", () => explain(job.short));
+  return made;
+}
 const word = () => $("filter").value.trim().toLowerCase();
 function wanted(job) {
-  const text = `${job.short} ${job.name} ${job.priority} ${job.state} ${job.held ? `held ${job.held}` : ""} uid ${job.uid}`.toLowerCase();
-  return word().split(/\s+/).every(part => text.includes(part));
+  const held = job.held ? `held ${job.held}` : "";
+  const text = `${job.short} ${job.name} ${job.priority} ${job.state} ${held} uid ${job.uid}`.toLowerCase();
+  return word()
+    .split(/\s+/)
+    .every(part => text.includes(part));
 }
 function doing(job) {
   if (job.state !== "open") return job.state;
-  if (job.held) return `held ${job.held_for_s >= 1 ? `${age(job.held_for_s)} ` : ""}for ${job.held_by || "a high job"} (${job.held}): ${REASONS[job.held] || "see docs/metrics.md"}`;
+  if (job.held) {
+    const time = job.held_for_s >= 1 ? `${age(job.held_for_s)} ` : "",
+      why = REASONS[job.held] || "see docs/metrics.md";
+    return `held ${time}for ${job.held_by || "a high job"} (${job.held}): ${why}`;
+  }
   if (job.outstanding) return "runs";
   return job.queued ? "waits for its turn" : "idle";
 }
+function chooseColours(high) {
+  const there = new Set(high.map(job => job.short)),
+    free = new Set(Array.from({length: COLOURS}, (_, i) => i + 1));
+  for (const [short, colour] of colours) {
+    if (there.has(short)) free.delete(colour);
+    else colours.delete(short);
+  }
+  for (const {short} of high) {
+    if (colours.has(short)) continue;
+    const [colour = (colours.size % COLOURS) + 1] = free;
+    free.delete(colour);
+    colours.set(short, colour);
+  }
+}
 function drawHigh(last, now) {
   const high = last.jobs.filter(job => job.priority === "high");
-  for (const job of high) if (!colours.has(job.short)) colours.set(job.short, colours.size % COLOURS + 1);
+  chooseColours(high);
   high.sort((a, b) => broken(b) - broken(a));
   const shown = high.filter(wanted);
   $("important").hidden = !shown.length;
-  sync($("high"), shown.map(job => ({key: job.short, job})), ({job}) => {
-    const li = el("li"), head = el("div", "head"), name = el("b"), text = el("span"), verdict = el("p", "verdict"), facts = el("p", "faint");
-    const mark = el("span", "mark"), swatch = key(`var(--c${colours.get(job.short)})`);
-    name.append(swatch, text);
-    head.append(mark, name, explainButton(job));
-    li.append(head, verdict, facts);
-    li.parts = {mark, text, verdict, facts};
-    return li;
-  }, (li, {job}) => {
-    const found = judged(job, last.guard), r = now.get(job.short), p = job.promise;
-    li.className = problem ? "stale" : broken(job) ? "broken" : "";
-    setText(li.parts.mark, problem ? `? ${found.word} THEN` : `${found.mark} ${found.word}`);
-    setText(li.parts.text, label(job));
-    setText(li.parts.verdict, found.text);
-    setText(li.parts.facts, [job.state === "open" ? "" : job.state, `${rate(r.steps)} steps/s`, `${percent(r.device)} of device`, p && p.solo_step_s ? `step alone ${seconds(p.solo_step_s)}` : "", `${job.queued} queued`, bytes(job.memory_bytes)].filter(Boolean).map(fact => fact.replaceAll(" ", "\u00a0")).join(" · "));
-  });
+  sync(
+    $("high"),
+    shown.map(job => ({key: job.short, job})),
+    ({job}) => {
+      const li = el("li"),
+        head = el("div", "head"),
+        name = el("b"),
+        text = el("span"),
+        verdict = el("p", "verdict"),
+        facts = el("p", "faint");
+      const mark = el("span", "mark"),
+        swatch = key(`var(--c${colours.get(job.short)})`);
+      name.append(swatch, text);
+      head.append(mark, name, explainButton(job));
+      li.append(head, verdict, facts);
+      li.parts = {mark, text, verdict, facts};
+      return li;
+    },
+    (li, {job}) => {
+      const found = judged(job, last.guard),
+        r = now.get(job.short),
+        p = job.promise;
+      li.className = problem ? "stale" : broken(job) ? "broken" : "";
+      setText(li.parts.mark, problem ? `? ${found.word} THEN` : `${found.mark} ${found.word}`);
+      setText(li.parts.text, label(job));
+      setText(li.parts.verdict, found.text);
+      setText(
+        li.parts.facts,
+        [
+          job.state === "open" ? "" : job.state,
+          `${rate(r.steps)} steps/s`,
+          `${percent(r.device)} of device`,
+          p && p.solo_step_s ? `step alone ${seconds(p.solo_step_s)}` : "",
+          `${job.queued} queued`,
+          bytes(job.memory_bytes),
+        ]
+          .filter(Boolean)
+          .map(fact => fact.replaceAll(" ", "\u00a0"))
+          .join(" · "),
+      );
+    },
+  );
   return high;
 }
 function sorted(low, now) {
-  const share = job => Math.round(100 * (now.get(job.short).device || 0)), number = job => parseInt(job.short.slice(1)) || 0;
-  const held = $("low-table").matches(":hover, :focus-within"), there = new Set(low.map(job => job.short));
+  const share = job => Math.round(100 * (now.get(job.short).device || 0)),
+    number = job => parseInt(job.short.slice(1)) || 0;
+  const held = $("low-table").matches(":hover, :focus-within"),
+    there = new Set(low.map(job => job.short));
   const fresh = low.some(job => !order.includes(job.short)) || order.some(short => !there.has(short));
   if (fresh || (!held && Date.now() - sortedAt > RESORT_MS)) {
     order = [...low].sort((a, b) => share(b) - share(a) || number(a) - number(b)).map(job => job.short);
@@ -184,123 +185,80 @@ function sorted(low, now) {
   return order.map(short => low.find(job => job.short === short));
 }
 function drawLow(last, now) {
-  const low = sorted(last.jobs.filter(job => job.priority === "low"), now), found = low.filter(wanted), filtering = word() !== "";
-  const shown = all || filtering ? found : found.slice(0, MOST_LOW), rest = found.slice(shown.length);
+  const low = sorted(
+      last.jobs.filter(job => job.priority === "low"),
+      now,
+    ),
+    found = low.filter(wanted),
+    filtering = word() !== "";
+  const shown = all || filtering ? found : found.slice(0, MOST_LOW),
+    rest = found.slice(shown.length);
   const share = jobs => percent(jobs.reduce((sum, job) => sum + (now.get(job.short).device || 0), 0));
   const held = jobs => jobs.filter(job => job.held).length;
   const high = last.jobs.some(job => job.priority === "high");
   $("others").hidden = !last.jobs.length;
   setText($("others-title"), `Low jobs (${low.length})`);
-  setText($("low-summary"), low.length ? `${share(low)} of the device; ${held(low)} of ${counted(low.length, "job")} held now` + (high ? "" : "; no high job is open: nothing holds them back") : "none is open: what the high jobs leave idle stays idle");
-  setText($("filtered"), filtering ? `${last.jobs.filter(wanted).length} of ${counted(last.jobs.length, "job")} match` : "");
+  setText(
+    $("low-summary"),
+    low.length
+      ? `${share(low)} of the device; ${held(low)} of ${counted(low.length, "job")} held now` +
+          (high ? "" : "; no high job is open: nothing holds them back")
+      : "none is open: what the high jobs leave idle stays idle",
+  );
+  setText(
+    $("filtered"),
+    filtering ? `${last.jobs.filter(wanted).length} of ${counted(last.jobs.length, "job")} match` : "",
+  );
   $("low-table").hidden = !shown.length;
-  sync($("low"), shown.map(job => ({key: job.short, job})), ({job}) => {
-    const tr = el("tr"), text = el("span"), under = el("span", "under"), name = el("td", "", text, under), now = el("td", "less"), steps = el("td", "n"), device = el("td", "n"), queued = el("td", "n less"), memory = el("td", "n less");
-    const part = el("span"), fill = el("i");
-    device.append(part, el("span", "meter", fill));
-    tr.append(name, now, steps, device, queued, memory, el("td", "", explainButton(job)));
-    tr.parts = {text, under, now, steps, part, fill, queued, memory};
-    return tr;
-  }, (tr, {job}) => {
-    const r = now.get(job.short);
-    setText(tr.parts.text, label(job));
-    setText(tr.parts.under, doing(job)); // on a narrow screen, where there is no column for it
-    setText(tr.parts.now, doing(job));
-    setText(tr.parts.steps, rate(r.steps));
-    setText(tr.parts.part, percent(r.device));
-    tr.parts.fill.style.width = `${Math.min(100, 100 * (r.device || 0))}%`;
-    setText(tr.parts.queued, String(job.queued));
-    setText(tr.parts.memory, bytes(job.memory_bytes));
-  });
-  setText($("rest"), rest.length ? `${counted(rest.length, "more job")}: together ${share(rest)} of the device, ${held(rest)} held` : "");
+  sync(
+    $("low"),
+    shown.map(job => ({key: job.short, job})),
+    ({job}) => {
+      const tr = el("tr"),
+        text = el("span"),
+        under = el("span", "under"),
+        name = el("td", "", text, under),
+        now = el("td", "less"),
+        steps = el("td", "n"),
+        device = el("td", "n"),
+        queued = el("td", "n less"),
+        memory = el("td", "n less");
+      const part = el("span"),
+        fill = el("i");
+      device.append(part, el("span", "meter", fill));
+      tr.append(name, now, steps, device, queued, memory, el("td", "", explainButton(job)));
+      tr.parts = {text, under, now, steps, part, fill, queued, memory};
+      return tr;
+    },
+    (tr, {job}) => {
+      const r = now.get(job.short);
+      setText(tr.parts.text, label(job));
+      setText(tr.parts.under, doing(job)); // on a narrow screen, where there is no column for it
+      setText(tr.parts.now, doing(job));
+      setText(tr.parts.steps, rate(r.steps));
+      setText(tr.parts.part, percent(r.device));
+      tr.parts.fill.style.width = `${Math.min(100, 100 * (r.device || 0))}%`;
+      setText(tr.parts.queued, String(job.queued));
+      setText(tr.parts.memory, bytes(job.memory_bytes));
+    },
+  );
+  setText(
+    $("rest"),
+    rest.length ? `${counted(rest.length, "more job")}: together ${share(rest)} of the device, ${held(rest)} held` : "",
+  );
   $("more").hidden = filtering || found.length <= MOST_LOW;
   setText($("more"), all ? `Show ${MOST_LOW}` : `Show all ${found.length}`);
 }
 
 // ---- Charts
 
-class Chart {
-  // title, unit: what is drawn. format: a value as text. stacked: values lie on one another. range: of the axis.
-  constructor(id, {title, unit, format, stacked, range}) {
-    Object.assign(this, {format, stacked, range, title, series: [], times: [], made: ""});
-    this.figure = $(id);
-    this.plotAt = el("div");
-    this.legend = el("ul", "legend");
-    this.figure.append(el("figcaption", "", `${title} `, el("span", "", unit)), this.plotAt, this.legend);
-    new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(this.figure);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { this.made = ""; this.show(this.times, this.series); });
-  }
-  size() {
-    return {width: Math.max(160, this.figure.clientWidth), height: 180};
-  }
-  // series: {label, colour (a CSS variable), limit (dashed), values}. Null: not known.
-  show(times, series) {
-    this.figure.hidden = !series.length;
-    if (!series.length) return;
-    Object.assign(this, {times, series});
-    const made = JSON.stringify(series.map(each => [each.label, each.colour]));
-    let drawn = series.map(each => each.values);
-    if (this.stacked) {
-      const sum = times.map(() => 0);
-      drawn = drawn.map(values => values.map((v, i) => v === null ? null : (sum[i] += v)));
-    }
-    if (made !== this.made) this.make(made);
-    this.plot.setData([times, ...drawn]);
-    this.values(this.plot.cursor.idx);
-    const shown = series.filter(each => !each.limit).map(each => `${each.label} ${this.at(each, null)}`);
-    this.plot.root.querySelector(".u-wrap").setAttribute("aria-label", `${this.title} from ${clock(times[0])} to ${clock(times[times.length - 1])}; now ${shown.join(", ")}`);
-  }
-  make(made) {
-    if (this.plot) this.plot.destroy();
-    this.made = made;
-    const style = getComputedStyle(document.documentElement), css = name => style.getPropertyValue(name).trim();
-    const font = "12px system-ui, sans-serif", axis = {stroke: css("--faint"), font, grid: {stroke: css("--line"), width: 1}, ticks: {stroke: css("--line"), width: 1, size: 5}};
-    const steps = uPlot.paths.stepped({align: -1});
-    this.plot = new uPlot({
-      ...this.size(),
-      padding: [8, 28, 0, 0],
-      legend: {show: false},
-      cursor: {sync: {key: "all"}, y: false, drag: {x: false, y: false}, points: {show: !this.stacked}},
-      scales: {x: {time: true, range: (u, low, high) => [Math.min(low, high - 30), high]}, y: {range: (...at) => this.range(...at, this)}},
-      axes: [
-        {...axis, space: 70, size: 30, values: (u, splits) => splits.map(t => clock(t).slice(0, splits.length > 1 && splits[1] - splits[0] >= 60 ? 5 : 8))},
-        {...axis, size: 50, values: (u, splits) => splits.map(v => this.format(v))},
-      ],
-      series: [{}, ...this.series.map((each, i) => {
-        const colour = css(each.colour);
-        if (this.stacked) return {stroke: css("--paper"), width: 1, paths: steps, points: {show: false}, fill: i ? undefined : colour};
-        return {stroke: colour, width: each.limit ? 1.5 : 2, dash: each.limit ? [6, 5] : undefined, points: {show: false}};
-      })],
-      bands: this.stacked ? this.series.slice(1).map((each, i) => ({series: [i + 2, i + 1], fill: css(each.colour)})) : [],
-      hooks: {setCursor: [u => this.values(u.cursor.idx)]},
-    }, [this.times, ...this.series.map(each => each.values)], this.plotAt);
-    this.plot.root.querySelector(".u-wrap").setAttribute("role", "img");
-  }
-  at(each, index) {
-    const value = index === null ? each.values.findLast(v => v !== null) : each.values[index];
-    return value === null || value === undefined ? "-" : this.format(value);
-  }
-  // Say the values where the cursor is, or the newest.
-  values(index = null) {
-    const when = {key: "when", label: index === null ? "now" : clock(this.times[index]), value: ""};
-    const entries = this.series.map((each, i) => ({key: `${i} ${each.label} ${each.colour}`, label: each.label, each, value: this.at(each, index)}));
-    sync(this.legend, [when, ...entries], ({each}) => {
-      const swatch = each ? el("i", this.stacked ? "key" : each.limit ? "key line limit" : "key line") : "", li = el("li"), text = el("span"), value = el("span", "value");
-      if (each) swatch.style[this.stacked ? "background" : "borderColor"] = `var(${each.colour})`;
-      li.append(swatch, text, value);
-      li.parts = {text, value};
-      return li;
-    }, (li, entry) => {
-      setText(li.parts.text, entry.label);
-      setText(li.parts.value, entry.value);
-    });
-  }
-}
-
-const slowdown = {format: v => v.toFixed(2), range: (u, low, high, scale, chart) => {
-  const promised = Math.max(1.1, ...chart.series.filter(each => each.limit).map(each => each.values[0]));
-  return [Math.min(0.95, low), Math.max(1.03 * promised, Math.min(MOST_SLOWDOWN, 1.03 * high))];
-}};
+const slowdown = {
+  format: v => v.toFixed(2),
+  range: (u, low, high, scale, chart) => {
+    const promised = Math.max(1.1, ...chart.series.filter(each => each.limit).map(each => each.values[0]));
+    return [Math.min(0.95, low), Math.max(1.03 * promised, Math.min(MOST_SLOWDOWN, 1.03 * high))];
+  },
+};
 const share = {format: v => percent(v), stacked: true, range: (u, low, high) => [0, Math.max(1, high)]};
 const charts = {
   mean: new Chart("mean", {title: "Mean slowdown", unit: "recent steps over the same alone", ...slowdown}),
@@ -314,49 +272,110 @@ function history() {
   const looks = [];
   seen.forEach((now, i) => {
     const before = seen[i - 1];
-    if (before && now.when - before.when > GAP_S) looks.push({when: (before.when + now.when) / 2, jobs: new Map(), rates: new Map(), held: null});
-    const passed = before ? now.when - before.when : 0, held = {};
-    if (passed > 0 && now.guard && before.guard) for (const reason in now.guard.held_s) held[reason] = Math.max(0, (now.guard.held_s[reason] - (before.guard.held_s[reason] || 0)) / passed);
-    looks.push({when: now.when, jobs: new Map(now.jobs.map(job => [job.short, job])), rates: rates(before, now), held: passed > 0 ? held : null});
+    if (before && now.when - before.when > GAP_S)
+      looks.push({when: (before.when + now.when) / 2, jobs: new Map(), rates: new Map(), held: null});
+    const passed = before ? now.when - before.when : 0,
+      held = {};
+    if (passed > 0 && now.guard && before.guard)
+      for (const reason in now.guard.held_s)
+        held[reason] = Math.max(0, (now.guard.held_s[reason] - (before.guard.held_s[reason] || 0)) / passed);
+    looks.push({
+      when: now.when,
+      jobs: new Map(now.jobs.map(job => [job.short, job])),
+      rates: rates(before, now),
+      held: passed > 0 ? held : null,
+    });
   });
   return looks;
 }
 function chooseAreas(looks, low) {
   const total = job => looks.reduce((sum, look) => sum + ((look.rates.get(job.short) || {}).device || 0), 0);
-  const there = new Set(low.map(job => job.short)), gone = areas.some(short => !there.has(short));
+  const there = new Set(low.map(job => job.short)),
+    gone = areas.some(short => !there.has(short));
   if (gone || areas.length < Math.min(MOST_AREAS, low.length) || seen.length % 30 === 0) {
-    const most = low.map(job => [total(job), job.short]).sort((a, b) => b[0] - a[0]).slice(0, MOST_AREAS).map(([, short]) => short);
+    const most = low
+      .map(job => [total(job), job.short])
+      .sort((a, b) => b[0] - a[0])
+      .slice(0, MOST_AREAS)
+      .map(([, short]) => short);
     areas = low.map(job => job.short).filter(short => most.includes(short));
   }
 }
 function drawCharts(last) {
-  const looks = history(), times = looks.map(look => look.when);
-  const high = last.jobs.filter(job => job.priority === "high").slice(0, COLOURS), low = last.jobs.filter(job => job.priority === "low");
+  const looks = history(),
+    times = looks.map(look => look.when);
+  const every = last.jobs.filter(job => job.priority === "high"),
+    high = every.slice(0, COLOURS),
+    low = last.jobs.filter(job => job.priority === "low");
+  const left = every.length - high.length;
+  setText(
+    $("pictures-title"),
+    `While this page has been open${left ? `; ${counted(left, "high job")} more in no chart` : ""}`,
+  );
   const colour = job => `--c${colours.get(job.short)}`;
-  const promise = (job, pick) => looks.map(look => { const then = look.jobs.get(job.short); return then && then.promise ? pick(then.promise) : null; });
-  const promised = high.filter(job => job.promise), targets = [...new Set(promised.map(job => job.promise.target))];
+  const promise = (job, pick) =>
+    looks.map(look => {
+      const then = look.jobs.get(job.short);
+      return then && then.promise ? pick(then.promise) : null;
+    });
+  const promised = high.filter(job => job.promise),
+    targets = [...new Set(promised.map(job => job.promise.target))];
   const lines = (pick, limit) => [
     ...promised.map(job => ({label: label(job), colour: colour(job), values: promise(job, pick)})),
     ...targets.map(target => {
-      const to = promised.filter(job => job.promise.target === target), whom = targets.length > 1 ? ` to ${to.map(job => job.short).join(", ")}` : "";
-      return {label: `promised${whom}`, colour: to.length === 1 ? colour(to[0]) : "--edge", limit: true, values: times.map(() => limit(target))};
+      const to = promised.filter(job => job.promise.target === target),
+        whom = targets.length > 1 ? ` to ${to.map(job => job.short).join(", ")}` : "";
+      return {
+        label: `promised${whom}`,
+        colour: to.length === 1 ? colour(to[0]) : "--edge",
+        limit: true,
+        values: times.map(() => limit(target)),
+      };
     }),
   ];
-  charts.mean.show(times, lines(p => p.slowdown, target => target));
-  charts.tail.show(times, lines(p => p.slowdown_p99, target => 1 + 2 * (target - 1))); // as scheduler/verdict.py judges it
+  charts.mean.show(
+    times,
+    lines(
+      p => p.slowdown,
+      target => target,
+    ),
+  );
+  charts.tail.show(
+    times,
+    lines(
+      p => p.slowdown_p99,
+      target => 1 + 2 * (target - 1),
+    ),
+  ); // as scheduler/verdict.py judges it
   chooseAreas(looks, low);
-  const part = short => looks.map(look => look.held ? Math.max(0, (look.rates.get(short) || {}).device || 0) : null);
+  const part = short => looks.map(look => (look.held ? Math.max(0, (look.rates.get(short) || {}).device || 0) : null));
   const own = [
     ...high.map(job => ({label: label(job), colour: colour(job), values: part(job.short)})),
-    ...low.filter(job => areas.includes(job.short)).map((job, i) => ({label: label(job), colour: `--low${i + 1}`, values: part(job.short)})),
+    ...low
+      .filter(job => areas.includes(job.short))
+      .map((job, i) => ({label: label(job), colour: `--low${i + 1}`, values: part(job.short)})),
   ];
   const named = new Set([...high.map(job => job.short), ...areas]);
-  const others = looks.map(look => look.held ? [...look.rates].reduce((sum, [short, r]) => sum + (named.has(short) ? 0 : Math.max(0, r.device || 0)), 0) : null);
+  const others = looks.map(look =>
+    look.held
+      ? [...look.rates].reduce((sum, [short, r]) => sum + (named.has(short) ? 0 : Math.max(0, r.device || 0)), 0)
+      : null,
+  );
   const count = last.jobs.filter(job => !named.has(job.short)).length;
-  if (count || others.some(v => v)) own.push({label: count ? counted(count, "other job") : "jobs that have ended", colour: "--rest", values: others});
+  if (count || others.some(v => v))
+    own.push({label: count ? counted(count, "other job") : "jobs that have ended", colour: "--rest", values: others});
   charts.share.show(times, own);
   const reasons = Object.keys(REASONS);
-  charts.held.show(times, reasons.map((reason, i) => ({label: `${reason}: ${REASONS[reason]}`, colour: `--c${i + 1}`, values: looks.map(look => look.held ? look.held[reason] || 0 : null)})).filter(each => each.values.some(v => v > 0.001)));
+  charts.held.show(
+    times,
+    reasons
+      .map((reason, i) => ({
+        label: `${reason}: ${REASONS[reason]}`,
+        colour: `--c${i + 1}`,
+        values: looks.map(look => (look.held ? look.held[reason] || 0 : null)),
+      }))
+      .filter(each => each.values.some(v => v > 0.001)),
+  );
 }
 
 // ---- Bans and pairs of programs
@@ -364,21 +383,59 @@ function drawCharts(last) {
 function drawTables(last) {
   $("bans-part").hidden = !last.bans.length;
   setText($("bans-title"), `Bans in force (${last.bans.length})`);
-  plainRows($("bans"), last.bans.map(ban => [[ban.low], [ban.high], [ban.ratio.toFixed(2), "n"], [ban.why], [age(ban.since_s), "n"], [ban.left_s < 0.1 ? "a moment" : age(ban.left_s), "n"]]));
+  plainRows(
+    $("bans"),
+    last.bans.map(ban => [
+      [ban.low],
+      [ban.high],
+      [ban.ratio.toFixed(2), "n"],
+      [ban.why],
+      [age(ban.since_s), "n"],
+      [ban.left_s < 0.1 ? "a moment" : age(ban.left_s), "n"],
+    ]),
+  );
   const more = last.pairs_known - last.pairs.length;
   $("pairs-part").hidden = !last.pairs_known;
   setText($("pairs-title"), `Interference, as measured (${counted(last.pairs_known, "pair")})`);
-  setText($("pairs-about"), "Programs by the first digits of their hash; `gpumux interference` names them, range by range." + (more > 0 ? ` It has ${more} more.` : ""));
-  plainRows($("pairs"), last.pairs.map(pair => [[pair.high], [pair.low], [String(pair.share), "n"], [`${pair.slowdown.toFixed(2)} x`, "n"], [pair.low_speed.toFixed(2), "n"]]));
+  setText(
+    $("pairs-about"),
+    "Programs by the first digits of their hash; `gpumux interference` names them, range by range." +
+      (more > 0 ? ` It has ${more} more.` : ""),
+  );
+  plainRows(
+    $("pairs"),
+    last.pairs.map(pair => [
+      [pair.high],
+      [pair.low],
+      [String(pair.share), "n"],
+      [`${pair.slowdown.toFixed(2)} x`, "n"],
+      [pair.low_speed.toFixed(2), "n"],
+    ]),
+  );
 }
 
 // ---- The page
 
 function draw() {
-  const last = seen[seen.length - 1], now = smooth(), high = drawHigh(last, now), text = summary(high, last.guard);
-  const busy = [...now.values()].reduce((sum, r) => sum + (r.device || 0), 0), place = `${last.host}: ${last.device.name}`;
+  const last = seen[seen.length - 1],
+    now = smooth(),
+    high = drawHigh(last, now),
+    text = summary(high, last.guard);
+  const busy = [...now.values()].reduce((sum, r) => sum + (r.device || 0), 0),
+    place = `${last.host}: ${last.device.name}`;
   setText($("device"), `gpumux on ${place}`);
-  setText($("about"), `${last.device.kind}, gpumux ${last.version}; ${counted(last.sessions, "client")}, ${counted(last.jobs.length, "job")}; device busy ${percent(busy)}; memory ${bytes(last.memory.total_bytes - last.memory.free_bytes)} of ${bytes(last.memory.total_bytes)}; as of ${clock(last.when)}`);
+  const {total_bytes: total, free_bytes: free} = last.memory,
+    jobs = counted(last.jobs.length, "job");
+  setText(
+    $("about"),
+    [
+      `${last.device.kind}, gpumux ${last.version}`,
+      `${counted(last.sessions, "client")}, ${jobs}`,
+      `device busy ${percent(busy)}`,
+      `memory ${bytes(total - free)} of ${bytes(total)}`,
+      `as of ${clock(last.when)}`,
+    ].join("; "),
+  );
   setText($("summary"), problem ? text && `? Not known now. At ${clock(last.when)}: ${text.slice(2)}` : text);
   $("summary").className = !problem && high.some(broken) ? "broken" : "";
   $("summary").hidden = !text;
@@ -392,30 +449,57 @@ function draw() {
 }
 function tell() {
   const leaving = !problem && seen.length && seen[seen.length - 1].leaving;
-  const found = problem || (leaving ? {title: "The daemon is leaving and takes no more work.", text: leaving, commands: []} : null);
+  const found =
+    problem || (leaving ? {title: "The daemon is leaving and takes no more work.", text: leaving, commands: []} : null);
   $("alert").hidden = !found;
   const text = found ? JSON.stringify(found) : "";
   if ($("alert").told === text) return; // a reader of the screen reads it once
   $("alert").told = text;
-  $("alert").replaceChildren(...(found ? [el("p", "", el("strong", "", found.title), ` ${found.text}`), ...found.commands.map(command => el("p", "", el("code", "", command)))] : []));
+  $("alert").replaceChildren(
+    ...(found
+      ? [
+          el("p", "", el("strong", "", found.title), ` ${found.text}`),
+          ...found.commands.map(command => el("p", "", el("code", "", command))),
+        ]
+      : []),
+  );
 }
-const shownUntil = () => seen.length ? `What is below was seen at ${clock(seen[seen.length - 1].when)}.` : "";
+const shownUntil = () => (seen.length ? `What is below was seen at ${clock(seen[seen.length - 1].when)}.` : "");
 
 async function ask(path) {
-  const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS)}), text = await answer.text();
+  const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS)}),
+    text = await answer.text();
   let body = {};
-  try { body = JSON.parse(text); } catch { body = {error: text.slice(0, 200)}; }
-  if (!answer.ok) throw Object.assign(new Error(body.error || `HTTP ${answer.status}`), {answered: true, status: answer.status});
+  try {
+    body = JSON.parse(text);
+  } catch {
+    body = {error: text.slice(0, 200)};
+  }
+  if (!answer.ok)
+    throw Object.assign(new Error(body.error || `HTTP ${answer.status}`), {answered: true, status: answer.status});
   return body;
 }
 let asking = null;
-const look = () => asking ||= lookOnce().finally(() => { asking = null; });
+const look = () =>
+  (asking ||= lookOnce().finally(() => {
+    asking = null;
+  }));
 async function lookOnce() {
   try {
-    const got = await ask("/status.json"), last = seen[seen.length - 1];
-    if (last && got.started !== last.started) { seen.length = 0; areas = []; order = []; colours.clear(); } // a new daemon, whose j1 is another job
+    const got = await ask("/status.json"),
+      last = seen[seen.length - 1];
+    if (last && got.started !== last.started) {
+      seen.length = 0;
+      areas = [];
+      order = [];
+      colours.clear();
+    } // a new daemon, whose j1 is another job
     if (seen.length && got.when <= seen[seen.length - 1].when) {
-      problem = {title: "The daemon's loop stands still.", text: `It answers, but with nothing newer. ${shownUntil()} Its log may say why; on its machine:`, commands: ["gpumux doctor"]};
+      problem = {
+        title: "The daemon's loop stands still.",
+        text: `It answers, but with nothing newer. ${shownUntil()} Its log may say why; on its machine:`,
+        commands: ["gpumux doctor"],
+      };
     } else {
       problem = null;
       seen.push(got);
@@ -423,15 +507,29 @@ async function lookOnce() {
     }
   } catch (error) {
     problem = error.answered
-      ? {title: "The daemon has no answer yet.", text: `${error.message}. ${shownUntil()} If this lasts, on its machine:`, commands: ["gpumux doctor"]}
-      : {title: "No answer from the daemon.", text: `It has ended, hangs, or the connection to it is cut. ${shownUntil()} This page goes on by itself when it is back. On its machine:`, commands: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"]};
+      ? {
+          title: "The daemon has no answer yet.",
+          text: `${error.message}. ${shownUntil()} If this lasts, on its machine:`,
+          commands: ["gpumux doctor"],
+        }
+      : {
+          title: "No answer from the daemon.",
+          text:
+            `It has ended, hangs, or the connection to it is cut. ${shownUntil()} ` +
+            "This page goes on by itself when it is back. On its machine:",
+          commands: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"],
+        };
   }
   try {
     if (seen.length) draw();
     else if (problem) setText($("about"), "nothing was seen yet");
     tell();
   } catch (error) {
-    problem = {title: "This page could not draw the answer.", text: `${error.message}. Reload it: the daemon may be of another version. \`gpumux top\` shows the same.`, commands: []};
+    problem = {
+      title: "This page could not draw the answer.",
+      text: `${error.message}. Reload it: the daemon may be of another version. \`gpumux top\` shows the same.`,
+      commands: [],
+    };
     tell();
   }
 }
@@ -464,17 +562,39 @@ async function explain(short) {
     const found = await askAbout(short);
     setText($("explained"), `${label(found)} (${found.priority})`);
     parts = [el("p", "verdict", found.verdict)];
-    if (found.causes.length) parts.push(el("h3", "", "Why"), el("ul", "", ...found.causes.map(cause => el("li", "", cause))));
-    if (found.remedies.length) parts.push(el("h3", "", "What to do"), el("ul", "", ...found.remedies.map(remedy => el("li", "", remedy.text, ...(remedy.command ? [el("code", "", remedy.command)] : [])))));
-    parts.push(el("h3", "", "More"), el("p", "", "This page names no operators. Its owner and operators learn them, and all that is known, by"), el("code", "", `gpumux jobs explain ${short} --story`));
+    if (found.causes.length)
+      parts.push(el("h3", "", "Why"), el("ul", "", ...found.causes.map(cause => el("li", "", cause))));
+    if (found.remedies.length)
+      parts.push(
+        el("h3", "", "What to do"),
+        el(
+          "ul",
+          "",
+          ...found.remedies.map(remedy =>
+            el("li", "", remedy.text, ...(remedy.command ? [el("code", "", remedy.command)] : [])),
+          ),
+        ),
+      );
+    parts.push(
+      el("h3", "", "More"),
+      el("p", "", "This page names no operators. Its owner and operators learn them, and all that is known, by"),
+      el("code", "", `gpumux jobs explain ${short} --story`),
+    );
   } catch (error) {
-    parts = [el("p", "", `There is no explanation: ${error.message}.`), el("p", "", "Ask again, or on the daemon's machine:"), el("code", "", `gpumux jobs explain ${short}`)];
+    parts = [
+      el("p", "", `There is no explanation: ${error.message}.`),
+      el("p", "", "Ask again, or on the daemon's machine:"),
+      el("code", "", `gpumux jobs explain ${short}`),
+    ];
   }
   if (explained === short) $("explained-text").replaceChildren(...parts);
 }
 
 $("filter").addEventListener("input", () => seen.length && draw());
-$("more").addEventListener("click", () => { all = !all; draw(); });
+$("more").addEventListener("click", () => {
+  all = !all;
+  draw();
+});
 $("again").addEventListener("click", () => explain(explained));
 $("close").addEventListener("click", () => $("explanation").close());
 goOn();
