@@ -37,7 +37,7 @@ WIDE, NARROW, HEIGHT = 1280, 400, 900
 SCREENS = tuple((width, dark) for width in (WIDE, NARROW) for dark in (False, True))
 SHEETS = {
     "status_page.png": ("3_1280_light", "3_400_dark", "30_1280_dark", "30_400_light"),
-    "status_page_states.png": ("0_1280_light", "explained_1280_light", "gone_1280_dark", "gone_400_light"),
+    "status_page_states.png": ("explained_30_1280_light", "0_400_dark", "gone_1280_dark", "gone_400_light"),
 }
 SHEET = """<!doctype html><meta charset="utf-8"><style>body { margin: 12px; background: #8b949e; width: 1160px;
 display: flex; flex-wrap: wrap; gap: 12px; align-items: flex-start }
