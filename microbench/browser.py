@@ -98,8 +98,8 @@ class Browser:
         self.ask(
             "Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.ask("Emulation.setEmulatedMedia", session, features=[scheme])
+        page = Page(self, session, target)
+        page.prefer(dark)
         self.ask("Page.enable", session)
         self.ask("Page.setLifecycleEventsEnabled", session, enabled=True)
         begun = self.ask("Page.navigate", session, url=url)
@@ -107,7 +107,7 @@ class Browser:
             raise BrowserFailed(f"{url}: {problem}")
         while begun["loaderId"] not in self._loaded:
             self._happened(self._next())
-        return Page(self, session, target)
+        return page
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -152,6 +152,11 @@ class Page:
         if "exceptionDetails" in found:
             raise BrowserFailed(f"{expression}: {found['exceptionDetails'].get('exception', {}).get('description')}")
         return found["result"].get("value")
+
+    def prefer(self, dark: bool) -> None:
+        """Have the reader prefer a dark screen, or a light one."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._browser.ask("Emulation.setEmulatedMedia", self._session, features=[scheme])
 
     def point(self, x: float, y: float) -> None:
         """Move the mouse there, in pixels of the window."""

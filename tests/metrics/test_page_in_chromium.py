@@ -311,17 +311,27 @@ def test_each_high_job_keeps_its_colour_and_one_that_ended_gives_it_back(show):
     assert page.evaluate("[...colours.entries()]") == [*([f"j{i}", i] for i in range(3, 9)), ["j10", 1]]
 
 
-def test_the_curves_are_drawn_in_the_jobs_own_colours(show):
-    page = show(State(*jobs(3)), looks=4)
-    found = page.evaluate(
-        """["share", "mean"].map(name => {
-            const canvas = document.querySelector(`#${name} canvas`), data = canvas.getContext("2d");
-            const pixels = new Uint32Array(data.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
-            return pixels.filter(pixel => pixel === 0xffb27200).length; // #0072b2, its bytes from the last
-        })"""
+def pixels(page: Page, name: str, colour: str) -> int:
+    """How many of a chart have that colour."""
+    return page.evaluate(
+        f"""(canvas => {{
+            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            const wanted = parseInt("ff{colour[5:]}{colour[3:5]}{colour[1:3]}", 16); // its bytes from the last
+            return new Uint32Array(data.buffer).filter(pixel => pixel === wanted).length;
+        }})(document.querySelector("#{name} canvas"))"""
     )
-    assert found[0] > 200, "an area"
-    assert found[1] > 10, "a line"
+
+
+def test_the_curves_are_drawn_in_the_jobs_own_colours_which_follow_the_screen(show):
+    page = show(State(*jobs(3)), looks=4)
+    until(page, "charts.share.plot.status === 1")
+    assert pixels(page, "share", "#0072b2") > 200, "an area"
+    assert pixels(page, "mean", "#0072b2") > 10, "a line"
+    page.prefer(dark=True)
+    until(page, "getComputedStyle(document.body).backgroundColor === 'rgb(13, 17, 23)'")
+    look(page, page.evaluate("seen.length") + 1)
+    assert pixels(page, "share", "#0072b2") == 0
+    assert pixels(page, "share", "#56b4e9") > 200
 
 
 def test_focus_and_rows_stay_while_figures_go_on(show):
