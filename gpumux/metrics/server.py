@@ -61,7 +61,7 @@ FILES = {
     "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
     "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
 }
-EXPLAIN_EVERY_S = 0.1  # the loop is asked for explanations no more often, whoever asks
+EXPLAIN_EVERY_S = 0.1  # the loop is asked for explanations no more often, however many ask
 
 
 def body(figures: Figures, version: str, started: float) -> dict[str, Any]:

@@ -202,7 +202,10 @@ def test_kept_and_unknown_promises_are_called_so(show):
     assert text(page, "#summary") == "✓ The promise to j2 serve-2 is kept"
     state.jobs = [high[1], high[2]]
     until(page, "document.querySelectorAll('#high li').length === 2")
-    assert text(page, "#summary") == "? 1 of 2 promises known and kept, the rest is being measured"
+    assert text(page, "#summary") == "? 1 of 2 promises known and kept, the rest is not measured yet"
+    state.jobs = [high[2]]
+    until(page, "document.querySelectorAll('#high li').length === 1")
+    assert text(page, "#summary") == "? The promise to j3 serve-3 is not measured yet"
 
 
 def test_a_name_is_text_and_the_title_has_host_and_device(show):
@@ -291,9 +294,7 @@ def test_the_cursor_says_the_values_of_its_moment_in_all_charts(show):
 
 def test_no_curve_is_drawn_where_nothing_was_seen(show):
     page = show(State(*jobs(3)))
-    page.evaluate(
-        "(last => { seen.push({...last, when: last.when + 60, jobs: last.jobs}); draw(); })(seen[seen.length - 1])"
-    )
+    page.evaluate("(last => { seen.push({...last, when: last.when + 9, gap: true}); draw(); })(seen[seen.length - 1])")
     for name in ("mean", "share", "held"):
         values = page.evaluate(f"charts.{name}.series[0].values")
         assert values[-2] is None
@@ -392,6 +393,7 @@ def test_a_loop_that_stands_still_is_told_from_one_that_goes_on(show):
     state.stands_still = False
     until(page, "!problem")
     assert text(page, "#summary").startswith("✗ The promise")
+    assert not page.evaluate("seen[seen.length - 1].gap"), "it answered all the time"
 
 
 def test_a_daemon_that_starts_or_leaves_is_called_so(show):
@@ -404,6 +406,7 @@ def test_a_daemon_that_starts_or_leaves_is_called_so(show):
     assert violations(page) == []
     state.answers = True
     until(page, "!problem")
+    assert page.evaluate("seen[0].gap")
     state.leaving = "told to stop"
     until(page, "!document.getElementById('alert').hidden")
     assert text(page, "#alert") == "The daemon is leaving and takes no more work. told to stop"
@@ -414,6 +417,8 @@ def test_an_answer_it_can_not_draw_is_said_and_not_hidden(show):
     page.evaluate("(() => { globalThis.drawTables = () => { throw new Error('no such field') } })()")
     until(page, "problem")
     assert "could not draw the answer. no such field" in text(page, "#alert")
+    assert text(page, "#summary") == "? Not known now"
+    assert page.evaluate("document.title").startswith("? not known now")
 
 
 def test_the_browser_lets_it_ask_no_other_host(show):

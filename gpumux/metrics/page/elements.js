@@ -37,11 +37,6 @@ function el(name, className = "", ...children) {
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
-function key(colour) {
-  const made = el("i", "key");
-  made.style.background = colour;
-  return made;
-}
 
 // Give `parent` one child an entry, in that order. A child is kept for as long as its key is there, and with it focus
 // and what is selected.

@@ -4,7 +4,7 @@
 const KEEP = 600; // looks that are remembered
 const EVERY_MS = 1000;
 const ANSWER_MS = 5000; // a request without an answer for so long has failed
-const GAP_S = 5; // between two looks: a line is not drawn across more
+const GAP_S = 300; // between two looks: a line is not drawn across more (a page in the background looks once a minute)
 const MOST_LOW = 10; // low jobs in the table unless all are asked for
 const MOST_AREAS = 4; // low jobs with an area of their own
 const COLOURS = 8; // --c1 to --c8
@@ -24,6 +24,7 @@ const REASONS = {
 };
 
 const seen = []; // answers of /status.json, oldest first
+let failed = false; // whether the newest look had no answer
 let problem = null; // {title, text, commands}: why what is shown is not of now
 const colours = new Map(); // high job -> index of its colour, for as long as it is open
 let areas = []; // low jobs with an area of their own
@@ -77,7 +78,10 @@ function summary(high, guard) {
   if (!guard) return "? Nothing is promised: serve with --policy guarded";
   const judged = high.filter(known).length,
     all = counted(high.length, "promise");
-  if (judged < high.length) return `? ${judged} of ${all} known and kept, the rest is being measured`;
+  if (judged < high.length)
+    return high.length === 1
+      ? `? The promise to ${label(high[0])} is not measured yet`
+      : `? ${judged} of ${all} known and kept, the rest is not measured yet`;
   return high.length === 1 ? `✓ The promise to ${label(high[0])} is kept` : `✓ All ${high.length} promises are kept`;
 }
 
@@ -139,11 +143,11 @@ function drawHigh(last, now) {
         verdict = el("p", "verdict"),
         facts = el("p", "faint");
       const mark = el("span", "mark"),
-        swatch = key(`var(--c${colours.get(job.short)})`);
+        swatch = el("i", "key");
       name.append(swatch, text);
       head.append(mark, name, explainButton(job));
       li.append(head, verdict, facts);
-      li.parts = {mark, text, verdict, facts};
+      li.parts = {mark, swatch, text, verdict, facts};
       return li;
     },
     (li, {job}) => {
@@ -152,6 +156,7 @@ function drawHigh(last, now) {
         p = job.promise;
       li.className = problem ? "stale" : broken(job) ? "broken" : "";
       setText(li.parts.mark, problem ? `? ${found.word} THEN` : `${found.mark} ${found.word}`);
+      li.parts.swatch.style.background = `var(--c${colours.get(job.short)})`;
       setText(li.parts.text, label(job));
       setText(li.parts.verdict, found.text);
       setText(
@@ -267,12 +272,12 @@ const charts = {
   held: new Chart("held", {title: "Low work held back", unit: "part of the time, by reason", ...share}),
 };
 
-// The looks as the charts need them, with an empty one in each gap.
-function history() {
+// The looks as the charts need them, with an empty one where some had no answer.
+function pastLooks() {
   const looks = [];
   seen.forEach((now, i) => {
     const before = seen[i - 1];
-    if (before && now.when - before.when > GAP_S)
+    if (before && (now.gap || now.when - before.when > GAP_S))
       looks.push({when: (before.when + now.when) / 2, jobs: new Map(), rates: new Map(), held: null});
     const passed = before ? now.when - before.when : 0,
       held = {};
@@ -302,7 +307,7 @@ function chooseAreas(looks, low) {
   }
 }
 function drawCharts(last) {
-  const looks = history(),
+  const looks = pastLooks(),
     times = looks.map(look => look.when);
   const every = last.jobs.filter(job => job.priority === "high"),
     high = every.slice(0, COLOURS),
@@ -340,13 +345,11 @@ function drawCharts(last) {
       target => target,
     ),
   );
+  const tailTarget = target => 1 + 2 * (target - 1); // as scheduler/verdict.py judges it
   charts.tail.show(
     times,
-    lines(
-      p => p.slowdown_p99,
-      target => 1 + 2 * (target - 1),
-    ),
-  ); // as scheduler/verdict.py judges it
+    lines(p => p.slowdown_p99, tailTarget),
+  );
   chooseAreas(looks, low);
   const part = short => looks.map(look => (look.held ? Math.max(0, (look.rates.get(short) || {}).device || 0) : null));
   const own = [
@@ -489,11 +492,12 @@ async function lookOnce() {
     const got = await ask("/status.json"),
       last = seen[seen.length - 1];
     if (last && got.started !== last.started) {
+      // A new daemon, whose j1 is another job.
       seen.length = 0;
       areas = [];
       order = [];
       colours.clear();
-    } // a new daemon, whose j1 is another job
+    }
     if (seen.length && got.when <= seen[seen.length - 1].when) {
       problem = {
         title: "The daemon's loop stands still.",
@@ -502,10 +506,12 @@ async function lookOnce() {
       };
     } else {
       problem = null;
-      seen.push(got);
+      seen.push({...got, gap: failed});
+      failed = false;
       if (seen.length > KEEP) seen.shift();
     }
   } catch (error) {
+    failed = true;
     problem = error.answered
       ? {
           title: "The daemon has no answer yet.",
@@ -530,6 +536,9 @@ async function lookOnce() {
       text: `${error.message}. Reload it: the daemon may be of another version. \`gpumux top\` shows the same.`,
       commands: [],
     };
+    setText($("summary"), "? Not known now");
+    $("summary").className = "";
+    document.title = "? not known now - gpumux";
     tell();
   }
 }
@@ -560,6 +569,7 @@ async function explain(short) {
   let parts;
   try {
     const found = await askAbout(short);
+    if (explained !== short) return; // another one was asked for meanwhile
     setText($("explained"), `${label(found)} (${found.priority})`);
     parts = [el("p", "verdict", found.verdict)];
     if (found.causes.length)
