@@ -40,6 +40,7 @@ from gpumux.metrics.gauges import Figures, label_text
 Environ = dict[str, Any]
 App = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
 Fetch = Callable[[], Figures | None]
+Silent = Callable[[], float]
 Explain = Callable[[str], dict[str, Any] | None]
 
 _HEADERS = [
@@ -88,26 +89,26 @@ def body(figures: Figures, version: str, started: float) -> dict[str, Any]:
 # ---- Health, for probes: is the dispatch loop alive, and does the daemon take work.
 
 
-STUCK_S = 30.0  # the loop has not turned for so long: as the watchdog of the systemd unit has it
+STUCK_S = 30.0  # the loop has left a question unanswered for so long: as the watchdog of the systemd unit has it
 PLACES = "there is nothing here: see /, /metrics, /healthz and /readyz\n"
 
 
-def health(figures: Figures | None, now: float) -> tuple[bool, str]:
-    """Whether the daemon lives (/healthz), in a word or sentence: its loop turns, or it is still starting. now: Unix
-    time."""
-    if figures is None:
-        return True, "starting"
-    silent = now - figures.when
-    return (True, "ok") if silent < STUCK_S else (False, f"the dispatch loop has not turned for {silent:.0f} s")
+def health(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
+    """Whether the daemon lives (/healthz), in a word or sentence: its loop turns, or it is still starting. silent_s:
+    for how long the loop has left a question unanswered. The age of the figures does not tell, since they are as old as
+    the last question is long ago."""
+    if silent_s > 0.0:
+        return silent_s < STUCK_S, f"the dispatch loop has not turned for {silent_s:.0f} s"
+    return True, "starting" if figures is None else "ok"
 
 
-def readiness(figures: Figures | None, now: float) -> tuple[bool, str]:
-    """Whether the daemon takes work (/readyz), in a word or sentence. now: Unix time."""
+def readiness(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
+    """Whether the daemon takes work (/readyz), in a word or sentence; `silent_s` as for `health`."""
     if figures is None:
         return False, "starting"
     if figures.leaving:
         return False, f"leaving: {figures.leaving}"
-    return health(figures, now)
+    return health(figures, silent_s)
 
 
 Answer = tuple[str, str, bytes]  # the HTTP status, the type of the content, and the content
@@ -147,7 +148,7 @@ class _Explanations:
         return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 
-def with_page(metrics: App, fetch: Fetch, explain: Explain, version: str) -> App:
+def with_page(metrics: App, fetch: Fetch, silent_s: Silent, explain: Explain, version: str) -> App:
     """`metrics` at /metrics, with the page at / and its data at /status.json, explanations of jobs at
     /explain.json?job=j3, and /healthz and /readyz for probes; 404 for anything else."""
     page = files("gpumux.metrics").joinpath("page")
@@ -169,7 +170,8 @@ def with_page(metrics: App, fetch: Fetch, explain: Explain, version: str) -> App
         elif path == "/explain.json":
             status, kind, content = explanations.answer(environ.get("QUERY_STRING", ""))
         elif path in probes:
-            status, kind, content = _probe(probes[path](fetch(), time.time()))
+            figures = fetch()
+            status, kind, content = _probe(probes[path](figures, silent_s()))
         else:
             status, kind, content = "404 Not Found", _PLAIN, PLACES.encode()
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
@@ -296,6 +298,10 @@ def _nothing_yet() -> None:
     """Figures of a daemon that is starting: none."""
 
 
+def _never_silent() -> float:
+    return 0.0
+
+
 def _no_job(short: str) -> None:
     """A daemon that is starting has no job to explain."""
 
@@ -309,10 +315,15 @@ class MetricsServer:
         self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
     ) -> None:  # fmt: skip
         self._fetch: Fetch = _nothing_yet
+        self._silent_s: Silent = _never_silent
         self._explain: Explain = _no_job
         try:
             page = with_page(
-                make_wsgi_app(registry), lambda: self._fetch(), lambda short: self._explain(short), __version__
+                make_wsgi_app(registry),
+                lambda: self._fetch(),
+                lambda: self._silent_s(),
+                lambda short: self._explain(short),
+                __version__,
             )
             app = _one_at_a_time(page)
             app = for_allowed_hosts(app, [host, *allowed_hosts])
@@ -328,10 +339,10 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpumux-metrics", daemon=True)
         self._thread.start()
 
-    def watch(self, fetch: Fetch, explain: Explain = _no_job) -> None:
-        """Set the sources of the page's figures, and of what it says of one job, by its short id: None if there is no
-        such job; it may raise TimeoutError."""
-        self._fetch, self._explain = fetch, explain
+    def watch(self, fetch: Fetch, silent_s: Silent | None = None, explain: Explain | None = None) -> None:
+        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered. explain: what
+        it says of one job, by its short id; None if there is no such job; it may raise TimeoutError."""
+        self._fetch, self._silent_s, self._explain = fetch, silent_s or _never_silent, explain or _no_job
 
     def close(self) -> None:
         """Stop serving and release the port."""

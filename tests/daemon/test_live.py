@@ -227,7 +227,7 @@ def test_a_scrape_shows_what_the_daemon_did(daemon, session):
     assert sample(text, f'gpumux_job_device_busy_seconds_total{{job_id="{label}"}}') > 0
     assert sample(text, f'gpumux_job_memory_bytes{{job_id="{label}"}}') > 0
     job.close()
-    gone = scrape_when(daemon, lambda t: f'job="{label}"' not in t)
+    gone = scrape_when(daemon, lambda t: f'job_id="{label}"' not in t)
     assert "gpumux_build_info" in gone
 
 

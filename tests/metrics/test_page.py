@@ -142,7 +142,9 @@ def test_the_chart_library_is_the_one_the_manual_names():
 def test_an_explanation_is_asked_for_by_a_short_id(server, monkeypatch):
     monkeypatch.setattr(server_module, "EXPLAIN_EVERY_S", 0.0)
     asked = []
-    server.watch(moving().__next__, lambda short: asked.append(short) or ({"short": short} if short == "j2" else None))
+    server.watch(
+        moving().__next__, explain=lambda short: asked.append(short) or ({"short": short} if short == "j2" else None)
+    )
     answer, content = ask(server, "/explain.json?job=j2")
     assert (answer.status, json.loads(content)) == (200, {"short": "j2"})
     answer, content = ask(server, "/explain.json?job=%3Cb%3E&x=1")
@@ -156,7 +158,7 @@ def test_a_daemon_that_does_not_answer_is_told_from_a_job_that_is_not_there(serv
     def busy(short):
         raise TimeoutError
 
-    server.watch(moving().__next__, busy)
+    server.watch(moving().__next__, explain=busy)
     answer, content = ask(server, "/explain.json?job=j2")
     assert answer.status == 503
     assert "does not answer" in json.loads(content)["error"]
@@ -165,7 +167,7 @@ def test_a_daemon_that_does_not_answer_is_told_from_a_job_that_is_not_there(serv
 def test_however_many_ask_the_loop_explains_no_more_often(server, monkeypatch):
     monkeypatch.setattr(server_module, "EXPLAIN_EVERY_S", 1e6)
     asked = []
-    server.watch(moving().__next__, lambda short: asked.append(short) or {"short": short})
+    server.watch(moving().__next__, explain=lambda short: asked.append(short) or {"short": short})
     found = [ask(server, "/explain.json?job=j2")[0].status for _ in range(3)]
     assert found == [200, 429, 429]
     assert asked == ["j2"]

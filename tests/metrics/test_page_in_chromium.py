@@ -97,7 +97,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
     def start(state: State, port: int = 0) -> str:
         server = MetricsServer(Metrics([int]).registry, "127.0.0.1", port)
-        server.watch(state.fetch, explain)
+        server.watch(state.fetch, explain=explain)
         servers.append(server)
         return f"http://127.0.0.1:{server.port}/"
 
