@@ -62,7 +62,8 @@ def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
     if args.json:
         emit_json(body)
     else:
-        emit("\n".join(printable(line) for line in explanation(job, body, story=args.story)))
+        hint = [] if args.story else ["", "--story has all that is known of it, and what happened last"]
+        emit("\n".join(printable(line) for line in explanation(job, body, story=args.story) + hint))
     return 0
 
 
@@ -80,8 +81,6 @@ def explanation(job: dict[str, Any], body: dict[str, Any], *, story: bool = Fals
     if story:
         lines += ["", "all that is known", *(f"  {sentence}" for sentence in body["sentences"])]
         lines += ["", "what happened last", *(f"  {line}" for line in body["story"])]
-    else:
-        lines += ["", "--story has all that is known of it, and what happened last"]
     return lines
 
 

@@ -411,6 +411,7 @@ def build_parser() -> argparse.ArgumentParser:
     top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
     top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
     top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.add_argument("--plain", action="store_true", help="a table without history and keys, as without Textual")
     pairs = _add(subparsers, "interference", "show which programs slow which others down", _INTERFERENCE)
     pairs.add_argument("--program", metavar="NAME", help="only pairs with this job's program, or this content hash")
     pairs.add_argument("--ranges", action="store_true", help="every measured range of the high programs")
@@ -500,6 +501,7 @@ def exit_code(error: GpumuxError) -> int:
 _ELSEWHERE = {
     "serve": ("main", "run_serve"),
     "status": ("jobs", "run_status"),
+    "top": ("top.command", "run"),
     "version": ("main", "run_version"),
     "deploy": ("setup.deploy", "run"),
     "config": ("setup.settings", "run"),
