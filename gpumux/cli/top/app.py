@@ -131,7 +131,7 @@ class TopApp(App[None]):
         self, feed: StatusSource, interval_s: float, endpoint: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
-        self.state = TopState(interval_s)
+        self.state = TopState(interval_s, clock())
         self.broke: BaseException | None = None  # a bug that ended the feed
         self._feed, self._endpoint, self._clock = feed, endpoint, clock
         self._jobs: list[columns.Job] = []  # of the rows of the table
@@ -175,7 +175,7 @@ class TopApp(App[None]):
         if isinstance(heard, Answered):
             self.state.take(heard.body, now, early=heard.early)
         elif isinstance(heard, Lost):
-            self.state.lose(heard.error, now)
+            self.state.lose(heard.error)
         elif isinstance(heard, Broke):
             self.broke = heard.error
             self.exit()

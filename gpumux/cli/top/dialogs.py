@@ -22,18 +22,20 @@ SCROLLING = (
 KEYS = (
     ("? h", "these keys"),
     ("q, Ctrl-C", "end"),
-    ("up down, j k, PgUp PgDn, Home End", "choose a job"),
+    ("up down, j k, PgUp PgDn, Home End:", "choose a job"),
     ("e, Enter", "explain it: how it fares, why, and what to do about it"),
     ("p", "pause it, or let it go on"),
     ("P", "make it high or low"),
     ("x", "stop it"),
-    ("/", "filter: words of names, ids, priorities, states and promises; Esc clears it"),
+    ("/", "filter: words of names, ids, priorities, states and promises"),
+    ("Esc", "clear the filter"),
     ("< >", "sort by the next column to the left or right"),
     ("r", "sort backwards"),
-    ("a click on a title", "sort by that column, and backwards"),
+    ("a click on a title:", "sort by that column, and backwards"),
     ("space", "keep the table as it is; what is said of promises goes on"),
     ("Ctrl-Z", "back to the shell, until `fg`"),
 )
+KEY_CELLS = 9  # what stands beside longer ones is further to the right
 NOTES = (
     f"Bars: {HIGH} high jobs, {LOW} low ones. {LIMIT * 3} in the chart of slowdown is the mean that was promised. The "
     "chart is that of the job under the cursor if that is a high one, else of the one that is worst off.",
@@ -116,11 +118,8 @@ class ChoiceScreen(ModalScreen[str]):
 def help_screen() -> TextScreen:
     """The keys, and what columns and signs mean."""
     text = Text()
-    for keys, meaning in KEYS:
-        text.append(f"{keys}\n", "bold").append(f"    {meaning}\n")
-    text.append("\nColumns\n", "bold")
-    for column in COLUMNS:
-        text.append(f"{column.title}\n", "bold").append(f"    {column.meaning}\n")
+    for keys, meaning in (*KEYS, ("", ""), *((column.title, column.meaning) for column in COLUMNS)):
+        text.append(keys.ljust(KEY_CELLS), "bold").append(f" {meaning}\n")
     for note in NOTES:
         text.append(f"\n{note}\n")
     text.rstrip()

@@ -88,7 +88,9 @@ class Feed:
         os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
-        """End the thread, or leave it behind if the daemon keeps it for longer than CLOSE_S."""
+        """End the thread, or leave it behind if the daemon keeps it for longer than CLOSE_S. Idempotent."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         os.eventfd_write(self._woken, 1)
         if self._thread is not None:

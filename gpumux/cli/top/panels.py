@@ -103,20 +103,26 @@ def _by_name(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def verdicts(view: View, width: int, lines: int) -> list[Line]:
     """Each high job's verdict, broken ones first, in at most so many lines; the last one counts those that are left
-    out."""
+    out (of a first one that takes all lines, `headline` has the number)."""
     high = _by_name([job for job in view["jobs"] if job["priority"] == "high" and job["promise"]])
     high.sort(key=lambda job: job["kept"] is not False)
     made: list[Line] = []
     for index, job in enumerate(high):
-        sign, style = (
-            (UNSURE, "unsure") if _unmeasured(job) else (BAD, "bad") if job["kept"] is False else (GOOD, "good")
-        )
+        sign, style = _sign(job)
         texts = _in_few_lines(f"{_called(job)}: {job['promise']['verdict']}", width - 3)
-        last = index == len(high) - 1
-        if len(made) + len(texts) > lines - (0 if last else 1) and (made or len(texts) > lines):
-            return [*made, _left_out(high[index:])][:lines] if made else [(Styled(f" {sign} {texts[0]}", style),)]
-        made += [(Styled(f" {sign if i == 0 else ' '} {text}", style),) for i, text in enumerate(texts)]
-    return made
+        block = [(Styled(f" {sign if i == 0 else ' '} {text}", style),) for i, text in enumerate(texts)]
+        if len(made) + len(block) > lines - (index < len(high) - 1):  # the last line may have to count the others
+            made = [*made, _left_out(high[index:])] if made else block[:lines]
+            break
+        made += block
+    return [cut(line, width) for line in made]
+
+
+def _sign(job: dict[str, Any]) -> tuple[str, str]:
+    """The sign of a high job's verdict, and its style."""
+    if _unmeasured(job):
+        return UNSURE, "unsure"
+    return (BAD, "bad") if job["kept"] is False else (GOOD, "good")
 
 
 def _in_few_lines(verdict: str, width: int) -> list[str]:
@@ -245,15 +251,13 @@ class _Chart:
             marks[limit_row] = self.mark(self.limit)
         left = max(MARK_CELLS, *map(cells, marks.values())) + 1
         rows = chart(self.values, width - left, lines, least=self.least, most=most, limit_row=limit_row)
+        numbered = zip(reversed(range(lines)), rows, strict=True)
         span, title = f"last {duration(interval_s * (width - left))}", clip(self.title, width)
         if cells(title) + cells(span) + 2 <= width:
             title += span.rjust(width - cells(title))
         return [
             (Styled(title, "bold"),),
-            *(
-                (Styled(f"{marks.get(lines - 1 - at, '').rjust(left - 1)} ", "dim"), *row)
-                for at, row in enumerate(rows)
-            ),
+            *((Styled(marks.get(row, "").rjust(left - 1) + " ", "dim"), *line) for row, line in numbered),
         ]
 
 

@@ -15,9 +15,11 @@ OVERDUE_S = 2.0  # later than an interval after the last answer: that is said
 
 class TopState:
     """`view` (see `compare`; None before the first answer) is of the newest answer. `frozen` is the view that the table
-    goes on showing, or None. `wanted`: words to filter by. `sorted_by`: a column's title, "" for the usual order."""
+    goes on showing, or None. `wanted`: words to filter by. `sorted_by`: a column's title, "" for the usual order.
 
-    def __init__(self, interval_s: float) -> None:
+    now: seconds, of the clock that all of its methods use."""
+
+    def __init__(self, interval_s: float, now: float = 0.0) -> None:
         self.interval_s = interval_s
         self.view: dict[str, Any] | None = None
         self.frozen: dict[str, Any] | None = None
@@ -27,15 +29,13 @@ class TopState:
         self.backwards = False
         self._before: dict[str, Any] | None = None  # what rates are computed from
         self._newest: dict[str, Any] | None = None
-        self._answered_at = 0.0
+        self._answered_at = now
 
     # ---- What the daemon says.
 
     def take(self, body: dict[str, Any], now: float, *, early: bool = False) -> None:
         """An answer to GetStatus. early: before the interval is over, because something was changed; rates go on being
-        of the last whole interval and what came since, and the history waits for the next answer.
-
-        now: seconds, of the clock that `silent_s` uses."""
+        of the last whole interval and what came since, and the history waits for the next answer."""
         if self._newest is not None and _restarted(self._newest, body):
             self.history.forget_jobs()
             self._before = self._newest = None
@@ -46,12 +46,10 @@ class TopState:
             self.history.add(self.view)
         self.lost, self._answered_at = None, now
 
-    def lose(self, error: GpumuxError, now: float) -> None:
+    def lose(self, error: GpumuxError) -> None:
         """The daemon did not answer."""
         if self.lost is None:
             self.history.gap()
-        if self.view is None:
-            self._answered_at = self._answered_at or now
         self.lost = error
 
     def silent_s(self, now: float) -> float | None:
