@@ -114,8 +114,7 @@ async def screen(bodies: Sequence[dict[str, Any]], columns: int, lines: int, key
 
 def with_local_fonts(picture: str) -> str:
     """The picture without fonts from the network."""
-    picture = re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL)
-    return re.sub(r"Fira Code", "DejaVu Sans Mono", picture)
+    return re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono")
 
 
 def pixels(columns: int, lines: int) -> tuple[int, int]:

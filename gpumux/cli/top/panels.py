@@ -110,7 +110,7 @@ def verdicts(view: View, width: int, lines: int) -> list[Line]:
     for index, job in enumerate(high):
         sign, style = _sign(job)
         texts = _in_few_lines(f"{_called(job)}: {job['promise']['verdict']}", width - 3)
-        block = [(Styled(f" {sign if i == 0 else ' '} {text}", style),) for i, text in enumerate(texts)]
+        block: list[Line] = [(Styled(f" {sign if i == 0 else ' '} {text}", style),) for i, text in enumerate(texts)]
         if len(made) + len(block) > lines - (index < len(high) - 1):  # the last line may have to count the others
             made = [*made, _left_out(high[index:])] if made else block[:lines]
             break
