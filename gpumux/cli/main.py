@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import arguments
+from gpumux.cli.cluster import verbs as cluster
 from gpumux.cli.completion import SHELLS
 from gpumux.cli.setup import installation
 from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
@@ -421,6 +422,7 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
     jobs = _add(subparsers, "jobs", "list jobs, or change, profile or explain one", _JOBS)
     verbs = _job_verbs(jobs)
+    cluster.add(_add(subparsers, "cluster", "place jobs on many daemons", cluster.ABOUT), _Parser)
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
@@ -506,6 +508,7 @@ _ELSEWHERE = {
     "deploy": ("setup.deploy", "run"),
     "config": ("setup.settings", "run"),
     "keys": ("setup.keys", "run"),
+    "cluster": ("cluster.verbs", "run"),
 }
 
 

@@ -270,6 +270,8 @@ class Requests:
         handler = self._handlers.get(kind)
         if handler is None:
             self._unexpected(session, f"a {kind.__name__} is not for a daemon")
+            if kind in msg.CLUSTER_FROM_CLIENT and hasattr(message, "ref"):
+                self._context.refuse(session, message.ref, _no_coordinator())
             return
         try:
             if kind in QUEUED:
@@ -550,6 +552,12 @@ def start_load(context: DaemonContext, job: JobRecord) -> None:
     if job.loading is None and job.waiting and not job.unloading:
         record = job.loading = job.waiting.popleft()
         context.checks.submit(job, record)
+
+
+def _no_coordinator() -> ProtocolError:
+    return ProtocolError(
+        "this is a daemon, and places no jobs on others", "name the endpoint of a coordinator (`gpumux cluster up`)"
+    )
 
 
 def _spec(m: msg.OpenJob | msg.OpenGangJob, uid: int) -> JobSpec:

@@ -28,6 +28,8 @@ SOCKET_NAME = "gpumux.sock"
 CHANNEL_SUFFIX = ".chan"  # of the socket for local channels
 SYSTEM_RUNTIME = Path("/run")
 ENVIRONMENT = "GPUMUX_ENDPOINT"
+CLUSTER_ENVIRONMENT = "GPUMUX_CLUSTER"
+COORDINATOR = "cluster"  # in the place of a GPU's number
 
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._*-]+):([0-9]{1,5}|\*)")
 
@@ -81,8 +83,8 @@ def channel_path(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
     return first.with_name(first.name + CHANNEL_SUFFIX)
 
 
-def runtime_dir(gpu: int = 0, environ: Mapping[str, str] | None = None) -> Path:
-    """The directory of the daemon of `gpu` on this machine, by the rule above. Need not exist."""
+def runtime_dir(gpu: int | str = 0, environ: Mapping[str, str] | None = None) -> Path:
+    """The directory of the daemon of `gpu` on this machine, or of the COORDINATOR, by that rule. Need not exist."""
     env = os.environ if environ is None else environ
     system = SYSTEM_RUNTIME / "gpumux" / str(gpu)
     if system.is_dir():
@@ -91,7 +93,7 @@ def runtime_dir(gpu: int = 0, environ: Mapping[str, str] | None = None) -> Path:
     return Path(base) / "gpumux" / str(gpu)
 
 
-def default_endpoint(gpu: int = 0, environ: Mapping[str, str] | None = None) -> str:
+def default_endpoint(gpu: int | str = 0, environ: Mapping[str, str] | None = None) -> str:
     return f"ipc://{runtime_dir(gpu, environ) / SOCKET_NAME}"
 
 
@@ -100,6 +102,14 @@ def resolve(explicit: str | None = None, gpu: int = 0, environ: Mapping[str, str
     env = os.environ if environ is None else environ
     named = [part.strip() for part in env.get(ENVIRONMENT, "").split(",") if part.strip()]
     return parse(explicit or preferred(named) or default_endpoint(gpu, env))
+
+
+def resolve_coordinator(explicit: str = "auto", environ: Mapping[str, str] | None = None) -> Endpoint:
+    """The endpoint of a cluster's coordinator: the explicit one; for "auto" GPUMUX_CLUSTER, else the place of one on
+    this machine. Raises ConfigError if it is malformed."""
+    env = os.environ if environ is None else environ
+    named = "" if explicit == "auto" else explicit
+    return parse(named or env.get(CLUSTER_ENVIRONMENT, "").strip() or default_endpoint(COORDINATOR, env))
 
 
 def preferred(texts: Sequence[str]) -> str:

@@ -551,12 +551,140 @@ class SegmentPassed:
     nbytes: int
 
 
+# ---- Messages of a cluster: between a client and the coordinator, which decides which daemons its job runs at
+# (docs/cluster.md). The client then opens the job there itself, under the id it was placed by.
+#
+#     client -> coordinator                   coordinator -> client
+#     PlaceJob                                Done | Refusal        it waits for devices, or goes on
+#                                             JobPlaced             open it at these endpoints
+#     JobNotStarted                           (nothing)             it could not be opened there: it waits again
+#     ProgramsKnown                           (nothing)
+#                                             VacateDevices         leave these devices
+#     DevicesVacated                          (nothing)             they are free; it waits again
+#     PlacedJobEnded                          Done | Refusal
+#                                             JobAnswered           it gets no device any more
+#     DrainNode                               Done | Refusal
+#
+# GetStatus, ExplainJob and CloseJob (to cancel) have the meaning they have at a daemon. A message about an attempt that
+# is over is ignored.
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceJob:
+    """Find devices for a job -> Done; JobPlaced when it has some. `nbytes`: memory on each device; `programs`: content
+    hashes, as far as they are known; `movable`: it can go on elsewhere from a snapshot. The same again, in a new
+    session, says that the job is still there, and runs under `attempt` (0: nowhere)."""
+
+    ref: int
+    job: str
+    name: str
+    priority: int
+    devices: int
+    nbytes: int
+    programs: list[str]
+    urgency: int
+    movable: bool
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlaced:
+    """Every device is reserved: open the job at these endpoints, rank by rank. `nodes`: their names. `resumed`: it ran
+    before."""
+
+    job: str
+    attempt: int
+    endpoints: list[str]
+    nodes: list[str]
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobNotStarted:
+    """The job could not be opened where it was placed. `nbytes`: what it needs on a device, if that is more than was
+    asked for, else 0."""
+
+    job: str
+    attempt: int
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramsKnown:
+    """Content hashes of what the job runs."""
+
+    job: str
+    programs: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class VacateDevices:
+    """Leave the devices of this attempt -> DevicesVacated; it is sent again until that comes. `keep`: the job goes on
+    elsewhere; otherwise it ends."""
+
+    job: str
+    attempt: int
+    keep: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesVacated:
+    """The job holds nothing any more of what this attempt gave it."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJobEnded:
+    """The job has ended, and holds nothing any more -> Done. `fault`: why it failed, "" if it did not."""
+
+    ref: int
+    job: str
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswered:
+    """The job gets no device any more. `outcome`: "refused", "cancelled" or "failed"."""
+
+    job: str
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """Give the node no more jobs, and move those away that can be moved -> Done; `drain` False: give it jobs again.
+    For operators."""
+
+    ref: int
+    node: str
+    drain: bool
+
+
+CLUSTER_REGISTRY: dict[int, type[Any]] = {
+    52: PlaceJob, 53: JobPlaced, 54: JobNotStarted, 55: ProgramsKnown, 56: VacateDevices, 57: DevicesVacated,
+    58: PlacedJobEnded, 59: JobAnswered, 60: DrainNode,
+}  # fmt: skip
+CLUSTER_FROM_CLIENT: frozenset[type[Any]] = frozenset(
+    {PlaceJob, JobNotStarted, ProgramsKnown, DevicesVacated, PlacedJobEnded, DrainNode}
+)
+ClusterMessage = (
+    PlaceJob | JobPlaced | JobNotStarted | ProgramsKnown | VacateDevices | DevicesVacated | PlacedJobEnded | JobAnswered
+    | DrainNode
+)  # fmt: skip
+
+
 Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
     | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
+    | ClusterMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -569,13 +697,15 @@ REGISTRY: dict[int, type[Any]] = {
     37: OpenJob, 38: GetInterference,
     **SNAPSHOT_REGISTRY,
     49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
+    **CLUSTER_REGISTRY,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
-     GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT}
+     GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT,
+     *CLUSTER_FROM_CLIENT}
 )  # fmt: skip
 
 

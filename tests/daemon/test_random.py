@@ -51,6 +51,10 @@ def requests():
         st.tuples(st.just(msg.Reserve), st.tuples(jobs, st.sampled_from([0, 1, 9]), reserved, leases), st.just([])),
         st.tuples(st.just(msg.ConfirmReservation), st.tuples(jobs, leases), st.just([])),
         st.tuples(st.just(msg.ReleaseReservation), st.tuples(jobs), st.just([])),
+        st.tuples(st.just(msg.PlaceJob), st.tuples(jobs, st.just("n"), st.just(0), small, reserved, st.just([]), small,
+                  st.booleans(), small), st.just([])),
+        st.tuples(st.just(msg.PlacedJobEnded), st.tuples(jobs, st.just("")), st.just([])),
+        st.tuples(st.just(msg.DrainNode), st.tuples(st.just("n"), st.booleans()), st.just([])),
         st.tuples(st.just(msg.ProfileJob), st.tuples(jobs, st.none() | small), st.just([])),
     )  # fmt: skip
 

@@ -42,7 +42,6 @@ from gpumux.scheduler.guard.decisions import (
     Decisions,
     Hold,
     LaunchDecision,
-    LowWindow,
 )
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import (
@@ -91,10 +90,9 @@ class SlowdownGuard:
         self.bans = Bans()
         self.awaited_steps = AwaitedSteps()
         self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
-        self.low_window = LowWindow(config.low_launches, config.low_idle_launches)
-        self.decisions = Decisions(self.view, self.low_window)
+        self.decisions = Decisions(self.view)
         self.learner = CostLearner(
-            high_jobs=self.high_jobs, view=self.view, costs=self.costs, bans=self.bans, low_window=self.low_window,
+            high_jobs=self.high_jobs, view=self.view, costs=self.costs, bans=self.bans,
             cutting=self.cutting,
         )  # fmt: skip
 
