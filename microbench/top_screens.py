@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.top.app import TopApp
-from gpumux.cli.top.feed import Answered, Heard, Question
+from gpumux.cli.top.feed import Heard, Question, StatusAnswer
 from gpumux.config import Config
 from gpumux.daemon.records import Records, SessionRecord
 from gpumux.daemon.report import Identity, status
@@ -92,7 +92,7 @@ class Recorded:
 
     def start(self, tell: Callable[[Heard], object]) -> None:
         for body in self._bodies:
-            tell(Answered(body))
+            tell(StatusAnswer(body))
 
     def ask(self, question: Question) -> None:
         raise NotImplementedError("a recording answers nothing")

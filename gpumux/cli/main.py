@@ -114,7 +114,7 @@ examples:
   gpumux serve --gpu 0                  own GPU 0 until told to stop
   gpumux serve --device cpu --threads 1
   gpumux status                         the daemon, its device and its jobs
-  gpumux top                            the jobs as they run: steps/s, device share, slowdown, what is held
+  gpumux top                            the jobs as they run: promises, steps/s, device share, what is held
   gpumux trace -o trace.json            record five seconds of it; open the file in Perfetto
   gpumux interference                   which programs slow which others down, as measured
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
@@ -162,13 +162,16 @@ examples:
 """
 _TOP = """\
 Rates are of the last interval. DEVICE is device seconds a second, counted as pieces end (above 100% where
-pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job
-waits now, for how long and for whom, BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it;
-elsewhere tables follow one another.
+pieces run at once), PROMISE a high job's newest steps over the same alone, and whether that is within what was
+promised; of a low job, for which part of the interval it was held, or for how long by now, for which job and why.
+
+On a terminal it has history and keys (? lists them) where Textual is installed (pip install 'textual>=8'), else it is a
+table. Elsewhere tables follow one another.
 
 examples:
   gpumux top
   gpumux top --interval 0.5
+  gpumux top --plain                    a table without history and keys
   gpumux top --once                     measure for one interval, print, and go
   gpumux top --json | jq -c .device     one line of JSON an interval
 """

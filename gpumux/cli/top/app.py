@@ -26,7 +26,7 @@ from gpumux.cli.text import printable
 from gpumux.cli.top import columns, panels
 from gpumux.cli.top.dialogs import ChoiceScreen, ExplainScreen, help_screen
 from gpumux.cli.top.drawing import Line, Styled
-from gpumux.cli.top.feed import Answered, Broke, Heard, Lost, Question, StatusSource
+from gpumux.cli.top.feed import Broke, Heard, Lost, Question, StatusAnswer, StatusSource
 from gpumux.cli.top.state import TopState
 from gpumux.errors import GpumuxError
 from gpumux.types import Priority
@@ -172,7 +172,7 @@ class TopApp(App[None]):
     @on(Told)
     def _told(self, message: Told) -> None:
         heard, now = message.heard, self._clock()
-        if isinstance(heard, Answered):
+        if isinstance(heard, StatusAnswer):
             self.state.take(heard.body, now, early=heard.early)
         elif isinstance(heard, Lost):
             self.state.lose(heard.error)

@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from gpumux.cli.top.columns import COLUMNS
-from gpumux.cli.top.drawing import HIGH, LIMIT, LOW
+from gpumux.cli.top.drawing import BEYOND, HIGH, LIMIT, LOW
 
 SCROLLING = (
     Binding("j", "scroll_down", "down", show=False),
@@ -37,8 +37,9 @@ KEYS = (
 )
 KEY_CELLS = 9  # what stands beside longer ones is further to the right
 NOTES = (
-    f"Bars: {HIGH} high jobs, {LOW} low ones. {LIMIT * 3} in the chart of slowdown is the mean that was promised. The "
-    "chart is that of the job under the cursor if that is a high one, else of the one that is worst off.",
+    f"Bars: {HIGH} high jobs, {LOW} low ones.",
+    f"The chart of slowdown is of the job under the cursor if that is a high one, else of the one that is worst off. "
+    f"{LIMIT * 3} is the mean that was promised, {BEYOND} what is beyond.",
     "Jobs of others can't be explained or changed, unless you are an operator.",
     "TEXTUAL_THEME=textual-light is for light terminals, NO_COLOR=1 for none of the colours. With Shift the mouse "
     "selects text.",

@@ -27,7 +27,7 @@ STYLES = (
     "banner",
 )
 LEVELS = "▁▂▃▄▅▆▇█"
-LIMIT, EMPTY = "┄", "·"
+LIMIT, BEYOND, EMPTY = "┄", "▓", "·"
 HIGH, LOW = "█", "▒"
 
 
@@ -134,7 +134,7 @@ def chart(
 
     Values outside [least, most] are drawn at its ends; a known value has one eighth of a row at least, an unknown one
     (None) has nothing. limit_row: the row, from the bottom, at whose lower edge a limit lies: a dashed line stands in
-    it, and columns that reach into it have the style "bad"."""
+    it, and what reaches into it and above is shaded and has the style "bad"."""
     newest = list(values)[-width:]
     eighths = [_eighths(value, height, least, most) for value in (*[None] * (width - len(newest)), *newest)]
     rows = []
@@ -163,5 +163,6 @@ def _mark(eighths: int, row: int, limit_row: int | None) -> Styled:
     here = eighths - row * len(LEVELS)
     if here <= 0:
         return Styled(LIMIT, "limit") if row == limit_row else Styled(" ")
-    beyond = limit_row is not None and eighths > limit_row * len(LEVELS)
-    return Styled(LEVELS[min(here, len(LEVELS)) - 1], "bad" if beyond else "high")
+    if limit_row is None or row < limit_row:
+        return Styled(LEVELS[min(here, len(LEVELS)) - 1], "high")
+    return Styled(LEVELS[here - 1] if here < len(LEVELS) else BEYOND, "bad")

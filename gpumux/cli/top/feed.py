@@ -22,7 +22,7 @@ CLOSE_S = 1.0  # a daemon that hangs keeps the thread for longer; the process ne
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class StatusAnswer:
     """The body of GetStatus. early: asked for before the interval was over, because a question was put."""
 
     body: dict[str, Any]
@@ -53,7 +53,7 @@ class Question:
     refused: Callable[[GpumuxError], object]
 
 
-Heard = Answered | Lost | Broke
+Heard = StatusAnswer | Lost | Broke
 
 
 class StatusSource(Protocol):
@@ -114,7 +114,7 @@ class Feed:
         """Until the feed is closed. Raises what ends the connection."""
         early = False
         while not self._stopped.is_set():
-            tell(Answered(control.status(), early))
+            tell(StatusAnswer(control.status(), early))
             early = control.wait(self._interval_s, self._woken)
             if early:
                 self._put_questions(control)

@@ -13,7 +13,7 @@ from textual.widgets import Input, Static
 from gpumux.cli.top.app import DARK, LIGHT, JobTable, Told, TopApp
 from gpumux.cli.top.dialogs import KEYS, ChoiceScreen, ExplainScreen, TextScreen
 from gpumux.cli.top.drawing import STYLES
-from gpumux.cli.top.feed import Answered, Broke, Lost
+from gpumux.cli.top.feed import Broke, Lost, StatusAnswer
 from gpumux.errors import AdmissionRefused, DaemonGone, UnknownJob
 
 from .bodies import BREAKS, body, job, later
@@ -79,7 +79,7 @@ class Screen:
         await self.pilot.pause()
 
     async def take(self, *bodies):
-        await self.hear(*map(Answered, bodies))
+        await self.hear(*map(StatusAnswer, bodies))
 
     async def press(self, *keys):
         await self.pilot.press(*keys)
@@ -445,6 +445,6 @@ async def test_light_themes_have_colours_of_their_own():
     async with running(body()) as screen:
         dark = screen.app.screen_stack[0].query_one("#headline", Static).content.spans
         screen.app.theme = "textual-light"
-        screen.app.post_message(Told(Answered(body())))
+        screen.app.post_message(Told(StatusAnswer(body())))
         await screen.pilot.pause()
         assert screen.app.screen_stack[0].query_one("#headline", Static).content.spans != dark

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.cli.top.drawing import LEVELS, LIMIT, Styled, bar, cells, chart, clip, cut, plain, sparkline, wrap
+from gpumux.cli.top.drawing import BEYOND, LEVELS, LIMIT, Styled, bar, cells, chart, clip, cut, plain, sparkline, wrap
 
 TEXTS = st.text(st.sampled_from("ab -10ß字́"), max_size=40)
 VALUES = st.lists(st.none() | st.floats(0.0, 1e6), max_size=30)
@@ -71,10 +71,10 @@ def test_a_chart_has_its_values_and_gaps():
 
 def test_a_limit_is_a_line_that_only_what_is_beyond_it_crosses():
     top, bottom = chart([1.05, 1.1, 1.1001, 9.0], 5, 2, least=1.0, most=1.2, limit_row=1)
-    assert plain(top) == f"{LIMIT * 3}▁█"
+    assert plain(top) == f"{LIMIT * 3}▁{BEYOND}"
     assert plain(bottom) == f" ▄{LEVELS[-1] * 3}"
     assert [each.style for each in top] == ["limit", "bad"]
-    assert [each.style for each in bottom] == ["", "high", "bad"]
+    assert [each.style for each in bottom] == ["", "high"]
 
 
 def test_values_on_no_scale_are_at_its_bottom():

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from gpumux.cli.top.feed import Answered, Broke, Feed, Lost, Question
+from gpumux.cli.top.feed import Broke, Feed, Lost, Question, StatusAnswer
 from gpumux.errors import DaemonGone, NotOwner
 
 SOON_S = 30.0
@@ -74,7 +74,7 @@ def question(put, heard):
 def test_every_interval_has_an_answer(feeding, heard):
     control = FakeControl([{"n": 1}, {"n": 2}, {"n": 3}])
     feed = feeding(control)
-    assert [heard.get(timeout=SOON_S) for _ in range(3)] == [Answered({"n": n}) for n in (1, 2, 3)]
+    assert [heard.get(timeout=SOON_S) for _ in range(3)] == [StatusAnswer({"n": n}) for n in (1, 2, 3)]
     feed.close()
     assert control.closed == 1
     assert heard.empty()
@@ -83,11 +83,11 @@ def test_every_interval_has_an_answer(feeding, heard):
 def test_a_question_is_put_at_once_and_the_next_answer_is_early(feeding, heard):
     control = FakeControl([{"n": 1}])
     feed = feeding(control)
-    assert heard.get(timeout=SOON_S) == Answered({"n": 1})
+    assert heard.get(timeout=SOON_S) == StatusAnswer({"n": 1})
     control.answers.append({"n": 2})
     feed.ask(question(lambda asked: asked is control, heard))
     assert heard.get(timeout=SOON_S) == ("answer", True)
-    assert heard.get(timeout=SOON_S) == Answered({"n": 2}, early=True)
+    assert heard.get(timeout=SOON_S) == StatusAnswer({"n": 2}, early=True)
 
 
 def test_a_refusal_is_told_and_the_connection_stays(feeding, heard):
@@ -102,7 +102,7 @@ def test_a_refusal_is_told_and_the_connection_stays(feeding, heard):
 
     feed.ask(question(refuse, heard))
     assert heard.get(timeout=SOON_S) == ("refused", error)
-    assert heard.get(timeout=SOON_S) == Answered({"n": 2}, early=True)
+    assert heard.get(timeout=SOON_S) == StatusAnswer({"n": 2}, early=True)
     assert control.closed == 0
 
 
@@ -112,7 +112,7 @@ def test_a_daemon_that_goes_is_told_and_the_next_one_is_found(feeding, heard, mo
     first, second = FakeControl([{"n": 1}, gone]), FakeControl([{"n": 2}])
     feeding(first, gone, gone, second)
     found = [heard.get(timeout=SOON_S) for _ in range(5)]
-    assert found == [Answered({"n": 1}), Lost(gone), Lost(gone), Lost(gone), Answered({"n": 2})]
+    assert found == [StatusAnswer({"n": 1}), Lost(gone), Lost(gone), Lost(gone), StatusAnswer({"n": 2})]
     assert first.closed == 1
 
 
@@ -136,7 +136,7 @@ def test_a_daemon_that_goes_during_a_question_refuses_it(feeding, heard, monkeyp
         raise gone
 
     feed.ask(question(lose, heard))
-    assert [heard.get(timeout=SOON_S) for _ in range(3)] == [("refused", gone), Lost(gone), Answered({"n": 2})]
+    assert [heard.get(timeout=SOON_S) for _ in range(3)] == [("refused", gone), Lost(gone), StatusAnswer({"n": 2})]
 
 
 def test_a_bug_is_told(feeding, heard):

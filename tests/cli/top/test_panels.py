@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.cli.top import panels
-from gpumux.cli.top.drawing import LIMIT, cells, plain
+from gpumux.cli.top.drawing import BEYOND, LIMIT, cells, plain
 from gpumux.cli.top.history import History
 from gpumux.cli.top.rates import compare
 from gpumux.cli.top.state import TopState
@@ -178,7 +178,7 @@ def test_a_slowdown_far_beyond_its_limit_leaves_the_limit_in_the_picture():
     history.add(found)
     made = drawn(found, history, 60, 40)
     assert any(" 1.10 ┄" in line for line in made)
-    assert "█" in made[1]
+    assert BEYOND in made[1]
 
 
 def test_a_promise_close_to_1_has_digits_enough():
