@@ -104,7 +104,7 @@ class TopApp(App[None]):
     JobTable:focus { background-tint: $foreground 0%; }
     JobTable > .datatable--cursor { background: $primary 35%; color: $foreground; }
     Input { border: none; height: 1; padding: 0 1; }
-    ModalScreen { align: center middle; }
+    ModalScreen { align: center middle; background: $background 60%; }
     .dialog { width: 90%; max-width: 100; height: auto; max-height: 90%; border: round $primary; padding: 0 1;
               background: $surface; scrollbar-size-vertical: 1; }
     .dialog Static { text-wrap: wrap; }

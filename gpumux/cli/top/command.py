@@ -28,13 +28,15 @@ from gpumux.cli.top.rates import compare
 NAME_CHARS = 32
 HEADER = ("JOB", "NAME", "PRIORITY", "STATE", "STEP/S", "DEVICE", "PROMISE", "HELD", "BANS", "QUEUED", "MEMORY")
 INSTALL = "history, sorting, filter, explanations and keys: pip install 'textual>=8'"
+STREAMS = "history, sorting, filter, explanations and keys: where stdin and stderr are the terminal, too"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 _BOLD, _ALARM, _PLAIN = "\x1b[7m", "\x1b[31;1m", "\x1b[0m"
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.once or args.json or args.plain) and _is_screen() and _has_textual():
+    hint = _hint(args)
+    if hint is None and not (args.once or args.json) and _is_screen():
         return _show(args)
     with Control(args.endpoint, args.timeout) as control:
         try:
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
                     emit(json.dumps(view, sort_keys=True))
                     sys.stdout.flush()
             elif _is_screen():
-                _draw(control, args.interval, "" if args.plain else INSTALL)
+                _draw(control, args.interval, hint or "")
             else:
                 if sys.stderr.isatty():
                     sys.stderr.write("gpumux top: the output is no terminal, so tables follow one another\n")
@@ -65,8 +67,14 @@ def _is_screen() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _has_textual() -> bool:
-    return find_spec("textual") is not None
+def _hint(args: argparse.Namespace) -> str | None:
+    """What the last line of the table says on a terminal; None if the screen with Textual can be had instead."""
+    if args.plain:
+        return ""
+    if find_spec("textual") is None:
+        return INSTALL
+    # Textual reads keys from stdin, and writes to stderr.
+    return None if all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr)) else STREAMS
 
 
 def _show(args: argparse.Namespace) -> int:

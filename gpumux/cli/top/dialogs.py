@@ -32,7 +32,7 @@ KEYS = (
     ("< >", "sort by the next column to the left or right"),
     ("r", "sort backwards"),
     ("a click on a title:", "sort by that column, and backwards"),
-    ("space", "keep the table as it is; what is said of promises goes on"),
+    ("space", "freeze the table; what is said of promises goes on"),
     ("Ctrl-Z", "back to the shell, until `fg`"),
 )
 KEY_CELLS = 9  # what stands beside longer ones is further to the right

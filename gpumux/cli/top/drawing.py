@@ -52,7 +52,7 @@ def char_cells(char: str) -> int:
 
 
 def cells(text: str) -> int:
-    return sum(map(char_cells, text))
+    return len(text) if text.isascii() else sum(map(char_cells, text))
 
 
 def clip(text: str, width: int) -> str:

@@ -312,7 +312,7 @@ def notes(state: TopState, matches: int, width: int) -> list[Line]:
     """What is special about the rows that are shown: filter, order, a table that stays as it is."""
     parts = []
     if state.frozen is not None:
-        parts.append("table kept as it was (space goes on)")
+        parts.append("table frozen (space goes on)")
     if state.wanted.strip() and state.shown is not None:
         parts.append(
             f"'{printable(state.wanted.strip())}': {matches} of {counted(len(state.shown['jobs']), 'job')} (Esc: all)"

@@ -109,11 +109,15 @@ def all_of(master):
 
 
 @pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt, 0), (DaemonGone("it left"), EX_FAILED)])
-@pytest.mark.parametrize("flags", [[], ["--plain"]])
-def test_without_textual_a_terminal_gets_a_table_and_its_keys_back(flags, end, code, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("flags", "installed", "hint"),
+    [([], False, command.INSTALL), ([], True, command.STREAMS), (["--plain"], True, "")],
+)
+def test_without_textual_a_terminal_gets_a_table_and_its_keys_back(
+    flags, installed, hint, end, code, monkeypatch, capsys
+):
     """The screen is restored on every way out; the last line says how to get more, but where less was asked for."""
-    if not flags:
-        monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: object() if installed else None)
     master, slave = pty.openpty()
     before = command.termios.tcgetattr(slave)
     with os.fdopen(slave, "w", buffering=1) as terminal, os.fdopen(os.dup(slave)) as keyboard:
@@ -131,11 +135,11 @@ def test_without_textual_a_terminal_gets_a_table_and_its_keys_back(flags, end, c
     last = drawn.split(command._HOME)[-1]
     rows = last.split("\r\n")
     assert len(rows) == 8
-    if flags:
-        assert "... 3 more" in rows[-1]
-    else:
+    if hint:
         assert "... 4 more" in rows[-2]
-        assert command.INSTALL[:50] in rows[-1]
+        assert hint[:50] in rows[-1]
+    else:
+        assert "... 3 more" in rows[-1]
 
 
 class ErrorTerminal(io.StringIO):

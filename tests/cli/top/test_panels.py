@@ -213,7 +213,7 @@ def test_what_is_special_about_the_rows_is_said():
     assert noted() == ""
     assert noted(wanted=" high ") == " 'high': 1 of 3 jobs (Esc: all)"
     assert noted(sorted_by="MEMORY", backwards=True) == " by MEMORY, backwards"
-    assert noted(frozen={"jobs": []}).startswith(" table kept as it was (space goes on)")
+    assert noted(frozen={"jobs": []}).startswith(" table frozen (space goes on)")
 
 
 def test_a_table_without_rows_says_why_and_what_to_do():
