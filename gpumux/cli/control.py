@@ -127,7 +127,8 @@ class Control:
         self._receive(msg.Done, ref)
 
     def explain(self, job: str) -> dict[str, Any]:
-        """Why the job is slow or held: {job, short, sentences, story (its newest lines)}."""
+        """How the job fares, why, and what to do: {job, short, verdict, causes, remedies, sentences, story}, as
+        docs/protocol.md has them."""
         ref = next(self._refs)
         self._send(msg.ExplainJob(ref, job))
         return self._receive(msg.Report, ref).body

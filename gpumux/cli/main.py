@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import logging
 import os
 import platform
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import arguments
-from gpumux.cli.cluster import verbs as cluster
+from gpumux.cli.cluster import arguments as cluster
 from gpumux.cli.completion import SHELLS
 from gpumux.cli.setup import installation
 from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
@@ -105,7 +106,7 @@ JOB_VERBS = {
     "priority": "make a job high or low",
     "weight": "change a job's share among jobs of its priority",
     "profile": "write what a job's operators cost, for `gpumux simulate`",
-    "explain": "say why a job is slow or held back, by which neighbour, and until when",
+    "explain": "say how a job fares, why, and what to do about it",
 }
 
 _EXAMPLES = """\
@@ -157,7 +158,7 @@ examples:
   gpumux jobs weight j3 2.5             its share among jobs of its priority
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
-  gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
+  gpumux jobs explain j3                how it fares, by which neighbour it is slow or held, and what to do about it
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _TOP = """\
@@ -443,6 +444,7 @@ def build_parser() -> argparse.ArgumentParser:
     instead = settings.add_mutually_exclusive_group()
     instead.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
     instead.add_argument("--reference", action="store_true", help="docs/configuration.md")
+    instead.add_argument("--json", action="store_true", help="print JSON, for scripts")
     settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
@@ -458,7 +460,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--endpoint", metavar="URL", type=kind, default=given, help=where)
         wait = given or 5.0
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=wait, help="how long to wait for it")
-    for sub in (status, top, pairs, trace, jobs, doctor, simulate, settings, version, *verbs):
+    for sub in (status, top, pairs, trace, jobs, doctor, simulate, version, *verbs):
         unless = argparse.SUPPRESS if sub in verbs else False
         sub.add_argument("--json", action="store_true", default=unless, help="print JSON, for scripts")
     return parser
@@ -518,6 +520,8 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of jobs and files need not fit a terminal's encoding
     parser = build_parser()
     try:
         args = parser.parse_args(argv)

@@ -78,7 +78,17 @@ class DaemonAway:
     reason: str
 
 
-Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | ClusterEvent
+@dataclass(frozen=True, slots=True)
+class PromiseSeen:
+    """What a daemon says of its high job: whether its promise is kept (None: it has none, or nothing is known yet), and
+    its verdict in a line (scheduler/verdict.py)."""
+
+    node: str
+    kept: bool | None
+    verdict: str
+
+
+Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | PromiseSeen | ClusterEvent
 
 
 # ---- Actions.
@@ -135,6 +145,8 @@ class DaemonRecord:
     endpoints: tuple[str, ...]
     away_since: float = inf
     why_away: str = ""
+    kept: bool | None = None  # its high job's promise, and what it says of it
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,7 @@ class Coordinator:
         self._names = names
         self._sessions: dict[SessionId, Peer] = {}
         self._programs: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()  # of a user's jobs, by name
-        self._actions: list[Action] = []
+        self._to_do: list[Action] = []
         self._asked: set[int] = set()  # attempts whose client was asked to leave, by this happening
         now = self._now = self.placement.now if now is None else now
         self._fed = False  # whether what happened was passed to the placement
@@ -205,12 +217,15 @@ class Coordinator:
                 self._found(happening)
             case DaemonAway():
                 self._lost_sight(happening)
+            case PromiseSeen():
+                daemon = self.daemons[happening.node]
+                daemon.kept, daemon.verdict = happening.kept, happening.verdict
             case _:
                 self._feed(happening)
         self._give_up()
         if not self._fed:
             self._feed(ev.TimePassed())
-        actions, self._actions = self._actions, []
+        actions, self._to_do = self._to_do, []
         return actions
 
     @property
@@ -244,7 +259,7 @@ class Coordinator:
     def _carry_out(self, command: ClusterCommand) -> None:
         match command:
             case ev.ReserveDevice() | ev.ConfirmDevice() | ev.ReleaseDevice():
-                self._actions.append(Order(command))
+                self._to_do.append(Order(command))
             case ev.StartJob():
                 self.counts["started"] += 1
                 self._tell_place(self.jobs[command.job])
@@ -256,11 +271,11 @@ class Coordinator:
                 self._note(f"node {command.node} is drained: no job of the cluster runs there")
 
     def _note(self, text: str) -> None:
-        self._actions.append(Note(text))
+        self._to_do.append(Note(text))
 
     def _tell(self, session: SessionId | None, message: Message) -> None:
         if session is not None:
-            self._actions.append(Tell(session, message))
+            self._to_do.append(Tell(session, message))
 
     # ---- daemons
 
@@ -516,14 +531,15 @@ class Coordinator:
         """The body of GetStatus. Scripts read it (`gpumux cluster status --json`): fields may be added, not changed.
 
         nodes  [{name, host, endpoint, state ("up", "away", "draining"), memory_bytes, used_bytes (by the cluster's
-               jobs), max_jobs, jobs (how many), high (whether one of them is)}]
+               jobs), max_jobs, jobs (how many), high (whether one of them is), kept (its promise; None: not known),
+               verdict (the daemon's line about it)}]
         jobs   [{job, short, name, user, priority, devices, memory_bytes, state (gpumux/cluster/jobs.py, JobPhase),
                nodes, since_s (in that place, or in the queue), moves, why (it waits, or is where it is), mine}]; of
                others' jobs, job, name and why are ""
         counts of jobs since the start; pairs: of programs whose cost is known
         """
         now = self._now
-        jobs = []
+        jobs: list[dict[str, Any]] = []
         for record in self.jobs.values():
             placed = self.placement.jobs[record.id]
             mine = record.uid == peer.uid or self.config.access.may_operate(peer)
@@ -553,6 +569,15 @@ class Coordinator:
             "pairs": len(self.placement.costs),
         }
 
+    def waited(self) -> dict[Priority, float]:
+        """For how long the job of each class that waits longest has waited, in seconds; 0 where none waits."""
+        found = dict.fromkeys(Priority, 0.0)
+        for job in self.placement.jobs.values():
+            if not job.holds:
+                waited = self._now - job.submitted_at
+                found[job.request.priority] = max(found[job.request.priority], waited)
+        return found
+
     def _node(self, daemon: DaemonRecord) -> dict[str, Any]:
         node = self.placement.nodes.get(daemon.node)
         devices = [] if node is None else node.devices
@@ -568,6 +593,8 @@ class Coordinator:
             "max_jobs": sum(device.facts.max_jobs for device in devices),
             "jobs": sum(len(device.jobs) for device in devices),
             "high": any(device.high is not None for device in devices),
+            "kept": None if away else daemon.kept,
+            "verdict": "" if away else daemon.verdict,
         }
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpumux.client.session import Session
 from gpumux.cluster import events as ev
 from gpumux.cluster.events import DeviceFacts, PairMeasured
-from gpumux.coordinator.core import DaemonAway, DaemonFound, Happening, Order
+from gpumux.coordinator.core import DaemonAway, DaemonFound, Happening, Order, PromiseSeen
 from gpumux.errors import DaemonGone, GpumuxError
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import parse
@@ -53,6 +53,7 @@ class DaemonLink:
         self._report = report
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._pairs: dict[tuple[str, str], tuple[float, float, int]] = {}  # as reported last
+        self._seen = PromiseSeen(address.node, None, "")  # as reported last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"gpumux-{address.node}", daemon=True)
         self._thread.start()
@@ -99,6 +100,7 @@ class DaemonLink:
             now = time.monotonic()
             if now >= learn_at:
                 self._learn(session)
+                self._judge(session)
                 learn_at = now + LEARN_EVERY_S
             try:
                 order = self._orders.get(timeout=LOOK_EVERY_S)
@@ -132,6 +134,22 @@ class DaemonLink:
             if self._pairs.get(key) != figures:
                 self._pairs[key] = figures
                 self._report(PairMeasured(key[0], key[1], *figures))
+
+    def _judge(self, session: Session) -> None:
+        """Report what the daemon says of its high job, if that is new. There may be several that were not placed by a
+        cluster: the one that fares worst counts."""
+        body: dict[str, Any] = session.call(msg.GetStatus(0), timeout=ANSWER_S)[0].body
+        promises = [job["promise"] for job in body["jobs"] if job["priority"] == "high" and job["promise"]]
+        known = [promise for promise in promises if promise.get("kept") is not None]
+        worst = min(known, key=lambda promise: bool(promise["kept"]), default=None)
+        seen = PromiseSeen(
+            self.address.node,
+            None if worst is None else bool(worst["kept"]),
+            "" if worst is None else str(worst["verdict"]),
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._report(seen)
 
     def _carry_out(self, session: Session, order: Order) -> None:
         command = order.command

@@ -10,7 +10,9 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from math import inf
+from typing import TypeVar
 
 import zmq
 
@@ -23,6 +25,8 @@ from gpumux.wire.router import Router
 log = logging.getLogger("gpumux.coordinator")
 
 LONGEST_WAIT_S = 1.0
+ASK_S = 5.0
+T = TypeVar("T")
 
 
 class CoordinatorLoop:
@@ -30,7 +34,7 @@ class CoordinatorLoop:
     clock goes on from what it was when it was kept."""
 
     def __init__(
-        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], journal: Journal | None,
+        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], *, journal: Journal | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.coordinator = coordinator
@@ -38,6 +42,7 @@ class CoordinatorLoop:
         self._journal = journal
         self._clock = clock
         self._ahead = coordinator.placement.now - clock()
+        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._stop_reason: str | None = None
@@ -50,6 +55,13 @@ class CoordinatorLoop:
         """Have `run` return. From any thread, or a signal handler."""
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
+
+    def ask(self, question: Callable[[Coordinator], T]) -> T:
+        """What the loop's thread finds for this question, for another thread. Raises TimeoutError after ASK_S."""
+        answer: Future[T] = Future()
+        self._questions.put(lambda: answer.set_result(question(self.coordinator)))
+        self._wakeup.set()
+        return answer.result(ASK_S)
 
     def _report(self, happening: Happening) -> None:
         self._news.put(happening)
@@ -66,6 +78,8 @@ class CoordinatorLoop:
                 self._handle(arrival)
             while not self._news.empty():
                 self._handle(self._news.get())
+            while not self._questions.empty():
+                self._questions.get()()
             if self._now() >= self.coordinator.due:
                 self._handle(None)
 

@@ -14,6 +14,7 @@ from gpumux.coordinator.config import ClusterFile
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig
 from gpumux.coordinator.journal import Journal
 from gpumux.coordinator.loop import CoordinatorLoop
+from gpumux.coordinator.metrics import serve_metrics
 from gpumux.coordinator.names import names_of
 from gpumux.daemon import logs
 from gpumux.daemon.config_reload import wire_limits
@@ -80,9 +81,11 @@ def serve(config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequ
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()
-    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal)
+    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
+    if config.metrics_port >= 0:
+        serve_metrics(loop, config.metrics_host, config.metrics_port, stack)
     log.info(
         "gpumux %s coordinates %d daemons at %s", __version__, len(cluster.daemons), ", ".join(router.addresses)
     )  # fmt: skip

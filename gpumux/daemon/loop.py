@@ -21,6 +21,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, Final
@@ -317,6 +318,7 @@ class Loop:
                 self.snapshots.publish(self.figures())
             except Exception as error:  # noqa: BLE001
                 self._bugs.in_report("a reading of the metrics", error)
+                self.snapshots.fail()  # the next scrape tries again, and not the next turn
         if now >= self._learned.due:
             try:
                 self._learned.save()
@@ -508,7 +510,9 @@ class Loop:
     def figures(self) -> Figures:
         """The figures that the gauges show."""
         newest, pairs = self._snapshot_requests.newest_snapshot, self._learned.figures()
-        return report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest, pairs)
+        found = report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest, pairs)
+        # it leaves as soon as it is told to, though jobs still have their last snapshots taken
+        return found if self._stop_reason is None else replace(found, leaving=self._stop_reason)
 
 
 def _level(session: SessionRecord) -> int:

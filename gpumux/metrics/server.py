@@ -14,7 +14,6 @@ import re
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from functools import cache
@@ -69,29 +68,31 @@ def body(figures: Figures, version: str) -> dict[str, Any]:
 # ---- Health, for probes: is the dispatch loop alive, and does the daemon take work.
 
 
-STUCK_S = 30.0  # the loop has not turned for so long: as the watchdog of the systemd unit has it
+STUCK_S = 30.0  # the loop has left a question unanswered for so long: as the watchdog of the systemd unit has it
 PLACES = "there is nothing here: see /, /metrics, /healthz and /readyz\n"
 
 
-def health(figures: Figures | None, now: float) -> tuple[bool, str]:
-    """Whether the daemon lives (/healthz), in a word or sentence: its loop turns, or it is still starting. now: Unix
-    time."""
-    if figures is None:
-        return True, "starting"
-    silent = now - figures.when
-    return (True, "ok") if silent < STUCK_S else (False, f"the dispatch loop has not turned for {silent:.0f} s")
+def health(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
+    """Whether the daemon lives (/healthz), in a word or sentence: its loop turns, or it is still starting. silent_s:
+    for how long the loop has left a question unanswered. The age of the figures does not tell, since they are as old as
+    the last question is long ago."""
+    if silent_s > 0.0:
+        return silent_s < STUCK_S, f"the dispatch loop has not turned for {silent_s:.0f} s"
+    return True, "starting" if figures is None else "ok"
 
 
-def readiness(figures: Figures | None, now: float) -> tuple[bool, str]:
-    """Whether the daemon takes work (/readyz), in a word or sentence. now: Unix time."""
+def readiness(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
+    """Whether the daemon takes work (/readyz), in a word or sentence; `silent_s` as for `health`."""
     if figures is None:
         return False, "starting"
     if figures.leaving:
         return False, f"leaving: {figures.leaving}"
-    return health(figures, now)
+    return health(figures, silent_s)
 
 
-def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -> App:
+def with_page(
+    metrics: App, fetch: Callable[[], Figures | None], silent_s: Callable[[], float], version: str
+) -> App:  # fmt: skip
     """`metrics` at /metrics, with the page at / and its data at /status.json, and /healthz and /readyz for probes;
     404 for anything else."""
     page = files("gpumux.metrics").joinpath("page.html").read_bytes()
@@ -113,7 +114,8 @@ def with_page(metrics: App, fetch: Callable[[], Figures | None], version: str) -
             else:
                 content = json.dumps(body(figures, version), allow_nan=False).encode()
         elif path in probes:
-            well, said = probes[path](fetch(), time.time())
+            figures = fetch()
+            well, said = probes[path](figures, silent_s())
             kind, content = "text/plain; charset=utf-8", f"{said}\n".encode()
             status = "200 OK" if well else "503 Service Unavailable"
         elif path != "/":
@@ -247,8 +249,10 @@ class MetricsServer:
         self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
     ) -> None:  # fmt: skip
         self._fetch: Callable[[], Figures | None] = _nothing_yet
+        self._silent_s: Callable[[], float] = _never_silent
         try:
-            app = _one_at_a_time(with_page(make_wsgi_app(registry), lambda: self._fetch(), __version__))
+            page = with_page(make_wsgi_app(registry), lambda: self._fetch(), lambda: self._silent_s(), __version__)
+            app = _one_at_a_time(page)
             app = for_allowed_hosts(app, [host, *allowed_hosts])
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
@@ -262,9 +266,9 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpumux-metrics", daemon=True)
         self._thread.start()
 
-    def watch(self, fetch: Callable[[], Figures | None]) -> None:
-        """Set the source of the page's figures."""
-        self._fetch = fetch
+    def watch(self, fetch: Callable[[], Figures | None], silent_s: Callable[[], float] | None = None) -> None:
+        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered."""
+        self._fetch, self._silent_s = fetch, silent_s or _never_silent
 
     def close(self) -> None:
         """Stop serving and release the port."""
@@ -276,3 +280,7 @@ class MetricsServer:
 
 def _nothing_yet() -> None:
     """Figures of a daemon that is starting: none."""
+
+
+def _never_silent() -> float:
+    return 0.0

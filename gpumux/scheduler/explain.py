@@ -316,7 +316,7 @@ def lasted(seconds: float) -> str:
 
 def _gap(state: SchedulerState, hold: Hold) -> str:
     again = (
-        f"asked again {lasted(hold.until - hold.since)} after that"
+        f"asked again {lasted(hold.until - hold.since)} after it began to be held"
         if hold.until < inf
         else "asked again when low work that is out has ended"
     )

@@ -47,9 +47,13 @@ def verdict(figures: dict[str, Any], now: float) -> str:
 
 
 def _of(value: float, limit: float) -> str:
-    """A value and its limit, with as many digits as show that a value above the limit is."""
+    """A value and its limit, with as many digits as show that a value above the limit is; with MOST_DIGITS such a value
+    is rounded up."""
     digits = 2
-    while value > limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
+    while value > limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        if digits == MOST_DIGITS:
+            value = round(limit, digits) + 10.0**-digits
+            break
         digits += 1
     return f"{value:.{digits}f} of {limit:.{digits}f}"
 

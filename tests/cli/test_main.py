@@ -333,6 +333,8 @@ def test_an_explanation_is_verdict_causes_and_commands_and_more_only_if_asked():
     ]  # fmt: skip
     whole = jobs.explanation(job(priority="high"), body, story=True)
     assert whole[-5:] == ["all that is known", "  All of it.", "", "what happened last", "  1.0 job opened"]
+    named = jobs.explanation(job(priority="high"), body, endpoint="ipc:///tmp/a b.sock")
+    assert "    $ gpumux jobs pause j2 --endpoint 'ipc:///tmp/a b.sock'" in named
     nothing = jobs.explanation(job(), {**body, "causes": [], "remedies": []})
     assert "why" not in nothing
     assert "what to do" not in nothing

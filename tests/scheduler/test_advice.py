@@ -89,6 +89,9 @@ def test_a_low_job_that_costs_next_to_nothing_is_not_blamed():
         " the cause lies elsewhere."
     )
     assert commands(advice) == ["gpumux trace -o trace.json", "gpumux doctor"]
+    for low_costs in job.costs.by_low.values():
+        low_costs.typical.mean = 0.0001
+    assert advised(simulation, "important").causes[0] == "No low job is known to cost it anything."
 
 
 def test_another_users_job_is_not_offered_to_be_paused():
@@ -107,17 +110,44 @@ def test_another_users_job_is_not_offered_to_be_paused():
 
 def test_a_low_job_that_is_held_says_for_whom_why_and_what_gives_it_room():
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(HOG, "hog"))
-    seen = []
+    important, seen, of_others = ident(simulation, "important"), [], []
     for steps in range(100, 900, 50):
         simulation.run(steps=steps)
         advice = advised(simulation, "hog")
         if advice.verdict.startswith("held for ") and any("too long" in cause for cause in advice.causes):
             seen.append(advice)
+            of_others.append(
+                simulation.scheduler.advise(ident(simulation, "hog"), lambda job: "j7" if job == important else None)
+            )
     assert seen
+    for advice in of_others:  # a job that is not the reader's can't be changed by the reader
+        assert advice.verdict.endswith(", for job j7")
+        assert commands(advice) == []
+        assert any("ask the owner of j7" in remedy.text for remedy in advice.remedies)
     for advice in seen:
         assert advice.verdict.endswith(", for job 'important'")
         assert "smaller batch" in advice.remedies[0].text
         assert f"gpumux jobs explain {ident(simulation, 'important')}" in commands(advice)
+
+
+def test_a_low_job_that_was_held_for_most_of_its_life_says_so_in_a_moment_in_which_it_is_not():
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(FULL, "lesser"))
+    seen = set()
+    for look in range(50, 250):
+        simulation.run(seconds=0.00137 * look)
+        advice = advised(simulation, "lesser")
+        (so_far,) = [cause for cause in advice.causes if cause.startswith("Since it opened ")]
+        part = re.search(r"it was held for (\d+)% of the time: (\w+) (\d+)%", so_far)
+        assert part is not None
+        assert 10 <= int(part[3]) <= int(part[1]) <= 100
+        held = advice.verdict.startswith("held for ")
+        assert advice.remedies
+        assert held or commands(advice) == []
+        seen.add(held)
+    assert seen == {True, False}
+    alone = world(low(FULL, "lesser"))
+    alone.run(seconds=0.1)
+    assert advised(alone, "lesser").causes == []
 
 
 @pytest.mark.parametrize("name", ["high", "low"])

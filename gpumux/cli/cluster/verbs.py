@@ -14,56 +14,10 @@ from gpumux.cli.control import START_COORDINATOR, Control
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError, DaemonGone, UnknownJob
 from gpumux.wire import messages as msg
-from gpumux.wire.endpoint import living_holder, resolve_coordinator
+from gpumux.wire.endpoint import Endpoint, check_listening, living_holder, resolve_coordinator
 
 LEAVE_S = 15.0
 GIB = 2**30
-
-VERBS = {
-    "up": "run the coordinator of some daemons, until Ctrl-C",
-    "status": "show the coordinator's daemons and how full they are",
-    "jobs": "list the jobs of the cluster, where they are and why they wait",
-    "explain": "say why a job waits, or where it is",
-    "cancel": "end a job, wherever it is",
-    "drain": "give a node no more jobs, and move away those that can be moved",
-    "down": "stop the coordinator of this machine; jobs go on where they run",
-}
-
-ABOUT = """\
-examples:
-  gpumux cluster up ipc:///run/gpumux/0/gpumux.sock ipc:///run/gpumux/1/gpumux.sock
-  gpumux cluster up cluster.toml --state-dir /var/lib/gpumux/cluster
-  gpumux cluster status
-  gpumux cluster drain box:0        # and `--undo` when it may have jobs again
-
-A training loop asks for a place with client.submit(..., cluster="auto"), and gpus=4 for four of them. A cluster's file
-has names, quotas and weights beside endpoints: see docs/cluster.md.
-"""
-
-
-def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> None:
-    """The verbs of `gpumux cluster`."""
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=parser_class)
-    made = {
-        name: verbs.add_parser(name, help=meaning, description=meaning[0].upper() + meaning[1:] + ".")
-        for name, meaning in VERBS.items()
-    }
-    up = made["up"]
-    up.add_argument("daemons", metavar="ENDPOINT|FILE.toml", nargs="+", help="the daemons, or the cluster's file")
-    up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
-    up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
-    up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
-    for name in ("explain", "cancel"):
-        made[name].add_argument("job", metavar="JOB", help="its id, the beginning of one, or its name")
-    made["drain"].add_argument("node", metavar="NODE", help="a node's name, or a host's for all of its nodes")
-    made["drain"].add_argument("--undo", action="store_true", help="it may have jobs again")
-    for name, verb in made.items():
-        if name != "up":
-            where = "which coordinator (also GPUMUX_CLUSTER; default: the one of this machine)"
-            verb.add_argument("--cluster", metavar="URL", default="auto", help=where)
-            verb.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait for it")
-        if name in ("status", "jobs", "explain"):
-            verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +56,7 @@ def _up(args: argparse.Namespace) -> int:
     if len(files) > 1 or (files and len(args.daemons) > 1):
         raise ConfigError("a cluster's file beside other daemons", "name all of them in the file, or none")
     cluster = load(Path(files[0])) if files else of_endpoints(args.daemons)
-    given = {"state_dir": args.state_dir, "endpoint": args.endpoint}
+    given = {"state_dir": args.state_dir, "endpoint": args.endpoint, "metrics_port": args.metrics_port}
     environ = {key: value for key, value in os.environ.items() if key != "GPUMUX_ENDPOINT"}  # a daemon's
     return serve(config.load(given, environ, args.config), cluster)
 
@@ -119,12 +73,20 @@ def _down(args: argparse.Namespace) -> int:
     except PermissionError:
         raise ConfigError(f"the coordinator, process {pid}, is another user's", "ask that user, or root") from None
     until = time.monotonic() + LEAVE_S
-    while living_holder(found.path) == pid:
+    while _listens(found):
         if time.monotonic() > until:
             raise DaemonGone(f"the coordinator, process {pid}, has not stopped in {LEAVE_S:g} s", "see its log")
         time.sleep(0.05)
     emit("the coordinator has stopped; jobs go on where they run")
     return 0
+
+
+def _listens(endpoint: Endpoint) -> bool:
+    try:
+        check_listening(endpoint, "")
+    except DaemonGone:
+        return False
+    return True
 
 
 def _find(jobs: Sequence[dict[str, Any]], text: str) -> str:
@@ -145,7 +107,7 @@ def _status(body: dict[str, Any]) -> str:
     rows = [
         [
             printable(node["name"]), printable(node["host"]), node["state"], str(node["jobs"]),
-            "yes" if node["high"] else "no", f"{node['used_bytes'] / GIB:.1f} of {node['memory_bytes'] / GIB:.1f} GiB",
+            _promise(node), f"{node['used_bytes'] / GIB:.1f} of {node['memory_bytes'] / GIB:.1f} GiB",
             printable(node["why"] or node["endpoint"]),
         ]
         for node in nodes
@@ -158,6 +120,13 @@ def _status(body: dict[str, Any]) -> str:
     if not rows:
         return first
     return first + "\n\n" + table(("NODE", "HOST", "STATE", "JOBS", "HIGH", "MEMORY", "WHERE, OR WHY NOT"), rows)
+
+
+def _promise(node: dict[str, Any]) -> str:
+    """Whether the node has a high job, and how that fares."""
+    if not node["high"]:
+        return "no"
+    return {None: "yes", True: "kept", False: "BROKEN"}[node["kept"]]
 
 
 def _jobs(jobs: Sequence[dict[str, Any]]) -> str:

@@ -91,8 +91,8 @@ class JobTable(DataTable[Text]):
 
 
 class TopApp(App[None]):
-    """feed: asks the daemon; started and closed here. endpoint: what the daemon is called on the screen. clock: in
-    seconds, rising."""
+    """feed: asks the daemon; started and closed here. endpoint: what the daemon is called on the screen. given: what
+    --endpoint said, for commands to paste. clock: in seconds, rising."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -128,12 +128,18 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self, feed: StatusSource, interval_s: float, endpoint: str, clock: Callable[[], float] = time.monotonic
+        self,
+        feed: StatusSource,
+        interval_s: float,
+        endpoint: str,
+        *,
+        given: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self.state = TopState(interval_s, clock())
         self.broke: BaseException | None = None  # a bug that ended the feed
-        self._feed, self._endpoint, self._clock = feed, endpoint, clock
+        self._feed, self._endpoint, self._given, self._clock = feed, endpoint, given, clock
         self._jobs: list[columns.Job] = []  # of the rows of the table
         self._columns: list[tuple[columns.Column, int]] = []
         self._headings: list[str] = []
@@ -380,7 +386,8 @@ class TopApp(App[None]):
 
         def show(body: dict[str, Any]) -> None:
             if screen.is_attached:
-                screen.show(*(self._explained(explanation(job, body, story=story)) for story in (False, True)))
+                brief, whole = (explanation(job, body, story=story, endpoint=self._given) for story in (False, True))
+                screen.show(self._explained(brief), self._explained(whole))
 
         def refused(error: GpumuxError) -> None:
             if screen.is_attached:

@@ -83,7 +83,8 @@ def _show(args: argparse.Namespace) -> int:
         endpoint = control.endpoint
     from gpumux.cli.top.app import TopApp  # an extra, and 0.3 seconds
 
-    app = TopApp(Feed(lambda: Control(args.endpoint, args.timeout), args.interval), args.interval, endpoint)
+    feed = Feed(lambda: Control(args.endpoint, args.timeout), args.interval)
+    app = TopApp(feed, args.interval, endpoint, given=args.endpoint)
     app.run()
     if app.broke is not None:
         raise app.broke

@@ -115,9 +115,9 @@ class Screen:
 
 
 @asynccontextmanager
-async def running(*bodies, size=(120, 36), clock=lambda: 0.0):
+async def running(*bodies, size=(120, 36), given=None, clock=lambda: 0.0):
     feed = FakeFeed()
-    app = TopApp(feed, 2.0, ENDPOINT, clock=clock)
+    app = TopApp(feed, 2.0, ENDPOINT, given=given, clock=clock)
     async with app.run_test(size=size, notifications=True) as pilot:
         found = Screen(app, pilot, feed)
         await found.take(*bodies)
@@ -302,6 +302,14 @@ async def test_an_explanation_is_that_of_jobs_explain():
         screen.feed.refuse(UnknownJob("no such job", "`gpumux jobs` lists them"))
         await screen.pilot.pause()
         assert screen.dialog() == "no such job\n`gpumux jobs` lists them"
+
+
+@on_screen
+async def test_commands_to_paste_name_the_daemon_if_the_user_did():
+    async with running(body(), given="ipc:///a b/s.sock") as screen:
+        await screen.press("e")
+        await screen.answer()
+        assert "    $ gpumux status --endpoint 'ipc:///a b/s.sock'" in screen.dialog().splitlines()
 
 
 @on_screen
