@@ -81,7 +81,7 @@ def _show(args: argparse.Namespace) -> int:
     """The screen with Textual, until the user ends it."""
     with Control(args.endpoint, args.timeout) as control:  # a daemon that is not there is an error, as everywhere
         endpoint = control.endpoint
-    from gpumux.cli.top.app import TopApp  # an extra, and 0.3 seconds
+    from gpumux.cli.top.app import TopApp  # an extra, which takes time to import
 
     feed = Feed(lambda: Control(args.endpoint, args.timeout), args.interval)
     app = TopApp(feed, args.interval, endpoint, given=args.endpoint)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -58,7 +59,7 @@ class TextScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with _Scroll(classes="dialog") as box:
             yield Static(self._text, id="text")
-        box.border_title = self._title
+        box.border_title = Text(self._title)  # which is not read as markup
         box.border_subtitle = "Esc closes"
 
 
@@ -72,8 +73,9 @@ class ExplainScreen(TextScreen):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("s", "story", "all of it")]
 
     def __init__(self, title: str) -> None:
-        super().__init__(title, Text("asking the daemon ..."))
-        self._brief, self._whole = Text(), Text()
+        asking = Text("asking the daemon ...")
+        super().__init__(title, asking)
+        self._brief = self._whole = asking
         self._is_whole = False
 
     def show(self, brief: Text, whole: Text) -> None:
@@ -96,13 +98,11 @@ class ChoiceScreen(ModalScreen[str]):
 
     choices: (key, name, what it does)."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,n,q", "choose('')", "no")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,n,q", "leave", "no")]
 
     def __init__(self, title: str, text: str, choices: Sequence[tuple[str, str, str]]) -> None:
         super().__init__()
         self._title, self._text, self._choices = title, text, choices
-        for key, name, _ in choices:
-            self._bindings.bind(key, f"choose({name!r})")
 
     def compose(self) -> ComposeResult:
         made = Text(self._text + "\n")
@@ -110,10 +110,16 @@ class ChoiceScreen(ModalScreen[str]):
             made.append(f"\n  {key}  ", "bold").append(meaning)
         with _Scroll(classes="dialog question") as box:
             yield Static(made)
-        box.border_title = self._title
+        box.border_title = Text(self._title)  # which is not read as markup
 
-    def action_choose(self, name: str) -> None:
-        self.dismiss(name)
+    def on_key(self, event: events.Key) -> None:
+        for key, name, _ in self._choices:
+            if event.key == key:
+                event.stop()
+                self.dismiss(name)
+
+    def action_leave(self) -> None:
+        self.dismiss("")
 
 
 def help_screen() -> TextScreen:

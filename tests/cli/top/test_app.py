@@ -320,6 +320,21 @@ async def test_an_explanation_that_comes_too_late_is_dropped():
         assert not isinstance(screen.app.screen, ExplainScreen)
 
 
+@pytest.mark.parametrize("name", ["a[/bad] [red]b", "[bold", "\\[x]", "]", "[link=x]"])
+def test_names_that_look_like_markup_are_shown_as_they_are(name):
+    @on_screen
+    async def test():
+        async with running(body(jobs=[job("j1", "high", name=name)])) as screen:
+            assert screen.column("NAME") == [name]
+            await screen.press("x", "escape", "e")
+            await screen.answer()
+            assert screen.dialog().startswith(f"j1 {name} (high)")
+            dialog = screen.app.screen.query_one(".dialog")
+            assert dialog._border_title.plain == f"j1 {name}"
+
+    test()
+
+
 @on_screen
 async def test_pause_and_resume():
     async with running(body()) as screen:
