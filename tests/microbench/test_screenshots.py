@@ -1,39 +1,48 @@
-"""The pictures of the manual: what a terminal shows is drawn as it is, and a browser takes pictures of what it
-shows."""
+"""The pictures of the manual: the screen of a daemon, and a browser that takes pictures."""
 
 from __future__ import annotations
 
+import asyncio
+import select
 import struct
 from pathlib import Path
 
 import pytest
 
-from gpumux.cli import top
 from microbench import browser, screenshots
 from microbench.browser import Browser, BrowserFailed
+from tests.cli.top.bodies import body, job
 from tests.metrics.chromium import chromium
 
-
-def wrote(capsys: pytest.CaptureFixture[str], *screens: list[str]) -> str:
-    for screen in screens:
-        top._put(screen)
-    return capsys.readouterr().out
+ENDPOINT = "ipc:///run/gpumux/0/gpumux.sock"
 
 
-def test_the_newest_screen_is_drawn_with_its_colours(capsys):
-    output = wrote(capsys, ["earlier"], ["a <b>", top._colour("JOB  NAME"), top._colour("1.3 BROKEN now")])
-    drawn = screenshots.drawn(output)
-    assert "earlier" not in drawn
-    assert "a &lt;b&gt;\n" in drawn
-    assert '<span class="b">JOB  NAME</span>' in drawn
-    assert '1.3 <span class="r">BROKEN</span> now\n' in drawn
+class FakeControl:
+    """A daemon that says the same at once, whenever it is asked."""
+
+    def __init__(self, endpoint):
+        assert endpoint == ENDPOINT
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def status(self):
+        return body(jobs=[job("j1", "high"), job("j2", name="sweep-1")])
+
+    def wait(self, seconds, watch):
+        return bool(select.select([watch], [], [], 0.01)[0])
 
 
-def test_half_a_screen_and_codes_that_it_can_not_draw_are_refused(capsys):
-    with pytest.raises(ValueError, match="drew nothing"):
-        screenshots.drawn(wrote(capsys, ["whole"])[:-1])
-    with pytest.raises(ValueError, match="no drawing"):
-        screenshots.drawn(wrote(capsys, ["\x1b[4munderlined"]))
+def test_the_screen_is_that_of_the_daemon(monkeypatch):
+    monkeypatch.setattr(screenshots, "Control", FakeControl)
+    picture = asyncio.run(screenshots.top(ENDPOINT, 3))
+    for text in ("PROMISE&#160;KEPT", "sweep-1", "mean&#160;slowdown&#160;of&#160;j1"):
+        assert text in picture
+    assert "Fira" not in picture
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")
 
 
 def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: Path) -> str:

@@ -67,7 +67,7 @@ def _down(args: argparse.Namespace) -> int:
         raise ConfigError(f"{found.text} may be on another machine", "stop it where it runs")
     pid = living_holder(found.path)
     if pid is None:
-        raise DaemonGone(f"no coordinator serves at {found.text}", START_COORDINATOR)
+        raise DaemonGone(f"no coordinator at {found.text}", START_COORDINATOR)
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:
