@@ -39,7 +39,7 @@ def submit(
     example = {name: batch for i in range(8) for name, batch in trial.turn(i)}
     job = client.submit(
         trial.functions[first], example=example[first], model=trial.models, optimizer=trial.optimizers, name=trial.name,
-        seed=trial.seed if rng == "own" else None, rng=rng, cluster=coordinator.endpoint, **options,
+        seed=trial.seed if rng == "own" else None, rng=rng, **{"cluster": coordinator.endpoint} | options,
     )  # fmt: skip
     calls: dict[str, Callable[..., client.StepFuture]] = {first: job.step}
     for name in others:
@@ -69,8 +69,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "gpumux.client"]
 
 
-def test_a_placed_job_is_the_plain_loop(daemons: list[Phoenix], coordinator: FakeCoordinator):
-    run = placed(conv_sgd(SEED), coordinator, daemons[0], urgency=3)
+def test_a_placed_job_is_the_plain_loop(
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GPUMUX_CLUSTER", coordinator.endpoint)
+    run = placed(conv_sgd(SEED), coordinator, daemons[0], urgency=3, cluster="auto")
     with run.job:
         turns(run, 12)
         as_undisturbed(run, conv_sgd)
@@ -247,6 +250,21 @@ def test_a_cancelled_job_ends_where_it_runs(daemons: list[Phoenix], coordinator:
     run.job.close()
     with pytest.raises(JobClosed):
         run.turn()
+
+
+def test_a_job_that_is_given_up_while_it_runs_ends(daemons: list[Phoenix], coordinator: FakeCoordinator):
+    """As one that may not move, and whose node the coordinator has lost, though it is there for the client."""
+    trial = dropout_adam(SEED)
+    run = placed(trial, coordinator, daemons[0])
+    run.job.pause()
+    future = run.job.step(*trial.turn(0)[0][1])
+    coordinator.answer("failed", "node-0 was lost")
+    coordinator.hear(m.DevicesVacated)
+    with pytest.raises(JobFailed, match="node-0 was lost"):
+        future.result()
+    with pytest.raises(JobFailed, match="node-0 was lost"):
+        run.turn()
+    run.job.close()
 
 
 def test_a_job_that_is_answered_while_it_is_between_devices_ends(daemons: list[Phoenix], coordinator: FakeCoordinator):
