@@ -22,15 +22,17 @@ _OF_CLIENT = ("Job", "StepFuture", "submit", "submit_array")
 _PACKAGES = ("client", "fuse")
 
 
-def __getattr__(name: str) -> Any:
-    # loaded at first use, because torch takes seconds to import
-    if name in _OF_CLIENT or name in _PACKAGES:
-        import importlib
+if not TYPE_CHECKING:  # a type checker would take any name from it, misspelt ones too
 
-        found = importlib.import_module(f"gpumux.{name if name in _PACKAGES else 'client'}")
-        return found if name in _PACKAGES else getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # loaded at first use, because torch takes seconds to import
+        if name in _OF_CLIENT or name in _PACKAGES:
+            import importlib
+
+            found = importlib.import_module(f"gpumux.{name if name in _PACKAGES else 'client'}")
+            return found if name in _PACKAGES else getattr(found, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OF_CLIENT, *_PACKAGES])
+    return sorted({*globals(), *_OF_CLIENT, *_PACKAGES} - {"Any", "TYPE_CHECKING", "annotations"})

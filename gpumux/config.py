@@ -204,7 +204,7 @@ TABLES = ("daemon", "limits", "access", "gangs")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
-    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
+    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CLUSTER", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
 )
 GIB = 1 << 30
 _OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload
@@ -404,14 +404,16 @@ def _check(spec: Field[Any], value: Any, where: str) -> Any:
         if not isinstance(value, str):
             raise ConfigError(f"{where} must be a string, not {value!r}", "put it in quotes")
         if meta["choices"] and value not in meta["choices"]:
-            raise ConfigError(f"{where} can't be {value!r}", _nearest(value, meta["choices"]))
+            raise ConfigError(f"{where} can't be {value!r}", _nearest(value, [*meta["choices"], *meta["words"]]))
         return value
     kind: type[Any] = type(spec.default)
     number = _number(kind, value, where)
     low, high = meta["low"], meta["high"]
     if number != number or (low is not None and number < low) or (high is not None and number > high):
-        span = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{where} is {number}, out of range", f"choose a value {span}")
+        least = 0 if "off" in meta["words"] else low  # the number that `off` stands for is not for people
+        span = f"at least {least}" if high is None else f"between {least} and {high}"
+        words = "".join(f", or {word}" for word in meta["words"])
+        raise ConfigError(f"{where} is {number}, out of range", f"choose a value {span}{words}")
     return number
 
 

@@ -20,6 +20,8 @@ TransferId = NewType("TransferId", int)  # chosen by the client, unique within i
 # Size of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros.
 GENERATOR_BYTES = 8192
 
+MAX_JOB_NAME = 200  # characters
+
 
 class Priority(IntEnum):
     """A job's class. Larger is more important, so that comparison reads naturally."""

@@ -221,6 +221,8 @@ class Day:
     jobs: Sequence[DayJob]
     way: Way
     pairs: PairTable
+    nodes: int = NODES
+    gpus: int = GPUS  # on each
     now: float = 0.0
     work_s: dict[Priority, float] = field(default_factory=lambda: dict.fromkeys(Priority, 0.0))  # in the day
     moves: int = 0
@@ -235,11 +237,11 @@ class Day:
         self._learned: set[tuple[str, str]] = set()
 
     def run(self) -> None:
-        for node in range(NODES):
-            self.feed(ev.NodeJoined(f"node{node}", (self.way.facts(node),) * GPUS))
+        for node in range(self.nodes):
+            self.join(node)
         for job in self.jobs:
             request = replace(job.request, movable=self.way.moves)
-            self._at(job.arrives, lambda request=request: self.feed(ev.JobSubmitted(request)))  # type: ignore[misc]
+            self._at(job.arrives, partial(self.submit, request))
         self._at(DAY, self._day_over)
         open_jobs = len(self.jobs)
         while open_jobs and self._heap:
@@ -248,6 +250,9 @@ class Day:
             open_jobs = len(self.jobs) - self._ended
         if open_jobs:
             raise RuntimeError(f"{open_jobs} jobs never ended")
+
+    def join(self, node: int) -> None:
+        self.feed(ev.NodeJoined(f"node{node}", (self.way.facts(node),) * self.gpus))
 
     _ended = 0
     _counted = True  # the day is not over
@@ -261,6 +266,12 @@ class Day:
         heapq.heappush(self._heap, (when, next(self._order), act))
 
     # ---- the placement, and daemons that do what it says
+
+    def submit(self, request: ClusterJob) -> None:
+        self.feed(ev.JobSubmitted(request))
+
+    def finished(self, running: Running) -> None:
+        self.feed(ev.JobFinished(running.job.request.id, running.attempt))
 
     def feed(self, event: ev.ClusterEvent) -> None:
         for command in self.placement.handle(event, self.now):
@@ -295,10 +306,14 @@ class Day:
                 pass
 
     def _start(self, command: ev.StartJob) -> None:
-        running = self.known[command.job]
         attempt = self.placement.attempts.get(command.attempt)
         if attempt is None or attempt.phase is JobPhase.STOPPING:
             return  # stopped before it began
+        self.begin(command)
+
+    def begin(self, command: ev.StartJob) -> None:
+        """The job runs from now on."""
+        running = self.known[command.job]
         running.attempt, running.devices = command.attempt, command.devices
         running.started_at = min(running.started_at, self.now)
         running.at = self.now
@@ -377,14 +392,14 @@ class Day:
             return
         self._leave(running)
         running.ended_at = self.now
-        self.feed(ev.JobFinished(running.job.request.id, running.attempt))
+        self.finished(running)
 
     # ---- what came of it
 
     def figures(self) -> dict[str, float]:
         found: dict[str, float] = {
             "low_work_gpu_h": self.work_s[Priority.LOW] / HOUR,
-            "utilisation": sum(self.work_s.values()) / (NODES * GPUS * DAY),
+            "utilisation": sum(self.work_s.values()) / (self.nodes * self.gpus * DAY),
             "all_ended_h": self.now / HOUR,
             "moves": float(self.moves),
         }

@@ -42,6 +42,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "metrics": frozenset({"errors", "types", "gpumux"}),
     "device": SHARED,
     "daemon": SHARED | {"scheduler", "wire", "device", "metrics"},
+    "coordinator": SHARED | {"access", "cluster", "wire", "client", "daemon"},
     "simulate": SHARED | {"scheduler", "device"},
     "plan": SHARED | {"device", "simulate", "fuse"},  # roofline and pictures; a captured step
     "capture": SHARED,
@@ -51,7 +52,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # captures and submits as a job does, runs as the device does
     "fuse": SHARED | {"capture", "client", "wire", "device", "notebook"},
     "tune": SHARED | {"client", "fuse", "simulate"},
-    "cli": SHARED | {"compiled", "wire", "device", "daemon", "simulate", "plan", "tune"},
+    "cli": SHARED | {"compiled", "wire", "device", "daemon", "simulate", "plan", "tune", "coordinator"},
     "integrations": SHARED | {"client"},  # training frameworks, each in a module that imports it
     "__main__": frozenset({"cli", "gpumux"}),
     "gpumux": frozenset(),

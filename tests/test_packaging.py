@@ -84,7 +84,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT)) for path in (ROOT / "gpumux").rglob("*.py") if "__pycache__" not in str(path)
     }
     assert modules <= names
-    assert {"gpumux/py.typed", "gpumux/metrics/page.html", "gpumux/simulate/profiles/vgg16-b4.json"} <= names
+    page = {f"gpumux/metrics/page/{name}" for name in files(ROOT / "gpumux" / "metrics" / "page")}
+    assert {f"gpumux/metrics/page/{name}" for name in ("index.html", "page.js", "uplot/uPlot.iife.min.js")} <= page
+    assert "gpumux/metrics/page/uplot/LICENSE" in page
+    assert {"gpumux/py.typed", *page, "gpumux/simulate/profiles/vgg16-b4.json"} <= names
     assert not any(name.endswith((".so", ".pyc")) for name in names)  # what `make core` made is for this machine
     (points,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "gpumux = gpumux.cli.main:main" in points.read_text()
@@ -147,6 +150,10 @@ ARGUMENTS: dict[str, str] = {
     "jobs priority": "j1 high",
     "jobs weight": "j1 2",
     "jobs profile": "j1 -o profile.json",
+    "cluster up": "none.toml",
+    "cluster explain": "j1",
+    "cluster cancel": "j1",
+    "cluster drain": "n1",
     **{f"jobs {verb}": "j1" for verb in ("pause", "resume", "stop", "explain")},
 }
 ALONE = {"version", "simulate", "plan gpus", "completion", "deploy", "config", "keys"}  # need no torch and no daemon
@@ -170,9 +177,13 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert "torch is not installed" in done.stdout
     elif command in ALONE:
         assert (done.returncode, done.stderr) == (0, "")
-    else:  # asks a daemon, and there is none
+    elif command == "cluster up":
+        assert done.returncode == 78
+        assert done.stderr.startswith("gpumux: can't read the cluster's file none.toml")
+    else:  # asks a daemon or a coordinator, and there is none
         assert done.returncode == 1
-        assert done.stderr.startswith("gpumux: no daemon at ")
+        what = "coordinator" if command.startswith("cluster") else "daemon"
+        assert done.stderr.startswith(f"gpumux: no {what} at ")
         assert len(done.stderr.splitlines()) == 2
 
 
@@ -180,6 +191,9 @@ def test_what_is_missing_is_named_as_the_project_asks_for_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert sorted(installation.REQUIREMENTS.values()) == sorted(project["dependencies"])
     assert installation.missing(ModuleNotFoundError("x", name="yours")) is None
+    part = installation.missing(ModuleNotFoundError("x", name="torch.later"))
+    assert part is not None
+    assert part.message == "the torch that is installed here has no torch.later"
 
 
 # ---- Another project with this one's name.
@@ -213,8 +227,6 @@ def test_a_package_that_the_other_project_has_overwritten_says_so(wheel: Path, t
     (place / "gpumux").mkdir()
     for path in (wheel / "gpumux").iterdir():
         (place / "gpumux" / path.name).symlink_to(path)
-    (place / "gpumux" / "cli").unlink()
-    (place / "gpumux" / "cli").symlink_to(wheel / "gpumux" / "cli")
     (place / "gpumux" / "__init__.py").unlink()
     (place / "gpumux" / "__init__.py").write_text("")
     done = execute(sys.executable, "-m", "gpumux", "doctor", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(place)})
@@ -254,25 +266,34 @@ import gpumux
 def step(x: int) -> int:
     return x
 
-with gpumux.submit(step, example=(1,), priority={priority}) as job:
-    job.step({batch})
+with gpumux.submit(step, example=(1,), priority='low') as job:
+    job.step(1)
     more = job.add(step, example=(1,))
-    more({batch})
+    more(1)
     job.sync()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("priority", "batch", "errors"),
-    [("'low'", "1", []), ("'hgih'", "1", ['"priority"']), ("'low'", "'1'", ['"step"', "Argument 1"])],
+    ("changes", "errors"),
+    [
+        ({}, []),
+        ({"priority='low'": "priority='hgih'"}, ['"priority"']),
+        ({"job.step(1)": "job.step('1')", "more(1)": "more('1')"}, ['"step"', "Argument 1"]),
+        ({"gpumux.submit(": "gpumux.sumbit("}, ['"sumbit"']),
+    ],
 )
 def test_mypy_sees_the_types_through_an_editable_installation(
-    priority: str, batch: str, errors: list[str], editable: Path, tmp_path: Path
+    changes: dict[str, str], errors: list[str], editable: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nignore_missing_imports = true\n")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(priority=priority, batch=batch))
+    text = SCRIPT
+    for right, wrong in changes.items():
+        assert right in text
+        text = text.replace(right, wrong)
+    script.write_text(text)
     options = ["--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path / "cache"]
     done = execute(sys.executable, "-m", "mypy", *options, "--python-executable", editable, script, cwd=tmp_path)
     found = [line for line in done.stdout.splitlines() if "script.py" in line and ": error:" in line]

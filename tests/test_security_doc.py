@@ -15,8 +15,7 @@ from gpumux.daemon import logs, requests, tracing
 from gpumux.daemon import requests as changes
 from gpumux.daemon import requests as questions
 from gpumux.daemon.snapshots import requests as snapshots
-from gpumux.scheduler.admission import MAX_NAME
-from gpumux.types import Peer, Priority
+from gpumux.types import MAX_JOB_NAME, Peer, Priority
 from gpumux.wire import codec as fields
 from gpumux.wire import connections as bounds
 from gpumux.wire import listen as connections
@@ -73,7 +72,7 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
             (snapshots.MAX_NOTES_BYTES_PER_USER >> 20, snapshots.MAX_NOTES_BYTES >> 20),
         ),
         ("recordings", (int(tracing.MAX_SECONDS), tracing.MAX_RECORDS)),
-        ("names; other strings; lists", (MAX_NAME, fields.MAX_NAME, fields.MAX_LIST)),
+        ("names; other strings; lists", (MAX_JOB_NAME, fields.MAX_NAME, fields.MAX_LIST)),
         ("descriptors of the daemon", (connections.RESERVE,)),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import zmq
 
 from gpumux import __version__
-from gpumux.errors import DaemonGone, from_code
+from gpumux.errors import ConfigError, DaemonGone, from_code
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
@@ -22,6 +23,7 @@ from gpumux.wire.peers import client_curve, secure_client
 Answer = TypeVar("Answer")
 AGAIN_S = 1.0  # between two hellos, until the daemon answers
 START_IT = "start one with `gpumux serve`, or name another with --endpoint"
+START_COORDINATOR = "start one with `gpumux cluster up`, or name another with --cluster or GPUMUX_CLUSTER"
 
 
 class Recorded(NamedTuple):
@@ -38,10 +40,12 @@ class Control:
     Raises DaemonGone if the daemon does not answer, and the errors with which it refuses.
     """
 
-    def __init__(self, endpoint: str | None, timeout: float = 5.0) -> None:
+    def __init__(self, endpoint: str | None, timeout: float = 5.0, *, coordinator: bool = False) -> None:
         found = endpoints.resolve(endpoint)
         self.endpoint = found.text
         self._timeout = timeout
+        self._start_it = START_COORDINATOR if coordinator else START_IT
+        self._what = "coordinator" if coordinator else "daemon"
         self._refs = count(1)
         self._found = found
         self._payload: list[bytes] = []  # frames of the newest message
@@ -49,7 +53,7 @@ class Control:
         self._heard = 0.0  # time of the last message received while recording
         if found.path is not None:
             endpoints.check_private(found.path.parent)
-        check_listening(found, START_IT)
+        check_listening(found, self._start_it, self._what)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
@@ -62,9 +66,18 @@ class Control:
             # A connection may be cut before it was read (by a daemon flooded by this user, or by the process). libzmq
             # then reconnects silently and drops what it had sent.
             self.welcome = self._receive(msg.Welcome, 0, hello)
+            self._check_kind(coordinator)
         except BaseException:
             self._shut()
             raise
+
+    def _check_kind(self, coordinator: bool) -> None:
+        """Raises ConfigError if this is a daemon where a coordinator was meant, or the other way round."""
+        if (self.welcome.device.get("kind") == "cluster") == coordinator:
+            return
+        if coordinator:
+            raise ConfigError(f"a daemon is at {self.endpoint}, not a coordinator", START_COORDINATOR)
+        raise ConfigError(f"a coordinator is at {self.endpoint}, not a daemon", "ask it with `gpumux cluster status`")
 
     def status(self) -> dict[str, Any]:
         """The daemon's report (daemon/report.py has the fields)."""
@@ -102,6 +115,12 @@ class Control:
         self._send(requests[verb])
         self._receive(msg.Done, ref)
 
+    def request(self, message: Any) -> None:
+        """Send a request that is answered with Done; its `ref` is filled in here."""
+        ref = next(self._refs)
+        self._send(replace(message, ref=ref))
+        self._receive(msg.Done, ref)
+
     def regrade(self, job: str, priority: int | None = None, weight: float | None = None) -> None:
         """Change a job's priority (0 low, 1 high) or weight; returns when the change is in force."""
         ref = next(self._refs)
@@ -109,7 +128,8 @@ class Control:
         self._receive(msg.Done, ref)
 
     def explain(self, job: str) -> dict[str, Any]:
-        """Why the job is slow or held: {job, short, sentences, story (its newest lines)}."""
+        """How the job fares, why, and what to do: {job, short, verdict, causes, remedies, sentences, story}, as
+        docs/protocol.md has them."""
         ref = next(self._refs)
         self._send(msg.ExplainJob(ref, job))
         return self._receive(msg.Report, ref).body
@@ -167,8 +187,8 @@ class Control:
             if silent >= self.welcome.lease_s:
                 break
             if silent >= 2 * self.welcome.heartbeat_s:  # a heartbeat is overdue
-                check_listening(self._found, START_IT)
-        raise unanswered(self._found, START_IT)
+                check_listening(self._found, self._start_it, self._what)
+        raise unanswered(self._found, self._start_it, self._what)
 
     def close(self) -> None:
         """Say goodbye and disconnect."""
@@ -192,7 +212,7 @@ class Control:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
             self._spoke = time.monotonic()
         except zmq.Again:
-            raise unanswered(self._found, START_IT) from None
+            raise unanswered(self._found, self._start_it, self._what) from None
 
     def _receive(self, kind: type[Answer], ref: int, again: msg.Message | None = None) -> Answer:
         """The next message of `kind` that answers `ref`; heartbeats and others are skipped. again: a message to repeat
@@ -206,7 +226,7 @@ class Control:
                 if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
                     return message
             elif pause == left or again is None:
-                raise unanswered(self._found, START_IT)
+                raise unanswered(self._found, self._start_it, self._what)
             else:
                 self._send(again)
 

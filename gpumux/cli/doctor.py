@@ -381,7 +381,7 @@ def trusted_files(config_path: str | None, config: Config) -> Iterator[Finding]:
     if config.curve_secret_key:
         path = Path(config.curve_secret_key)
         if not path.exists():
-            yield Finding("secret key", FAIL, f"no {path}", "make one: docs/security.md says how")
+            yield Finding("secret key", FAIL, f"no {path}", "make one: gpumux keys NAME -o DIR")
         else:
             yield _shut("secret key", path, stat.S_IRWXG | stat.S_IRWXO, "read or write", "go=")
 

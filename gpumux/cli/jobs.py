@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,19 @@ def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
     if args.json:
         emit_json(body)
     else:
-        emit("\n".join(printable(line) for line in explanation(job, body, story=args.story)))
+        lines = explanation(job, body, story=args.story, endpoint=args.endpoint)
+        if not args.story:
+            lines += ["", "--story has all that is known of it, and what happened last"]
+        emit("\n".join(printable(line) for line in lines))
     return 0
 
 
-def explanation(job: dict[str, Any], body: dict[str, Any], *, story: bool = False) -> list[str]:
+def explanation(
+    job: dict[str, Any], body: dict[str, Any], *, story: bool = False, endpoint: str | None = None
+) -> list[str]:
     """The answer to ExplainJob as lines: verdict, causes, and what to do with commands to paste; with `story` also all
-    that is known, and what happened last."""
+    that is known, and what happened last. endpoint: what --endpoint said, which the commands have to say as well."""
+    where = "" if endpoint is None else f" --endpoint {shlex.quote(endpoint)}"
     name = f" {job['name'][:32]}" if job["name"] else ""
     lines = [f"{job['short']}{name} ({job['priority']}): {body['verdict']}"]
     if body["causes"]:
@@ -76,12 +83,10 @@ def explanation(job: dict[str, Any], body: dict[str, Any], *, story: bool = Fals
     if body["remedies"]:
         lines += ["", "what to do"]
         for remedy in body["remedies"]:
-            lines += [f"  {remedy['text']}", *([f"    $ {remedy['command']}"] if remedy["command"] else [])]
+            lines += [f"  {remedy['text']}", *([f"    $ {remedy['command']}{where}"] if remedy["command"] else [])]
     if story:
         lines += ["", "all that is known", *(f"  {sentence}" for sentence in body["sentences"])]
         lines += ["", "what happened last", *(f"  {line}" for line in body["story"])]
-    else:
-        lines += ["", "--story has all that is known of it, and what happened last"]
     return lines
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import logging
 import os
 import platform
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import arguments
+from gpumux.cli.cluster import arguments as cluster
 from gpumux.cli.completion import SHELLS
 from gpumux.cli.setup import installation
 from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
@@ -104,7 +106,7 @@ JOB_VERBS = {
     "priority": "make a job high or low",
     "weight": "change a job's share among jobs of its priority",
     "profile": "write what a job's operators cost, for `gpumux simulate`",
-    "explain": "say why a job is slow or held back, by which neighbour, and until when",
+    "explain": "say how a job fares, why, and what to do about it",
 }
 
 _EXAMPLES = """\
@@ -113,7 +115,7 @@ examples:
   gpumux serve --gpu 0                  own GPU 0 until told to stop
   gpumux serve --device cpu --threads 1
   gpumux status                         the daemon, its device and its jobs
-  gpumux top                            the jobs as they run: steps/s, device share, slowdown, what is held
+  gpumux top                            the jobs as they run: promises, steps/s, device share, what is held
   gpumux trace -o trace.json            record five seconds of it; open the file in Perfetto
   gpumux interference                   which programs slow which others down, as measured
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
@@ -156,18 +158,21 @@ examples:
   gpumux jobs weight j3 2.5             its share among jobs of its priority
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
-  gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
+  gpumux jobs explain j3                how it fares, by which neighbour it is slow or held, and what to do about it
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _TOP = """\
 Rates are of the last interval. DEVICE is device seconds a second, counted as pieces end (above 100% where
-pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job
-waits now, for how long and for whom, BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it;
-elsewhere tables follow one another.
+pieces run at once), PROMISE a high job's newest steps over the same alone, and whether that is within what was
+promised; of a low job, for which part of the interval it was held, or for how long by now, for which job and why.
+
+On a terminal it has history and keys (? lists them) where Textual is installed (pip install 'textual>=8'), else it is a
+table. Elsewhere tables follow one another.
 
 examples:
   gpumux top
   gpumux top --interval 0.5
+  gpumux top --plain                    a table without history and keys
   gpumux top --once                     measure for one interval, print, and go
   gpumux top --json | jq -c .device     one line of JSON an interval
 """
@@ -411,6 +416,7 @@ def build_parser() -> argparse.ArgumentParser:
     top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
     top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
     top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.add_argument("--plain", action="store_true", help="a table without history and keys, as without Textual")
     pairs = _add(subparsers, "interference", "show which programs slow which others down", _INTERFERENCE)
     pairs.add_argument("--program", metavar="NAME", help="only pairs with this job's program, or this content hash")
     pairs.add_argument("--ranges", action="store_true", help="every measured range of the high programs")
@@ -420,6 +426,7 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
     jobs = _add(subparsers, "jobs", "list jobs, or change, profile or explain one", _JOBS)
     verbs = _job_verbs(jobs)
+    cluster.add(_add(subparsers, "cluster", "place jobs on many daemons", cluster.ABOUT), _Parser)
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
@@ -437,6 +444,7 @@ def build_parser() -> argparse.ArgumentParser:
     instead = settings.add_mutually_exclusive_group()
     instead.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
     instead.add_argument("--reference", action="store_true", help="docs/configuration.md")
+    instead.add_argument("--json", action="store_true", help="print JSON, for scripts")
     settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
@@ -452,7 +460,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--endpoint", metavar="URL", type=kind, default=given, help=where)
         wait = given or 5.0
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=wait, help="how long to wait for it")
-    for sub in (status, top, pairs, trace, jobs, doctor, simulate, settings, version, *verbs):
+    for sub in (status, top, pairs, trace, jobs, doctor, simulate, version, *verbs):
         unless = argparse.SUPPRESS if sub in verbs else False
         sub.add_argument("--json", action="store_true", default=unless, help="print JSON, for scripts")
     return parser
@@ -500,16 +508,20 @@ def exit_code(error: GpumuxError) -> int:
 _ELSEWHERE = {
     "serve": ("main", "run_serve"),
     "status": ("jobs", "run_status"),
+    "top": ("top.command", "run"),
     "version": ("main", "run_version"),
     "deploy": ("setup.deploy", "run"),
     "config": ("setup.settings", "run"),
     "keys": ("setup.keys", "run"),
+    "cluster": ("cluster.verbs", "run"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of jobs and files need not fit a terminal's encoding
     parser = build_parser()
     try:
         args = parser.parse_args(argv)

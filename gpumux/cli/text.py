@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
+
+from gpumux.errors import GpumuxError
 
 MOST_VERDICTS = 4
 
@@ -52,7 +55,15 @@ def printable(text: str) -> str:
 
 
 def emit(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    """Print lines. Raises GpumuxError if they can't be written (to a file on a full disk), and BrokenPipeError."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in its buffer is not tried again
+        raise GpumuxError(f"can't write the output: {error.strerror}", "make room, or send it elsewhere") from error
 
 
 def emit_json(body: Any) -> None:
@@ -69,8 +80,8 @@ def _finite(value: Any) -> Any:
 
 
 def verdicts(jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each high job that says whether its promise is kept: broken ones first and all, then others, in all
-    MOST_VERDICTS where fewer than that are broken. jobs: as GetStatus has them."""
+    """A line for each high job that says whether its promise is kept: all that are broken, then others until there are
+    MOST_VERDICTS lines, then the number of those left out. jobs: as GetStatus has them."""
     high = [job for job in jobs if job["priority"] == "high" and job["promise"]]
     high.sort(key=lambda job: job["promise"]["kept"] is not False)
     broken = sum(job["promise"]["kept"] is False for job in high)

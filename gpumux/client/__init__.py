@@ -26,16 +26,18 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # loaded at first use, because torch takes seconds to import
-    if name in _HOME:
-        import importlib
+if not TYPE_CHECKING:  # a type checker would take any name from it, misspelt ones too
 
-        found = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = found  # importing the submodule `submit` has set this name to the module
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # loaded at first use, because torch takes seconds to import
+        if name in _HOME:
+            import importlib
+
+            found = getattr(importlib.import_module(_HOME[name]), name)
+            globals()[name] = found  # importing the submodule `submit` has set this name to the module
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME} - {"Any", "TYPE_CHECKING", "annotations"})

@@ -15,8 +15,8 @@ from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import SavedPlan, load
-from gpumux.types import JobSpec, Priority
-from gpumux.wire.codec import MAX_INT, MAX_NAME
+from gpumux.types import MAX_JOB_NAME, JobSpec, Priority
+from gpumux.wire.codec import MAX_INT
 from gpumux.wire.endpoint import default_endpoint
 
 
@@ -52,9 +52,9 @@ def job_spec(
 
 def _label(step: Callable[..., Any], name: Any) -> str:
     if name is None:
-        return str(getattr(step, "__name__", "job"))[:MAX_NAME]
-    if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
-        raise ConfigError(f"name is {name!r:.60}", f"use a string of at most {MAX_NAME} printable characters")
+        return str(getattr(step, "__name__", "job"))[:MAX_JOB_NAME]
+    if not isinstance(name, str) or len(name) > MAX_JOB_NAME or not name.isprintable():
+        raise ConfigError(f"name is {name!r:.60}", f"use a string of at most {MAX_JOB_NAME} printable characters")
     return str(name)
 
 

@@ -649,7 +649,8 @@ class Job(Generic[Batch]):
         state = "closed" if self._closed else "paused" if self.paused else "open"
         return facts_table(
             f"gpumux job {self.name}",
-            {"id": self.id[:8], "state": state, "steps": f"{self._next_step:,}", "priority": priority},
+            # others may have changed the priority since
+            {"id": self.id[:8], "state": state, "steps": f"{self._next_step:,}", "submitted with priority": priority},
         )
 
     def __repr__(self) -> str:

@@ -136,10 +136,11 @@ class PlacementConfig:
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
     """The node's daemons can be reached. One that is new runs none of our jobs; one that is known and has the same
-    devices takes jobs again if it drained."""
+    devices takes jobs again if it drained. `host`: its machine, which other nodes may share, "" if none does."""
 
     node: str
     devices: tuple[DeviceFacts, ...]
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,20 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The job could not begin on its devices, for instance since a reservation had expired. No rank runs."""
+    """The job could not begin on its devices, for instance since a reservation had expired. No rank runs.
+    `memory_bytes`: what it turned out to need on each device, if that is more than it asked for."""
 
     job: JobId
     attempt: int
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobPrograms:
+    """What the job runs is known now: content hashes."""
+
+    job: JobId
+    programs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +246,8 @@ class TimePassed:
 
 
 ClusterEvent = (
-    NodeJoined | NodeDraining | NodeLost | JobSubmitted | JobCancelled | JobFinished | StartFailed | RankStopped
-    | DeviceReserved | DeviceConfirmed | DeviceRefused | PairMeasured | TimePassed
+    NodeJoined | NodeDraining | NodeLost | JobSubmitted | JobCancelled | JobFinished | StartFailed | JobPrograms
+    | RankStopped     | DeviceReserved | DeviceConfirmed | DeviceRefused | PairMeasured | TimePassed
 )  # fmt: skip
 
 
@@ -263,6 +274,7 @@ class ConfirmDevice:
 
     attempt: int
     device: DeviceId
+    job: JobId
     lease_s: float
 
 
@@ -272,6 +284,7 @@ class ReleaseDevice:
 
     attempt: int
     device: DeviceId
+    job: JobId
 
 
 @dataclass(frozen=True, slots=True)

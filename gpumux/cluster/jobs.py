@@ -96,8 +96,11 @@ class ClusterDevice:
 
 @dataclass(slots=True, eq=False)
 class ClusterNode:
+    """A node and its devices. `host`: its machine."""
+
     name: str
     devices: list[ClusterDevice]
+    host: str
     draining: bool = False
     said_empty: bool = False
 

@@ -15,6 +15,7 @@ no other job gets them; when the low jobs have left, it reserves. Low jobs run b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 from gpumux.cluster import events as ev
@@ -42,8 +43,8 @@ class ClusterPlacement:
         self.now = 0.0
         self.attempts: dict[int, PlacedJob] = {}  # those under way
         self._commands: list[ClusterCommand] = []
-        self._jobs_so_far = 0
-        self._attempts_so_far = 0
+        self.jobs_so_far = 0
+        self.attempts_so_far = 0
         self._rebalanced_at = 0.0
 
     # ---- events
@@ -68,6 +69,8 @@ class ClusterPlacement:
                 self._finished(event)
             case ev.StartFailed():
                 self._start_failed(event)
+            case ev.JobPrograms():
+                self._programs_known(event)
             case ev.RankStopped():
                 self._rank_stopped(event)
             case ev.DeviceReserved():
@@ -111,9 +114,14 @@ class ClusterPlacement:
             known.draining = known.said_empty = False
             return
         self._node_lost(event.node)
-        devices = [ClusterDevice(DeviceId(event.node, i), facts) for i, facts in enumerate(event.devices)]
-        self.nodes[event.node] = ClusterNode(event.node, devices)
+        self.add_node(event)
+
+    def add_node(self, joined: ev.NodeJoined) -> ClusterNode:
+        """Enter a node that is not known."""
+        devices = [ClusterDevice(DeviceId(joined.node, i), facts) for i, facts in enumerate(joined.devices)]
+        node = self.nodes[joined.node] = ClusterNode(joined.node, devices, joined.host or joined.node)
         self.devices |= {device.id: device for device in devices}
+        return node
 
     def _node_draining(self, name: str) -> None:
         node = self.nodes.get(name)
@@ -168,8 +176,8 @@ class ClusterPlacement:
         if reason:
             self._commands.append(ev.AnswerJob(request.id, JobOutcome.REFUSED, reason))
             return
-        self._jobs_so_far += 1
-        job = PlacedJob(request, self._jobs_so_far, self.now)
+        self.jobs_so_far += 1
+        job = PlacedJob(request, self.jobs_so_far, self.now)
         self.shares.joined(job, self.jobs.values(), self.now)
         self.jobs[job.id] = job
 
@@ -199,12 +207,23 @@ class ClusterPlacement:
         if job is None:
             return
         if job.phase is JobPhase.RUNNING:
+            devices = job.devices
             self._give_up(job)
+            if event.memory_bytes > job.request.memory_bytes:
+                job.request = replace(job.request, memory_bytes=event.memory_bytes)
+            else:
+                for name in devices:
+                    self.devices[name].retry_at = self.now + self.config.retry_s
         elif job.phase is JobPhase.STOPPING:
             began = job.began
             job.waits_on.clear()
             self._stopped_if_gone(job)
             job.began = began
+
+    def _programs_known(self, event: ev.JobPrograms) -> None:
+        job = self.jobs.get(event.job)
+        if job is not None:
+            job.request = replace(job.request, programs=event.programs)
 
     def _answer(self, job: PlacedJob, outcome: JobOutcome, reason: str) -> None:
         """The end of the job, which holds nothing more."""
@@ -215,8 +234,8 @@ class ClusterPlacement:
 
     def _begin(self, job: PlacedJob, devices: list[ClusterDevice]) -> None:
         """The job gets these devices, high ones as soon as low jobs have left them."""
-        self._attempts_so_far += 1
-        job.attempt, job.devices, job.held_since = self._attempts_so_far, tuple(each.id for each in devices), self.now
+        self.attempts_so_far += 1
+        job.attempt, job.devices, job.held_since = self.attempts_so_far, tuple(each.id for each in devices), self.now
         job.kept, job.phase = frozenset(), JobPhase.CLAIMING
         self.attempts[job.attempt] = job
         if job.high:
@@ -267,7 +286,7 @@ class ClusterPlacement:
             return
         if phase is JobPhase.RESERVING:
             job.phase, job.waits_on, job.due = JobPhase.CONFIRMING, set(job.devices), self.now + self.config.answer_s
-            self._commands += [ev.ConfirmDevice(job.attempt, each, self.config.lease_s) for each in job.devices]
+            self._commands += [ev.ConfirmDevice(job.attempt, each, job.id, self.config.lease_s) for each in job.devices]
         else:
             job.phase, job.due, job.turn_at, job.blocked_at = JobPhase.RUNNING, inf, inf, inf
             self._commands.append(ev.StartJob(job.id, job.attempt, job.devices, job.began))
@@ -296,7 +315,7 @@ class ClusterPlacement:
             device.claimed = None if device.claimed is job else device.claimed
             device.high = None if device.high is job else device.high
             if name in devices:
-                self._commands.append(ev.ReleaseDevice(job.attempt, name))
+                self._commands.append(ev.ReleaseDevice(job.attempt, name, job.id))
 
     def _wait_again(self, job: PlacedJob) -> None:
         job.phase, job.devices, job.due = JobPhase.WAITING, (), inf
@@ -440,12 +459,29 @@ class ClusterPlacement:
         return priority in device.facts.classes and not self.nodes[device.id.node].draining
 
     def _devices_for(self, job: PlacedJob) -> list[ClusterDevice] | None:
-        """The devices that suit the job best; those of a gang are on as few nodes as possible."""
+        """The devices that suit the job best; those of a gang are on as few hosts as possible."""
         found = self.candidates(job)
         if len(found) < job.request.devices:
             return None
         ranked = sorted(found, key=lambda device: (-self._score(job, device), -device.free_bytes, device.id))
-        return _on_few_nodes(ranked, job.request.devices)
+        return self._on_few_hosts(ranked, job.request.devices)
+
+    def _on_few_hosts(self, ranked: list[ClusterDevice], count: int) -> list[ClusterDevice]:
+        """`count` of the devices, best first, on as few hosts as possible: one's if it has enough, else always those of
+        the host that has most."""
+        by_host: dict[str, list[ClusterDevice]] = {}
+        for device in ranked:
+            by_host.setdefault(self.nodes[device.id.node].host, []).append(device)
+        chosen: list[ClusterDevice] = []
+        while len(chosen) < count:
+            missing = count - len(chosen)
+            enough = [host for host in by_host if len(by_host[host]) >= missing]
+            if enough:
+                host = min(enough, key=lambda name: ranked.index(by_host[name][missing - 1]))
+            else:
+                host = max(by_host, key=lambda name: len(by_host[name]))
+            chosen += by_host.pop(host)[:missing]
+        return chosen
 
     def _score(self, job: PlacedJob, device: ClusterDevice) -> float:
         """How well the device suits the job; its own presence there does not count."""
@@ -482,7 +518,7 @@ class ClusterPlacement:
         if len(found) < job.request.devices:
             return frozenset()
         found.sort(key=lambda device: (device.high is not None, len(device.jobs), -device.free_bytes, device.id))
-        return frozenset([device.id for device in _on_few_nodes(found, job.request.devices)])
+        return frozenset([device.id for device in self._on_few_hosts(found, job.request.devices)])
 
     # ---- low jobs that would do better elsewhere
 
@@ -516,21 +552,3 @@ class ClusterPlacement:
             if where not in used:
                 used.add(where)
                 self._stop(job, f"it gets {gain:.2f} of a device more on {where}", moved=False)
-
-
-def _on_few_nodes(ranked: list[ClusterDevice], count: int) -> list[ClusterDevice]:
-    """`count` of the devices, best first, from as few nodes as possible: one node's if it has enough, else always those
-    of the node that has most."""
-    by_node: dict[str, list[ClusterDevice]] = {}
-    for device in ranked:
-        by_node.setdefault(device.id.node, []).append(device)
-    chosen: list[ClusterDevice] = []
-    while len(chosen) < count:
-        missing = count - len(chosen)
-        enough = [node for node in by_node if len(by_node[node]) >= missing]
-        if enough:
-            node = min(enough, key=lambda name: ranked.index(by_node[name][missing - 1]))
-        else:
-            node = max(by_node, key=lambda name: len(by_node[name]))
-        chosen += by_node.pop(node)[:missing]
-    return chosen

@@ -37,10 +37,10 @@ class FairShares:
 
     def __init__(self, config: PlacementConfig) -> None:
         self._config = config
-        self._settled: dict[Account, float] = {}  # over the weight, of jobs that no longer hold devices
+        self.settled: dict[Account, float] = {}  # over the weight, of jobs that no longer hold devices
 
     def __len__(self) -> int:
-        return len(self._settled)
+        return len(self.settled)
 
     def joined(self, job: PlacedJob, others: Iterable[PlacedJob], now: float) -> None:
         """The job is new; `others` are all jobs but it."""
@@ -50,7 +50,7 @@ class FairShares:
             return
         used = self.used(others, now)
         level = min((used[each] for each in active if each[0] is account[0]), default=0.0)
-        self._settled[account] = max(self._settled.get(account, 0.0), level)
+        self.settled[account] = max(self.settled.get(account, 0.0), level)
 
     def advance(self, job: ClusterJob) -> float:
         """What a job is charged as soon as it holds its devices."""
@@ -60,14 +60,14 @@ class FairShares:
         """The job no longer holds its devices, and did run: it is charged for the time that it held them."""
         account = job.request.priority, job.request.user
         charge = self._charge(job.request, max(LEAST_S, now - job.held_since))
-        self._settled[account] = self._settled.get(account, 0.0) + charge
+        self.settled[account] = self.settled.get(account, 0.0) + charge
 
     def _charge(self, job: ClusterJob, seconds: float) -> float:
         return seconds * job.devices / self._config.weights.get(job.user, 1.0)
 
     def used(self, jobs: Iterable[PlacedJob], now: float) -> dict[Account, float]:
         """By account, of all that are known."""
-        found = dict(self._settled)
+        found = dict(self.settled)
         for job in jobs:
             account = job.request.priority, job.request.user
             held_s = max(self._config.advance_s, now - job.held_since) if job.holds else 0.0
@@ -78,10 +78,10 @@ class FairShares:
         """Forget users without jobs that are not ahead of any that has some."""
         active = {(job.request.priority, job.request.user) for job in jobs}
         used = self.used(jobs, now)
-        for account in [each for each in self._settled if each not in active]:
+        for account in [each for each in self.settled if each not in active]:
             level = min((used[each] for each in active if each[0] is account[0]), default=None)
-            if level is None or self._settled[account] <= level:
-                del self._settled[account]
+            if level is None or self.settled[account] <= level:
+                del self.settled[account]
 
     def rank(self, job: PlacedJob) -> tuple[bool, float, int]:
         """The job's place among those of its user and class, the least first."""

@@ -207,7 +207,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     stack.callback(leave)  # runs before slow closing, so that clients are told first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
-        server.watch(loop.snapshots.fetch)
+        server.watch(loop.snapshots.fetch, loop.snapshots.silent_s, loop.explain)
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 
     stop.tell(loop.stop)
@@ -277,8 +277,8 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     opened = OpenDevice(device)
     info = opened.info
     log.info(
-        "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
-        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
+        "device: %s, %s, torch %s, intra-op threads a piece: %d, pieces at once: %s",
+        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number",
     )  # fmt: skip
     if info.kind != "sim":
         log.info("processes of jobs: %s", "; ".join(m.what for m in confined.measures if not m.missing))

@@ -18,12 +18,14 @@ __all__ = ["Array", "ArrayJob", "submit_array"]
 _HOME = {"Array": "gpumux.fuse.array", "ArrayJob": "gpumux.fuse.job", "submit_array": "gpumux.fuse.job"}
 
 
-def __getattr__(name: str) -> Any:
-    # torch takes seconds to import
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name from it, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        # torch takes seconds to import
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME} - {"Any", "TYPE_CHECKING", "annotations", "importlib"})

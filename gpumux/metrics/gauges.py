@@ -192,6 +192,8 @@ class JobFigures:
     steps_done: int
     promise: PromiseFigures | None = None  # of a high job, if there is a guard
     held: str = ""  # why a low job waits now; "": it is not held
+    held_by: str = ""  # the high job for which it does, by its label
+    held_for_s: float = 0.0  # for how long
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1
@@ -233,6 +235,7 @@ class SnapshotBox:
         self._latest: Figures | None = None
         self._at = 0.0
         self._asked = False
+        self._asked_at = 0.0  # since when a scrape waits, where one does
         self._closed = False
 
     def wanted(self) -> bool:
@@ -243,6 +246,12 @@ class SnapshotBox:
         """Publish a snapshot; called by the loop."""
         with self._changed:
             self._latest, self._at, self._asked = figures, time.monotonic(), False
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """A snapshot can't be made: the scrape that waits gets the last one. Called by the loop."""
+        with self._changed:
+            self._asked = False
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -256,11 +265,17 @@ class SnapshotBox:
         with self._changed:
             if self._closed or (self._latest is not None and time.monotonic() - self._at < FRESH_S):
                 return self._latest
-            self._asked = True
+            if not self._asked:
+                self._asked, self._asked_at = True, time.monotonic()
         self._wake()
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._closed, timeout=STALE_S)
             return self._latest
+
+    def silent_s(self) -> float:
+        """For how long the loop has left a scrape unanswered; 0 if it has answered, or has ended."""
+        with self._changed:
+            return time.monotonic() - self._asked_at if self._asked and not self._closed else 0.0
 
 
 class GaugeCollector(Collector):

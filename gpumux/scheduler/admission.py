@@ -17,7 +17,18 @@ from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, Pro
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.jobs import ScheduledJob, SharedArena
 from gpumux.scheduler.reservations import MOST_LEASE_S, Reservation, Reservations
-from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
+from gpumux.types import (
+    MAX_JOB_NAME,
+    Fault,
+    Footprint,
+    JobId,
+    JobSpec,
+    Peer,
+    Priority,
+    ProgramId,
+    SessionId,
+    TransferId,
+)
 
 # ---- Refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
 
@@ -106,7 +117,6 @@ def too_many_transfers(job: JobId, transfer: TransferId, limit: int) -> Fault:
 
 
 WEIGHTS = (1e-3, 1e3)  # beyond these, a device can't keep shares
-MAX_NAME = 200  # characters
 MAX_MODELS = 1 << 16  # trained by one step
 
 
@@ -392,8 +402,8 @@ def refuse_spec(spec: JobSpec, config: SchedulerConfig) -> Fault | None:
         return refused("a high job is to share memory with others, and would wait for them", "leave it low, or alone")
     if spec.memory_limit is not None and spec.memory_limit <= 0:
         return refused(f"memory_limit is {spec.memory_limit}", "give it in bytes, or leave it out")
-    if len(spec.name) > MAX_NAME:
-        return refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_NAME}")
+    if len(spec.name) > MAX_JOB_NAME:
+        return refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_JOB_NAME}")
     return None
 
 

@@ -15,10 +15,12 @@ from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import SchedulerState
-from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
+from gpumux.scheduler.verdict import counted, listed, slowdown_figures, verdict
 from gpumux.types import JobId, Priority
 
 MOST_CULPRITS = 3
+HELD_MATTERS = 0.1  # of a low job's life: if it was held for less, that is not why it is slow
+LEAST_SHOWN = 0.0005  # high seconds lost in a second: less reads as 0.000
 MATTERS = 0.1  # of what a high job may lose beside low work: a low job that costs it less is not the cause
 
 
@@ -71,9 +73,9 @@ def _high(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Adv
 
 def _harmless(high: HighJob, known: list[explain.Neighbour]) -> str:
     """That the low jobs of which something is known are not the cause."""
-    if not known:
+    most = max((each.loss for each in known), default=0.0)
+    if most < LEAST_SHOWN:
         return "No low job is known to cost it anything."
-    most = max(each.loss for each in known)
     return (
         f"No low job is known to cost it more than {most:.3f} s a second, of the {high.budget.rate_limit:.3f} that it"
         " may lose: the cause lies elsewhere."
@@ -88,14 +90,16 @@ def _against(state: SchedulerState, high: HighJob, low: list[JobId]) -> list[Rem
             Remedy("see what else the machine does, and what limits it", "gpumux doctor"),
         ]
     found = []
-    if program := _hash(high):
+    if (program := _hash(high)) and state.hidden(high.job.id) is None:
         found.append(Remedy("see which operators lose most", f"gpumux interference --program {program} --ranges"))
-    for each in low:
-        name = explain.name_of(state, each)
-        if state.hidden(each) is None:
-            found.append(Remedy(f"hold {name} back", f"gpumux jobs pause {each}"))
-        else:
-            found.append(Remedy(f"have the owner of {name}, or an operator, hold it back"))
+    mine = [each for each in low if state.hidden(each) is None]
+    for each in mine[:MOST_CULPRITS]:
+        found.append(Remedy(f"hold {explain.name_of(state, each)} back", f"gpumux jobs pause {each}"))
+    if more := mine[MOST_CULPRITS:]:
+        found.append(Remedy(f"and, if that is not enough, {listed([explain.name_of(state, each) for each in more])}"))
+    if others := [explain.name_of(state, each) for each in low if each not in mine]:
+        whose, what = ("owners", "them") if len(others) > 1 else ("owner", "it")
+        found.append(Remedy(f"have the {whose} of {listed(others)}, or an operator, hold {what} back"))
     found.append(Remedy("have low pieces shorter: submit them with smaller batches or microbatches="))
     return found
 
@@ -111,12 +115,17 @@ def _hash(high: HighJob) -> str:
 
 
 def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advice:
-    hold = guard.decisions.holds.current.get(job.id)
+    hold, often = guard.decisions.holds.current.get(job.id), _held_so_far(state, guard, job)
     if job.blocked() or hold is None:
-        return Advice(explain.doing(state, job) if job.blocked() else explain.turn(state, guard, job), [], [])
+        line = explain.doing(state, job) if job.blocked() else explain.turn(state, guard, job)
+        room = Remedy(
+            "give it more room: submit the high job with a max_slowdown that is higher, or this one with a smaller"
+            " batch or microbatches="
+        )
+        return Advice(line, often, [room] if often else [])
     line = f"held for {explain.lasted(state.now - hold.since)}, for job {explain.name_of(state, hold.high_id)}"
     reason = explain.held(state, hold)
-    causes = [f"{reason[0].upper()}{reason[1:]}."]
+    causes = [f"{reason[0].upper()}{reason[1:]}.", *often]
     remedies = _for_held(state, hold)
     long = too_long(guard, job)
     if long is not None:
@@ -129,15 +138,25 @@ def _low(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> Advi
     return Advice(line, causes, remedies)
 
 
+def _held_so_far(state: SchedulerState, guard: SlowdownGuard, job: ScheduledJob) -> list[str]:
+    """For which part of its life the job was held and why, if that is much: at the moment it may just run."""
+    totals, life = guard.decisions.holds.job_seconds(job, state.now), state.now - job.opened
+    whole = sum(totals.values())
+    if whole <= HELD_MATTERS * life:
+        return []
+    parts = ", ".join(f"{reason} {seconds / life:.0%}" for reason, seconds in list(totals.items())[:MOST_CULPRITS])
+    return [f"Since it opened {explain.lasted(life)} ago it was held for {whole / life:.0%} of the time: {parts}."]
+
+
 def _for_held(state: SchedulerState, hold: Hold) -> list[Remedy]:
     """What to do for a low job that is held."""
     if hold.reason in ("calibration", "learning"):
         return [Remedy("wait: this ends by itself after some steps of the high job")]
-    room = Remedy("give low work more room: submit that job with a max_slowdown that is higher")
-    if state.hidden(hold.high_id) is not None:
-        return [room]
+    theirs = state.hidden(hold.high_id)
+    if theirs is not None:
+        return [Remedy(f"ask the owner of {theirs} for a higher max_slowdown, which gives low work more room")]
     return [
         Remedy("see how the job fares that it is held for", f"gpumux jobs explain {hold.high_id}"),
-        room,
+        Remedy("give low work more room: submit that job with a max_slowdown that is higher"),
         Remedy("if that job need not be important, make it low", f"gpumux jobs priority {hold.high_id} low"),
     ]

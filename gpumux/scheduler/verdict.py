@@ -7,6 +7,7 @@ of them (the tail) within twice the excess over 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, inf
 from typing import Any
 
@@ -47,9 +48,13 @@ def verdict(figures: dict[str, Any], now: float) -> str:
 
 
 def _of(value: float, limit: float) -> str:
-    """A value and its limit, with as many digits as show that a value above the limit is."""
+    """A value and its limit, with as many digits as show that a value above the limit is; with MOST_DIGITS such a value
+    is rounded up."""
     digits = 2
-    while value > limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
+    while value > limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        if digits == MOST_DIGITS:
+            value = round(limit, digits) + 10.0**-digits
+            break
         digits += 1
     return f"{value:.{digits}f} of {limit:.{digits}f}"
 
@@ -57,6 +62,13 @@ def _of(value: float, limit: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, whose plural ends in s: "1 step", "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names in a sentence: "a", "a and b", "a, b, c and 4 more"."""
+    rest = len(names) - most
+    shown = [*names[:most], f"{rest} more"] if rest > 0 else list(names)
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def age(seconds: float) -> str:

@@ -127,7 +127,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"can't read the key file {path}: {error}",
-            "make it readable for the daemon, or a new one (docs/security.md says how)",
+            "check its path and mode, or make a new pair with `gpumux keys`",
         ) from error
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpumux import config
-from gpumux.cli.main import EX_CONFIG, EX_USAGE, SETTINGS, main
+from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, SETTINGS, main
 from gpumux.cli.setup import settings
 from gpumux.config import FILE_ONLY, Config
 from gpumux.wire.peers import allowed_keys
@@ -76,6 +79,33 @@ def test_a_wrong_file_is_78_with_the_nearest_name(tmp_path, capsys):
     assert "did you mean threads?" in capsys.readouterr().err
 
 
+def test_what_is_shown_is_toml_whatever_the_characters(tmp_path, capsys):
+    path = tmp_path / "new\nline.toml"
+    path.write_text('[daemon]\nendpoint = ["ipc:///tmp/\U0001f600\\u007f\\n.sock"]\n', encoding="utf-8")
+    assert main(["config", "--config", str(path)]) == 0
+    again = tmp_path / "again.toml"
+    again.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert config.load({}, {}, again).endpoint == ("ipc:///tmp/\U0001f600\x7f\n.sock",)
+
+
+def test_a_device_that_was_named_auto_and_became_cuda_says_why(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "gpumux.toml"
+    path.write_text("[daemon]\ndevice = 'auto'\n")
+    monkeypatch.setenv("GPUMUX_GPU", "1")
+    assert main(["config", "--config", str(path)]) == 0
+    assert 'device = "cuda"  # since gpu is set\n' in capsys.readouterr().out
+
+
+def test_an_unknown_value_of_a_setting_gets_the_nearest_of_all_that_may_be_written(capsys, monkeypatch):
+    monkeypatch.setenv("GPUMUX_DEVICE", "gpuu")
+    assert main(["config"]) == EX_CONFIG
+    assert "did you mean gpu?" in capsys.readouterr().err
+    monkeypatch.delenv("GPUMUX_DEVICE")
+    monkeypatch.setenv("GPUMUX_METRICS_PORT", "70000")
+    assert main(["config"]) == EX_CONFIG
+    assert "between 0 and 65535, or off" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["flag", "file", "variable"])
 def test_gpu_means_cuda(source, tmp_path):
     path = tmp_path / "gpumux.toml"
@@ -97,6 +127,28 @@ def test_gpu_means_cuda(source, tmp_path):
 def test_an_unknown_word_gets_the_nearest(words, advice, capsys):
     assert main(words) == EX_USAGE
     assert advice in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_can_not_be_written_is_said_in_a_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpumux", "config", "--defaults"], stdout=full, stderr=subprocess.PIPE, text=True,
+            check=False, cwd=ROOT,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        EX_FAILED, "gpumux: can't write the output: No space left on device\n  make room, or send it elsewhere\n",
+    )  # fmt: skip
+
+
+def test_what_a_terminal_has_no_characters_for_is_escaped(tmp_path):
+    path = tmp_path / "gpumux.toml"
+    path.write_text('[daemon]\nstate_dir = "/\u00e4"\n', encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumux", "config", "--config", str(path)], capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert 'state_dir = "/\\xe4"' in done.stdout, done.stderr
 
 
 def test_keys_are_made_once_and_are_ones_that_a_daemon_takes(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -22,10 +23,13 @@ NAMES = {
 
 @pytest.mark.parametrize("package", NAMES)
 def test_names_are_listed_before_torch_is_imported(package: str):
-    source = (
-        f"import sys, {package}\nassert {NAMES[package]!r} <= set(dir({package}))\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", source], check=True)
+    """And those that the module imported for itself are not, nor one twice."""
+    source = f"import sys, {package}\nprint(*dir({package}))\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    listed = [name for name in done.stdout.split() if not name.startswith("_")]
+    assert set(listed) - {"gpumux", "client", "fuse"} == NAMES[package] - {"client", "fuse"}
+    assert NAMES[package] <= set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def test_they_are_the_same_wherever_they_are():
@@ -45,6 +49,24 @@ def test_an_array_shows_itself():
     assert "operators for 2 models" in array._repr_html_()
     array.close()
     assert "closed" in array._repr_html_()
+
+
+def test_a_job_shows_itself_in_every_state(endpoint: str):
+    model = torch.nn.Linear(3, 1)
+    example = (torch.ones(2, 3),)
+    with gpumux.submit(
+        lambda x: model(x), example=example, model=model, name="<b>", endpoint=endpoint, priority="high"
+    ) as job:
+        shown = job._repr_html_()
+        assert "gpumux job &lt;b&gt;" in shown
+        assert "high, mean slowdown at most 1.1" in shown
+        assert "open" in shown
+        job.step(*example).result()
+        assert re.search(r"steps</th><td[^>]*>1<", job._repr_html_())
+        job.pause()
+        assert "paused" in job._repr_html_()
+        job.resume()
+    assert "closed" in job._repr_html_()
 
 
 def test_what_users_write_is_no_html():

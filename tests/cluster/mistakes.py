@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[ModuleType, str, str]] = {
         placement, "self._ask_to_stop(job)\n                continue", "continue"
     ),
     "answers are waited for without end": (placement, "job.due <= self.now", "job.due <= self.now - inf"),
-    "users are never forgotten": (shares, "level is None or self._settled[account] <= level", "False"),
+    "users are never forgotten": (shares, "level is None or self.settled[account] <= level", "False"),
     "a node that drains gets jobs": (placement, " and not self.nodes[device.id.node].draining", ""),
     "low jobs begin anew elsewhere": (placement, "job.devices, job.began))", "job.devices, False))"),
     "low jobs are moved without a snapshot": (placement, "reason, outcome, outcome is None", "reason, outcome, False"),

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 HISTORIES = 100
 SEARCHED = 100  # histories in which a mistake has to show
 MET = {
-    "cancelled", "done", "drained", "failed", "failed to start", "lost", "refused", "refused a reservation", "calm",
-    "rough", "crowded",
+    "cancelled", "done", "drained", "failed", "failed to start", "lost", "refused", "refused a reservation",
+    "restarted", "calm", "rough", "crowded",
 }  # fmt: skip
 
 

@@ -314,7 +314,9 @@ def test_a_device_that_does_not_answer_is_left_alone_for_a_while() -> None:
     (first,) = placement.handle(ev.JobSubmitted(ClusterJob(JobId("a"), "ada", "g", LOW, 1, GIB)), 0.0)
     assert isinstance(first, ev.ReserveDevice)
     assert placement.due == placement.config.answer_s
-    assert placement.handle(ev.TimePassed(), placement.due) == [ev.ReleaseDevice(first.attempt, first.device)]
+    assert placement.handle(ev.TimePassed(), placement.due) == [
+        ev.ReleaseDevice(first.attempt, first.device, first.job)
+    ]
     assert placement.handle(ev.DeviceReserved(first.attempt, first.device), placement.now) == []
     (again,) = placement.handle(ev.TimePassed(), placement.due)
     assert isinstance(again, ev.ReserveDevice)

@@ -16,11 +16,14 @@ from itertools import count
 from math import inf
 from random import Random
 
+import msgpack
+
 from gpumux.cluster import events as ev
 from gpumux.cluster.events import ClusterJob, DeviceChoice, DeviceFacts, DeviceId, JobOutcome, PlacementConfig, Quota
 from gpumux.cluster.explain import explain
 from gpumux.cluster.jobs import JobPhase
 from gpumux.cluster.placement import ClusterPlacement
+from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.cluster.shares import owners
 from gpumux.types import JobId, Priority
 
@@ -114,6 +117,7 @@ class World:
         self._order = count()
         self._last: dict[str, float] = {}  # by node and direction: when the newest message arrives
         self._woken = inf
+        self._restarted = False  # since the newest event
         quotas = {}
         if self.kind != "crowded" and random.random() < 0.6:
             quotas = {user: Quota(random.choice((None, 3, 5)), random.choice((None, 2)), random.choice((None, 6)))
@@ -148,6 +152,8 @@ class World:
         if self.faulty:
             for _ in range(3):
                 self.later(random.uniform(0, HORIZON_S), self.foreign)
+            for _ in range(random.randint(0, 4)):
+                self.later(random.uniform(0, HORIZON_S), self.restart)
         self._until(HORIZON_S)
         self._finish()
 
@@ -299,17 +305,42 @@ class World:
         self.feed(ev.NodeLost(name))
         self.later(self.random.uniform(1, 200), lambda: self.join(name))
 
+    def restart(self) -> None:
+        """The coordinator dies, and goes on from what it has kept."""
+        if not self.faulty:
+            return
+        self.met.add("restarted")
+        before = self.placement
+        kept = (
+            facts_of(before),
+            [node_data(n) for n in before.nodes.values()],
+            [job_data(j) for j in before.jobs.values()],
+        )
+        self.placement = restore(before.config, *msgpack.unpackb(msgpack.packb(kept)))
+        again = [job_data(job) for job in self.placement.jobs.values()]
+        assert again == kept[2], f"kept as {kept[2]}, and again as {again}"
+        self._restarted = True
+        self.at(self.now, lambda: self.feed(ev.TimePassed()))
+
     # ---- messages
 
     def feed(self, event: ev.ClusterEvent) -> None:
         self.happened.append(f"{self.now:9.2f} {event}")
         late = [job.id for job in self.placement.jobs.values() if job.due < self.now]
-        assert not late, f"answers for {late} are too late, and nothing was done"
+        assert not late or self._restarted, f"answers for {late} are too late, and nothing was done"
         if isinstance(event, ev.DeviceConfirmed):
             self.confirmed.add((event.attempt, event.device))
-        for command in self.placement.handle(event, self.now):
+        self._restarted = False
+        commands = self.placement.handle(event, self.now)
+        dies = self.faulty and self.random.random() < 0.005
+        if dies:  # what it decided is kept, and no daemon hears of it
+            commands = [each for each in commands if isinstance(each, (ev.AnswerJob, ev.StartJob))]
+            self.restart()
+        for command in commands:
             self.happened.append(f"{self.now:9.2f}     {command}")
             self._carry_out(command)
+        if dies:
+            return
         self.check()
         due = self.placement.due
         if due < inf and due != self._woken:

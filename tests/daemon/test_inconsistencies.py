@@ -15,6 +15,7 @@ from gpumux.daemon import inconsistencies
 from gpumux.daemon.inconsistencies import CrashReports
 from gpumux.daemon.segments import AT_ONCE_BYTES
 from gpumux.errors import DeviceLost
+from gpumux.metrics import gauges
 from gpumux.program.ir import slot_layout
 from gpumux.scheduler.events import DrainRequested
 from gpumux.types import JobId, PieceDone
@@ -230,6 +231,20 @@ def test_a_report_that_fails_ends_nothing(daemon: Daemon, monkeypatch: pytest.Mo
     assert counts(daemon)["report"] == 2
     assert JobId(MINE) in daemon.loop.context.records.jobs
     theirs_goes_on(daemon)
+
+
+def test_metrics_that_can_not_be_read_are_reported_once_a_scrape_and_the_loop_is_not_called_stuck(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gauges, "STALE_S", 0.0)
+    monkeypatch.setattr(daemon.loop, "figures", lambda: 1 / 0)
+    for scrapes in (1, 2):
+        assert daemon.loop.snapshots.fetch() is None
+        assert daemon.loop.snapshots.silent_s() > 0.0
+        daemon.turn()
+        daemon.turn()
+        assert counts(daemon)["report"] == scrapes
+        assert daemon.loop.snapshots.silent_s() == 0.0
 
 
 def test_a_recording_that_fails_ends_alone(daemon: Daemon):

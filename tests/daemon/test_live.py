@@ -157,8 +157,10 @@ def test_a_job_is_explained_from_the_command_line(daemon, session, capsys):
     assert "to-explain" in said
     assert ": paused\n" in said
     assert "    $ gpumux jobs resume j" in said
+    assert said.splitlines()[-1].startswith("--story has all")
     assert main([*command, "--story"]) == 0
     said = capsys.readouterr().out
+    assert "--story has" not in said
     assert "piece 0 (operator 0: aten.add.Scalar)" in said, "the daemon knows what operators are called"
     assert "job paused" in said
     job.close()
@@ -227,7 +229,7 @@ def test_a_scrape_shows_what_the_daemon_did(daemon, session):
     assert sample(text, f'gpumux_job_device_busy_seconds_total{{job_id="{label}"}}') > 0
     assert sample(text, f'gpumux_job_memory_bytes{{job_id="{label}"}}') > 0
     job.close()
-    gone = scrape_when(daemon, lambda t: f'job="{label}"' not in t)
+    gone = scrape_when(daemon, lambda t: f'job_id="{label}"' not in t)
     assert "gpumux_build_info" in gone
 
 

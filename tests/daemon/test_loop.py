@@ -509,8 +509,11 @@ def test_inline_state_travels_as_frames(daemon):
 def test_leaving_is_said_first_and_to_everyone(running):
     running.connect("t")
     running.say("s", step(1))
+    assert running.loop.figures().leaving == ""
     running.loop.stop("the daemon got SIGTERM")
+    assert running.loop.figures().leaving == "the daemon got SIGTERM"
     running.turn()
+    assert running.loop.figures().leaving == "the daemon got SIGTERM"
     said = [(session, type(m)) for session, m, _ in running.router.sent[running.router.read :]]
     assert said[:2] == [("s", msg.Leaving), ("t", msg.Leaving)]
     assert ("s", msg.StepFailed) in said

@@ -74,7 +74,8 @@ def test_the_page_documents_exactly_the_frozen_list():
 
 def test_a_forgotten_job_leaves_no_series():
     text = generate_latest(metrics_with(figures()).registry).decode()
-    assert 'job="' not in text
+    assert 'job_id="' in generate_latest(metrics_with(figures(JOB)).registry).decode()
+    assert 'job_id="' not in text
     assert "gpumux_sessions 1.0" in text
 
 

@@ -151,23 +151,46 @@ def test_a_scrape_that_waits_is_let_go_when_the_loop_ends(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "now", "status", "said"),
+    ("path", "changes", "silent_s", "status", "said"),
     [
-        ("/healthz", {}, 5.0, 200, "ok"),
-        ("/readyz", {}, 5.0, 200, "ok"),
-        ("/healthz", {}, 41.0, 503, "the dispatch loop has not turned for 40 s"),
-        ("/readyz", {}, 41.0, 503, "the dispatch loop has not turned for 40 s"),
-        ("/healthz", {"leaving": "the daemon got SIGTERM"}, 5.0, 200, "ok"),
-        ("/readyz", {"leaving": "the daemon got SIGTERM"}, 5.0, 503, "leaving: the daemon got SIGTERM"),
-        ("/healthz", None, 5.0, 200, "starting"),
-        ("/readyz", None, 5.0, 503, "starting"),
+        ("/healthz", {}, 0.0, 200, "ok"),
+        ("/readyz", {}, 0.0, 200, "ok"),
+        ("/healthz", {}, 5.0, 200, "the dispatch loop has not turned for 5 s"),
+        ("/healthz", {}, 40.0, 503, "the dispatch loop has not turned for 40 s"),
+        ("/readyz", {}, 40.0, 503, "the dispatch loop has not turned for 40 s"),
+        ("/healthz", {"leaving": "the daemon got SIGTERM"}, 0.0, 200, "ok"),
+        ("/readyz", {"leaving": "the daemon got SIGTERM"}, 0.0, 503, "leaving: the daemon got SIGTERM"),
+        ("/healthz", None, 0.0, 200, "starting"),
+        ("/readyz", None, 0.0, 503, "starting"),
+        ("/healthz", None, 40.0, 503, "the dispatch loop has not turned for 40 s"),
     ],
 )
-def test_probes_say_whether_the_daemon_lives_and_takes_work(server, monkeypatch, path, changes, now, status, said):
-    if changes is not None:
-        server.watch(lambda: replace(figures(), **changes))  # of second 1
-    monkeypatch.setattr(metrics_server.time, "time", lambda: now)
+def test_probes_say_whether_the_daemon_lives_and_takes_work(server, path, changes, silent_s, status, said):
+    server.watch(lambda: None if changes is None else replace(figures(), **changes), lambda: silent_s)
     assert ask(server, path) == (status, f"{said}\n")
+
+
+def test_a_loop_is_silent_from_the_first_question_that_it_leaves_unanswered(monkeypatch):
+    """And not since the last snapshot, which nothing may have asked for in a long while."""
+    monkeypatch.setattr(gauges, "STALE_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(gauges.time, "monotonic", lambda: now)
+    box = SnapshotBox(lambda: None)
+    box.publish(figures())
+    assert box.silent_s() == 0.0
+    now = 1000.0
+    box.fetch()
+    assert box.silent_s() == 0.0
+    now = 1020.0
+    box.fetch()
+    assert box.silent_s() == 20.0
+    box.publish(figures())
+    assert box.silent_s() == 0.0
+    now = 1030.0
+    box.fetch()
+    now = 1031.0
+    box.close()
+    assert box.silent_s() == 0.0
 
 
 @pytest.mark.parametrize("path", ["/metric", "/metrics/", "/favicon.ico", "/healthz/x", "/../metrics"])

@@ -6,11 +6,11 @@ from math import ceil, inf
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpumux.scheduler.guard.high_job import RECENT_STEPS, HighJob
-from gpumux.scheduler.verdict import age, slowdown_figures, verdict
+from gpumux.scheduler.verdict import _of, age, slowdown_figures, verdict
 
 
 def judged(ratios: list[float], max_slowdown: float = 1.1) -> HighJob:
@@ -51,7 +51,16 @@ def test_nothing_measured_is_no_verdict():
 def test_a_value_beyond_its_limit_never_reads_as_the_limit():
     figures = slowdown_figures(judged([1.1004] * 10))
     assert verdict(figures, 10.0).startswith("mean 1.1004 of 1.1000, tail 1.10 of 1.20 in 10 steps: BROKEN")
+    figures = slowdown_figures(judged([1.1000004] * 10))
+    assert verdict(figures, 10.0).startswith("mean 1.1001 of 1.1000, tail 1.10 of 1.20 in 10 steps: BROKEN")
     assert verdict(slowdown_figures(judged([1.0])), 1.0).endswith(" in 1 step: kept")
+
+
+@given(st.floats(1.0, 3.0), st.floats(1.0, 3.0))
+@example(1.00005000001, 1.00005)
+def test_whether_a_value_is_beyond_its_limit_can_be_read(value: float, limit: float):
+    shown, of = map(float, _of(value, limit).split(" of "))
+    assert (shown > of) == (value > limit)
 
 
 @given(st.lists(st.floats(0.9, 4.0), max_size=3 * RECENT_STEPS), st.floats(1.0, 2.0))

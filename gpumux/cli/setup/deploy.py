@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from pathlib import Path
 
 from gpumux.cli.setup.installation import deployment_files
@@ -30,6 +31,7 @@ def write(source: Path, target: Path, *, force: bool = False) -> tuple[list[Path
     can't be written."""
     files = sorted(path for path in source.rglob("*") if path.is_file())
     content = {target / path.relative_to(source): path.read_bytes() for path in files}
+    place = target
     try:
         there = {path: path.read_bytes() for path in content if path.exists()}
         changed = [path for path in there if there[path] != content[path]]
@@ -37,13 +39,13 @@ def write(source: Path, target: Path, *, force: bool = False) -> tuple[list[Path
             names = ", ".join(str(path) for path in changed)
             raise ConfigError(f"there already, and different: {names}", "--force replaces them, or write elsewhere")
         written = [path for path in content if path not in there or path in changed]
-        for path in written:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content[path])
-            if content[path].startswith(b"#!"):
-                path.chmod(0o755)  # a wheel need not keep the mode
+        for place in written:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content[place])
+            if content[place].startswith(b"#!"):
+                place.chmod(0o755)  # a wheel need not keep the mode
     except OSError as error:
-        raise ConfigError(
-            f"can't write {error.filename or target}: {error.strerror}", "name a directory that you may write with -o"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room, then repeat it with --force" if full else "name a directory that you may write with -o"
+        raise ConfigError(f"can't write {error.filename or place}: {error.strerror}", remedy) from error
     return written, [path for path in content if path not in written]

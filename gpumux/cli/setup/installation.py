@@ -63,6 +63,8 @@ def missing(error: ModuleNotFoundError) -> ConfigError | None:
     if name not in REQUIREMENTS:
         return None
     requirement = REQUIREMENTS[name]
+    if error.name != name and find_spec(name) is not None:  # a part of it
+        return ConfigError(f"the {name} that is installed here has no {error.name}", f"pip install '{requirement}'")
     return ConfigError(f"{requirement.partition('>')[0]} is not installed", f"pip install '{requirement}'")
 
 

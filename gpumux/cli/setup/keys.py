@@ -15,7 +15,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def run(args: argparse.Namespace) -> int:
     if not NAME.fullmatch(args.name):
-        raise ConfigError(f"{args.name!r} is no name for a key", "use letters, digits, dots and dashes")
+        raise ConfigError(
+            f"{args.name!r} is no name for a key",
+            "use letters, digits, dots, dashes and underscores, and begin with one of the first two",
+        )
     place = Path(args.out)
     there = [str(path) for path in (place / f"{args.name}.key", place / f"{args.name}.key_secret") if path.exists()]
     if there:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux import config
-from gpumux.cli.text import emit, emit_json
+from gpumux.cli.text import emit, emit_json, printable
 from gpumux.config import ENV_CONFIG, ENV_PREFIX, FILE_ONLY, RULE_SETTINGS, TABLES, Config
 
 WIDTH = 100  # of comments
@@ -127,8 +127,8 @@ def in_force(path: str | None, environ: Mapping[str, str]) -> dict[str, tuple[An
         elif name in by_file:
             source = str(file)
         value = getattr(whole, name)
-        if source == "default" and value != each.default:
-            source = "since gpu is set"  # the device
+        if name == "device" and value != {**by_file, **by_environment}.get(name, each.default):
+            source = "since gpu is set"
         found[name] = ([rule.name for rule in value] if name in FILE_ONLY else value, source)
     return found
 
@@ -140,9 +140,11 @@ def describe(found: Mapping[str, tuple[Any, str]]) -> str:
         lines += [*([""] if lines else []), f"[{table}]"]
         for each in declared(table):
             value, source = found[each.name]
-            lines.append(f"{each.name} = {_written(each, value)}" + ("" if source == "default" else f"  # {source}"))
+            said = "" if source == "default" else f"  # {printable(source)}"
+            lines.append(f"{each.name} = {_written(each, value)}{said}")
         if table == "access" and found["rules"][0]:
-            lines.append(f"# rules: {', '.join(found['rules'][0])}  # {found['rules'][1]}")
+            rules, source = found["rules"]
+            lines.append(f"# rules: {printable(', '.join(rules))}  # {printable(source)}")
     return "\n".join(lines)
 
 
@@ -168,7 +170,8 @@ def _allowed(each: Field[Any], before: str = "") -> str:
     words = "".join(f" or {word}" for word in meta["words"])
     if meta["choices"]:
         also = {meant: word for word, meant in meta["words"].items()}
-        return before + ", ".join(f"{each} (or {also[each]})" if each in also else each for each in meta["choices"])
+        choices = (f"{choice} (or {also[choice]})" if choice in also else choice for choice in meta["choices"])
+        return before + ", ".join(choices)
     if meta["low"] is None:
         return ""
     low = 0 if "off" in meta["words"] else meta["low"]  # the number that `off` stands for is not for people
@@ -187,4 +190,5 @@ def _toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(each) for each in value)}]"
-    return json.dumps(value)
+    # JSON escapes characters beyond 16 bits in a way that TOML does not know; of the others TOML refuses DEL unescaped
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -107,7 +107,8 @@ class CoordinatorLink:
                 before, self._session = self._session, session
             if before is not None:
                 before.close()
-            if not session.wait(lambda: asked.reply() is not None, CONNECT_S):
+            # Long, since a session that is closed in order says that the client has left.
+            if not session.wait(lambda: asked.reply() is not None, PATIENCE_S):
                 raise DaemonGone(f"the coordinator at {self._endpoint.text} does not answer", START_IT)
             asked.forget()
             reply = asked.reply()
@@ -141,7 +142,7 @@ class CoordinatorLink:
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
             except GpumuxError as error:  # the coordinator that came back does not take the job
                 self._was_refused(error)
-                self._stop.wait(LONGEST_PAUSE_S)
+                self._stop.wait(EXPLAIN_S)
             self._read_inbox()
             self._explain()
         if self._session is not None:

@@ -1,0 +1,52 @@
+"""The command line of `gpumux cluster`. Imports nothing that is slow."""
+
+from __future__ import annotations
+
+import argparse
+
+VERBS = {
+    "up": "run the coordinator of some daemons, until Ctrl-C",
+    "status": "show the coordinator's daemons and how full they are",
+    "jobs": "list the jobs of the cluster, where they are and why they wait",
+    "explain": "say why a job waits, or where it is",
+    "cancel": "end a job, wherever it is",
+    "drain": "give a node no more jobs, and move away those that can be moved",
+    "down": "stop the coordinator of this machine; jobs go on where they run",
+}
+
+ABOUT = """\
+examples:
+  gpumux cluster up ipc:///run/gpumux/0/gpumux.sock ipc:///run/gpumux/1/gpumux.sock
+  gpumux cluster up cluster.toml --state-dir /var/lib/gpumux/cluster
+  gpumux cluster status
+  gpumux cluster drain box:0        # and `--undo` when it may have jobs again
+
+A training loop asks for a place with client.submit(..., cluster="auto"), and gpus=4 for four of them. A cluster's file
+has names, quotas and weights beside endpoints: see docs/cluster.md.
+"""
+
+
+def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> None:
+    """The verbs of `gpumux cluster`."""
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=parser_class)
+    made = {
+        name: verbs.add_parser(name, help=meaning, description=meaning[0].upper() + meaning[1:] + ".")
+        for name, meaning in VERBS.items()
+    }
+    up = made["up"]
+    up.add_argument("daemons", metavar="ENDPOINT|FILE.toml", nargs="+", help="the daemons, or the cluster's file")
+    up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
+    up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
+    up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
+    up.add_argument("--metrics-port", metavar="PORT", default="off", help="Prometheus metrics there (default: off)")
+    for name in ("explain", "cancel"):
+        made[name].add_argument("job", metavar="JOB", help="its id, the beginning of one, or its name")
+    made["drain"].add_argument("node", metavar="NODE", help="a node's name, or a host's for all of its nodes")
+    made["drain"].add_argument("--undo", action="store_true", help="it may have jobs again")
+    for name, verb in made.items():
+        if name != "up":
+            where = "which coordinator (also GPUMUX_CLUSTER; default: the one of this machine)"
+            verb.add_argument("--cluster", metavar="URL", default="auto", help=where)
+            verb.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait for it")
+        if name in ("status", "jobs", "explain"):
+            verb.add_argument("--json", action="store_true", help="print JSON, for scripts")

@@ -1,0 +1,162 @@
+"""The file of a cluster: its daemons, and how jobs are placed on them. TOML; a daemon's own settings are another file.
+
+[[daemons]]
+endpoint = "tcp://10.0.0.1:7777"
+name = "a0"                  # default: made of the endpoint
+host = "a"                   # its machine; gangs are placed on as few of them as possible
+
+[placement]                  # PlacementConfig in gpumux/cluster/events.py
+choice = "learned"           # or "spread", or "pack"
+patience_s = 600.0
+
+[quotas.users.ada]           # at most so many devices at a time, of these by high jobs, and open jobs
+devices = 4
+high_devices = 2
+jobs = 20
+[quotas.groups.vision]
+devices = 16
+
+[weights]                    # shares of users, 1 where nothing is said
+ada = 2.0
+"""
+
+from __future__ import annotations
+
+import socket
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from gpumux.cluster.events import DeviceChoice, PlacementConfig, Quota
+from gpumux.coordinator.daemons import DaemonAddress
+from gpumux.errors import ConfigError
+from gpumux.wire.endpoint import parse
+
+TABLES: Final = ("daemons", "placement", "quotas", "weights")
+OF_DAEMONS: Final = ("endpoint", "name", "host")
+OF_PLACEMENT: Final = tuple(
+    field.name for field in fields(PlacementConfig) if field.name not in ("quotas", "group_quotas", "weights")
+)
+OF_QUOTAS: Final = tuple(field.name for field in fields(Quota))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    daemons: tuple[DaemonAddress, ...]
+    placement: PlacementConfig
+
+
+def address(endpoint: str, name: str = "", host: str = "") -> DaemonAddress:
+    """The daemon at an endpoint. Its name is made of the machine and the directory of the socket, or of the address and
+    the port. Raises ConfigError for what is no endpoint."""
+    found = parse(endpoint)
+    if found.path is not None:
+        host = host or socket.gethostname()
+        return DaemonAddress(name or f"{host}:{found.path.parent.name}", host, endpoint)
+    place = endpoint.removeprefix("tcp://")
+    return DaemonAddress(name or place, host or place.rpartition(":")[0], endpoint)
+
+
+def of_endpoints(endpoints: Sequence[str]) -> ClusterFile:
+    """A cluster of these daemons, and defaults for the rest. Raises ConfigError."""
+    return ClusterFile(_distinct([address(each) for each in endpoints]), PlacementConfig())
+
+
+def load(path: Path) -> ClusterFile:
+    """Read the file. Raises ConfigError, which names the place and what to write there."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the cluster's file {path}: {error.strerror}", "check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "mend that line") from error
+    _known(tables, TABLES, f"{path}: table")
+    entries = tables.get("daemons", [])
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} names no daemons", 'write [[daemons]] and endpoint = "..." for each')
+    daemons = [_daemon(entry, f"{path}: [[daemons]] {at + 1}") for at, entry in enumerate(entries)]
+    quotas = _table(tables, "quotas", f"{path}: [quotas]")
+    _known(quotas, ("users", "groups"), f"{path}: [quotas]")
+    values = dict(_table(tables, "placement", f"{path}: [placement]"))
+    _known(values, OF_PLACEMENT, f"{path}: [placement]")
+    if "choice" in values:
+        values["choice"] = _choice(values["choice"], f"{path}: [placement] choice")
+    for name, value in values.items():
+        if name != "choice" and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ConfigError(f"{path}: [placement] {name} is {value!r}", "write a number")
+    weights = _table(tables, "weights", f"{path}: [weights]")
+    for name, value in weights.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{path}: [weights] {name} is {value!r}", "write a number above 0")
+    placement = PlacementConfig(
+        **values,
+        quotas=_quotas(quotas, "users", path),
+        group_quotas=_quotas(quotas, "groups", path),
+        weights={name: float(value) for name, value in weights.items()},
+    )
+    return ClusterFile(_distinct(daemons), placement)
+
+
+def _daemon(entry: Any, where: str) -> DaemonAddress:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is {entry!r}", 'write [[daemons]] and endpoint = "..." below it')
+    _known(entry, OF_DAEMONS, where)
+    for name, value in entry.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{where} {name} is {value!r}", "write a text in quotes")
+    if "endpoint" not in entry:
+        raise ConfigError(f"{where} has no endpoint", "write ipc:///path/to/gpumux.sock or tcp://address:port")
+    return address(**entry)
+
+
+def _distinct(daemons: Sequence[DaemonAddress]) -> tuple[DaemonAddress, ...]:
+    for what in ("node", "endpoint"):
+        names = [getattr(each, what) for each in daemons]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ConfigError(
+                f"two daemons have the {'name' if what == 'node' else what} {sorted(twice)[0]}",
+                "name each daemon once; the cluster's file can give them names",
+            )
+    return tuple(daemons)
+
+
+def _table(tables: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    found = tables.get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is {found!r}", "write a table")
+    return found
+
+
+def _quotas(tables: Mapping[str, Any], kind: str, path: Path) -> dict[str, Quota]:
+    found = {}
+    for name, body in _table(tables, kind, f"{path}: [quotas.{kind}]").items():
+        where = f"{path}: [quotas.{kind}.{name}]"
+        if not isinstance(body, dict):
+            raise ConfigError(f"{where} is {body!r}", "write a table with devices, high_devices or jobs")
+        _known(body, OF_QUOTAS, where)
+        for limit, value in body.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{where} {limit} is {value!r}", "write a whole number of 0 or more")
+        found[name] = Quota(**body)
+    return found
+
+
+def _choice(value: Any, where: str) -> DeviceChoice:
+    try:
+        return DeviceChoice(value)
+    except ValueError:
+        names = ", ".join(each.value for each in DeviceChoice)
+        raise ConfigError(f"{where} is {value!r}", f"choose one of {names}") from None
+
+
+def _known(found: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    for name in found:
+        if name not in names:
+            near = get_close_matches(str(name), names, 1)
+            raise ConfigError(
+                f"{where} has no {name!r}", f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+            )

@@ -1,0 +1,203 @@
+"""A coordinator's connection to one daemon: a thread that carries out orders one after the other, and looks in between
+whether the daemon is there and what it has learned.
+
+All that it finds is passed to `report` as happenings of `core.py`. A daemon that can't be reached is tried again for as
+long as the coordinator runs. While it is away, reservations are refused in its name at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpumux.client.session import Session
+from gpumux.cluster import events as ev
+from gpumux.cluster.events import DeviceFacts, PairMeasured
+from gpumux.coordinator.core import DaemonAway, DaemonFound, Happening, Order, PromiseSeen
+from gpumux.errors import DaemonGone, GpumuxError
+from gpumux.wire import messages as msg
+from gpumux.wire.endpoint import parse
+
+log = logging.getLogger("gpumux.coordinator")
+
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 5.0  # for an answer to an order; the placement gives a daemon longer than that
+LOOK_EVERY_S: Final = 1.0  # whether the session is alive
+LEARN_EVERY_S: Final = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+MOST_JOBS: Final = 64  # of a device; the daemon refuses what is too many for it
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonAddress:
+    """Where a daemon is. `node`: the name that people call it by; `host`: its machine."""
+
+    node: str
+    host: str
+    endpoint: str
+
+
+Report = Callable[[Happening], None]
+
+
+class DaemonLink:
+    """The thread. `report` is called in it."""
+
+    def __init__(self, address: DaemonAddress, report: Report) -> None:
+        self.address = address
+        self._report = report
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._pairs: dict[tuple[str, str], tuple[float, float, int]] = {}  # as reported last
+        self._seen = PromiseSeen(address.node, None, "")  # as reported last
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"gpumux-{address.node}", daemon=True)
+        self._thread.start()
+
+    def order(self, order: Order) -> None:
+        """Have it carried out, after those before it."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """End the thread; waits for an order under way."""
+        self._ended.set()
+        self._orders.put(None)
+        self._thread.join()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        said = False
+        while not self._ended.is_set():
+            try:
+                session = Session.connect(self.address.endpoint, CONNECT_S, role="control")
+            except GpumuxError as error:
+                if not said:
+                    log.warning("node %s can't be reached yet: %s", self.address.node, error.message)
+                said = True
+                self._refuse_for(pause, error.message)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                continue
+            try:
+                self._serve(session)
+            except GpumuxError as error:
+                if not self._ended.is_set():
+                    self._report(DaemonAway(self.address.node, error.message))
+            finally:
+                session.close()
+            pause, said = FIRST_PAUSE_S, True
+
+    def _serve(self, session: Session) -> None:
+        """Carry out orders until the daemon is gone, which raises."""
+        self._report(self._found(session))
+        learn_at = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= learn_at:
+                self._learn(session)
+                self._judge(session)
+                learn_at = now + LEARN_EVERY_S
+            try:
+                order = self._orders.get(timeout=LOOK_EVERY_S)
+            except queue.Empty:
+                if session.dead is not None:
+                    raise session.dead from None
+                continue
+            if order is None:
+                return
+            try:
+                self._carry_out(session, order)
+            except DaemonGone as gone:
+                self._refuse(order, gone.message)
+                raise
+
+    def _found(self, session: Session) -> DaemonFound:
+        body = session.call(msg.GetStatus(0), timeout=ANSWER_S)[0].body
+        given, others = self.address.endpoint, [str(each) for each in body["daemon"]["endpoints"]]
+        reachable = [each for each in others if each != given and "*" not in each and parse(each)]
+        memory = int(body["memory"]["total_bytes"] or body["device"]["memory_bytes"])
+        return DaemonFound(
+            self.address.node, self.address.host, (given, *reachable), DeviceFacts(max(1, memory), MOST_JOBS)
+        )
+
+    def _learn(self, session: Session) -> None:
+        """Report what the daemon has measured of pairs of programs, if it is new."""
+        body: dict[str, Any] = session.call(msg.GetInterference(0, ""), timeout=ANSWER_S)[0].body
+        for pair in body["pairs"]:
+            key = pair["high"]["program"], pair["low"]["program"]
+            figures = float(pair["slowdown"]), float(pair["low_speed"]), int(pair["samples"])
+            if self._pairs.get(key) != figures:
+                self._pairs[key] = figures
+                self._report(PairMeasured(key[0], key[1], *figures))
+
+    def _judge(self, session: Session) -> None:
+        """Report what the daemon says of its high job, if that is new. There may be several that were not placed by a
+        cluster: the one that fares worst counts."""
+        body: dict[str, Any] = session.call(msg.GetStatus(0), timeout=ANSWER_S)[0].body
+        promises = [job["promise"] for job in body["jobs"] if job["priority"] == "high" and job["promise"]]
+        known = [promise for promise in promises if promise.get("kept") is not None]
+        worst = min(known, key=lambda promise: bool(promise["kept"]), default=None)
+        seen = PromiseSeen(
+            self.address.node,
+            None if worst is None else bool(worst["kept"]),
+            "" if worst is None else str(worst["verdict"]),
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._report(seen)
+
+    def _carry_out(self, session: Session, order: Order) -> None:
+        command = order.command
+        try:
+            match command:
+                case ev.ReserveDevice():
+                    session.call(
+                        msg.Reserve(0, command.job, int(command.priority), command.memory_bytes, command.lease_s),
+                        timeout=ANSWER_S,
+                    )
+                    self._report(ev.DeviceReserved(command.attempt, command.device))
+                case ev.ConfirmDevice():
+                    session.call(msg.ConfirmReservation(0, command.job, command.lease_s), timeout=ANSWER_S)
+                    self._report(ev.DeviceConfirmed(command.attempt, command.device))
+                case ev.ReleaseDevice():
+                    session.call(msg.ReleaseReservation(0, command.job), timeout=ANSWER_S)
+        except DaemonGone:
+            raise
+        except GpumuxError as error:
+            self._refuse(order, error.message)
+
+    def _refuse(self, order: Order, reason: str) -> None:
+        command = order.command
+        if not isinstance(command, ev.ReleaseDevice):
+            self._report(ev.DeviceRefused(command.attempt, command.device, reason))
+
+    def _refuse_for(self, seconds: float, reason: str) -> None:
+        """Refuse all orders that come in the next seconds."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                order = self._orders.get(timeout=left)
+            except queue.Empty:
+                return
+            if order is None:
+                return
+            self._refuse(order, reason)
+
+
+@dataclass(slots=True)
+class DaemonLinks:
+    """All of them, by node."""
+
+    by_node: dict[str, DaemonLink] = field(default_factory=dict)
+
+    def order(self, order: Order) -> None:
+        self.by_node[order.command.device.node].order(order)
+
+    def close(self) -> None:
+        for link in self.by_node.values():
+            link.close()

@@ -1,0 +1,104 @@
+"""A cluster's file: what it says, and errors that name the place and what to write there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumux.cluster.events import DeviceChoice, Quota
+from gpumux.coordinator import config
+from gpumux.coordinator.daemons import DaemonAddress
+from gpumux.errors import ConfigError
+
+WHOLE = """
+[[daemons]]
+endpoint = "tcp://10.0.0.1:7777"
+name = "a0"
+host = "a"
+[[daemons]]
+endpoint = "ipc:///run/gpumux/1/gpumux.sock"
+host = "b"
+[placement]
+choice = "spread"
+patience_s = 60
+[quotas.users.ada]
+devices = 4
+high_devices = 2
+[quotas.groups.vision]
+jobs = 20
+[weights]
+ada = 2
+"""
+
+
+def read(tmp_path: Path, text: str) -> config.ClusterFile:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return config.load(path)
+
+
+def test_a_whole_file(tmp_path: Path):
+    found = read(tmp_path, WHOLE)
+    assert found.daemons == (
+        DaemonAddress("a0", "a", "tcp://10.0.0.1:7777"),
+        DaemonAddress("b:1", "b", "ipc:///run/gpumux/1/gpumux.sock"),
+    )
+    placement = found.placement
+    assert (placement.choice, placement.patience_s) == (DeviceChoice.SPREAD, 60)
+    assert placement.quotas == {"ada": Quota(4, 2)}
+    assert placement.group_quotas == {"vision": Quota(jobs=20)}
+    assert placement.weights == {"ada": 2.0}
+
+
+def test_the_example_in_the_module_is_a_whole_file(tmp_path: Path):
+    assert config.__doc__ is not None
+    found = read(tmp_path, config.__doc__.partition("\n\n")[2])
+    assert found.daemons[0].node == "a0"
+    assert found.placement.quotas["ada"] == Quota(4, 2, 20)
+
+
+def test_daemons_are_named_after_their_endpoints():
+    assert config.address("tcp://10.0.0.1:7777") == DaemonAddress("10.0.0.1:7777", "10.0.0.1", "tcp://10.0.0.1:7777")
+    found = config.address("ipc:///run/gpumux/3/gpumux.sock", host="h")
+    assert found.node == "h:3"
+
+
+ONE = '[[daemons]]\nendpoint = "tcp://a:1"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no daemons"),
+        ("daemons = []", "names no daemons"),
+        ("daemons = [3]", "[[daemons]] 1 is 3"),
+        ("[[daemons]]\nname = 'a'", "has no endpoint"),
+        ("[[daemons]]\nendpoint = 'a'", "not an endpoint"),
+        ("[[daemons]]\nendpoint = 7", "endpoint is 7"),
+        (ONE + ONE, "two daemons"),
+        (ONE + 'nam = "a"', "did you mean 'name'"),
+        (ONE + "[placment]", "did you mean 'placement'"),
+        (ONE + "[placement]\npatiense_s = 1", "did you mean 'patience_s'"),
+        (ONE + "[placement]\npatience_s = 'long'", "write a number"),
+        (ONE + "[placement]\npatience_s = -1", "above 0"),
+        (ONE + "[placement]\nchoice = 'best'", "learned, spread, pack"),
+        (ONE + "[placement]\nquotas = 3", "no 'quotas'"),
+        (ONE + "[quotas]\nada = 3", "known are users, groups"),
+        (ONE + "[quotas.users]\nada = 3", "write a table"),
+        (ONE + "[quotas.users.ada]\ndevices = -1", "0 or more"),
+        (ONE + "[quotas.users.ada]\ndevice = 1", "did you mean 'devices'"),
+        (ONE + "[weights]\nada = 'much'", "above 0"),
+        (ONE + "[weights]\nada = 0", "above 0"),
+        ("[[daemons", "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str):
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert says in f"{caught.value.message} {caught.value.remedy}"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="can't read"):
+        config.load(tmp_path / "none.toml")

@@ -1,0 +1,136 @@
+"""What a coordinator keeps: one uses it at a time, and it is refused where it can't be read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from gpumux.cluster.events import DeviceFacts
+from gpumux.coordinator.core import Coordinator, CoordinatorConfig, DaemonFound
+from gpumux.coordinator.journal import NAME, Journal
+from gpumux.coordinator.names import names_of
+from gpumux.errors import ConfigError
+from gpumux.types import Peer, SessionId
+from gpumux.wire import messages as msg
+from gpumux.wire.router import Incoming, Opened
+
+HELLO = msg.Hello(msg.PROTOCOL_VERSION, "0", "control", 1, "", False)
+ME = Peer(os.getuid(), os.getgid(), 1)
+CONFIG = CoordinatorConfig()
+
+
+def filled() -> Coordinator:
+    """A daemon, a job that waits and one that was refused."""
+    made = Coordinator(CONFIG, names_of)
+    made.handle(DaemonFound("n", "h", ("ipc:///n",), DeviceFacts(1 << 30)), 1.0)
+    made.handle(Opened(SessionId("s"), ME, HELLO, False), 2.0)
+    for at, name in enumerate(("a", "b")):
+        place = msg.PlaceJob(1, f"{at:032x}", name, 0, 1, 1 << 40, ["p"], 2, True, 0)
+        made.handle(Incoming(SessionId("s"), ME, place, []), 3.0 + at)
+    made.handle(Incoming(SessionId("s"), ME, msg.PlacedJobEnded(2, f"{0:032x}", ""), []), 5.0)
+    return made
+
+
+def rows(directory: Path) -> dict[tuple[str, str], bytes]:
+    with closing(sqlite3.connect(directory / NAME)) as file:
+        return {(section, key): value for section, key, value in file.execute("SELECT * FROM kept")}
+
+
+def open_and_load(directory: Path) -> Coordinator:
+    with closing(Journal(directory)) as opened:
+        return opened.load(CONFIG)
+
+
+def test_what_was_kept_is_there_again(tmp_path: Path):
+    made = filled()
+    journal = Journal(tmp_path)
+    journal.keep(made)
+    journal.close()
+    again = Journal(tmp_path)
+    found = again.load(CONFIG)
+    assert list(found.jobs) == list(made.jobs) == [f"{1:032x}"]
+    (job,) = found.placement.jobs.values()
+    assert (job.request, job.number, job.submitted_at) == (made.placement.jobs[job.id].request, 2, 4.0)
+    assert found.answers == made.answers
+    assert list(found.daemons) == ["n"]
+    assert found.placement.now == made.placement.now
+    again.keep(found)
+    again.close()
+    kept = rows(tmp_path)
+    made.handle(None, 6.0)
+    journal = Journal(tmp_path)
+    journal.load(CONFIG)
+    journal.keep(made)  # the clock alone has changed, so nothing is written
+    journal.close()
+    assert rows(tmp_path) == kept
+
+
+def test_what_is_over_is_no_longer_kept(tmp_path: Path):
+    made = filled()
+    journal = Journal(tmp_path)
+    journal.keep(made)
+    made.handle(Incoming(SessionId("s"), ME, msg.PlacedJobEnded(2, f"{1:032x}", ""), []), 6.0)
+    journal.keep(made)
+    journal.close()
+    assert not [key for key in rows(tmp_path) if key[0] == "jobs"]
+
+
+def test_another_coordinator_can_not_use_it(tmp_path: Path):
+    journal = Journal(tmp_path)
+    with pytest.raises(ConfigError, match="can't be opened") as caught:
+        Journal(tmp_path)
+    assert "no other coordinator uses it" in caught.value.remedy
+    journal.close()
+    Journal(tmp_path).close()
+
+
+@pytest.mark.parametrize("damage", ["rubbish", "version", "row", "section"])
+def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path, damage: str):
+    journal = Journal(tmp_path)
+    journal.keep(filled())
+    journal.close()
+    if damage == "rubbish":
+        for path in tmp_path.glob(f"{NAME}*"):
+            path.write_bytes(b"rubbish" * 1000)
+    else:
+        with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
+            if damage == "version":
+                file.execute("PRAGMA user_version = 99")
+            elif damage == "row":
+                file.execute("UPDATE kept SET value = ? WHERE section = 'jobs'", (msgpack.packb([{}, {"number": 1}]),))
+            else:
+                file.execute("UPDATE kept SET section = 'others' WHERE section = 'jobs'")
+    with pytest.raises(ConfigError) as caught:
+        open_and_load(tmp_path)
+    assert NAME in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_it_belongs_to_its_user_alone(tmp_path: Path):
+    Journal(tmp_path / "state").close()
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "state" / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path):
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError):
+        Journal(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_disk_that_is_full_stops_the_coordinator(tmp_path: Path):
+    journal = Journal(tmp_path)
+    made = filled()
+    journal._file.execute("PRAGMA max_page_count = 3")
+    for at in range(2, 200):
+        place = msg.PlaceJob(1, f"{at:032x}", "x" * 300, 0, 1, 1 << 40, ["p"], 2, True, 0)
+        made.handle(Incoming(SessionId("s"), ME, place, []), 10.0 + at)
+    with pytest.raises(ConfigError, match="can't be written"):
+        journal.keep(made)
+    journal.close()
