@@ -306,7 +306,7 @@ class CoordinatorLink:
         """Raises DaemonGone if the coordinator has been gone for too long."""
         gone_s = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
         if gone_s > self._reconnect_s:
-            raise DaemonGone(f"the coordinator at {self._endpoint.text} is gone since {gone_s:.0f} s", START_IT)
+            raise DaemonGone(f"the coordinator at {self._endpoint.text} has been gone for {gone_s:.0f} s", START_IT)
 
     def _raise_answer(self) -> None:
         answer = self._state.answer
