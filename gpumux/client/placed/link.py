@@ -104,8 +104,8 @@ class CoordinatorLink:
                 )
             session.register(self.job, lambda message, frames: self._inbox.append(message))
             with self._changed:  # what is sent after it says what has changed since
+                before, self._session = self._session, session  # first: after an interrupt, `ended` uses it
                 asked = session.ask(replace(self._request, attempt=self._state.attempt()))
-                before, self._session = self._session, session
             if before is not None:
                 before.close()
             if not session.wait(lambda: asked.reply() is not None, JOIN_S):
