@@ -58,7 +58,8 @@ def _up(args: argparse.Namespace) -> int:
     cluster = load(Path(files[0])) if files else of_endpoints(args.daemons)
     given = {"state_dir": args.state_dir, "endpoint": args.endpoint, "metrics_port": args.metrics_port}
     environ = {key: value for key, value in os.environ.items() if key != "GPUMUX_ENDPOINT"}  # a daemon's
-    return serve(config.load(given, environ, args.config), cluster)
+    again = (lambda: load(Path(files[0]))) if files else None
+    return serve(config.load(given, environ, args.config), cluster, again=again)
 
 
 def _down(args: argparse.Namespace) -> int:
