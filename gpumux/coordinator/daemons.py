@@ -45,7 +45,7 @@ class DaemonAddress:
 Report = Callable[["DaemonLink", Happening], None]
 
 
-class Difference(NamedTuple):
+class MembershipChange(NamedTuple):
     """What makes the daemons that are known those that are wanted: nodes that leave, and daemons that join after that.
     A node whose daemon is at another address is in both, since jobs of the old one are not there."""
 
@@ -53,10 +53,10 @@ class Difference(NamedTuple):
     joined: list[DaemonAddress]
 
 
-def difference(known: Mapping[str, DaemonAddress], wanted: Iterable[DaemonAddress]) -> Difference:
+def difference(known: Mapping[str, DaemonAddress], wanted: Iterable[DaemonAddress]) -> MembershipChange:
     """Both in the order given. `known` is by node; nodes of `wanted` are distinct."""
     new = {each.node: each for each in wanted}
-    return Difference(
+    return MembershipChange(
         [node for node, address in known.items() if new.get(node) != address],
         [address for node, address in new.items() if known.get(node) != address],
     )
