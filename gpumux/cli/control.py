@@ -45,6 +45,7 @@ class Control:
         self.endpoint = found.text
         self._timeout = timeout
         self._start_it = START_COORDINATOR if coordinator else START_IT
+        self._what = "coordinator" if coordinator else "daemon"
         self._refs = count(1)
         self._found = found
         self._payload: list[bytes] = []  # frames of the newest message
@@ -52,7 +53,7 @@ class Control:
         self._heard = 0.0  # time of the last message received while recording
         if found.path is not None:
             endpoints.check_private(found.path.parent)
-        check_listening(found, self._start_it)
+        check_listening(found, self._start_it, self._what)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
@@ -186,8 +187,8 @@ class Control:
             if silent >= self.welcome.lease_s:
                 break
             if silent >= 2 * self.welcome.heartbeat_s:  # a heartbeat is overdue
-                check_listening(self._found, self._start_it)
-        raise unanswered(self._found, self._start_it)
+                check_listening(self._found, self._start_it, self._what)
+        raise unanswered(self._found, self._start_it, self._what)
 
     def close(self) -> None:
         """Say goodbye and disconnect."""
@@ -211,7 +212,7 @@ class Control:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
             self._spoke = time.monotonic()
         except zmq.Again:
-            raise unanswered(self._found, self._start_it) from None
+            raise unanswered(self._found, self._start_it, self._what) from None
 
     def _receive(self, kind: type[Answer], ref: int, again: msg.Message | None = None) -> Answer:
         """The next message of `kind` that answers `ref`; heartbeats and others are skipped. again: a message to repeat
@@ -225,7 +226,7 @@ class Control:
                 if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
                     return message
             elif pause == left or again is None:
-                raise unanswered(self._found, self._start_it)
+                raise unanswered(self._found, self._start_it, self._what)
             else:
                 self._send(again)
 

@@ -64,6 +64,8 @@ def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) ->
         emit_json(body)
     else:
         lines = explanation(job, body, story=args.story, endpoint=args.endpoint)
+        if not args.story:
+            lines += ["", "--story has all that is known of it, and what happened last"]
         emit("\n".join(printable(line) for line in lines))
     return 0
 
@@ -85,8 +87,6 @@ def explanation(
     if story:
         lines += ["", "all that is known", *(f"  {sentence}" for sentence in body["sentences"])]
         lines += ["", "what happened last", *(f"  {line}" for line in body["story"])]
-    else:
-        lines += ["", "--story has all that is known of it, and what happened last"]
     return lines
 
 

@@ -115,7 +115,7 @@ examples:
   gpumux serve --gpu 0                  own GPU 0 until told to stop
   gpumux serve --device cpu --threads 1
   gpumux status                         the daemon, its device and its jobs
-  gpumux top                            the jobs as they run: steps/s, device share, slowdown, what is held
+  gpumux top                            the jobs as they run: promises, steps/s, device share, what is held
   gpumux trace -o trace.json            record five seconds of it; open the file in Perfetto
   gpumux interference                   which programs slow which others down, as measured
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
@@ -163,13 +163,16 @@ examples:
 """
 _TOP = """\
 Rates are of the last interval. DEVICE is device seconds a second, counted as pieces end (above 100% where
-pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job
-waits now, for how long and for whom, BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it;
-elsewhere tables follow one another.
+pieces run at once), PROMISE a high job's newest steps over the same alone, and whether that is within what was
+promised; of a low job, for which part of the interval it was held, or for how long by now, for which job and why.
+
+On a terminal it has history and keys (? lists them) where Textual is installed (pip install 'textual>=8'), else it is a
+table. Elsewhere tables follow one another.
 
 examples:
   gpumux top
   gpumux top --interval 0.5
+  gpumux top --plain                    a table without history and keys
   gpumux top --once                     measure for one interval, print, and go
   gpumux top --json | jq -c .device     one line of JSON an interval
 """
@@ -413,6 +416,7 @@ def build_parser() -> argparse.ArgumentParser:
     top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
     top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
     top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.add_argument("--plain", action="store_true", help="a table without history and keys, as without Textual")
     pairs = _add(subparsers, "interference", "show which programs slow which others down", _INTERFERENCE)
     pairs.add_argument("--program", metavar="NAME", help="only pairs with this job's program, or this content hash")
     pairs.add_argument("--ranges", action="store_true", help="every measured range of the high programs")
@@ -504,6 +508,7 @@ def exit_code(error: GpumuxError) -> int:
 _ELSEWHERE = {
     "serve": ("main", "run_serve"),
     "status": ("jobs", "run_status"),
+    "top": ("top.command", "run"),
     "version": ("main", "run_version"),
     "deploy": ("setup.deploy", "run"),
     "config": ("setup.settings", "run"),

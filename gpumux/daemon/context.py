@@ -103,9 +103,10 @@ class Permissions:
         return {**body, "jobs": jobs}
 
 
-def with_short_ids(text: str, shorts: Mapping[JobId, str]) -> str:
-    """`text` with the short id of each job that is known in place of its whole id."""
-    return _JOB_ID.sub(lambda found: shorts.get(JobId(found[0]), found[0]), text)
+def with_short_ids(text: str, shorts: Mapping[JobId, str], unknown: str | None = None) -> str:
+    """`text` with the short id of each job that is known in place of its whole id, and `unknown`, if given, in place of
+    others."""
+    return _JOB_ID.sub(lambda found: shorts.get(JobId(found[0]), found[0] if unknown is None else unknown), text)
 
 
 # ---- Queues for checks of Programs, for questions and for jobs to open.

@@ -7,9 +7,9 @@ handles every event as soon as it exists, and its commands are carried out befor
 state never runs ahead of what was done. One turn takes a bounded number of messages (wire/limits.py), so a flood delays
 a completion by no more than that.
 
-Everything here runs on one thread. Only `wake`, `stop` and `call_soon` may be called from other threads (and from
-signal handlers). An exception that no handler expects is a bug: it ends the job or the session that it is about
-(daemon/inconsistencies.py). One that leaves `run` ends the daemon (daemon/main.py).
+Everything here runs on one thread. Only `wake`, `stop`, `call_soon` and `explain` may be called from other threads (the
+first three also from signal handlers). An exception that no handler expects is a bug: it ends the job or the session
+that it is about (daemon/inconsistencies.py). One that leaves `run` ends the daemon (daemon/main.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -40,7 +41,7 @@ from gpumux.daemon.snapshots.writer import WriterClient
 from gpumux.daemon.state.learned import Learned, LearnedFile
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.device.base import Answering, Device
-from gpumux.metrics.gauges import Figures, SnapshotBox
+from gpumux.metrics.gauges import STALE_S, Figures, SnapshotBox
 from gpumux.metrics.series import Metrics
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
@@ -513,6 +514,21 @@ class Loop:
         found = report.figures(self._identity, self.scheduler, self.context, self.segments.used_bytes, newest, pairs)
         # it leaves as soon as it is told to, though jobs still have their last snapshots taken
         return found if self._stop_reason is None else replace(found, leaving=self._stop_reason)
+
+    def explain(self, short: str) -> dict[str, Any] | None:
+        """What the status page says of a job, None if there is none with this short id. For other threads: the loop's
+        thread finds it out. Raises TimeoutError if it doesn't within STALE_S, or could not."""
+        found: Future[dict[str, Any] | None] = Future()
+
+        def answer() -> None:
+            try:
+                found.set_result(report.page_explanation(self.scheduler, self.context, short))
+            except Exception as error:  # noqa: BLE001
+                self._bugs.in_report("an explanation on the status page", error)
+                found.set_exception(TimeoutError("the daemon could not say: its log has the reason"))
+
+        self.call_soon(answer)
+        return found.result(STALE_S)
 
 
 def _level(session: SessionRecord) -> int:

@@ -207,7 +207,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     stack.callback(leave)  # runs before slow closing, so that clients are told first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
-        server.watch(loop.snapshots.fetch, loop.snapshots.silent_s)
+        server.watch(loop.snapshots.fetch, loop.snapshots.silent_s, loop.explain)
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 
     stop.tell(loop.stop)

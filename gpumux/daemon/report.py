@@ -29,11 +29,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from gpumux import __version__
 from gpumux.config import Config
-from gpumux.daemon.context import DaemonContext, log
+from gpumux.daemon.context import ENDED_JOB, DaemonContext, log, with_short_ids
 from gpumux.daemon.records import Records
 from gpumux.device.base import MemoryFigures
 from gpumux.errors import UnknownJob
@@ -45,6 +46,7 @@ from gpumux.metrics.gauges import (
     JobFigures,
     PairFigures,
     PromiseFigures,
+    label_text,
 )
 from gpumux.scheduler import RUNS
 from gpumux.scheduler.scheduler import Scheduler
@@ -257,10 +259,11 @@ def _bans(snapshot: dict[str, Any], records: Records) -> tuple[BanFigures, ...]:
     )
 
 
-def _held(job: dict[str, Any]) -> str:
+def _held(job: dict[str, Any]) -> dict[str, Any]:
+    """Why a low job is held, for which high job and since when; without a reason, if it is not."""
     known = job["guard"]
     held = known["held"] if known is not None and job["priority"] == "low" else None
-    return str(held["reason"]) if held is not None else ""
+    return held if held is not None else {"reason": "", "high": "", "since": inf}
 
 
 def _guard(guard: dict[str, Any] | None) -> GuardFigures | None:
@@ -303,6 +306,7 @@ def _gang(job: dict[str, Any]) -> GangFigures | None:
 def _figures(
     job: dict[str, Any], records: Records, named: bool, saved: tuple[float, int], held: MemoryFigures, now: float
 ) -> JobFigures:
+    waits = _held(job)
     return JobFigures(
         short=records.jobs[job["job"]].short,
         name=job["name"] if named else "",
@@ -316,12 +320,46 @@ def _figures(
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
         promise=_promise(job, now),
-        held=_held(job),
+        held=waits["reason"],
+        held_by=_short(waits["high"], records),
+        held_for_s=max(0.0, now - waits["since"]),
         saved=saved[0],
         saved_bytes=saved[1],
         models=job["models"],
         gang=_gang(job),
     )
+
+
+def page_explanation(scheduler: Scheduler, context: DaemonContext, short: str) -> dict[str, Any] | None:
+    """What the status page says of the job with this short id: {short, name, priority, verdict, causes, remedies:
+    [{text, command}]}, as `gpumux jobs explain` does; None if there is none. The page asks for no password: it names
+    jobs only where the configuration says so, and no operators."""
+    records = context.records.jobs
+    job = next((each for each in records.values() if each.short == short), None)
+    if job is None:
+        return None
+    named = context.config.metrics_names == "shown"
+
+    def name(job_id: JobId) -> str:
+        known = records.get(job_id)
+        if known is None:
+            return ENDED_JOB
+        return f"{known.short} ({label_text(known.spec.name)})" if named and known.spec.name else known.short
+
+    shorts = {known.id: known.short for known in records.values()}
+
+    def brief(text: str) -> str:
+        return with_short_ids(text, shorts, ENDED_JOB)
+
+    found = scheduler.advise(job.id, name)
+    return {
+        "short": job.short,
+        "name": label_text(job.spec.name) if named else "",
+        "priority": job.spec.priority.name.lower(),
+        "verdict": brief(found.verdict),
+        "causes": [brief(cause) for cause in found.causes],
+        "remedies": [{"text": brief(each.text), "command": brief(each.command)} for each in found.remedies],
+    }
 
 
 # ---- Jobs that hold more memory than their Programs declare, which is what they were admitted with.

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 
 from gpumux.client.session import Session
-from gpumux.coordinator.over_ray.plan import NAMESPACE, name_of, number_of
+from gpumux.coordinator.ray.plan import NAMESPACE, name_of, number_of
 from gpumux.errors import ConfigError, DaemonGone
 from gpumux.wire import messages as msg
 

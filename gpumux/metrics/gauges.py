@@ -192,6 +192,8 @@ class JobFigures:
     steps_done: int
     promise: PromiseFigures | None = None  # of a high job, if there is a guard
     held: str = ""  # why a low job waits now; "": it is not held
+    held_by: str = ""  # the high job for which it does, by its label
+    held_for_s: float = 0.0  # for how long
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1

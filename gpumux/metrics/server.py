@@ -14,12 +14,14 @@ import re
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -28,7 +30,8 @@ from gpumux import __version__
 from gpumux.errors import ConfigError, EndpointBusy
 from gpumux.metrics.gauges import Figures, label_text
 
-# ---- The status page at the metrics port: one static file, and the JSON that it polls every second.
+# ---- The status page at the metrics port: static files (page/), the JSON that it polls every second, and explanations
+# of jobs, one when asked for.
 #
 # The page shows what GetStatus shows any user, and remembers what it has seen while it is open; the daemon keeps no
 # history for it. It loads nothing from other servers, and inserts users' text only as text.
@@ -36,24 +39,42 @@ from gpumux.metrics.gauges import Figures, label_text
 
 Environ = dict[str, Any]
 App = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
+Fetch = Callable[[], Figures | None]
+Silent = Callable[[], float]
+Explain = Callable[[str], dict[str, Any] | None]
 
 _HEADERS = [
     ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),
     (
         "Content-Security-Policy",
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
         "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     ),
 ]
+_HTML, _JSON, _PLAIN = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
+FILES = {
+    "/": ("index.html", _HTML),
+    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
+    "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
+}
+EXPLAIN_EVERY_S = 0.1  # the loop is asked for explanations no more often, however many ask
 
 
-def body(figures: Figures, version: str) -> dict[str, Any]:
-    """The data of the page, as plain data; times in seconds, sizes in bytes, counters since the start."""
+def body(figures: Figures, version: str, started: float) -> dict[str, Any]:
+    """The data of the page, as plain data; times in seconds, sizes in bytes, counters since the start. started: Unix
+    time, by which the page tells a daemon from the one before."""
     device = figures.device
     return {
         "version": version,
+        "started": started,
+        "host": socket.gethostname(),
         "when": figures.when,
+        "leaving": figures.leaving,
         "device": {"kind": device.kind, "name": label_text(device.name)},
         "memory": {"total_bytes": figures.device_total_bytes, "free_bytes": figures.device_free_bytes},
         "sessions": figures.sessions,
@@ -90,13 +111,50 @@ def readiness(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
     return health(figures, silent_s)
 
 
-def with_page(
-    metrics: App, fetch: Callable[[], Figures | None], silent_s: Callable[[], float], version: str
-) -> App:  # fmt: skip
-    """`metrics` at /metrics, with the page at / and its data at /status.json, and /healthz and /readyz for probes;
-    404 for anything else."""
-    page = files("gpumux.metrics").joinpath("page.html").read_bytes()
+Answer = tuple[str, str, bytes]  # the HTTP status, the type of the content, and the content
+
+
+def _status(figures: Figures | None, version: str, started: float) -> Answer:
+    if figures is None:
+        return "503 Service Unavailable", _JSON, b'{"error":"the daemon is starting, or does not answer"}'
+    return "200 OK", _JSON, json.dumps(body(figures, version, started), allow_nan=False).encode()
+
+
+def _probe(answer: tuple[bool, str]) -> Answer:
+    well, said = answer
+    return "200 OK" if well else "503 Service Unavailable", _PLAIN, f"{said}\n".encode()
+
+
+class _Explanations:
+    """Explains jobs, as often as the loop's time allows."""
+
+    def __init__(self, explain: Explain) -> None:
+        self._explain = explain
+        self._next = 0.0
+
+    def answer(self, query: str) -> Answer:
+        """Explain the job with the short id that `query` names ("job=j3")."""
+        short = parse_qs(query).get("job", [""])[0]
+        if time.monotonic() < self._next:
+            return "429 Too Many Requests", _JSON, b'{"error":"explanations are asked for too often: try again"}'
+        self._next = time.monotonic() + EXPLAIN_EVERY_S
+        try:
+            found = self._explain(short)
+        except TimeoutError:
+            return "503 Service Unavailable", _JSON, b'{"error":"the daemon does not answer; its log may say why"}'
+        if found is None:
+            text = f"no job is called {label_text(short)!r}: it has ended, or this is no short id such as j3"
+            return "404 Not Found", _JSON, json.dumps({"error": text}).encode()
+        return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
+
+
+def with_page(metrics: App, fetch: Fetch, silent_s: Silent, explain: Explain, version: str) -> App:
+    """`metrics` at /metrics, with the page at / and its data at /status.json, explanations of jobs at
+    /explain.json?job=j3, and /healthz and /readyz for probes; 404 for anything else."""
+    page = files("gpumux.metrics").joinpath("page")
+    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in FILES.items()}
     probes = {"/healthz": health, "/readyz": readiness}
+    explanations, started = _Explanations(explain), time.time()
 
     def serve(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -105,21 +163,17 @@ def with_page(
         if environ.get("REQUEST_METHOD", "GET") not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), ("Content-Length", "0")])
             return []
-        kind, content, status = "text/html; charset=utf-8", page, "200 OK"
-        if path == "/status.json":
-            figures = fetch()
-            kind = "application/json"
-            if figures is None:
-                status, content = "503 Service Unavailable", b'{"error":"the daemon is starting, or does not answer"}'
-            else:
-                content = json.dumps(body(figures, version), allow_nan=False).encode()
+        if path in static:
+            status, (kind, content) = "200 OK", static[path]
+        elif path == "/status.json":
+            status, kind, content = _status(fetch(), version, started)
+        elif path == "/explain.json":
+            status, kind, content = explanations.answer(environ.get("QUERY_STRING", ""))
         elif path in probes:
             figures = fetch()
-            well, said = probes[path](figures, silent_s())
-            kind, content = "text/plain; charset=utf-8", f"{said}\n".encode()
-            status = "200 OK" if well else "503 Service Unavailable"
-        elif path != "/":
-            kind, content, status = "text/plain; charset=utf-8", PLACES.encode(), "404 Not Found"
+            status, kind, content = _probe(probes[path](figures, silent_s()))
+        else:
+            status, kind, content = "404 Not Found", _PLAIN, PLACES.encode()
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
         return [] if environ.get("REQUEST_METHOD") == "HEAD" else [content]
 
@@ -240,6 +294,18 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
     return serve
 
 
+def _nothing_yet() -> None:
+    """Figures of a daemon that is starting: none."""
+
+
+def _never_silent() -> float:
+    return 0.0
+
+
+def _no_job(short: str) -> None:
+    """A daemon that is starting has no job to explain."""
+
+
 class MetricsServer:
     """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also if 0 was asked
     for. Requests by a host name that is neither this machine's nor in `allowed_hosts` are refused. Raises EndpointBusy
@@ -248,10 +314,17 @@ class MetricsServer:
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
     ) -> None:  # fmt: skip
-        self._fetch: Callable[[], Figures | None] = _nothing_yet
-        self._silent_s: Callable[[], float] = _never_silent
+        self._fetch: Fetch = _nothing_yet
+        self._silent_s: Silent = _never_silent
+        self._explain: Explain = _no_job
         try:
-            page = with_page(make_wsgi_app(registry), lambda: self._fetch(), lambda: self._silent_s(), __version__)
+            page = with_page(
+                make_wsgi_app(registry),
+                lambda: self._fetch(),
+                lambda: self._silent_s(),
+                lambda short: self._explain(short),
+                __version__,
+            )
             app = _one_at_a_time(page)
             app = for_allowed_hosts(app, [host, *allowed_hosts])
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
@@ -266,9 +339,10 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpumux-metrics", daemon=True)
         self._thread.start()
 
-    def watch(self, fetch: Callable[[], Figures | None], silent_s: Callable[[], float] | None = None) -> None:
-        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered."""
-        self._fetch, self._silent_s = fetch, silent_s or _never_silent
+    def watch(self, fetch: Fetch, silent_s: Silent | None = None, explain: Explain | None = None) -> None:
+        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered. explain: what
+        it says of one job, by its short id; None if there is no such job; it may raise TimeoutError."""
+        self._fetch, self._silent_s, self._explain = fetch, silent_s or _never_silent, explain or _no_job
 
     def close(self) -> None:
         """Stop serving and release the port."""
@@ -276,11 +350,3 @@ class MetricsServer:
         self._thread.join()
         self._server.hang_up()
         self._server.server_close()
-
-
-def _nothing_yet() -> None:
-    """Figures of a daemon that is starting: none."""
-
-
-def _never_silent() -> float:
-    return 0.0

@@ -15,7 +15,7 @@ from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import SchedulerState
-from gpumux.scheduler.verdict import counted, slowdown_figures, verdict
+from gpumux.scheduler.verdict import counted, listed, slowdown_figures, verdict
 from gpumux.types import JobId, Priority
 
 MOST_CULPRITS = 3
@@ -90,14 +90,16 @@ def _against(state: SchedulerState, high: HighJob, low: list[JobId]) -> list[Rem
             Remedy("see what else the machine does, and what limits it", "gpumux doctor"),
         ]
     found = []
-    if program := _hash(high):
+    if (program := _hash(high)) and state.hidden(high.job.id) is None:
         found.append(Remedy("see which operators lose most", f"gpumux interference --program {program} --ranges"))
-    for each in low:
-        name = explain.name_of(state, each)
-        if state.hidden(each) is None:
-            found.append(Remedy(f"hold {name} back", f"gpumux jobs pause {each}"))
-        else:
-            found.append(Remedy(f"have the owner of {name}, or an operator, hold it back"))
+    mine = [each for each in low if state.hidden(each) is None]
+    for each in mine[:MOST_CULPRITS]:
+        found.append(Remedy(f"hold {explain.name_of(state, each)} back", f"gpumux jobs pause {each}"))
+    if more := mine[MOST_CULPRITS:]:
+        found.append(Remedy(f"and, if that is not enough, {listed([explain.name_of(state, each) for each in more])}"))
+    if others := [explain.name_of(state, each) for each in low if each not in mine]:
+        whose, what = ("owners", "them") if len(others) > 1 else ("owner", "it")
+        found.append(Remedy(f"have the {whose} of {listed(others)}, or an operator, hold {what} back"))
     found.append(Remedy("have low pieces shorter: submit them with smaller batches or microbatches="))
     return found
 

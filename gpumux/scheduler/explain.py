@@ -21,7 +21,7 @@ from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import Record, SchedulerState
-from gpumux.scheduler.verdict import age, counted, slowdown_figures, verdict
+from gpumux.scheduler.verdict import age, counted, listed, slowdown_figures, verdict
 from gpumux.types import JobId, PieceDone, Priority, StepId
 
 OUTLIER = 8.0  # times what a step may lose on average
@@ -206,7 +206,7 @@ def neighbours(state: SchedulerState, high: HighJob) -> list[Neighbour]:
         where = _range(state, high.job.id, costs, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
         sentence = (
-            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses"
+            f"Beside {listed(names) or 'a job that is gone'}{share} it loses"
             f" {low_costs.typical.mean:.3f} s a second;"
             f" {most}."
         )
@@ -395,7 +395,7 @@ def by_itself(high: HighJob, others: Sequence[str]) -> list[str]:
         )
     if high.steps_beside_high and others:
         lines.append(
-            f"{high.steps_beside_high} of its {high.steps} steps ran beside {' and '.join(others)}, of high priority,"
+            f"{high.steps_beside_high} of its {high.steps} steps ran beside {listed(others)}, of high priority,"
             " too: high jobs share the device by weight, and what that costs is no part of the promise."
         )
     return lines

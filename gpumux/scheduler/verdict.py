@@ -7,6 +7,7 @@ of them (the tail) within twice the excess over 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, inf
 from typing import Any
 
@@ -61,6 +62,13 @@ def _of(value: float, limit: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, whose plural ends in s: "1 step", "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names in a sentence: "a", "a and b", "a, b, c and 4 more"."""
+    rest = len(names) - most
+    shown = [*names[:most], f"{rest} more"] if rest > 0 else list(names)
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def age(seconds: float) -> str:

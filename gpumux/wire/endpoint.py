@@ -272,18 +272,19 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # connection fails at once. Nothing is sent on it, and a daemon drops it silently.
 
 
-def check_listening(endpoint: Endpoint, remedy: str) -> None:
-    """Raises DaemonGone, with `remedy`, if no process listens at an ipc endpoint. Tcp endpoints are not checked."""
+def check_listening(endpoint: Endpoint, remedy: str, what: str = "daemon") -> None:
+    """Raises DaemonGone, with `remedy`, if no process listens at an ipc endpoint. Tcp endpoints are not checked. `what`
+    is sought there, for messages."""
     if endpoint.path is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(os.fspath(endpoint.path))
         except FileNotFoundError:
-            raise DaemonGone(f"no daemon at {endpoint.text}", remedy) from None
+            raise DaemonGone(f"no {what} at {endpoint.text}", remedy) from None
         except ConnectionRefusedError:
             raise DaemonGone(
-                f"no daemon at {endpoint.text}: one that was killed left its socket behind", remedy
+                f"no {what} at {endpoint.text}: one that was killed left its socket behind", remedy
             ) from None
         except PermissionError:
             raise DaemonGone(
@@ -293,11 +294,11 @@ def check_listening(endpoint: Endpoint, remedy: str) -> None:
             return  # a process listens, but is busy; or ZeroMQ will report the error
 
 
-def unanswered(endpoint: Endpoint, remedy: str) -> DaemonGone:
-    """The error for a daemon that did not answer in time; it may be running and stuck."""
+def unanswered(endpoint: Endpoint, remedy: str, what: str = "daemon") -> DaemonGone:
+    """The error for a daemon that did not answer in time; it may be running and stuck. `what`: in its place."""
     holder = None if endpoint.path is None else living_holder(endpoint.path)
     if holder is None:
-        return DaemonGone(f"no daemon answers at {endpoint.text}", remedy)
+        return DaemonGone(f"no {what} answers at {endpoint.text}", remedy)
     return DaemonGone(
         f"process {holder} holds {endpoint.text} but does not answer",
         f"look whether it is stopped or stuck (ps -o stat,wchan {holder}); wait for it, or kill it and start another",

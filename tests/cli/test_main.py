@@ -329,8 +329,7 @@ def test_an_explanation_is_verdict_causes_and_commands_and_more_only_if_asked():
     assert brief == [
         f"j1 sweep (high): {BROKEN}", "",
         "why", "  Beside 'sweep' it loses 0.2 s a second.", "",
-        "what to do", "  hold 'sweep' back", "    $ gpumux jobs pause j2", "  wait", "",
-        "--story has all that is known of it, and what happened last",
+        "what to do", "  hold 'sweep' back", "    $ gpumux jobs pause j2", "  wait",
     ]  # fmt: skip
     whole = jobs.explanation(job(priority="high"), body, story=True)
     assert whole[-5:] == ["all that is known", "  All of it.", "", "what happened last", "  1.0 job opened"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -19,11 +20,13 @@ END_S = 30.0
 class RunningCoordinator:
     """Starts when it is made, and answers from then on. `start` again after `kill`."""
 
-    def __init__(self, daemons: Sequence[str], directory: Path, *, state: bool = True) -> None:
+    def __init__(
+        self, daemons: Sequence[str], directory: Path, *, state: bool = True, flags: Sequence[str] = ()
+    ) -> None:
         self.endpoint = f"ipc://{directory}/c/gpumux.sock"
         self.log = directory / "coordinator.log"
         keep = ["--state-dir", str(directory / "state")] if state else []
-        self._command = [*GPUMUX, "cluster", "up", *daemons, "--endpoint", self.endpoint, *keep]
+        self._command = [*GPUMUX, "cluster", "up", *daemons, "--endpoint", self.endpoint, *keep, *flags]
         self.start()
 
     def start(self) -> None:
@@ -42,6 +45,11 @@ class RunningCoordinator:
                 return True
         except GpumuxError:
             return False
+
+    @property
+    def metrics(self) -> str:
+        """host:port of its metrics, for one that has --metrics-port."""
+        return re.findall(r"metrics at http://(\S+)/metrics", self.log.read_text())[-1]
 
     def kill(self) -> None:
         self.process.kill()

@@ -15,6 +15,7 @@ from gpumux.coordinator.core import DaemonAway, PromiseSeen
 from gpumux.coordinator.metrics import ClusterCollector, serve_metrics
 from gpumux.errors import EndpointBusy
 from tests.coordinator.test_core import GIB, JOB, OTHER, Cluster
+from tests.metrics.contract import CLUSTER
 
 DOCS = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
 ROW = re.compile(r"^\| `(gpumux_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
@@ -77,6 +78,7 @@ def test_the_page_names_each_with_its_labels(cluster: Cluster):
         name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in ROW.findall(DOCS)
     }
     assert documented == live
+    assert live == CLUSTER | {"gpumux_build_info": ("gauge", ("version",))}
 
 
 class Loop:

@@ -157,8 +157,10 @@ def test_a_job_is_explained_from_the_command_line(daemon, session, capsys):
     assert "to-explain" in said
     assert ": paused\n" in said
     assert "    $ gpumux jobs resume j" in said
+    assert said.splitlines()[-1].startswith("--story has all")
     assert main([*command, "--story"]) == 0
     said = capsys.readouterr().out
+    assert "--story has" not in said
     assert "piece 0 (operator 0: aten.add.Scalar)" in said, "the daemon knows what operators are called"
     assert "job paused" in said
     job.close()

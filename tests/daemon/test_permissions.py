@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client import generate_latest
 
 from gpumux.access import Rule
 from gpumux.config import Config
+from gpumux.daemon import report
+from gpumux.daemon.report import page_explanation
 from gpumux.metrics.gauges import GaugeCollector
 from gpumux.wire import messages as msg
 from tests.program import samples
@@ -118,6 +121,50 @@ def test_metrics_which_ask_for_no_password_name_jobs_only_where_the_operator_sai
         assert THEIRS not in text
     finally:
         daemon.close()
+
+
+@pytest.mark.parametrize(("setting", "there"), [("hidden", False), ("shown", True)])
+def test_the_status_page_explains_jobs_without_operators_and_names_them_only_where_the_operator_said_so(setting, there):
+    daemon = shared(Config(metrics_names=setting))
+    try:
+        scheduler, context = daemon.loop.scheduler, daemon.loop.context
+        daemon.say("they", msg.PauseJob(8, THEIRS))
+        found = page_explanation(scheduler, context, "j2")
+        assert found == {
+            "short": "j2",
+            "name": SECRET if there else "",
+            "priority": "low",
+            "verdict": "paused",
+            "causes": [],
+            "remedies": [{"text": "let it go on", "command": "gpumux jobs resume j2"}],
+        }
+        assert page_explanation(scheduler, context, "j1")["priority"] == "low"
+        assert page_explanation(scheduler, context, "j3") is None
+        assert page_explanation(scheduler, context, THEIRS) is None, "whole ids are not for it"
+    finally:
+        daemon.close()
+
+
+def test_another_thread_has_the_loop_explain_a_job_and_hears_when_it_does_not(daemon):
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(daemon.loop.explain, "j1")
+        while not asked.done():
+            daemon.turn()
+        assert asked.result()["short"] == "j1"
+        with pytest.raises(TimeoutError):
+            pool.submit(daemon.loop.explain, "j1").result()
+        daemon.turn()
+
+
+def test_an_explanation_that_fails_is_a_bug_of_a_report_and_ends_nothing(daemon, monkeypatch):
+    monkeypatch.setattr(report, "page_explanation", lambda *_: 1 / 0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(daemon.loop.explain, "j1")
+        while not asked.done():
+            daemon.turn()
+        with pytest.raises(TimeoutError, match="its log has the reason"):
+            asked.result()
+    assert len(status(daemon, "me")["jobs"]) == 2
 
 
 def test_a_body_of_status_is_whole_json_for_either(daemon):

@@ -94,6 +94,16 @@ def test_a_client_learns_for_which_of_its_jobs_a_step_is_held_and_for_how_long(d
     assert promise["held"] in promise["held_s"]
 
 
+def test_the_status_page_learns_it_too(daemon: Daemon) -> None:
+    held(daemon, Peer(1000, 1000, 8))
+    found = {job.priority: job for job in daemon.loop.figures().jobs}
+    ((report, _),) = daemon.say("low", msg.JobStats(daemon.ref(), LOW))
+    promise = report.body["promise"]
+    assert (found["low"].held, found["low"].held_for_s) == (promise["held"], pytest.approx(promise["held_for_s"]))
+    assert found["low"].held_by == found["high"].short == promise["held_by"]
+    assert (found["high"].held, found["high"].held_by, found["high"].held_for_s) == ("", "", 0.0)
+
+
 def test_of_another_users_job_it_learns_the_number_alone(daemon: Daemon) -> None:
     held(daemon, Peer(1001, 1001, 8))
     ((report, _),) = daemon.say("low", msg.JobStats(daemon.ref(), LOW))

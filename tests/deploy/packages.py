@@ -1,16 +1,20 @@
-"""Programs that tests of deploy/ need and that pip doesn't have: from PATH, else from their Debian package.
+"""Programs that tests need and that pip doesn't have: from PATH, else from their Debian package.
 
-The package is unpacked under .debs/ and not installed: that needs no rights, and starts no service of its own. Where it
-can't be had, the test is skipped and says why.
+The package is unpacked under .debs/ and not installed: that needs no rights, and starts no service of its own. One that
+works only where it is installed is installed, which takes root. Where a program can't be had, the test is skipped and
+says why.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
+import tarfile
 import tempfile
+from base64 import b64encode
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / ".debs"
 LIMIT_S = 120  # for each command of apt
+INSTALL_S = 600  # for one that also fetches and unpacks a hundred packages
 
 
 class Unavailable(Exception):
@@ -32,6 +37,34 @@ def need(program: str, package: str, *others: str) -> str:
         return _find(program, package, *others)
     except Unavailable as error:
         pytest.skip(f"needs {program} of the Debian package {package}: {error}")
+
+
+def install(program: str, package: str) -> str:
+    """The path of `program`, installed with its Debian package where it is missing, or skip the test. For programs that
+    don't work from another place, such as a browser."""
+    found = shutil.which(program)
+    if found is not None:
+        return found
+    try:
+        _install(program, package)
+    except Unavailable as error:
+        pytest.skip(f"needs {program} of the Debian package {package}: {error}")
+    return shutil.which(program) or pytest.fail(f"the Debian package {package} has no {program}")
+
+
+def npm(package: str, version: str, integrity: str) -> Path:
+    """The folder of an npm package below .debs/, fetched unless it is there, or skip the test. Nothing of it is run.
+    `integrity`: "sha512-" and the hash of the archive, as npm gives it."""
+    home = STORE / f"npm-{package}-{version}"
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"npm-{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.is_dir():
+            try:
+                _fetch_npm(f"{package}@{version}", integrity, home)
+            except Unavailable as error:
+                pytest.skip(f"needs the npm package {package}: {error}")
+    return home
 
 
 def libraries(program: str) -> dict[str, str]:
@@ -62,6 +95,24 @@ def _unpacked(program: str, package: str, *others: str) -> Path:
     raise Unavailable(f"the package has no {program}")
 
 
+def _install(program: str, package: str) -> None:
+    """Install `package` unless another test run has done so meanwhile."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise Unavailable(f"only root of a Debian can install it here; install {package} by hand")
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if shutil.which(program) is not None:
+            return
+        command = ["-o", f"DPkg::Lock::Timeout={LIMIT_S}", "install", "--yes", "--no-install-recommends", package]
+        said = _apt(command, str(STORE), INSTALL_S)
+        if said:
+            _apt(["update"], str(STORE))  # a fresh container has no lists, an old one has names of files that are gone
+            said = _apt(command, str(STORE), INSTALL_S)
+        if said:
+            raise Unavailable(f"apt-get install failed: {said}")
+
+
 def _fetch(packages: tuple[str, ...], home: Path) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Unavailable("this is no Debian, or apt-get and dpkg-deb are missing; install it by hand")
@@ -79,17 +130,38 @@ def _fetch(packages: tuple[str, ...], home: Path) -> None:
         Path(scratch, "tree").rename(home)
 
 
-def _apt(arguments: list[str], cwd: str) -> str:
+def _fetch_npm(package: str, integrity: str, home: Path) -> None:
+    if shutil.which("npm") is None:
+        raise Unavailable("npm is not on PATH; install it by hand")
+    with tempfile.TemporaryDirectory(dir=STORE) as scratch:
+        said = _run(["npm", "pack", "--silent", package], scratch, LIMIT_S)
+        if said:
+            raise Unavailable(f"npm pack failed: {said}")
+        (archive,) = Path(scratch).glob("*.tgz")
+        found = "sha512-" + b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        assert found == integrity, f"{package} is not what was expected: {found}"
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        Path(scratch, "package").rename(home)
+
+
+def _apt(arguments: list[str], cwd: str, limit_s: float = LIMIT_S) -> str:
     """Run apt-get; what it complained of, empty when it did as asked."""
+    return _run(["apt-get", "-q", *arguments], cwd, limit_s)
+
+
+def _run(command: list[str], cwd: str, limit_s: float) -> str:
+    """Run a command; what it complained of, empty when it did as asked."""
     try:
         done = subprocess.run(
-            ["apt-get", "-q", *arguments],
+            command,
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {LIMIT_S} s"
+        return f"no answer in {limit_s:.0f} s"
     return (done.stderr.strip().splitlines() or ["it does not say why"])[-1] if done.returncode else ""

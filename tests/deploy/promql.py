@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.metrics.contract import FROZEN
+from tests.metrics.contract import CLUSTER, FROZEN
 
 TARGET = frozenset({"job", "instance"})  # what Prometheus adds to every sample
-SCRAPED = {name: frozenset(labels) | TARGET for name, (_, labels) in FROZEN.items()}
+SCRAPED = {name: frozenset(labels) | TARGET for name, (_, labels) in (FROZEN | CLUSTER).items()}
 BUILT_IN = {"up": TARGET}  # what Prometheus says of a target
 
 _TEXT = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")

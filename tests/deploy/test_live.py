@@ -18,6 +18,7 @@ import zmq
 from gpumux.client.session import Session
 from gpumux.errors import GpumuxError
 from gpumux.wire import messages as msg
+from tests.coordinator.live import RunningCoordinator
 from tests.daemon.live import SOON_S, LiveJob, floats, serving
 from tests.program import samples
 
@@ -41,19 +42,21 @@ class Prometheus:
         return self.get("query", query=expression)["result"]
 
 
-def configuration(target):
-    """The example's, but that it looks at this daemon, every second."""
+def configuration(target, cluster):
+    """The example's, but that it looks at this daemon and this coordinator, every second."""
     text = yaml.safe_load((HOME / "prometheus.yml").read_text())
     text["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s", "scrape_timeout": "1s"}
     text["rule_files"] = [str(HOME / name) for name in text["rule_files"]]
-    text["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+    (daemons,) = text["scrape_configs"]
+    daemons["static_configs"][0]["targets"] = [target]
+    text["scrape_configs"].append({"job_name": "gpumux-cluster", "static_configs": [{"targets": [cluster]}]})
     return yaml.safe_dump(text)
 
 
 @contextmanager
-def prometheus(directory, target):
+def prometheus(directory, target, cluster):
     tool = need("prometheus", "prometheus")
-    (directory / "prometheus.yml").write_text(configuration(target))
+    (directory / "prometheus.yml").write_text(configuration(target, cluster))
     held = socket.socket()  # so that no other process is given its port; it does not listen, so that Prometheus may
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go's listeners do
     held.bind(("127.0.0.1", 0))
@@ -90,13 +93,24 @@ def misbehave(daemon):
         sock.send(b"nonsense")
 
 
+@contextmanager
+def coordinating(daemon, directory):
+    """A coordinator of this daemon; where its metrics are."""
+    made = RunningCoordinator([daemon.endpoint], directory, state=False, flags=["--metrics-port", "0"])
+    try:
+        yield made.metrics
+    finally:
+        assert made.stop() == 0
+        made.log.unlink()
+
+
 @pytest.mark.slow
 def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runtime_dir, tmp_path, monkeypatch):
     need("prometheus", "prometheus")
     monkeypatch.setenv("GPUMUX_METRICS_NAMES", "shown")
-    with serving(runtime_dir) as daemon:
+    with serving(runtime_dir) as daemon, coordinating(daemon, runtime_dir) as cluster:
         target = daemon.metrics_url.removeprefix("http://").removesuffix("/metrics")
-        with Session.connect(daemon.endpoint, SOON_S) as session, prometheus(tmp_path, target) as server:
+        with Session.connect(daemon.endpoint, SOON_S) as session, prometheus(tmp_path, target, cluster) as server:
             high = LiveJob(session, samples.add_one(), name="train", priority=1)
             low = LiveJob(session, samples.add_one(), name="sweep")
             misbehave(daemon)

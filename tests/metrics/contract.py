@@ -5,6 +5,22 @@ from __future__ import annotations
 from gpumux.metrics.gauges import Figures, GangFigures, GuardFigures, JobFigures, PairFigures, PromiseFigures
 from gpumux.types import DeviceInfo
 
+# Of a coordinator; tests/coordinator/test_metrics.py compares them with docs/cluster.md.
+CLUSTER = {
+    "gpumux_cluster_jobs": ("gauge", ("priority", "state")),
+    "gpumux_cluster_longest_wait_seconds": ("gauge", ("priority",)),
+    "gpumux_cluster_nodes": ("gauge", ("state",)),
+    "gpumux_cluster_node_jobs": ("gauge", ("node",)),
+    "gpumux_cluster_node_memory_bytes": ("gauge", ("node",)),
+    "gpumux_cluster_node_used_bytes": ("gauge", ("node",)),
+    "gpumux_cluster_promise_kept": ("gauge", ("node",)),
+    "gpumux_cluster_jobs_submitted_total": ("counter", ()),
+    "gpumux_cluster_jobs_answered_total": ("counter", ("outcome",)),
+    "gpumux_cluster_jobs_started_total": ("counter", ()),
+    "gpumux_cluster_jobs_moved_total": ("counter", ()),
+    "gpumux_cluster_pairs": ("gauge", ()),
+}
+
 # Frozen: changing a line breaks users' dashboards. Add; don't rename.
 FROZEN = {
     "gpumux_build_info": ("gauge", ("version",)),

@@ -108,6 +108,38 @@ def test_another_users_job_is_not_offered_to_be_paused():
     assert any("the owner of j7" in remedy.text for remedy in advice.remedies)
 
 
+def test_however_many_jobs_run_what_costs_most_three_are_offered_and_the_others_counted():
+    names = [f"same-{i}" for i in range(6)]
+    simulation = world(high(FULL, "important"), *(low(FULL, name) for name in names))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    mine = advised(simulation, "important")
+    assert sum("gpumux jobs pause" in command for command in commands(mine)) == MOST_CULPRITS
+    assert any(remedy.text.endswith("'same-3', 'same-4' and 'same-5'") for remedy in mine.remedies)
+    shorts = {ident(simulation, name): f"j{i}" for i, name in enumerate(["important", *names], 1)}
+    (text,) = (
+        each.text
+        for each in simulation.scheduler.advise(ident(simulation, "important"), shorts.__getitem__).remedies
+        if "the owners of" in each.text
+    )
+    assert text == "have the owners of j2, j3, j4 and 3 more, or an operator, hold them back"
+
+
+def test_a_reader_who_may_know_no_job_learns_figures_and_neither_names_operators_nor_programs():
+    simulation = world(high(FULL, "important"), low(FULL, "same"))
+    simulation.run(steps=300)
+    break_promise(simulation, "important")
+    shorts = {ident(simulation, name): short for name, short in (("important", "j1"), ("same", "j2"))}
+    advice = simulation.scheduler.advise(ident(simulation, "important"), shorts.__getitem__)
+    assert advice.causes[0].startswith("Beside j2 it loses")
+    assert not any("interference" in command for command in commands(advice))
+    said = " ".join([advice.verdict, *advice.causes, *(remedy.text for remedy in advice.remedies)])
+    known = advised(simulation, "important")
+    assert any("gpumux interference" in command for command in commands(known)), "there is something to hide"
+    assert FULL[0].name in " ".join(known.causes)
+    assert not any(word in said for word in ("important", "same", FULL[0].name))
+
+
 def test_a_low_job_that_is_held_says_for_whom_why_and_what_gives_it_room():
     simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low(HOG, "hog"))
     important, seen, of_others = ident(simulation, "important"), [], []

@@ -18,7 +18,7 @@ from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import Endpoint, check_listening, living_holder, resolve_coordinator
 
 if TYPE_CHECKING:
-    from gpumux.coordinator.over_ray.plan import RaySettings
+    from gpumux.coordinator.ray.plan import RaySettings
 
 LEAVE_S = 15.0
 GIB = 2**30
@@ -69,7 +69,7 @@ def _up(args: argparse.Namespace) -> int:
     environ = {key: value for key, value in os.environ.items() if key != "GPUMUX_ENDPOINT"}  # a daemon's
     settings = config.load(given, environ, args.config)
     if ray is not None:
-        from gpumux.coordinator.over_ray.membership import RayCluster
+        from gpumux.coordinator.ray.membership import RayCluster
 
         with closing(RayCluster(args.ray, ray)) as joined:
             return serve(settings, cluster, membership=joined.membership)
@@ -79,7 +79,7 @@ def _up(args: argparse.Namespace) -> int:
 def _ray_settings(args: argparse.Namespace) -> RaySettings | None:
     """What is said of the daemons on Ray's nodes; None without --ray. Raises ConfigError."""
     from gpumux import config
-    from gpumux.coordinator.over_ray.plan import RaySettings
+    from gpumux.coordinator.ray.plan import RaySettings
 
     given = {
         "device": args.device,
@@ -119,7 +119,7 @@ def _down(args: argparse.Namespace) -> int:
         raise ConfigError(f"{found.text} may be on another machine", "stop it where it runs")
     pid = living_holder(found.path)
     if pid is None:
-        raise DaemonGone(f"no coordinator serves at {found.text}", START_COORDINATOR)
+        raise DaemonGone(f"no coordinator at {found.text}", START_COORDINATOR)
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpumux.coordinator.daemons import DaemonAddress
-from gpumux.coordinator.over_ray.daemon_actor import STOP_S, DaemonActor
-from gpumux.coordinator.over_ray.plan import (
+from gpumux.coordinator.ray.daemon_actor import STOP_S, DaemonActor
+from gpumux.coordinator.ray.plan import (
     MARK,
     NAMESPACE,
     RESOURCE,

@@ -17,7 +17,7 @@ import pytest
 from gpumux.cli.control import Control
 from gpumux.cli.main import main
 from gpumux.client.session import Session
-from gpumux.coordinator.over_ray.plan import RayNode, RaySettings, daemons_of, name_of, nodes_of, number_of
+from gpumux.coordinator.ray.plan import RayNode, RaySettings, daemons_of, name_of, nodes_of, number_of
 from gpumux.errors import ConfigError
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import living_holder, parse
