@@ -201,6 +201,19 @@ def holders(nodes: list[dict[str, Any]]) -> dict[str, int | None]:
 
 @needs_ray
 @pytest.mark.slow
+def test_a_daemon_that_is_set_up_wrongly_is_named_and_not_started_again(ray: RayNodes, place: Path):
+    words = ["--ray", ray.address, "--device", "sim", "--resource", RESOURCE, "--daemon-state-dir", "/proc/none"]
+    coordinator = RunningCoordinator(words, place, state=False)
+    while coordinator.log.read_text().count("gets none until the coordinator is started again") < len(ray.ids):
+        assert coordinator.process.poll() is None, coordinator.log.read_text()
+        os.sched_yield()
+    until(coordinator, 0)
+    assert coordinator.stop() == 0, coordinator.log.read_text()
+    assert "/proc/none" in coordinator.log.read_text()
+
+
+@needs_ray
+@pytest.mark.slow
 def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, place: Path):
     words = ["--ray", ray.address, "--device", "sim", "--resource", RESOURCE]
     coordinator = RunningCoordinator(words, place)
@@ -217,6 +230,7 @@ def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, pl
     # A worker of Ray finds the daemon of its node, also if the coordinator is dead, and daemons survive that.
     coordinator.kill()
     assert asked_by_a_worker(ray, ray.ids[0]) == first["endpoint"]
+    assert "no daemon 7" in asked_by_a_worker(ray, ray.ids[0], "7")
     before = holders(nodes)
     assert None not in before.values()
     coordinator.start()
