@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -160,32 +161,58 @@ def until(coordinator: RunningCoordinator, count: int) -> list[dict[str, Any]]:
 
 
 WORKER = """
+import json
 import sys
+import warnings
+
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-address, node, number = sys.argv[1], sys.argv[2], int(sys.argv[3]) if sys.argv[3:] else None
+address, node = sys.argv[1:]
 
 @ray.remote(num_cpus=0)
 def ask():
+    import torch
+    from gpumux import client
     from gpumux.integrations.ray import endpoint
+
     try:
-        return endpoint(number)
+        found = endpoint()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return [f"{type(error).__name__}: {error}"]
+    try:
+        endpoint(7)
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batch = torch.ones(8, 4)
+    warnings.simplefilter("ignore")  # the device is simulated
+    with client.submit(step, example=batch, model=model, optimizer=optimizer, endpoint=found) as job:
+        return [found, refused, float(job.step(batch))]
 
 ray.init(address=address, log_to_driver=False)
-print("found", ray.get(ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()))
+there = ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+print("found", json.dumps(ray.get(there.remote())))
 """
 
 
-def asked_by_a_worker(ray: RayNodes, node: str, *words: str) -> str:
-    """What `gpumux.integrations.ray.endpoint` says in a worker on the node."""
+def asked_by_a_worker(ray: RayNodes, node: str) -> list[Any]:
+    """What a worker on the node has of `gpumux.integrations.ray.endpoint`: the endpoint, what it says to a number that
+    is not there, and the loss of a step there; or the error alone."""
     found = subprocess.run(
-        [GPUMUX[0], "-c", WORKER, ray.address, node, *words], capture_output=True, text=True, timeout=60, check=False
+        [GPUMUX[0], "-c", WORKER, ray.address, node], capture_output=True, text=True, timeout=60, check=False
     )
     (line,) = [each for each in found.stdout.splitlines() if each.startswith("found ")] or [found.stderr]
-    return line.removeprefix("found ")
+    return list(json.loads(line.removeprefix("found ")))
 
 
 def socket_of(node: dict[str, Any]) -> Path:
@@ -229,8 +256,9 @@ def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, pl
     until(coordinator, 3)
     # A worker of Ray finds the daemon of its node, also if the coordinator is dead, and daemons survive that.
     coordinator.kill()
-    assert asked_by_a_worker(ray, ray.ids[0]) == first["endpoint"]
-    assert "no daemon 7" in asked_by_a_worker(ray, ray.ids[0], "7")
+    found, refused, loss = asked_by_a_worker(ray, ray.ids[0])
+    assert (found, loss) == (first["endpoint"], 0.0)  # of a simulated device
+    assert refused.startswith("ConfigError: this Ray node has no daemon 7")
     before = holders(nodes)
     assert None not in before.values()
     coordinator.start()
@@ -248,4 +276,5 @@ def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, pl
     # Its end is that of the daemons, and Ray goes on.
     assert coordinator.stop() == 0, coordinator.log.read_text()
     assert set(holders(nodes).values()) == {None}
-    assert "gpumux cluster up --ray" in asked_by_a_worker(ray, ray.ids[0])
+    (gone,) = asked_by_a_worker(ray, ray.ids[0])
+    assert gone.startswith("DaemonGone: no gpumux daemon is on this Ray node")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from gpumux.coordinator.ray.plan import (
     nodes_of,
 )
 from gpumux.errors import ConfigError
+from gpumux.wire.endpoint import parse
 
 log = logging.getLogger("gpumux.coordinator")
 
@@ -66,6 +68,7 @@ class RayCluster:
         self._ray = ray
         self._settings = settings
         self._daemons: dict[str, Supervised] = {}
+        self._lost: list[PlannedDaemon] = []  # of nodes that died
         self._refused: set[str] = set()  # nodes of which that was logged
         self._ended = threading.Event()
         self.started = not _joined(address, settings)
@@ -121,6 +124,7 @@ class RayCluster:
         nodes = {node.id: node for node in nodes_of(self._ray.nodes())}
         for name in [name for name, each in self._daemons.items() if each.plan.node_id not in nodes]:
             gone = self._daemons.pop(name)
+            self._lost.append(gone.plan)
             self._ray.kill(gone.actor, no_restart=True)  # or Ray would wait for the node to come back
         for node in nodes.values():
             for plan in self._plans(node):
@@ -188,6 +192,10 @@ class RayCluster:
             self._ray.wait(stops, num_returns=len(stops), timeout=STOP_S + 2.0)
         for each in self._daemons.values():
             self._ray.kill(each.actor, no_restart=True)
+        for plan in self._lost:
+            path = parse(plan.address.endpoint).path
+            if path is not None:  # on this machine, which may have several nodes of Ray
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _joined(address: str, settings: RaySettings) -> bool:
