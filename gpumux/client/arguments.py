@@ -150,8 +150,20 @@ def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
         if plan is not None:
             raise ConfigError("plan= is given, and one daemon", "give the plan's daemons: endpoints=[...] or devices=N")
         return None
-    if plan is None:
+    placement = planned_ranks(plan)
+    if placement is None:
         return data_parallel(len(daemons))
+    if placement.ranks != len(daemons):
+        raise ConfigError(
+            f"the plan is for {placement.ranks} devices, and {len(daemons)} are given", "give as many daemons"
+        )
+    return placement
+
+
+def planned_ranks(plan: Any) -> RankPlacement | None:
+    """The layers of a plan on their ranks; None if there is none. Raises ConfigError."""
+    if plan is None:
+        return None
     if isinstance(plan, (str, Path)):
         plan = load(Path(plan))
     if isinstance(plan, SavedPlan):
@@ -161,9 +173,24 @@ def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
             f"plan is a {type(plan).__name__}",
             "give a file that `gpumux plan burst --save` wrote, or a gpumux.burst.placement.RankPlacement",
         )
-    if plan.ranks != len(daemons):
-        raise ConfigError(f"the plan is for {plan.ranks} devices, and {len(daemons)} are given", "give as many daemons")
     return plan
+
+
+def in_cluster(gpus: Any, plan: Any, endpoint: Any, endpoints: Any, devices: Any) -> RankPlacement:
+    """The ranks of a job of a cluster. Raises ConfigError for arguments that don't go together."""
+    given = {"endpoint": endpoint, "endpoints": endpoints, "devices": devices}
+    wrong = next((name for name, value in given.items() if value is not None), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"cluster= and {wrong}= both say where the job runs", f"drop {wrong}=, or cluster=; gpus= is how many"
+        )
+    placement = planned_ranks(plan)
+    if gpus is None:
+        return data_parallel(1) if placement is None else placement
+    count = whole("gpus", gpus, 1, MOST_RANKS, f"use 1 to {MOST_RANKS}")
+    if placement is not None and placement.ranks != count:
+        raise ConfigError(f"the plan is for {placement.ranks} devices, and gpus={count}", "drop gpus=")
+    return data_parallel(count) if placement is None else placement
 
 
 def refuse_with_ranks(**given: bool) -> None:
@@ -171,6 +198,22 @@ def refuse_with_ranks(**given: bool) -> None:
     found = next((name for name, is_given in given.items() if is_given), None)
     if found is not None:
         raise ConfigError(f"{found}= is given, and several daemons", f"drop {found}=, or submit to one daemon")
+
+
+def refuse_without_cluster(**given: bool) -> None:
+    """Raises ConfigError for an argument of submit() that only jobs of a cluster take."""
+    found = next((name for name, is_given in given.items() if is_given), None)
+    if found is not None:
+        raise ConfigError(f"{found}= is given, and no cluster=", f'drop {found}=, or say cluster="auto"')
+
+
+def refuse_in_cluster(**given: bool) -> None:
+    """Raises ConfigError for an argument of submit() that jobs of a cluster do not take."""
+    found = next((name for name, is_given in given.items() if is_given), None)
+    if found is not None:
+        raise ConfigError(
+            f"{found}= names what one daemon kept, and a cluster chooses another", "say endpoint= of that daemon"
+        )
 
 
 def refuse_with_waves(**given: bool) -> None:

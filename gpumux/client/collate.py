@@ -46,7 +46,7 @@ class BatchSlots:
         if self._recovery.session.forked:
             return _stacked(None, samples)
         with self._recovery.lock:
-            self._recovery.check_open()
+            self._recovery.ensure_open()
             return _stacked(self, samples)
 
     def pick(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[RemoteProgram, int, bool]:

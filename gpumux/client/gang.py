@@ -25,7 +25,7 @@ from gpumux.capture.lower import Lowered
 from gpumux.capture.state import StateTable
 from gpumux.client.recovery import snapshot_interval_s
 from gpumux.client.remote import Remote, RemoteProgram, SendObserver, StateRead, error_of, to_push
-from gpumux.client.session import CONNECT_S, Asked, Handler, Payload, Session, Waits
+from gpumux.client.session import CONNECT_S, Answer, Asked, Handler, Payload, Session, Waits
 from gpumux.client.transport import resolve_endpoint
 from gpumux.errors import (
     ConfigError,
@@ -116,6 +116,10 @@ class GangSession:
         return GangSession.connect([session.endpoint for session in self.sessions], self.gang.timeout_s, timeout)
 
     # ---- what a Session has ----------------------------------------------------------------------
+
+    @property
+    def each_daemon(self) -> tuple[Session, ...]:
+        return self.sessions
 
     @property
     def holds_low_work(self) -> bool:
@@ -321,6 +325,10 @@ class GangAsked:
     def __init__(self, parts: Sequence[Asked]) -> None:
         self.parts = tuple(parts)
 
+    def answers(self) -> list[Answer]:
+        """As Asked.answers, in the order of the ranks."""
+        return [answer for part in self.parts for answer in part.answers()]
+
     def reply(self) -> Any | None:
         """A Refusal if there is one, else the answer of the first; None while one is missing."""
         replies = [part.reply() for part in self.parts]
@@ -519,6 +527,10 @@ class GangRemote:
         numbers, lowered, ranked = self._uploads[number]
         parts = [remote.programs[mine] for remote, mine in zip(self.ranks, numbers, strict=True)]
         return GangProgram(number, lowered, ranked, parts)
+
+    def hashes(self) -> list[str]:
+        """As Remote.hashes, of all ranks."""
+        return list(dict.fromkeys(each for remote in self.ranks for each in remote.hashes()))
 
     @property
     def loads(self) -> int:

@@ -42,7 +42,7 @@ from gpumux.client.future import (
 )
 from gpumux.client.local_model import LocalModel
 from gpumux.client.progress import Progress
-from gpumux.client.recovery import Recovery, make_recorder
+from gpumux.client.recovery import JobPlace, Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
@@ -158,11 +158,13 @@ class Job(Generic[Batch]):
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
         clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
         over: RankSplitter | None = None, make_remote: Callable[..., Remote] = Remote, waves: Waves | None = None,
+        place: JobPlace | None = None,
     ) -> None:  # fmt: skip
         """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `counts`: the
         steps that its state is the result of, if that is another number than the snapshot's; `over`: splits its steps
-        over ranks, or for two `waves`; `make_remote`: makes what sends requests. The other arguments are those of
-        submit(). `capture` or `attach` gives the job its step, and then `start` must be called."""
+        over ranks, or for two `waves`; `make_remote`: makes what sends requests; `place`: of a job of a cluster. The
+        other arguments are those of submit(). `capture` or `attach` gives the job its step, and then `start` must be
+        called."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
@@ -183,7 +185,7 @@ class Job(Generic[Batch]):
         recovery = Recovery(
             session, remote=self._remote, pending=self._pending, spec=spec, table=table,
             notes=partial(_notes_of, weakref.ref(self)), recorder=recorder, reconnect_s=reconnect_s,
-            last_snapshot=last_snapshot,
+            last_snapshot=last_snapshot, place=place,
         )  # fmt: skip
         self._lock = recovery.lock
         self._check_open = recovery.check_open
@@ -577,6 +579,7 @@ class Job(Generic[Batch]):
                 return
             if keep:
                 self._keep()
+            self._recovery.closing = True
             try:
                 if sync and drain:
                     self._local.fetch_at_close(limit)
@@ -602,6 +605,7 @@ class Job(Generic[Batch]):
                     self._remote.waits.thread.forget()
                     self._remote.release()
                     self._session.close()
+                    self._recovery.end_place()
 
     def _keep(self) -> None:
         self._recovery.ensure_open()

@@ -472,6 +472,7 @@ class LocalModel:
             return
         steps = self.unsynced
         try:
+            self._recovery.come_back(limit)
             if self._remote.ended is not None:
                 raise self._remote.end_error()
             if self._recovery.session.dead is not None:

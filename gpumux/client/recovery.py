@@ -2,6 +2,8 @@
 
 Connect, open the job under its id, load its Programs, restore the newest whole snapshot or the initial state, and run
 the later steps again. Steps that were answered are not answered again; unanswered futures get their values.
+
+A job of a cluster moves to another daemon in the same way, from a copy of its newest snapshot (`JobPlace`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,7 +25,7 @@ from gpumux.client.future import Pending
 from gpumux.client.remote import Remote, RemoteProgram, StateRead, bytes_of, lay, size_of, snapshot_bytes
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
-from gpumux.client.snapshots import SnapshotMetadata, Snapshots
+from gpumux.client.snapshots import SnapshotCopy, SnapshotMetadata, Snapshots
 from gpumux.errors import (
     AdmissionRefused,
     ConfigError,
@@ -177,6 +179,7 @@ class ReplayRecorder:
 MAX_STEPS = 50_000  # steps that a job keeps for replay
 MAX_CRASHES = 2  # crashes of the process that runs the job, or of ranks that lost each other, at the same step
 MAX_ODD = 3  # refusals of requests that were accepted before
+DRAIN_S = 30.0  # for steps under way, before a job leaves its daemon; what is not answered then runs again elsewhere
 LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take so long to leave
 SAY_S = 5.0  # how long recovery lasts before it is logged
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -196,6 +199,54 @@ def make_recorder(session: Session, table: StateTable, replay_bytes: int) -> Rep
     return ReplayRecorder(table, replay_bytes, MAX_STEPS) if snapshot_interval_s(session) and replay_bytes else None
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveOrder:
+    """The job has to leave its daemon. `goes_on`: at another one; otherwise it ends. `there`: the daemon is taken to be
+    there still, so that steps under way can end and the state can be saved."""
+
+    goes_on: bool
+    there: bool
+    reason: str
+
+
+class JobPlace(Protocol):
+    """Where a job of a cluster runs, as its coordinator says (gpumux/client/placed). Any thread may call it; `connect`,
+    `refused` and `left` under the lock of the job."""
+
+    def attach(self, recovery: Recovery, programs: list[str]) -> None:
+        """The job was submitted, and runs these Programs (content hashes): from now on it may be moved."""
+        ...
+
+    def order(self) -> LeaveOrder | None:
+        """Whether the job has to leave its daemon."""
+        ...
+
+    def left(self) -> None:
+        """The job has left its daemon, as ordered."""
+        ...
+
+    def connect(self, session: Session, timeout: float) -> Session | None:
+        """A session with the daemon where the job runs, or is to run next; None if it got no devices within `timeout`
+        seconds. Closes `session`. Raises JobFailed if the job gets none any more, and what connecting raises."""
+        ...
+
+    def accepted(self) -> None:
+        """The daemon has opened the job: what it refuses from now on is for want of memory."""
+        ...
+
+    def opened(self) -> None:
+        """The job runs at the daemon that `connect` gave a session with."""
+        ...
+
+    def refused(self, session: Session, error: GpumuxError) -> bool:
+        """The job could not be opened on this session, or brought back. Whether it waits for other devices now."""
+        ...
+
+    def ended(self, fault: str) -> None:
+        """The job is over, and holds nothing any more. `fault`: why it failed, "" if it did not. Idempotent."""
+        ...
+
+
 class Recovery:
     """Holds a job's session, and replaces it when the daemon, or the process that ran the job, is gone.
 
@@ -203,16 +254,19 @@ class Recovery:
     then.
 
     notes: see Snapshots. recorder: of `make_recorder`, which observes `remote`. reconnect_s: seconds to try for.
-    last_snapshot: number of the job's newest snapshot.
+    last_snapshot: number of the job's newest snapshot. place: of a job of a cluster, which may move.
     """
 
     def __init__(
         self, session: Session, *, remote: Remote, pending: Pending, spec: JobSpec, table: StateTable,
         notes: Callable[[], tuple[bytes, int]], recorder: ReplayRecorder | None, reconnect_s: float, last_snapshot: int,
+        place: JobPlace | None = None,
     ) -> None:  # fmt: skip
         self.session = session
+        self.place = place
         self.lock = threading.RLock()  # held by each verb of the job, and during recovery
         self.closed = False
+        self.closing = False  # the job is about to end, so it moves to no other daemon if it need not
         self.paused = False
         self._id = remote.job
         self._name = spec.name
@@ -221,6 +275,9 @@ class Recovery:
         self._pending = pending
         self._table = table
         self._away: GpumuxError | None = None  # why the job is not in the daemon, until it is recovered
+        self._away_since = 0.0
+        self._submitted = False
+        self._declined: LeaveOrder | None = None  # the job could not come back; the next order is tried again
         self._lost: GpumuxError | None = None  # why it could not be recovered
         self._interval_s = snapshot_interval_s(session)
         self._reconnect_s = reconnect_s
@@ -230,16 +287,20 @@ class Recovery:
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
         self.recorder = recorder
         self.snapshots: Snapshots | None = None
+        self._copy = SnapshotCopy() if place is not None else None
         if recorder is not None:
             self.snapshots = Snapshots(
                 self._id, spec.name, recorder.log, interval_s=self._interval_s, last=last_snapshot,
-                news=pending.news, notes=notes,
+                news=pending.news, notes=notes, copy=self._copy,
             )  # fmt: skip
 
     def ready(self) -> None:
         """The job was submitted: from now on it may be recovered."""
         if self.recorder is not None:
             self._pending.may_come_back(ENDS)
+        self._submitted = True
+        if self.place is not None:
+            self.place.attach(self, self._remote.hashes())
 
     def stop(self) -> None:
         """The job is being closed, or is lost: it is not recovered from now on."""
@@ -269,6 +330,8 @@ class Recovery:
     def persist(self, verb: Callable[[], T]) -> T:
         """Call `verb()`, and again after each recovery if the daemon goes during the call."""
         while True:
+            if self.place is not None:
+                self.leave()
             session = self.session
             try:
                 self.check_open()
@@ -310,6 +373,100 @@ class Recovery:
         self.wait(lambda: len(self._pending) == 0, None)
         return self.snapshots.take_now(self.session)
 
+    # ---- leaving a daemon, and the end, of a job of a cluster
+
+    def leave(self, patience_s: float = -1.0) -> bool:
+        """Leave the daemon if the coordinator has asked for it. Returns False if the job can't leave now, because it
+        could not come back, or because a verb of another thread lasts for longer than `patience_s` seconds (-1: no
+        limit). If the job can come back, that verb's session is ended then, so that it goes on elsewhere."""
+        assert self.place is not None
+        order = self.place.order() if self._submitted and not self.closed else None
+        if order is None or order is self._declined:
+            return order is None
+        if not self.lock.acquire(timeout=patience_s):
+            recorder = self.recorder
+            if recorder is not None and recorder.log.recoverable and self.place.order() is order:
+                self.session.close()
+            return False
+        try:
+            order = None if self.closed else self.place.order()
+            if order is None or (self.closing and order.goes_on and order.there and self._away is None):
+                return True
+            if self._lost is None and not order.goes_on:
+                self._lose(JobFailed(f"job {self._name!r} was ended: {order.reason}", "submit it again"))
+            elif self._lost is None and self._away is None:
+                drained = order.there and self._save_to_leave()
+                if not self._can_come_back():
+                    if self._declined is None:
+                        log.warning(
+                            "job %r should leave its device (%s) and stays: its state can't be saved, and without that"
+                            " it can't go on elsewhere; give its daemon a --state-dir, and raise replay_bytes",
+                            self._name, order.reason,
+                        )  # fmt: skip
+                    self._declined = order
+                    return False
+                self._set_away(DaemonGone(f"it had to leave its device ({order.reason})", "wait, or close it"))
+                self._close_at_daemon(drained)
+            self.session.close()
+            self.place.left()
+            return True
+        finally:
+            self.lock.release()
+
+    def come_back(self, limit: float | None) -> None:
+        """Wait for `limit` seconds until a job of a cluster that has left its daemon is at another one. Raises why it
+        is not."""
+        if self.place is not None and self._away is not None:
+            gone = self._away
+            if not self._recover(self.session, gone, None if limit is None else time.monotonic() + limit):
+                raise gone
+
+    def end_place(self) -> None:
+        """Tell the coordinator that the job is over, if it was submitted: otherwise it may be tried elsewhere.
+        Idempotent."""
+        if self.place is not None and self._submitted:
+            ended = self._remote.ended
+            fault = self._lost or (self._remote.end_error() if ended is not None and ended.code else None)
+            self.place.ended("" if fault is None else fault.message)
+
+    def _save_to_leave(self) -> bool:
+        """Let steps under way end, and take a snapshot. Returns whether all steps were answered."""
+        try:
+            if self.paused or not self.session.wait(self._is_drained, DRAIN_S):
+                return False
+            if self.snapshots is not None and self._remote.ended is None:
+                self.snapshots.take_now(self.session)
+        except GpumuxError as error:  # the newest copy, and the steps since, are here all the same
+            log.info("job %r leaves its device, and its state was not saved before: %s", self._name, error)
+        return len(self._pending) == 0
+
+    def _is_drained(self) -> bool:
+        return len(self._pending) == 0 or self._remote.ended is not None
+
+    def _can_come_back(self) -> bool:
+        if self.recorder is None:
+            return False
+        self.recorder.check_local()
+        return self.recorder.log.recoverable
+
+    def _close_at_daemon(self, drained: bool) -> None:
+        """Close the job at a daemon that it leaves. The daemon keeps no snapshots of one that is `drained`."""
+        self.session.unregister(self._id)
+        if self.session.dead is None and self._remote.ended is None:
+            try:
+                self.session.call(m.CloseJob(0, self._id, drained), timeout=CONNECT_S)
+            except GpumuxError as error:
+                log.info("job %r left a device without the daemon's word: %s", self._name, error)
+
+    def _set_away(self, gone: GpumuxError) -> None:
+        self._away, self._away_since = gone, time.monotonic()
+
+    def _lose(self, error: GpumuxError) -> None:
+        """The job is over: every unanswered future and every further verb has this error."""
+        self._pending.fail(error)
+        self.stop()
+        self._lost = error
+
     # ---- recovery
 
     def _recover(self, session: Session, gone: GpumuxError, until: float | None = None) -> bool:
@@ -317,7 +474,7 @@ class Recovery:
         `gone`, or why the job can't be recovered; every unanswered future has that error then."""
         if self.recorder is None:
             self._pending.fail(gone)
-            raise gone
+            raise self._lost or gone
         if not self.lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             return False
         try:
@@ -327,13 +484,20 @@ class Recovery:
                 self._check(gone)
                 if not self._is_over(gone, until):
                     return False
-                self._away = gone
+                self._set_away(gone)
             started, said, pause, odd = time.monotonic(), False, FIRST_PAUSE_S, 0
             while True:
                 try:
-                    how = self._attempt()
-                    break
+                    how = self._attempt(until)
+                    if how is not None:
+                        break
+                    if until is not None and time.monotonic() >= until:
+                        return False
+                    started = time.monotonic()  # waiting for devices of a cluster is no attempt
+                    continue
                 except GpumuxError as error:
+                    if self.place is not None and self.place.refused(self.session, error):
+                        continue
                     if isinstance(error, _NOT_YET) or self._ended_for_now():
                         self._check(error)
                     else:
@@ -354,15 +518,14 @@ class Recovery:
                         log.warning("job %r: %s; waiting for it to come back", self._name, gone.message)
                 time.sleep(pause)
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
-            log.warning(
-                "job %r: %s. It is back after %.1f s, %s", self._name, gone.message, time.monotonic() - started, how
-            )
+            away_s = time.monotonic() - self._away_since
+            log.warning("job %r: %s. It is back after %.1f s, %s", self._name, gone.message, away_s, how)
             return True
         except GpumuxError as error:
             self._pending.fail(error)
             if isinstance(error, JobFailed) or (self._away is not None and self.session.dead is None):
-                self.stop()
-                self._lost = error
+                self._lose(error)
+                self.end_place()
             raise
         finally:
             self.lock.release()
@@ -406,15 +569,18 @@ class Recovery:
 
     # ---- one attempt
 
-    def _attempt(self) -> str:
-        """Make one attempt. Returns a description of it for the log."""
+    def _attempt(self, until: float | None) -> str | None:
+        """Make one attempt. Returns a description of it for the log; None if the job has no devices of its cluster,
+        which it does not wait for beyond `until`."""
         assert self.recorder is not None
         assert self.snapshots is not None
         pending, remote = self._pending, self._remote
         pending.hold()
         # A session on which an earlier attempt opened the job is closed as well: the daemon then drops what it loaded.
         if self.session.dead is not None or self._opened is self.session:
-            fresh = self.session.reconnect(CONNECT_S)
+            fresh = self._connect(until)
+            if fresh is None:
+                return None
             old, self.session = self.session, fresh
             old.close()
             if fresh.device_facts != self._device:
@@ -429,6 +595,8 @@ class Recovery:
         session.register(self._id, pending.on_message)
         session.open_job(self._id, self._spec, None)
         self._opened = session
+        if self.place is not None:
+            self.place.accepted()
         point, lost = self._restore(self.recorder.log)
         steps = 0
         for entry in self.recorder.log.since(point):
@@ -446,8 +614,16 @@ class Recovery:
         if self.paused:
             remote.call(m.PauseJob)
         self._opened, self._away = None, None
+        if self.place is not None:
+            self.place.opened()
         begun = f"snapshot {point}" if point != BEGINNING else "its first state"
         return f"from {begun}, and {steps} steps run again"
+
+    def _connect(self, until: float | None) -> Session | None:
+        if self.place is None:
+            return self.session.reconnect(CONNECT_S)
+        wait_s = CONNECT_S if until is None else max(0.0, min(CONNECT_S, until - time.monotonic()))
+        return self.place.connect(self.session, wait_s)
 
     def _restore(self, replay: ReplayLog) -> tuple[int, list[int]]:
         """Load the Programs and restore the state of the best point. Returns that point, and the points that are
@@ -455,7 +631,13 @@ class Recovery:
         candidates = replay.candidates(min(self._pending.held, default=None))
         numbers = [n for n in candidates if n != BEGINNING]
         read: StateRead | None = None
-        if numbers:
+        if self._copy is not None:
+            read = self._copy.read(numbers)
+            if read is None and BEGINNING not in candidates:
+                raise JobFailed(
+                    f"job {self._name!r} can't come back: there is no copy of its state", "submit it from a checkpoint"
+                )
+        elif numbers:
             try:
                 read = self._remote.read_snapshot(numbers[:MAX_ASKED])
             except (UnknownJob, ConfigError) as error:

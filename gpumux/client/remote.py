@@ -222,13 +222,15 @@ class StateRead:
 
     snapshot: int
     bad: list[int]
-    parts: list[tuple[m.SnapshotRead, Sequence[bytes]]]
+    parts: list[tuple[m.SnapshotRead, Sequence[bytes | bytearray]]]
 
 
-def snapshot_bytes(session: Session, read: m.SnapshotRead, frames: Sequence[bytes]) -> torch.Tensor:
+def snapshot_bytes(session: Session, read: m.SnapshotRead, frames: Sequence[bytes | bytearray]) -> torch.Tensor:
     """The bytes of a snapshot as a tensor over the shared segment, or the frame, that they came in."""
-    memory = session.segment(read.segment, read.nbytes) if read.segment else bytearray(frames[0])
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    if read.segment:
+        return torch.frombuffer(session.segment(read.segment, read.nbytes), dtype=torch.uint8)
+    frame = frames[0]  # a bytearray if it is this process's own copy, which nothing writes to
+    return torch.frombuffer(frame if isinstance(frame, bytearray) else bytearray(frame), dtype=torch.uint8)
 
 
 def error_of(ended: m.JobEnded | None) -> GpumuxError:
@@ -323,6 +325,10 @@ class Remote:
         reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=frames, meanwhile=loading)
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, home=self._table.home)
+
+    def hashes(self) -> list[str]:
+        """The content hashes of the job's Programs."""
+        return list(dict.fromkeys(content for content, _ in self._numbers))
 
     @property
     def loads(self) -> int:

@@ -81,14 +81,14 @@ class ReplayLog:
         """Snapshot `number` is being taken after the newest entry. Whether it succeeds is not known yet."""
         self._points[number] = _Point(self._start + len(self._entries), self._next_step, self._added, False)
 
-    def saved(self, number: int) -> None:
-        """The snapshot is on the disk. Of the older points only the newest saved one is kept."""
+    def saved(self, number: int, *, alone: bool = False) -> None:
+        """The snapshot can be had back. Of the older points only the newest saved one is kept; `alone`: none."""
         point = self._points.get(number)
         if point is None:
             return
         point.saved = True
         older = [n for n, p in self._points.items() if p.saved and n < number]
-        for n in older[:-1]:
+        for n in older if alone else older[:-1]:
             del self._points[n]
         for n in [n for n, p in self._points.items() if n < number and not p.saved]:
             del self._points[n]

@@ -191,6 +191,10 @@ class Asked:
         """The answer or Refusal; None while there is none."""
         return self._answer[0][0] if self._answer else None
 
+    def answers(self) -> list[Answer]:
+        """The answer with its frames, of each daemon that was asked. Only once `reply` returns one."""
+        return list(self._answer)
+
 
 class Session:
     """Made by `connect`. All methods may be called from any thread of the process that connected.
@@ -313,6 +317,11 @@ class Session:
     def wait_reply(self, asked: Asked) -> None:
         """Wait for the answer of a request that `ask` sent."""
         self.wait(lambda: asked.reply() is not None)
+
+    @property
+    def each_daemon(self) -> tuple[Session, ...]:
+        """The sessions with single daemons that this one consists of: itself."""
+        return (self,)
 
     def post(self, msg: Message, frames: Payload = ()) -> None:
         """Send without waiting. If `msg` is a request, a Refusal of it goes to its job's handler."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -21,13 +21,14 @@ import torch
 from gpumux.capture.state import Place, StateTable, raw_bytes
 from gpumux.capture.step import State
 from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf
+from gpumux.client.remote import StateRead
 from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session
 from gpumux.errors import ConfigError, GpumuxError, from_code
 from gpumux.program.ir import aligned
 from gpumux.waves.steps import Waves
 from gpumux.wire import messages as m
-from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
+from gpumux.wire.messages import PrepareSnapshot, ReadSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
 
 log = logging.getLogger("gpumux.client")
 
@@ -294,9 +295,43 @@ def _other(why: str) -> ConfigError:
     return ConfigError(f"this is not the job that was kept: {why}", "submit the same models and optimizers as then")
 
 
+# ---- a copy of the newest snapshot in the client's own memory
+
+
+class SnapshotCopy:
+    """The newest snapshot of a job, in this process: a job that goes on at another daemon finds none of its own there.
+    It takes as many bytes as the job's state, and for a moment twice as many, when the next snapshot replaces it."""
+
+    def __init__(self) -> None:
+        self._read: StateRead | None = None
+
+    def take(self, session: Session, number: int, asked: Asked) -> None:
+        """Copy what was read of snapshot `number`, and free the memory that it came in. Raises what a daemon refused
+        with; the copy before it stays then."""
+        parts: list[tuple[m.SnapshotRead, Sequence[bytearray]]] = []
+        refused: GpumuxError | None = None
+        for each, (reply, frames) in zip(session.each_daemon, asked.answers(), strict=True):
+            if isinstance(reply, m.Refusal):
+                refused = from_code(reply.code, reply.message, reply.remedy)
+            elif reply.segment:
+                with each.take_segment(reply.segment, reply.nbytes) as segment:
+                    parts.append((replace(reply, segment=0), [bytearray(segment.view())]))
+            else:
+                parts.append((reply, [bytearray(frames[0])]))
+        if refused is not None:
+            raise refused
+        self._read = StateRead(number, [], list(parts))
+
+    def read(self, numbers: Sequence[int]) -> StateRead | None:
+        """The copy, if it is of one of these snapshots."""
+        return self._read if self._read is not None and self._read.snapshot in numbers else None
+
+
 # ---- when the client takes a snapshot
 #
 #     idle --(it is time, or the log fills)--> preparing --(there is memory)--> taking --(saved or failed)--> idle
+#
+# A job of a cluster goes from taking to copying when the snapshot was saved, and then to idle.
 #
 # The client asks for snapshots, because it knows which steps it can run again. `tick` is called before each step and
 # advances this state machine; there is no thread for it. The client waits only for TakeSnapshot, one round trip, which
@@ -310,11 +345,13 @@ SHARE = 5  # at most 1/SHARE of the time is spent on writing
 
 class Snapshots:
     """Takes the snapshots of one job. `notes()`: the notes for a snapshot taken now, and the number of steps before it.
-    `last`: the number of the newest snapshot, 0 for none."""
+    `last`: the number of the newest snapshot, 0 for none. `copy`: gets each snapshot that was saved, and only then the
+    log drops what lies before it."""
 
     def __init__(
         self, job: str, name: str, replay: ReplayLog, *, interval_s: float, last: int,
         news: deque[SnapshotSaved | SnapshotWanted], notes: Callable[[], tuple[bytes, int]],
+        copy: SnapshotCopy | None = None,
     ) -> None:  # fmt: skip
         self._job = job
         self._name = name
@@ -323,8 +360,11 @@ class Snapshots:
         self._number = last
         self._news = news
         self._notes = notes
+        self._copy = copy
         self._asked: Asked | None = None
         self._taking = False
+        self._saved: SnapshotSaved | None = None  # to be copied
+        self._copying: Asked | None = None
         self._failing = False
         self._waited = False
         self._not_before = 0.0  # after a failure
@@ -339,10 +379,12 @@ class Snapshots:
         """Advance the snapshot under way, or begin one if it is time. Raises DaemonGone."""
         if self._news:
             self._read_news()
+        if self._saved is not None:
+            self._advance_copy(session)
         if self._asked is not None:
             if self._asked.reply() is not None:
                 self._take(session)
-        elif not self._taking:
+        elif not self._taking and self._saved is None:
             now = time.monotonic()
             if (now >= self._due or self._log.wants_point) and now >= self._not_before and self._log.has_news:
                 self._asked = session.ask(PrepareSnapshot(0, self._job))
@@ -363,19 +405,24 @@ class Snapshots:
     def restart(self) -> None:
         """Forget the snapshot under way, because the job was recovered in another session."""
         self._asked, self._taking = None, False
+        self._saved = self._copying = None
         self._news.clear()
         self._due = time.monotonic() + min(self._interval_s, FIRST_S)
         self._not_before = 0.0
 
     @property
     def _busy(self) -> bool:
-        return self._asked is not None or self._taking
+        return self._asked is not None or self._taking or self._saved is not None
 
     def _advance(self, session: Session) -> None:
         """Wait until the snapshot under way enters its next state."""
         if self._asked is not None:
             session.wait_reply(self._asked)
             self._take(session)
+        elif self._saved is not None:
+            self._advance_copy(session)
+            if self._copying is not None:
+                session.wait_reply(self._copying)
         elif self._taking:
             session.wait(lambda: bool(self._news))
             self._read_news()
@@ -441,12 +488,40 @@ class Snapshots:
                 self._log.failed(message.snapshot)
                 self._failed(from_code(message.code, message.message, message.remedy))
                 continue
-            self._log.saved(message.snapshot)
-            self._not_before = 0.0
-            self._due = time.monotonic() + max(self._interval_s, (SHARE - 1) * message.seconds)
-            if self._failing:
-                self._failing = False
-                log.warning("job %r: its state is saved again", self._name)
+            if self._copy is None:
+                self._log.saved(message.snapshot)
+                self._succeeded(message)
+            else:
+                self._saved = message
+
+    def _advance_copy(self, session: Session) -> None:
+        """Ask for the snapshot that was saved, or copy it if it is here."""
+        assert self._saved is not None
+        assert self._copy is not None
+        if self._copying is None:
+            self._copying = session.ask(ReadSnapshot(0, self._job, [self._saved.snapshot]))
+        if self._copying.reply() is None:
+            return
+        saved, asked = self._saved, self._copying
+        try:
+            self._copy.take(session, saved.snapshot, asked)
+        except GpumuxError as error:
+            if session.dead is not None:
+                raise
+            self._log.failed(saved.snapshot)
+            self._failed(error)
+        else:
+            self._log.saved(saved.snapshot, alone=True)
+            self._succeeded(saved)
+        asked.forget()
+        self._saved = self._copying = None
+
+    def _succeeded(self, saved: SnapshotSaved) -> None:
+        self._not_before = 0.0
+        self._due = time.monotonic() + max(self._interval_s, (SHARE - 1) * saved.seconds)
+        if self._failing:
+            self._failing = False
+            log.warning("job %r: its state is saved again", self._name)
 
     def _failed(self, error: GpumuxError) -> None:
         now = time.monotonic()

@@ -22,17 +22,22 @@ from gpumux.client.arguments import (
     check_waves,
     daemons_of,
     draws_from_client,
+    in_cluster,
     job_spec,
     number,
     placement_of,
+    refuse_in_cluster,
     refuse_with_ranks,
     refuse_with_waves,
+    refuse_without_cluster,
     several,
     whole,
     with_inner,
 )
 from gpumux.client.gang import GangRemote, GangSession
 from gpumux.client.job import Batch, Job
+from gpumux.client.placed.link import CoordinatorLink
+from gpumux.client.placed.submit import connect_ranks, place_request, submit_placed
 from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
@@ -58,6 +63,7 @@ def submit(
     devices: int | None = None,
     peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
     memory: Literal["own", "shared"] = "own",
+    cluster: str | None = None, gpus: int | None = None, urgency: int = 0,
 ) -> Job[Batch]:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -116,6 +122,15 @@ def submit(
         before, so that steps run half a cycle apart in memory that both share (docs/waves.md, which says when not to).
         That is another training than the plain loop's, and no substitute for a larger batch under momentum.
 
+    cluster: have the coordinator of a cluster choose the daemon (docs/cluster.md): its endpoint, or "auto" for that of
+        GPUMUX_CLUSTER, else the one on this machine. The call waits until there are devices. The job may be moved to
+        others, or go on there when its node is lost: the loop waits meanwhile, and results stay bit-equal. For that a
+        copy of the newest snapshot, as large as the job's state, lies in this process besides replay_bytes.
+        `memory_limit` is what is asked for on each device; without it an estimate, and twice as much each time that it
+        was too little.
+    gpus: on so many devices of the cluster, as `endpoints` of as many daemons; default those of the plan, else 1.
+    urgency: in a cluster, orders the user's own waiting jobs: the higher the sooner.
+
     Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
     over ranks or run in waves), ConfigError for a bad argument, AdmissionRefused, DaemonGone. A failed submit changes
     no local object, unless it had already read the state to resume.
@@ -134,12 +149,18 @@ def submit(
     check_microbatches(microbatches)
     check_compile(compile)
     check_rng(rng, seed)
-    several_daemons = daemons_of(endpoint, endpoints, devices)
-    placement = placement_of(plan, several_daemons)
+    placement: RankPlacement | None
+    if cluster is None:
+        several_daemons = daemons_of(endpoint, endpoints, devices)
+        placement = placement_of(plan, several_daemons)
+        refuse_without_cluster(gpus=gpus is not None, urgency=urgency != 0)
+    else:
+        placement, several_daemons = in_cluster(gpus, plan, endpoint, endpoints, devices), []
+    ranks = 1 if placement is None else placement.ranks
     check_batch_norm(batch_norm)
     check_waves(waves)
     if placement is not None and placement.ranks == 1:  # nothing is split
-        (endpoint,), placement = several_daemons, None
+        endpoint, placement = (several_daemons[0] if several_daemons else None), None
     if placement is not None:
         placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
@@ -151,6 +172,20 @@ def submit(
         refuse_with_waves(microbatches=microbatches > 1, compile=compile, priority=high)
         refuse_with_waves(memory=memory == "shared")
 
+    link = None
+    if cluster is not None:
+        refuse_in_cluster(resume=resume is not None)
+        link = CoordinatorLink(
+            cluster=cluster,
+            request=place_request(spec, ranks, models, example, urgency, movable=replay_bytes > 0),
+            connect=partial(connect_ranks, timeout_s=None if placement is None else timeout_s),
+            limited=memory_limit is not None,
+            reconnect_s=reconnect_s,
+        )
+
+    def new_id() -> str:
+        return uuid.uuid4().hex if link is None else link.job
+
     def attempt(session: Session) -> Job[Batch]:
         job: Job[Batch] | None = None
         try:
@@ -161,8 +196,10 @@ def submit(
                 raise ConfigError(f"the job {resume!r} that was kept trained two waves", "resume it with waves=2")
             if kept is not None:
                 kept.snapshot.put_back(table)
-            job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
-            open_job(session, job_id, spec, kept is not None)
+            job_id, last = (kept.job, kept.newest) if kept is not None else (new_id(), 0)
+            open_job(session, job_id, spec, kept is not None or link is not None)
+            if link is not None:
+                link.accepted()
             snapshot = kept.snapshot if kept is not None else None
             clients_generator = draws_from_client(rng, seed, session, table)
             two_waves: dict[str, Any] = {}
@@ -172,7 +209,7 @@ def submit(
             job = Job(
                 session, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, clients_generator=clients_generator,
-                **two_waves,
+                place=link, **two_waves,
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
             job.start()
@@ -189,17 +226,24 @@ def submit(
         try:
             table = StateTable(models, optimizers, *devices_of(alike, 6))
             table.home = table.home or _first_device(example)
-            job_id = uuid.uuid4().hex
+            job_id = new_id()
             try:
                 session.open_job(job_id, spec)
-            except NotOwner:  # the id is fresh, so one daemon was asked twice
+            except (
+                NotOwner
+            ):  # the id is fresh, so one daemon was asked twice, or closes an earlier try of the cluster's
+                if link is not None:
+                    raise
                 raise ConfigError("two of the endpoints are one daemon", "name each daemon once") from None
+            if link is not None:
+                link.accepted()
             split = BurstSplitter(placement, batch_norm)
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),
                 write_notes=write_of_rank, over=WaveSplitter(split) if waves > 1 else split,
                 waves=Waves(table) if waves > 1 else None, make_remote=cast("Callable[..., Remote]", GangRemote),
+                place=link,
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
             job.start()
@@ -209,6 +253,10 @@ def submit(
             raise
         return job
 
+    if link is not None:
+        return submit_placed(
+            link, attempt if placement is None else lambda session: on_ranks(cast("GangSession", session))
+        )
     retry_s = reconnect_s if replay_bytes and resume is None else 0.0
     if placement is not None:
         return connect_with_retry(

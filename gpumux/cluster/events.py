@@ -190,11 +190,12 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class JobPrograms:
-    """What the job runs is known now: content hashes."""
+class JobDescribed:
+    """More is known of the job: the content hashes of what it runs, and whether it can go on elsewhere."""
 
     job: JobId
     programs: tuple[str, ...]
+    movable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class TimePassed:
 
 
 ClusterEvent = (
-    NodeJoined | NodeDraining | NodeLost | JobSubmitted | JobCancelled | JobFinished | StartFailed | JobPrograms
+    NodeJoined | NodeDraining | NodeLost | JobSubmitted | JobCancelled | JobFinished | StartFailed | JobDescribed
     | RankStopped     | DeviceReserved | DeviceConfirmed | DeviceRefused | PairMeasured | TimePassed
 )  # fmt: skip
 

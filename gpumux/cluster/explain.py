@@ -25,10 +25,10 @@ def explain(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
             missing = ", ".join(map(str, sorted(job.waits_on)))
             return [f"It starts on {where}; an answer is missing from {missing}."]
         case JobPhase.RUNNING:
-            return [f"It runs on {where} since {placement.now - job.held_since:.0f} s.", *_moved(job)]
+            return [f"It has run on {where} for {placement.now - job.held_since:.0f} s.", *_moved(job)]
         case JobPhase.STOPPING:
             then = "goes on elsewhere from its snapshot" if job.outcome is None else f"is answered: {job.outcome.value}"
-            return [f"It is being stopped on {where}, since {job.stopped_for}; then it {then}."]
+            return [f"It is being stopped on {where}, because {job.stopped_for}; then it {then}."]
 
 
 def _moved(job: PlacedJob) -> list[str]:
@@ -44,7 +44,7 @@ def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
             f"It needs {request.devices} devices, and {over.owner} {over.limit}: it waits for their jobs to end."
         )
     elif blocking is not None:
-        lines.append(f"Job {blocking.id} of the same user or group waits for its quota since longer, and goes first.")
+        lines.append(f"Job {blocking.id} of the same user or group has waited longer for its quota, and goes first.")
     else:
         lines.append(_room(placement, job))
     before = [
@@ -58,7 +58,7 @@ def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
     if job.kept:
         lines.append(f"Kept for it until it starts: {', '.join(map(str, sorted(job.kept)))}.")
     if job.stopped_for and job.began:
-        lines.append(f"It was stopped since {job.stopped_for}, and goes on from its snapshot.")
+        lines.append(f"It was stopped because {job.stopped_for}, and goes on from its snapshot.")
     return [*lines, *_moved(job)]
 
 
@@ -110,4 +110,4 @@ def _why_not(placement: ClusterPlacement, device: ClusterDevice, job: PlacedJob)
         if job.high
         else device.free_bytes >= request.memory_bytes and device.free_places > 0
     )
-    return "are kept for jobs that wait since longer" if room else "have no room beside other jobs"
+    return "are kept for jobs that have waited longer" if room else "have no room beside other jobs"

@@ -69,8 +69,8 @@ class ClusterPlacement:
                 self._finished(event)
             case ev.StartFailed():
                 self._start_failed(event)
-            case ev.JobPrograms():
-                self._programs_known(event)
+            case ev.JobDescribed():
+                self._described(event)
             case ev.RankStopped():
                 self._rank_stopped(event)
             case ev.DeviceReserved():
@@ -220,10 +220,10 @@ class ClusterPlacement:
             self._stopped_if_gone(job)
             job.began = began
 
-    def _programs_known(self, event: ev.JobPrograms) -> None:
+    def _described(self, event: ev.JobDescribed) -> None:
         job = self.jobs.get(event.job)
         if job is not None:
-            job.request = replace(job.request, programs=event.programs)
+            job.request = replace(job.request, programs=event.programs, movable=event.movable)
 
     def _answer(self, job: PlacedJob, outcome: JobOutcome, reason: str) -> None:
         """The end of the job, which holds nothing more."""

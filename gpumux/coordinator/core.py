@@ -418,6 +418,8 @@ class Coordinator:
         placed = self.placement.jobs[job.id]
         job.session, job.away_since, job.told = session, inf, m.attempt
         self._tell(session, msg.Done(m.ref))
+        if m.movable is not placed.request.movable:
+            self._feed(ev.JobDescribed(job.id, placed.request.programs, m.movable))
         if placed.phase is JobPhase.RUNNING and m.attempt != placed.attempt:
             self._tell_place(job)
         elif placed.phase is JobPhase.STOPPING and m.attempt != placed.attempt:
@@ -454,7 +456,7 @@ class Coordinator:
         self._programs.move_to_end((peer.uid, job.name))
         if len(self._programs) > MOST_NAMES:
             self._programs.popitem(last=False)
-        self._feed(ev.JobPrograms(job.id, programs))
+        self._feed(ev.JobDescribed(job.id, programs, self.placement.jobs[job.id].request.movable))
 
     def _ask_to_leave(self, command: ev.StopRank) -> None:
         """One message for all ranks, since the client leaves with the whole job."""

@@ -34,7 +34,7 @@ def slowdown_figures(high: HighJob) -> dict[str, Any]:
 
 
 def verdict(figures: dict[str, Any], now: float) -> str:
-    """`slowdown_figures` in a line: "mean 1.05 of 1.10, tail 2.36 of 1.20 in 200 steps: BROKEN since 12 s".
+    """`slowdown_figures` in a line: "mean 1.05 of 1.10, tail 2.36 of 1.20 in 200 steps: BROKEN for 12 s".
 
     now: seconds, the scheduler's clock."""
     mean, promised, tail, tail_promised = (
@@ -43,7 +43,7 @@ def verdict(figures: dict[str, Any], now: float) -> str:
     if mean is None:
         return f"mean ? of {promised:.2f}, tail ? of {tail_promised:.2f}: not measured yet"
     steps = counted(figures["steps"], "step")
-    state = "kept" if figures["kept"] else f"BROKEN since {age(now - figures['broken_since'])}"
+    state = "kept" if figures["kept"] else f"BROKEN for {age(now - figures['broken_since'])}"
     return f"mean {_of(mean, promised)}, tail {_of(tail, tail_promised)} in {steps}: {state}"
 
 

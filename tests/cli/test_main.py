@@ -281,7 +281,7 @@ def promised(**changes):
     return {"verdict": verdict, "slowdown": 1.03, "slowdown_p99": 1.06, "kept": True} | changes
 
 
-BROKEN = "mean 1.31 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN since 12 s"
+BROKEN = "mean 1.31 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN for 12 s"
 
 
 def test_the_table_says_what_was_promised_and_which_jobs_are_held():

@@ -41,6 +41,18 @@ def test_the_log_reaches_back_to_the_snapshot_before_the_newest():
     assert len(log) == 3
 
 
+def test_where_one_copy_is_kept_the_log_reaches_back_to_the_newest_snapshot():
+    log = ReplayLog(BIG, 1000)
+    for number in (1, 2):
+        steps(log, 2 * number, 2 * number + 1)
+        log.mark(number)
+        log.saved(number, alone=True)
+    steps(log, 6)
+    assert log.candidates(None) == [2]
+    assert after(log, 2) == [6]
+    assert len(log) == 1
+
+
 def test_an_unconfirmed_snapshot_may_be_used_unless_answers_before_it_are_missing():
     log = ReplayLog(BIG, 1000)
     steps(log, 0, 1)

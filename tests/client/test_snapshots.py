@@ -12,10 +12,10 @@ import pytest
 from gpumux.client import snapshots
 from gpumux.client.replay import BEGINNING, ReplayEntry, ReplayLog
 from gpumux.client.session import Asked
-from gpumux.client.snapshots import Snapshots
+from gpumux.client.snapshots import SnapshotCopy, Snapshots
 from gpumux.errors import DaemonGone, SnapshotFailed
 from gpumux.wire import messages as m
-from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
+from gpumux.wire.messages import PrepareSnapshot, ReadSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
 
 JOB = "ab" * 16
 
@@ -30,7 +30,9 @@ class FakeDaemon:
         self.written = ""
         self.dead: Any = None
         self.seconds = 0.1
-        self._asked: list[list[Any]] = []
+        self.unreadable: Any = None  # the answer to ReadSnapshot, if it is a refusal
+        self.each_daemon = (self,)
+        self._asked: list[tuple[Any, list[Any]]] = []
         self._taken: deque[int] = deque()
 
     def ask(self, message: Any) -> Asked:
@@ -38,7 +40,7 @@ class FakeDaemon:
             raise self.dead
         self.sent.append(message)
         answer: list[Any] = []
-        self._asked.append(answer)
+        self._asked.append((message, answer))
         return Asked(answer, lambda: None)
 
     def wait_reply(self, asked: Asked) -> None:
@@ -53,7 +55,13 @@ class FakeDaemon:
 
     def answer(self) -> None:
         while self._asked:
-            self._asked.pop().append((self.prepared, []))
+            message, answer = self._asked.pop()
+            if isinstance(message, ReadSnapshot):
+                (number,) = message.snapshots
+                read = m.SnapshotRead(0, JOB, number, 0, 3, 1, [], 1)
+                answer.append((self.unreadable or read, [b"%03d" % number]))
+            else:
+                answer.append((self.prepared, []))
         while self._taken:
             number = self._taken.popleft()
             self.news.append(
@@ -74,14 +82,18 @@ class FakeDaemon:
 class Job:
     """A loop of steps of 10 bytes, one a tenth of a second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_bytes: int = 1 << 30, interval_s: float = 30.0) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, max_bytes: int = 1 << 30, interval_s: float = 30.0,
+        copy: SnapshotCopy | None = None,
+    ) -> None:  # fmt: skip
         self.now = 1000.0
         monkeypatch.setattr(snapshots.time, "monotonic", lambda: self.now)
         self.daemon = FakeDaemon()
         self.log = ReplayLog(max_bytes, 1 << 30)
         self.snapshots = Snapshots(
-            JOB, "sweep", self.log, interval_s=interval_s, last=0, news=self.daemon.news, notes=lambda: (b"notes", 7)
-        )
+            JOB, "sweep", self.log, interval_s=interval_s, last=0, news=self.daemon.news, notes=lambda: (b"notes", 7),
+            copy=copy,
+        )  # fmt: skip
         self.step = 0
 
     def steps(self, count: int, answering: bool = True) -> None:
@@ -144,6 +156,46 @@ def test_nothing_is_saved_twice(job: Job):
         job.snapshots.tick(job.daemon)
         job.daemon.answer()
     assert len(job.daemon.sent) <= count + 2
+
+
+def test_the_log_keeps_its_entries_until_a_snapshot_was_copied(monkeypatch: pytest.MonkeyPatch):
+    copy = SnapshotCopy()
+    job = Job(monkeypatch, copy=copy)
+    job.steps(12)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
+    job.steps(5, answering=False)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot, ReadSnapshot]
+    assert copy.read([1]) is None
+    assert len(job.log) == 17
+    job.daemon.answer()
+    job.steps(1)
+    assert job.log.candidates(None) == [1]
+    assert len(job.log) == 7
+    found = copy.read([2, 1])
+    assert found is not None
+    assert found.snapshot == 1
+    assert found.parts[0][1] == [b"001"]
+    assert job.snapshots.take_now(job.daemon)
+    assert copy.read([1]) is None
+    assert copy.read([2]) is not None
+    assert len(job.log) == 0
+
+
+def test_a_snapshot_that_cannot_be_copied_counts_as_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    copy = SnapshotCopy()
+    job = Job(monkeypatch, copy=copy)
+    job.steps(20)
+    job.daemon.unreadable = m.Refusal(0, "unknown_job", "snapshot 2 is damaged", "")
+    assert not job.snapshots.take_now(job.daemon)
+    assert job.log.candidates(None) == [1]
+    assert copy.read([1]) is not None
+    assert "snapshot 2 is damaged" in caplog.text
+    job.daemon.unreadable = None
+    job.steps(310)
+    assert job.log.candidates(None) == [3]
+    assert "its state is saved again" in caplog.text
 
 
 def test_a_filling_log_wants_one_early(monkeypatch: pytest.MonkeyPatch):

@@ -405,6 +405,17 @@ def test_of_a_coordinator_that_was_started_again_a_client_is_told_when_its_daemo
     assert cluster.told == [("again", placed)]
 
 
+def test_a_job_that_turns_out_to_be_bound_to_its_node_is_not_moved(cluster: Cluster):
+    _, placed = cluster.place("s")
+    assert isinstance(placed, msg.JobPlaced)
+    assert cluster.place("s", attempt=placed.attempt, movable=False) == [msg.Done(1)]
+    cluster.connect("root", 0)
+    before = len(cluster.told)
+    cluster.say("root", msg.DrainNode(3, placed.nodes[0], True), 0)
+    assert not [m for _, m in cluster.told[before:] if isinstance(m, msg.VacateDevices)]
+    assert cluster.phase() == "running"
+
+
 def test_a_daemon_that_leaves_is_lost_at_once_and_its_job_goes_elsewhere(cluster: Cluster):
     (placed,) = [m for m in cluster.place("s") if isinstance(m, msg.JobPlaced)]
     (node,) = placed.nodes

@@ -125,7 +125,7 @@ def test_a_job_is_placed_opened_under_its_reservation_and_seen(coordinator: Runn
     assert (seen["job"], seen["state"], seen["nodes"]) == (client.job, "running", placed.nodes)
     shown = command(coordinator, "jobs").stdout
     assert client.job[:8] in shown
-    assert "It runs on" in command(coordinator, "explain", client.job[:6]).stdout
+    assert "It has run on" in command(coordinator, "explain", client.job[:6]).stdout
     client.end()
     assert jobs_of(coordinator) == []
 

@@ -25,7 +25,7 @@ from .contract import HIGH, JOB, figures
 BAN = BanFigures("j2", "j1", 1.7, "tail", 3.0, 61.0)
 ENDING = replace(BAN, left_s=0.04)
 HOSTILE = "<img src=x onerror=document.title='owned'>"
-VERDICT = "mean 1.02 of 1.05, tail 2.36 of 1.10 in 80 steps: BROKEN since 12 s"
+VERDICT = "mean 1.02 of 1.05, tail 2.36 of 1.10 in 80 steps: BROKEN for 12 s"
 PAGE = files("gpumux.metrics").joinpath("page")
 FILES = ("/", "/elements.js", "/chart.js", "/page.js", "/page.css", "/uplot.js", "/uplot.css")
 

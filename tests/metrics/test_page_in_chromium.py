@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BROKEN = replace(
     PROMISE, slowdown=1.05, slowdown_p99=2.36, kept=False, broken_for_s=12.0, target=1.1,
-    verdict="mean 1.05 of 1.10, tail 2.36 of 1.20 in 256 steps: BROKEN since 12 s",
+    verdict="mean 1.05 of 1.10, tail 2.36 of 1.20 in 256 steps: BROKEN for 12 s",
 )  # fmt: skip
 UNKNOWN = replace(
     PROMISE, slowdown=None, slowdown_p99=None, kept=False, verdict="mean ? of 1.05, tail ? of 1.10: not measured yet"

@@ -32,7 +32,7 @@ def test_it_shows_the_jobs_explains_them_as_the_command_does_and_says_when_the_d
             until(page, "document.querySelector('#high .mark') && /KEPT|BROKEN/.test(document.body.innerText)")
             until(page, "charts.share.series.some(each => each.values.some(value => value > 0.01))")
             said = page.evaluate("document.querySelector('#high .verdict').innerText")
-            assert re.match(r"mean \d+\.\d+ of 3\.00, tail \d+\.\d+ of 5\.00 in \d+ steps?: (kept|BROKEN since)", said)
+            assert re.match(r"mean \d+\.\d+ of 3\.00, tail \d+\.\d+ of 5\.00 in \d+ steps?: (kept|BROKEN for)", said)
             daemon.change("pause", "j2")
             until(page, "[...document.querySelectorAll('#low td')].some(each => each.innerText === 'paused')")
             page.evaluate("explain('j2')")

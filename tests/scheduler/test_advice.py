@@ -48,7 +48,7 @@ def test_a_broken_promise_names_its_neighbour_and_how_to_hold_it_back():
     simulation.run(steps=300)
     break_promise(simulation, "important")
     advice = advised(simulation, "important")
-    assert advice.verdict.startswith("mean 2.00 of 1.05, tail 2.00 of 1.10 in 256 steps: BROKEN since ")
+    assert advice.verdict.startswith("mean 2.00 of 1.05, tail 2.00 of 1.10 in 256 steps: BROKEN for ")
     assert advice.causes[0].startswith("Beside 'same' it loses")
     assert f"gpumux jobs pause {ident(simulation, 'same')}" in commands(advice)
     assert any("microbatches=" in remedy.text for remedy in advice.remedies)

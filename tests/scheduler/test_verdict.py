@@ -31,7 +31,7 @@ def test_a_mean_and_a_tail_within_their_limits_are_kept():
 def test_a_tail_breaks_the_promise_though_the_mean_keeps_it():
     figures = slowdown_figures(judged([1.0] * 190 + [2.36] * 6))
     assert figures["slowdown"] < 1.1
-    assert verdict(figures, 205.0) == "mean 1.04 of 1.10, tail 2.36 of 1.20 in 196 steps: BROKEN since 13 s"
+    assert verdict(figures, 205.0) == "mean 1.04 of 1.10, tail 2.36 of 1.20 in 196 steps: BROKEN for 13 s"
 
 
 def test_since_when_is_the_step_that_broke_it_until_it_is_kept_again():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 KEPT = "mean 1.04 of 1.10, tail 1.10 of 1.20 in 80 steps: kept"
-BROKEN = "mean 1.04 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN since 12 s"
+BROKEN = "mean 1.04 of 1.10, tail 2.36 of 1.20 in 80 steps: BROKEN for 12 s"
 HIGH = {
     "verdict": KEPT, "slowdown": 1.04, "slowdown_p99": 1.1, "promised": 1.1, "promised_p99": 1.2, "kept": True,
     "steps": 80, "broken_for_s": 0.0, "steps_over": 0, "solo_step_s": 0.01, "bans": 1,

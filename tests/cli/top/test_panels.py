@@ -83,11 +83,11 @@ def test_each_verdict_is_said_in_the_words_of_status_broken_ones_first():
 
 
 def test_a_narrow_terminal_leaves_out_the_number_of_steps_before_it_breaks_lines():
-    (line,) = lines(view(job("j2", "high", BREAKS)), 79, 1)
-    assert line == " ✗ j2 job j2: mean 1.04 of 1.10, tail 2.36 of 1.20: BROKEN since 12 s"
+    (line,) = lines(view(job("j2", "high", BREAKS)), 77, 1)
+    assert line == " ✗ j2 job j2: mean 1.04 of 1.10, tail 2.36 of 1.20: BROKEN for 12 s"
     assert lines(view(job("j2", "high", BREAKS)), 40, 4) == [
         " ✗ j2 job j2: mean 1.04 of 1.10, tail",
-        "   2.36 of 1.20: BROKEN since 12 s",
+        "   2.36 of 1.20: BROKEN for 12 s",
     ]
 
 

@@ -1,0 +1,395 @@
+"""A job's session with the coordinator of its cluster.
+
+A thread of its own receives what the coordinator says, and makes the session anew when the coordinator was started
+again. The job goes on at its daemon meanwhile. When the job has to move, another thread does it (`Recovery.leave`, and
+then a recovery elsewhere), unless a verb of the user's comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from gpumux.client.placed.state import Notice, PlaceState
+from gpumux.client.recovery import LeaveOrder, Recovery, snapshot_interval_s
+from gpumux.client.session import CONNECT_S, Asked, Session
+from gpumux.errors import (
+    AdmissionRefused,
+    ConfigError,
+    DaemonGone,
+    GpumuxError,
+    JobClosed,
+    JobFailed,
+    NotOwner,
+    from_code,
+)
+from gpumux.wire import messages as m
+from gpumux.wire.endpoint import resolve_coordinator
+
+log = logging.getLogger("gpumux.client")
+
+EXPLAIN_S: Final = 30.0  # between two lines of the log about why a job waits
+LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between attempts to reach the coordinator
+ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
+PATIENCE_S: Final = 60.0  # how long a verb of the user's may keep a job from moving
+MOST_TRIES: Final = 8  # placements in a row that came to nothing for one cause, after which that is the job's
+MOST_TEXT: Final = 2000  # characters of a reason
+START_IT = "start it (gpumux cluster up), or name another with cluster= or GPUMUX_CLUSTER"
+
+# A session with the daemons at these endpoints, rank by rank, each reached within so many seconds.
+Connect = Callable[[Sequence[str], float], Session]
+
+
+class CoordinatorLink:
+    """The `JobPlace` of a job of a cluster. `join` must be called first, and `ended` last."""
+
+    def __init__(
+        self, *, cluster: str, request: m.PlaceJob, connect: Connect, limited: bool, reconnect_s: float
+    ) -> None:  # fmt: skip
+        """cluster: "auto" or an endpoint. request: what the job asks for; its `attempt` is filled in here. limited: the
+        user has limited the job's memory to what is asked for. reconnect_s: how long a job that waits for devices waits
+        for a coordinator that is gone. Raises ConfigError for a malformed endpoint."""
+        self._endpoint = resolve_coordinator(cluster)
+        self._request = request
+        self._connect = connect
+        self._limited = limited
+        self._reconnect_s = reconnect_s
+        self._gone_since: float | None = None
+        self._state = PlaceState(request.job)
+        self._changed = threading.Condition()  # held while the state is looked at or changed, and what follows is sent
+        self._inbox: deque[Any] = deque()
+        self._session: Session | None = None
+        self._stop = threading.Event()
+        self._recovery: weakref.ref[Recovery] | None = None
+        self._unwanted = False  # the coordinator that came back refused it
+        self._moving = False  # a thread does what was ordered
+        self._ran = False  # it was opened at a daemon
+        self._accepted = False  # the daemon where it is being opened has accepted it
+        self._tries = 0
+        self._kind = ""  # of the devices that it was traced for
+        self._waits_since = self._explained = time.monotonic()
+
+    @property
+    def job(self) -> str:
+        """The job's id, at the coordinator and at every daemon."""
+        return self._request.job
+
+    # ---- the session with the coordinator
+
+    def join(self) -> None:
+        """Ask the coordinator for devices. Raises DaemonGone if there is no coordinator, ConfigError if it is a daemon,
+        and what it refuses with."""
+        self._join()
+        threading.Thread(target=self._run, name="gpumux-place", daemon=True).start()
+
+    def _join(self) -> None:
+        try:
+            session = Session.connect(self._endpoint.text, CONNECT_S, role="control")
+        except DaemonGone:
+            raise DaemonGone(f"no coordinator answers at {self._endpoint.text}", START_IT) from None
+        try:
+            if session.welcome.device.get("kind") != "cluster":
+                raise ConfigError(
+                    f"{self._endpoint.text} is a daemon's endpoint, and no coordinator's",
+                    "submit with endpoint= there, or name the cluster's coordinator",
+                )
+            session.register(self.job, lambda message, frames: self._inbox.append(message))
+            with self._changed:  # what is sent after it says what has changed since
+                asked = session.ask(replace(self._request, attempt=self._state.attempt()))
+                before, self._session = self._session, session
+            if before is not None:
+                before.close()
+            # Long, since a session that is closed in order says that the client has left.
+            if not session.wait(lambda: asked.reply() is not None, PATIENCE_S):
+                raise DaemonGone(f"the coordinator at {self._endpoint.text} does not answer", START_IT)
+            asked.forget()
+            reply = asked.reply()
+            if isinstance(reply, m.Refusal):
+                raise from_code(reply.code, reply.message, reply.remedy)
+        except GpumuxError:  # after an interrupt, `ended` still uses it
+            session.close()
+            raise
+
+    def _run(self) -> None:
+        """The thread's work."""
+        pause = FIRST_PAUSE_S
+        while not self._stop.is_set():
+            session = self._session
+            assert session is not None
+            try:
+                if session.dead is not None:
+                    self._join()
+                    pause, self._gone_since = FIRST_PAUSE_S, None
+                    log.warning("job %r: its coordinator is back", self._request.name)
+                    continue
+                session.wait(lambda: bool(self._inbox) or self._stop.is_set(), LOOK_S)
+            except DaemonGone as gone:
+                if self._gone_since is None and not self._stop.is_set():
+                    self._gone_since = time.monotonic()
+                    log.warning(
+                        "job %r has lost its coordinator, and goes on where it runs: %s", self._request.name,
+                        gone.message,
+                    )  # fmt: skip
+                self._stop.wait(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE_S)
+            except GpumuxError as error:  # the coordinator that came back does not take the job
+                self._was_refused(error)
+                self._stop.wait(EXPLAIN_S)
+            self._read_inbox()
+            self._explain()
+        if self._session is not None:
+            self._session.close()
+
+    def _was_refused(self, error: GpumuxError) -> None:
+        with self._changed:
+            if self._state.held:
+                if not self._unwanted:
+                    log.warning("job %r: its coordinator does not take it back: %s", self._request.name, error)
+                self._unwanted = True
+            else:
+                self._state.answered(m.JobAnswered(self.job, "refused", error.message))
+                self._changed.notify_all()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            with self._changed:
+                state = self._state
+                if message is None:  # the job was dropped without close()
+                    self._stop.set()
+                    self._post_end("its client dropped it")
+                elif isinstance(message, m.JobPlaced):
+                    self._post(state.placed(message))
+                elif isinstance(message, m.VacateDevices):
+                    self._post(state.vacate(message))
+                elif isinstance(message, m.JobAnswered):
+                    self._post(state.answered(message))
+                self._changed.notify_all()
+        self._move_if_ordered()
+
+    def _post(self, notices: Sequence[Notice | m.ProgramsKnown]) -> None:
+        """Send to the coordinator. One that is gone learns what it has to know from the next PlaceJob. Needs the
+        lock."""
+        for notice in notices:
+            with suppress(GpumuxError):
+                assert self._session is not None
+                self._session.post(notice)
+
+    def _explain(self) -> None:
+        """Log why the job waits, if it has waited for long."""
+        now = time.monotonic()
+        with self._changed:
+            waits = not self._state.held and self._state.answer is None and not self._stop.is_set()
+            if not waits or now - max(self._explained, self._waits_since) < EXPLAIN_S:
+                return
+            self._explained, session = now, self._session
+        assert session is not None
+        try:
+            body = session.call(m.ExplainJob(0, self.job), timeout=ANSWER_S)[0].body
+        except GpumuxError:
+            return  # the coordinator is gone, which is logged, or the job has just got devices
+        why = " ".join(body.get("sentences") or [str(body.get("verdict", ""))])
+        log.warning("job %r has waited %.0f s for devices: %s", self._request.name, now - self._waits_since, why)
+
+    # ---- moving
+
+    def _move_if_ordered(self) -> None:
+        with self._changed:
+            if self._moving or self._recovery is None or not (self._state.order or self._state.may_take):
+                return
+            self._moving = True
+        threading.Thread(target=self._move, name="gpumux-move", daemon=True).start()
+
+    def _move(self) -> None:
+        """Leave the daemon as ordered, and open the job again where it was placed, until nothing is left to do."""
+        tried: LeaveOrder | None = None
+        try:
+            while (recovery := self._to_move(tried)) is not None:
+                tried = self._state.order
+                if tried is not None:
+                    recovery.leave(PATIENCE_S)
+                else:
+                    recovery.ensure_open()
+                del recovery
+        except BaseException as error:
+            with self._changed:
+                self._moving = False
+            if not isinstance(error, GpumuxError):
+                raise
+            log.info("job %r could not be moved, until its next verb: %s", self._request.name, error)
+
+    def _to_move(self, tried: LeaveOrder | None) -> Recovery | None:
+        """The job, if there is something to do besides the order that was tried already; otherwise the thread ends."""
+        with self._changed:
+            recovery = self._recovery() if self._recovery is not None else None
+            order = self._state.order
+            todo = order is not tried if order is not None else self._state.may_take
+            if recovery is not None and not recovery.closed and todo and not self._stop.is_set():
+                return recovery
+            self._moving = False
+            return None
+
+    # ---- JobPlace: what the job asks and says
+
+    def attach(self, recovery: Recovery, programs: list[str]) -> None:
+        """The job was submitted, and runs these Programs: from now on it may be moved."""
+        self.opened()
+        self._recovery = weakref.ref(recovery)
+        weakref.finalize(recovery, self._inbox.append, None).atexit = False
+        with self._changed:
+            self._request = replace(self._request, programs=programs)
+            self._post([m.ProgramsKnown(self.job, programs)])
+            if recovery.recorder is None and self._request.movable:
+                self._request = replace(self._request, movable=False)
+                log.warning(
+                    "job %r can't be moved, and ends with its node: the daemon on %s takes no snapshots; start it with"
+                    " --state-dir",
+                    self._request.name, ", ".join(self._state.nodes),
+                )  # fmt: skip
+                with suppress(GpumuxError):  # a coordinator that is gone learns it when it is back
+                    assert self._session is not None
+                    self._session.ask(replace(self._request, attempt=self._state.attempt())).forget()
+        self._move_if_ordered()  # as it may have been while the job was submitted
+
+    def order(self) -> LeaveOrder | None:
+        """Whether the job has to leave its daemon."""
+        return self._state.order
+
+    def left(self) -> None:
+        """The job has left its daemon, as ordered."""
+        with self._changed:
+            self._post(self._state.left())
+            self._waits_since = time.monotonic()
+
+    def connect(self, session: Session | None, timeout: float) -> Session | None:
+        """See JobPlace. `session`: None for a job that was not opened yet. Raises AdmissionRefused for one that gets no
+        devices."""
+        if session is not None:
+            session.close()
+        with self._changed:
+            state = self._state
+            if state.order is not None:
+                self._post(state.left())
+                self._waits_since = time.monotonic()
+            if not state.held:
+                if not self._changed.wait_for(lambda: state.may_take or state.answer is not None, timeout):
+                    self._raise_gone()
+                    return None
+                self._raise_answer()
+                state.take()
+            endpoints, running, self._accepted = state.endpoints, state.running, False
+        try:
+            if len(endpoints) != self._request.devices:
+                raise ConfigError(f"{len(endpoints)} daemons were given", f"give {self._request.devices}")
+            fresh = self._connect(endpoints, CONNECT_S)
+            why = self._unfit(fresh)
+        except GpumuxError as error:
+            if running:
+                raise  # it may come back there
+            self._not_started(0, str(error))
+            return None
+        if why:
+            fresh.close()
+            self._not_started(0, why)
+            return None
+        return fresh
+
+    def _raise_gone(self) -> None:
+        """Raises DaemonGone if the coordinator has been gone for too long."""
+        gone_s = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
+        if gone_s > self._reconnect_s:
+            raise DaemonGone(f"the coordinator at {self._endpoint.text} has been gone for {gone_s:.0f} s", START_IT)
+
+    def _raise_answer(self) -> None:
+        answer = self._state.answer
+        if answer is None:
+            return
+        message = f"job {self._request.name!r} was {answer.outcome} by its cluster"
+        message += f": {answer.reason}" if answer.reason else ""
+        if self._ran or answer.outcome != "refused":
+            raise JobFailed(message, "submit it again")
+        raise AdmissionRefused(message, "ask for fewer devices or less memory, or ask the cluster's operator")
+
+    def _unfit(self, session: Session) -> str:
+        """Why a job that ran elsewhere can't go on in this session; "" if it can."""
+        kind = str(session.welcome.device["kind"])
+        if not self._ran:
+            self._kind = kind
+            return ""
+        if kind != self._kind:
+            return f"the job was captured for a {self._kind} device, and this is a {kind} one"
+        if not snapshot_interval_s(session):
+            return "the daemon takes no snapshots (--state-dir), so that the job could not go on from one"
+        return ""
+
+    def accepted(self) -> None:
+        """The daemon has opened the job: what it refuses from now on is for want of memory."""
+        self._accepted = True
+
+    def opened(self) -> None:
+        """The job runs at the daemon that `connect` gave a session with."""
+        with self._changed:
+            self._state.opened()
+        self._ran, self._tries = True, 0
+
+    def refused(self, session: Session, error: GpumuxError) -> bool:
+        """The job could not be opened on this session, or brought back. Whether it waits for other devices now."""
+        nbytes = 0
+        if isinstance(error, AdmissionRefused):
+            if self._accepted and self._limited:
+                return False  # the user's limit is too low
+            nbytes = 2 * self._request.nbytes if self._accepted else 0
+        elif isinstance(error, (JobClosed, NotOwner)) and not self._ran and not self._accepted:
+            pass  # the daemon still closes the job that was tried there before
+        elif not isinstance(error, DaemonGone) or session.dead is None or self._state.running:
+            return False
+        if not self._state.held or self._tries >= MOST_TRIES:
+            return False
+        self._tries += 1
+        session.close()
+        self._not_started(nbytes, error.message)
+        return True
+
+    def _not_started(self, nbytes: int, why: str) -> None:
+        log.warning(
+            "job %r could not be opened on %s%s: %s", self._request.name, ", ".join(self._state.nodes),
+            f", and asks for {nbytes} bytes" if nbytes else "", why,
+        )  # fmt: skip
+        with self._changed:
+            if nbytes:
+                self._request = replace(self._request, nbytes=nbytes)
+            self._post(self._state.not_started(nbytes, why[:MOST_TEXT]))
+            self._waits_since = time.monotonic()
+
+    def ended(self, fault: str) -> None:
+        """The job is over, and holds nothing any more. `fault`: why it failed, "" if it did not. Idempotent."""
+        with self._changed:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            asked = self._post_end(fault)
+        session = self._session
+        try:
+            if session is not None and asked is not None:
+                session.wait(lambda: asked.reply() is not None, ANSWER_S)
+        except GpumuxError as error:
+            log.info("job %r ended without its coordinator's word: %s", self._request.name, error)
+        if session is not None:
+            session.close()
+
+    def _post_end(self, fault: str) -> Asked | None:
+        """Needs the lock."""
+        if self._session is None:
+            return None  # there was no coordinator
+        try:
+            return self._session.ask(m.PlacedJobEnded(0, self.job, fault[:MOST_TEXT]))
+        except GpumuxError:
+            return None  # a coordinator that comes back notices that the job does not
