@@ -104,7 +104,7 @@ class Cluster:
 
 @contextmanager
 def coordinator(ray: RayNodes) -> Iterator[Cluster]:
-    """`gpumux cluster up --ray`, with a daemon on each node. Killed at the end if it was not stopped."""
+    """`gpumux cluster up --ray`, with a daemon on each node. Stopped at the end."""
     place = Path(tempfile.mkdtemp(prefix="gm-"))
     endpoint, log = f"ipc://{place}/gpumux.sock", place / "log"
     command = [*GPUMUX, "cluster", "up", "--endpoint", endpoint, "--state-dir", str(place / "state")]
@@ -116,9 +116,13 @@ def coordinator(ray: RayNodes) -> Iterator[Cluster]:
         try:
             yield Cluster(endpoint, log, process)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            if process.poll() is None:  # in order, or its daemons would outlive it
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

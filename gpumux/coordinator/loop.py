@@ -32,11 +32,12 @@ T = TypeVar("T")
 
 class CoordinatorLoop:
     """`journal`: None keeps nothing over a restart. `clock`: seconds, of any monotonic clock. The coordinator's own
-    clock goes on from what it was when it was kept. Daemons may come and go: `follow`."""
+    clock goes on from what it was when it was kept. Daemons may come and go: `follow`; `daemons` are the
+    first ones, None if `follow` will say which. Until then nodes that were kept have their time to be heard of."""
 
     def __init__(
-        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], *, journal: Journal | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress] | None, *,
+        journal: Journal | None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.coordinator = coordinator
         self._router = router
@@ -52,7 +53,8 @@ class CoordinatorLoop:
         for source in (*router.fds(), self._wakeup.fd):
             self._poller.register(source, zmq.POLLIN)
         self._links = Links(self._report)
-        self._wanted.put(daemons)
+        if daemons is not None:
+            self._wanted.put(daemons)
 
     def stop(self, reason: str) -> None:
         """Have `run` return. From any thread, or a signal handler."""

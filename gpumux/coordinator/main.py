@@ -98,7 +98,7 @@ def serve(
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()
-    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal=journal)
+    loop = CoordinatorLoop(coordinator, router, None if membership else cluster.daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
     if config.metrics_port >= 0:

@@ -263,6 +263,7 @@ def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, pl
     assert None not in before.values()
     coordinator.start()
     assert holders(until(coordinator, 3)) == before
+    assert "is no longer one of the cluster's daemons" not in coordinator.log.read_text()  # none was lost meanwhile
     # A node that dies is lost at once.
     ray.remove(2)
     left = until(coordinator, 2)

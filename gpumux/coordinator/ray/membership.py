@@ -108,13 +108,13 @@ class RayCluster:
         failing = False
         while not self._ended.is_set():
             try:
-                found = self._look()
+                found: list[DaemonAddress] | None = self._look()
                 failing = False
             except (self._ray.exceptions.RayError, RuntimeError, OSError) as error:
                 if not failing:
                     log.error("Ray does not say which nodes there are, daemons stay as they are: %s", error)
-                failing, found = True, told or []
-            if found != told:
+                failing, found = True, told
+            if found is not None and found != told:
                 follow(found)
                 told = found
             self._ended.wait(LOOK_EVERY_S)
