@@ -23,6 +23,8 @@ from gpumux.wire.endpoint import parse
 
 PAUSE_S: Final = 1.0  # before Ray starts another in the place of one that has ended
 STOP_S: Final = 8.0  # for a daemon that is asked to end; `gpumux cluster down` waits for 15 s
+WATCH_S: Final = 60.0
+CALLS: Final = 16  # at a time: a `watch` of each coordinator of the last minute, workers that ask, and a `stop`
 KEPT_LINES: Final = 5  # of the daemon's log, to be shown if it does not start
 # Has the daemon get SIGTERM when the process that started it ends in any way (PR_SET_PDEATHSIG is 1, and survives
 # exec).
@@ -52,9 +54,9 @@ class DaemonActor:
         return self._endpoints
 
     def watch(self) -> str:
-        """Wait until the daemon has ended and is not started again; says why."""
-        self._ended.wait()
-        return self._why
+        """Wait until the daemon has ended and is not started again, and say why; "" after WATCH_S while it runs. The
+        wait is bounded, since a call whose coordinator was killed holds its thread till the end."""
+        return self._why if self._ended.wait(WATCH_S) else ""
 
     def stop(self) -> None:
         """End the daemon, and remove the directory of its sockets."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpumux.coordinator.daemons import DaemonAddress
-from gpumux.coordinator.ray.daemon_actor import STOP_S, DaemonActor
+from gpumux.coordinator.ray.daemon_actor import CALLS, STOP_S, DaemonActor
 from gpumux.coordinator.ray.plan import (
     MARK,
     NAMESPACE,
@@ -71,7 +71,7 @@ class RayCluster:
         self._lost: list[PlannedDaemon] = []  # of nodes that died
         self._refused: set[str] = set()  # nodes of which that was logged
         self._ended = threading.Event()
-        self.started = not _joined(address, settings)
+        _join(address, settings)
         try:
             here = ray.get_runtime_context().get_node_id()
             listed = ray.nodes()
@@ -157,7 +157,7 @@ class RayCluster:
                 num_gpus=plan.gpus,
                 resources={self._settings.resource: MARK} if self._settings.resource else None,
                 max_restarts=-1,
-                max_concurrency=4,  # a call of `watch` of each coordinator, and one of `stop`
+                max_concurrency=CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_id, soft=False),
             )
             .remote(plan.arguments, plan.endpoints)
@@ -181,6 +181,9 @@ class RayCluster:
                 log.warning("the daemon of node %s, or its actor, has ended; Ray starts it again", node)
                 each.watch = each.actor.watch.remote()
                 continue
+            if not why:
+                each.watch = each.actor.watch.remote()
+                continue
             each.failed = True
             log.error("node %s has no daemon, and gets none until the coordinator is started again: %s", node, why)
             self._ray.kill(each.actor, no_restart=True)
@@ -198,8 +201,8 @@ class RayCluster:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _joined(address: str, settings: RaySettings) -> bool:
-    """Join the cluster; False if one was started for that. Raises ConfigError."""
+def _join(address: str, settings: RaySettings) -> None:
+    """Join the cluster, or start one for that. Raises ConfigError."""
     import ray
 
     quiet = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
@@ -215,10 +218,9 @@ def _joined(address: str, settings: RaySettings) -> bool:
                 "look whether it runs there (`ray status --address ADDRESS`); without an address, --ray starts one",
             ) from error
     else:
-        return True
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
     ray.init(address="local", resources={settings.resource or RESOURCE: 1}, include_dashboard=False, **quiet)
-    return False
 
 
 def _check_listening(address: str) -> None:
