@@ -241,6 +241,11 @@ class Session:
         connection = Connection(found, None if found.is_ipc else curve)
         try:
             welcome = handshake(connection, hello(role, inline=not found.is_ipc), timeout)
+            if role == "client" and welcome.device.get("kind") == "cluster":
+                raise ConfigError(
+                    f"a coordinator is at {found.text}, not a daemon",
+                    f'submit with cluster="{found.text}" in its place',
+                )
             if welcome.channel and role == "client":
                 connection.use_channel(ClientChannel.open(welcome.channel, welcome.nonce, timeout))
             return cls(connection, welcome)

@@ -16,6 +16,7 @@ import pytest
 
 from gpumux.cli.control import Control
 from gpumux.client.session import Session
+from gpumux.errors import ConfigError
 from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as msg
 from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
@@ -197,6 +198,9 @@ def test_down_stops_it_and_what_is_wrong_is_said(coordinator: RunningCoordinator
         assert says in found.stderr, found.stderr
         assert "Traceback" not in found.stderr
     environment = {**os.environ, "GPUMUX_ENDPOINT": coordinator.endpoint}
+    with pytest.raises(ConfigError, match="a coordinator is at") as caught:
+        Session.connect(coordinator.endpoint, 20.0)
+    assert f'cluster="{coordinator.endpoint}"' in caught.value.remedy
     at_a_daemon = subprocess.run(
         [*GPUMUX, "status"], env=environment, capture_output=True, text=True, timeout=60, check=False
     )

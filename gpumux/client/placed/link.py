@@ -38,6 +38,7 @@ log = logging.getLogger("gpumux.client")
 EXPLAIN_S: Final = 30.0  # between two lines of the log about why a job waits
 LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between attempts to reach the coordinator
+JOIN_S: Final = 60.0  # for the answer to PlaceJob; long, since a session that ends in order gives its job up
 ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
 PATIENCE_S: Final = 60.0  # how long a verb of the user's may keep a job from moving
 MOST_TRIES: Final = 8  # placements in a row that came to nothing for one cause, after which that is the job's
@@ -107,8 +108,7 @@ class CoordinatorLink:
                 before, self._session = self._session, session
             if before is not None:
                 before.close()
-            # Long, since a session that is closed in order says that the client has left.
-            if not session.wait(lambda: asked.reply() is not None, PATIENCE_S):
+            if not session.wait(lambda: asked.reply() is not None, JOIN_S):
                 raise DaemonGone(f"the coordinator at {self._endpoint.text} does not answer", START_IT)
             asked.forget()
             reply = asked.reply()
