@@ -29,16 +29,19 @@ SOURCES := gpumux clients microbench tests
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo burst test test-fast core lint ruff fmt gpu clean
+.PHONY: help demo burst cluster-demo test test-fast core lint ruff fmt gpu clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes with set-up)
 	@$(RUN) clients.demo
 
 burst: $(VENV)/.demo ## one job over four daemons, beside a low job at each (about a minute)
 	@$(RUN) clients.burst
+
+cluster-demo: $(VENV)/.cluster ## four jobs over four Ray nodes, one of which is killed (about a minute)
+	@$(RUN) clients.cluster
 
 test: ruff $(VENV)/.bindings ## everything CI runs: lint, types, all tests
 	@echo "$(RUN) mypy, beside the tests"; $(RUN) mypy >$(VENV)/mypy.log 2>&1 & types=$$!; failed=0; trap "kill $$types" INT TERM; \
@@ -87,6 +90,11 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt constraints-cpu.txt
 	@echo "installing gpumux and what the demo needs (torch is large: the first time takes minutes)"
 	@$(PIP) hatchling
 	@$(PIP) --no-build-isolation --editable . scikit-learn
+	@touch $@
+
+$(VENV)/.cluster: $(VENV)/.demo
+	@echo "installing Ray"
+	@$(PIP) --no-build-isolation --editable '.[cluster]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

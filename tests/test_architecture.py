@@ -53,7 +53,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "fuse": SHARED | {"capture", "client", "wire", "device", "notebook"},
     "tune": SHARED | {"client", "fuse", "simulate"},
     "cli": SHARED | {"compiled", "wire", "device", "daemon", "simulate", "plan", "tune", "coordinator"},
-    "integrations": SHARED | {"client"},  # training frameworks, each in a module that imports it
+    # training frameworks, each in a module that imports it; names of the daemons on Ray's nodes
+    "integrations": SHARED | {"client", "wire", "coordinator"},
     "__main__": frozenset({"cli", "gpumux"}),
     "gpumux": frozenset(),
 }

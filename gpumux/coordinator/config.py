@@ -65,8 +65,9 @@ def of_endpoints(endpoints: Sequence[str]) -> ClusterFile:
     return ClusterFile(_distinct([address(each) for each in endpoints]), PlacementConfig())
 
 
-def load(path: Path) -> ClusterFile:
-    """Read the file. Raises ConfigError, which names the place and what to write there."""
+def load(path: Path, *, daemons: bool = True) -> ClusterFile:
+    """Read the file. Without `daemons` it may have none, since something else says which there are. Raises ConfigError,
+    which names the place and what to write there."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,9 +76,11 @@ def load(path: Path) -> ClusterFile:
         raise ConfigError(f"{path} is not valid TOML: {error}", "mend that line") from error
     _known(tables, TABLES, f"{path}: table")
     entries = tables.get("daemons", [])
-    if not isinstance(entries, list) or not entries:
+    if daemons and (not isinstance(entries, list) or not entries):
         raise ConfigError(f"{path} names no daemons", 'write [[daemons]] and endpoint = "..." for each')
-    daemons = [_daemon(entry, f"{path}: [[daemons]] {at + 1}") for at, entry in enumerate(entries)]
+    if not daemons and entries:
+        raise ConfigError(f"{path} names daemons, and Ray's nodes have them", "leave [[daemons]] out, or --ray")
+    addresses = [_daemon(entry, f"{path}: [[daemons]] {at + 1}") for at, entry in enumerate(entries)]
     quotas = _table(tables, "quotas", f"{path}: [quotas]")
     _known(quotas, ("users", "groups"), f"{path}: [quotas]")
     values = dict(_table(tables, "placement", f"{path}: [placement]"))
@@ -97,7 +100,7 @@ def load(path: Path) -> ClusterFile:
         group_quotas=_quotas(quotas, "groups", path),
         weights={name: float(value) for name, value in weights.items()},
     )
-    return ClusterFile(_distinct(daemons), placement)
+    return ClusterFile(_distinct(addresses), placement)
 
 
 def _daemon(entry: Any, where: str) -> DaemonAddress:

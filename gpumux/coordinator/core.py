@@ -91,7 +91,15 @@ class PromiseSeen:
     verdict: str
 
 
-Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | PromiseSeen | ClusterEvent
+@dataclass(frozen=True, slots=True)
+class DaemonLeft:
+    """A daemon is no longer one of the cluster's: its node is lost at once, and not shown any more."""
+
+    node: str
+    reason: str
+
+
+Happening = Opened | Incoming | Closed | DaemonFound | DaemonAway | DaemonLeft | PromiseSeen | ClusterEvent
 
 
 # ---- Actions.
@@ -223,6 +231,8 @@ class Coordinator:
             case PromiseSeen():
                 daemon = self.daemons[happening.node]
                 daemon.kept, daemon.verdict = happening.kept, happening.verdict
+            case DaemonLeft():
+                self._daemon_left(happening)
             case _:
                 self._feed(happening)
         self._give_up()
@@ -302,6 +312,12 @@ class Coordinator:
         if daemon is not None and daemon.away_since == inf:
             daemon.away_since, daemon.why_away = self._now, away.reason
             self._note(f"node {away.node} can't be reached: {away.reason}")
+
+    def _daemon_left(self, left: DaemonLeft) -> None:
+        if self.daemons.pop(left.node, None) is None:
+            return
+        self._note(f"node {left.node} left: {left.reason}")
+        self._feed(ev.NodeLost(left.node))
 
     def endpoint_of(self, device: DeviceId, remote: bool) -> str:
         """Where a client opens its job on the device. `remote`: a client that reaches the coordinator by tcp, and so

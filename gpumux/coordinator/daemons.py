@@ -11,9 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from gpumux.client.session import Session
 from gpumux.cluster import events as ev
@@ -42,7 +42,24 @@ class DaemonAddress:
     endpoint: str
 
 
-Report = Callable[[Happening], None]
+Report = Callable[["DaemonLink", Happening], None]
+
+
+class MembershipChange(NamedTuple):
+    """What makes the daemons that are known those that are wanted: nodes that leave, and daemons that join after that.
+    A node whose daemon is at another address is in both, since jobs of the old one are not there."""
+
+    left: list[str]
+    joined: list[DaemonAddress]
+
+
+def difference(known: Mapping[str, DaemonAddress], wanted: Iterable[DaemonAddress]) -> MembershipChange:
+    """Both in the order given. `known` is by node; nodes of `wanted` are distinct."""
+    new = {each.node: each for each in wanted}
+    return MembershipChange(
+        [node for node, address in known.items() if new.get(node) != address],
+        [address for node, address in new.items() if known.get(node) != address],
+    )
 
 
 class DaemonLink:
@@ -62,13 +79,24 @@ class DaemonLink:
         """Have it carried out, after those before it."""
         self._orders.put(order)
 
-    def close(self) -> None:
-        """End the thread; waits for an order under way."""
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Have the thread end, after the order under way. What it still reports is of no use."""
         self._ended.set()
         self._orders.put(None)
+
+    def close(self) -> None:
+        """End the thread; waits for an order under way."""
+        self.end()
         self._thread.join()
 
     # ---- the thread
+
+    def _say(self, happening: Happening) -> None:
+        self._report(self, happening)
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
@@ -87,14 +115,14 @@ class DaemonLink:
                 self._serve(session)
             except GpumuxError as error:
                 if not self._ended.is_set():
-                    self._report(DaemonAway(self.address.node, error.message))
+                    self._say(DaemonAway(self.address.node, error.message))
             finally:
                 session.close()
             pause, said = FIRST_PAUSE_S, True
 
     def _serve(self, session: Session) -> None:
         """Carry out orders until the daemon is gone, which raises."""
-        self._report(self._found(session))
+        self._say(self._found(session))
         learn_at = 0.0
         while True:
             now = time.monotonic()
@@ -133,7 +161,7 @@ class DaemonLink:
             figures = float(pair["slowdown"]), float(pair["low_speed"]), int(pair["samples"])
             if self._pairs.get(key) != figures:
                 self._pairs[key] = figures
-                self._report(PairMeasured(key[0], key[1], *figures))
+                self._say(PairMeasured(key[0], key[1], *figures))
 
     def _judge(self, session: Session) -> None:
         """Report what the daemon says of its high job, if that is new. There may be several that were not placed by a
@@ -149,7 +177,7 @@ class DaemonLink:
         )
         if seen != self._seen:
             self._seen = seen
-            self._report(seen)
+            self._say(seen)
 
     def _carry_out(self, session: Session, order: Order) -> None:
         command = order.command
@@ -160,10 +188,10 @@ class DaemonLink:
                         msg.Reserve(0, command.job, int(command.priority), command.memory_bytes, command.lease_s),
                         timeout=ANSWER_S,
                     )
-                    self._report(ev.DeviceReserved(command.attempt, command.device))
+                    self._say(ev.DeviceReserved(command.attempt, command.device))
                 case ev.ConfirmDevice():
                     session.call(msg.ConfirmReservation(0, command.job, command.lease_s), timeout=ANSWER_S)
-                    self._report(ev.DeviceConfirmed(command.attempt, command.device))
+                    self._say(ev.DeviceConfirmed(command.attempt, command.device))
                 case ev.ReleaseDevice():
                     session.call(msg.ReleaseReservation(0, command.job), timeout=ANSWER_S)
         except DaemonGone:
@@ -174,7 +202,7 @@ class DaemonLink:
     def _refuse(self, order: Order, reason: str) -> None:
         command = order.command
         if not isinstance(command, ev.ReleaseDevice):
-            self._report(ev.DeviceRefused(command.attempt, command.device, reason))
+            self._say(ev.DeviceRefused(command.attempt, command.device, reason))
 
     def _refuse_for(self, seconds: float, reason: str) -> None:
         """Refuse all orders that come in the next seconds."""
@@ -189,15 +217,50 @@ class DaemonLink:
             self._refuse(order, reason)
 
 
-@dataclass(slots=True)
-class DaemonLinks:
-    """All of them, by node."""
+class Links:
+    """The links to all daemons of the cluster, by node. They come and go as `follow` is told.
 
-    by_node: dict[str, DaemonLink] = field(default_factory=dict)
+    `report` gets what is found of those that are there, in their threads. What a link finds after its daemon has left
+    is dropped by `current`, which the thread that calls `follow` asks before it uses a report."""
 
-    def order(self, order: Order) -> None:
-        self.by_node[order.command.device.node].order(order)
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._by_node: dict[str, DaemonLink] = {}
+        self._leaving: list[DaemonLink] = []
+
+    def follow(self, wanted: Sequence[DaemonAddress]) -> list[str]:
+        """Open and close links, so that there is one for each of these; returns the nodes that have left."""
+        known = {node: link.address for node, link in self._by_node.items()}
+        change = difference(known, wanted)
+        self._leaving = [link for link in self._leaving if link.alive]
+        for node in change.left:
+            link = self._by_node.pop(node)
+            link.end()
+            self._leaving.append(link)
+        for address in change.joined:
+            self._by_node[address.node] = DaemonLink(address, self._report)
+        return change.left
+
+    def link(self, node: str) -> DaemonLink | None:
+        return self._by_node.get(node)
+
+    def current(self, link: DaemonLink) -> bool:
+        return self.link(link.address.node) is link
+
+    def order(self, order: Order) -> Happening | None:
+        """Have it carried out; a refusal if its daemon has left."""
+        command = order.command
+        link = self._by_node.get(command.device.node)
+        if link is not None:
+            link.order(order)
+        elif not isinstance(command, ev.ReleaseDevice):
+            return ev.DeviceRefused(command.attempt, command.device, "its daemon has left the cluster")
+        return None
 
     def close(self) -> None:
-        for link in self.by_node.values():
+        """End all threads; waits for orders under way."""
+        links = [*self._by_node.values(), *self._leaving]
+        for link in links:
+            link.end()
+        for link in links:
             link.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from math import inf
@@ -16,8 +17,8 @@ from typing import TypeVar
 
 import zmq
 
-from gpumux.coordinator.core import Action, Coordinator, Happening, Note, Order, Tell
-from gpumux.coordinator.daemons import DaemonAddress, DaemonLink, DaemonLinks
+from gpumux.coordinator.core import Coordinator, DaemonLeft, Happening, Note, Order, Tell
+from gpumux.coordinator.daemons import DaemonAddress, DaemonLink, Links
 from gpumux.coordinator.journal import Journal
 from gpumux.daemon.loop import Wakeup
 from gpumux.wire.router import Router
@@ -31,11 +32,12 @@ T = TypeVar("T")
 
 class CoordinatorLoop:
     """`journal`: None keeps nothing over a restart. `clock`: seconds, of any monotonic clock. The coordinator's own
-    clock goes on from what it was when it was kept."""
+    clock goes on from what it was when it was kept. Daemons may come and go: `follow`; `daemons` are the
+    first ones, None if `follow` will say which. Until then nodes that were kept have their time to be heard of."""
 
     def __init__(
-        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress], *, journal: Journal | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, coordinator: Coordinator, router: Router, daemons: Sequence[DaemonAddress] | None, *,
+        journal: Journal | None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.coordinator = coordinator
         self._router = router
@@ -43,13 +45,16 @@ class CoordinatorLoop:
         self._clock = clock
         self._ahead = coordinator.placement.now - clock()
         self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[DaemonLink, Happening]] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Sequence[DaemonAddress]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._stop_reason: str | None = None
         self._poller = zmq.Poller()
         for source in (*router.fds(), self._wakeup.fd):
             self._poller.register(source, zmq.POLLIN)
-        self._links = DaemonLinks({each.node: DaemonLink(each, self._report) for each in daemons})
+        self._links = Links(self._report)
+        if daemons is not None:
+            self._wanted.put(daemons)
 
     def stop(self, reason: str) -> None:
         """Have `run` return. From any thread, or a signal handler."""
@@ -63,12 +68,19 @@ class CoordinatorLoop:
         self._wakeup.set()
         return answer.result(ASK_S)
 
-    def _report(self, happening: Happening) -> None:
-        self._news.put(happening)
+    def follow(self, daemons: Sequence[DaemonAddress]) -> None:
+        """Have these be the cluster's daemons from now on, each node named once. From any thread. A node that is not
+        among them is lost at once, and its jobs go elsewhere."""
+        self._wanted.put(daemons)
+        self._wakeup.set()
+
+    def _report(self, link: DaemonLink, happening: Happening) -> None:
+        self._news.put((link, happening))
         self._wakeup.set()
 
     def run(self) -> None:
         """Serve until `stop`. Raises ConfigError if the state can no longer be kept."""
+        self._join_and_leave()
         self._handle(None)
         while self._stop_reason is None:
             self._wait()
@@ -77,7 +89,10 @@ class CoordinatorLoop:
             for arrival in (*self._router.receive(now), *self._router.expire(now)):
                 self._handle(arrival)
             while not self._news.empty():
-                self._handle(self._news.get())
+                link, happening = self._news.get()
+                if self._links.current(link):  # one that has left may have found something just before
+                    self._handle(happening)
+            self._join_and_leave()
             while not self._questions.empty():
                 self._questions.get()()
             if self._now() >= self.coordinator.due:
@@ -87,6 +102,15 @@ class CoordinatorLoop:
         """End the threads. Its owner closes the router and the journal."""
         self._links.close()
         self._wakeup.close()
+
+    def _join_and_leave(self) -> None:
+        """Take the daemons that are wanted, and lose the others: also those that were kept and are not named now."""
+        while not self._wanted.empty():
+            wanted = self._wanted.get()
+            left = self._links.follow(wanted)
+            nodes = {each.node for each in wanted}
+            for node in [*left, *(node for node in self.coordinator.daemons if node not in nodes and node not in left)]:
+                self._handle(DaemonLeft(node, "it is no longer one of the cluster's daemons"))
 
     def _now(self) -> float:
         return max(self._clock() + self._ahead, self.coordinator.placement.now)
@@ -98,17 +122,18 @@ class CoordinatorLoop:
         self._poller.poll(int(max(0.0, until - now) * 1000) + 1)
 
     def _handle(self, happening: Happening | None) -> None:
-        actions = self.coordinator.handle(happening, self._now())
-        if self._journal is not None:
-            self._journal.keep(self.coordinator)
-        for action in actions:
-            self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Tell():
-                self._router.send(action.session, action.message)
-            case Order():
-                self._links.order(action)
-            case Note():
-                log.info("%s", action.text)
+        waiting = deque([happening])
+        while waiting:
+            actions = self.coordinator.handle(waiting.popleft(), self._now())
+            if self._journal is not None:
+                self._journal.keep(self.coordinator)
+            for action in actions:
+                match action:
+                    case Tell():
+                        self._router.send(action.session, action.message)
+                    case Order():
+                        refused = self._links.order(action)
+                        if refused is not None:
+                            waiting.append(refused)
+                    case Note():
+                        log.info("%s", action.text)

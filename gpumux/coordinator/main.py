@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import signal
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 from gpumux import __version__
 from gpumux.access import Access
 from gpumux.config import Config
 from gpumux.coordinator.config import ClusterFile
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig
+from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.coordinator.journal import Journal
 from gpumux.coordinator.loop import CoordinatorLoop
 from gpumux.coordinator.metrics import serve_metrics
@@ -26,6 +30,7 @@ from gpumux.daemon.main import (
     Stopped,
     StopRequest,
     curve_keys,
+    hangups,
     stop_signals,
 )
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
@@ -36,15 +41,24 @@ from gpumux.wire.router import Router
 log = logging.getLogger("gpumux.coordinator")
 
 
-def run(config: Config, cluster: ClusterFile) -> int:
+Follow = Callable[[Sequence[DaemonAddress]], None]
+Membership = Callable[[Follow], AbstractContextManager[Any]]
+
+
+def run(
+    config: Config, cluster: ClusterFile, *, again: Callable[[], ClusterFile] | None = None,
+    membership: Membership | None = None,
+) -> int:  # fmt: skip
     """Serve until a stop is requested. Returns the exit code; errors are logged. Of `config` it takes endpoint, access
-    rules, keys, limits, logging and `state_dir`; without that nothing survives a restart."""
+    rules, keys, limits, logging and `state_dir`; without that nothing survives a restart. `again` reads the cluster's
+    file once more (SIGHUP). `membership` says which daemons there are while the coordinator runs: it is entered with
+    what it tells them to."""
     stop = StopRequest()
     with stop_signals(stop.ask, signal.SIG_IGN):
         logs.set_up(config.log_level, config.log_format)
         try:
             with ExitStack() as stack:
-                serve(config, cluster, stack, stop)
+                serve(config, cluster, stack, stop, again, membership)
         except Stopped:
             return EX_OK
         except EndpointBusy as error:
@@ -62,7 +76,10 @@ def run(config: Config, cluster: ClusterFile) -> int:
     return EX_OK
 
 
-def serve(config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequest) -> None:
+def serve(
+    config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequest,
+    again: Callable[[], ClusterFile] | None, membership: Membership | None,
+) -> None:  # fmt: skip
     """Open the parts and serve. `stack` closes them, also after an error."""
     settings = CoordinatorConfig(
         cluster.placement, Access(config.rules), rejoin_s=3 * config.lease_s, max_jobs=config.max_jobs_per_user
@@ -70,7 +87,7 @@ def serve(config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequ
     texts = config.endpoint or (resolve_coordinator().text,)
     router = Router(texts, endpoint.runtime_dir(COORDINATOR), wire_limits(config), curve_keys(config))
     stack.callback(router.close, "the coordinator leaves; jobs go on where they run")
-    router.device = {"kind": "cluster", "name": f"{len(cluster.daemons)} daemons"}
+    router.device = {"kind": "cluster", "name": "coordinator"}
     journal = None
     if config.state_dir:
         journal = Journal(Path(config.state_dir))
@@ -81,13 +98,46 @@ def serve(config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequ
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()
-    loop = CoordinatorLoop(coordinator, router, cluster.daemons, journal=journal)
+    loop = CoordinatorLoop(coordinator, router, None if membership else cluster.daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
     if config.metrics_port >= 0:
         serve_metrics(loop, config.metrics_host, config.metrics_port, stack)
-    log.info(
-        "gpumux %s coordinates %d daemons at %s", __version__, len(cluster.daemons), ", ".join(router.addresses)
-    )  # fmt: skip
+    stack.enter_context(hangups(loop.stop, Reread(cluster, again, loop.follow).begin))
+    if membership is not None:
+        stack.enter_context(membership(loop.follow))
+    count = "daemons that come and go" if membership else f"{len(cluster.daemons)} daemons"
+    log.info("gpumux %s coordinates %s at %s", __version__, count, ", ".join(router.addresses))
     loop.run()
     log.info("stopped: %s", stop.reason)
+
+
+class Reread:
+    """Reads the cluster's file again, for the daemons in it (SIGHUP). A thread of its own does, since a file system may
+    take long. A file with a mistake changes nothing."""
+
+    def __init__(self, cluster: ClusterFile, again: Callable[[], ClusterFile] | None, follow: Follow) -> None:
+        self._cluster = cluster
+        self._again = again
+        self._follow = follow
+        self._one_at_a_time = threading.Lock()
+
+    def begin(self) -> None:
+        """Start reading; what is found is used in a later turn of the loop."""
+        threading.Thread(target=self.read, name="gpumux-reread", daemon=True).start()
+
+    def read(self) -> None:
+        """Read the file, and have its daemons followed."""
+        if self._again is None:
+            log.warning("there is no file of daemons to read again: they were named on the command line, or by Ray")
+            return
+        with self._one_at_a_time:  # the last to read finds what was written before the last request
+            try:
+                found = self._again()
+            except ConfigError as error:
+                log.error("the cluster's file was not used, the daemons stay as they are: %s", error)
+                return
+            log.info("the cluster's file was read again: %d daemons", len(found.daemons))
+            if found.placement != self._cluster.placement:
+                log.warning("placement, quotas and weights wait for a restart of the coordinator")
+            self._follow(found.daemons)

@@ -14,6 +14,7 @@ from gpumux.coordinator.core import (
     CoordinatorConfig,
     DaemonAway,
     DaemonFound,
+    DaemonLeft,
     Happening,
     Note,
     Order,
@@ -413,3 +414,20 @@ def test_a_job_that_turns_out_to_be_bound_to_its_node_is_not_moved(cluster: Clus
     cluster.say("root", msg.DrainNode(3, placed.nodes[0], True), 0)
     assert not [m for _, m in cluster.told[before:] if isinstance(m, msg.VacateDevices)]
     assert cluster.phase() == "running"
+
+
+def test_a_daemon_that_leaves_is_lost_at_once_and_its_job_goes_elsewhere(cluster: Cluster):
+    (placed,) = [m for m in cluster.place("s") if isinstance(m, msg.JobPlaced)]
+    (node,) = placed.nodes
+    before = len(cluster.told)
+    cluster.happen(DaemonLeft(node, "its machine died"))
+    (elsewhere,) = [m for _, m in cluster.told[before:] if isinstance(m, msg.JobPlaced)]
+    assert elsewhere.resumed
+    assert elsewhere.nodes != placed.nodes
+    assert node not in cluster.coordinator.daemons
+    assert node not in cluster.coordinator.placement.nodes
+    assert any("its machine died" in note for note in cluster.notes)
+    cluster.happen(DaemonLeft(node, "again"))  # of a node that is not known: nothing
+    assert not any("again" in note for note in cluster.notes)
+    cluster.found(node)
+    assert node in cluster.coordinator.placement.nodes

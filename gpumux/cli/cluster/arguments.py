@@ -18,6 +18,7 @@ ABOUT = """\
 examples:
   gpumux cluster up ipc:///run/gpumux/0/gpumux.sock ipc:///run/gpumux/1/gpumux.sock
   gpumux cluster up cluster.toml --state-dir /var/lib/gpumux/cluster
+  gpumux cluster up --ray           # a daemon on each GPU of a Ray cluster
   gpumux cluster status
   gpumux cluster drain box:0        # and `--undo` when it may have jobs again
 
@@ -34,11 +35,22 @@ def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentPar
         for name, meaning in VERBS.items()
     }
     up = made["up"]
-    up.add_argument("daemons", metavar="ENDPOINT|FILE.toml", nargs="+", help="the daemons, or the cluster's file")
+    up.add_argument("daemons", metavar="ENDPOINT|FILE.toml", nargs="*", help="the daemons, or the cluster's file")
     up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
     up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
     up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
     up.add_argument("--metrics-port", metavar="PORT", default="off", help="Prometheus metrics there (default: off)")
+    ray = up.add_argument_group("daemons on the nodes of a Ray cluster")
+    ray.add_argument(
+        "--ray", metavar="ADDRESS", nargs="?", const="auto",
+        help="start them there (without ADDRESS: the cluster of this machine, else a new one)",
+    )  # fmt: skip
+    ray.add_argument("--device", choices=("cuda", "cpu", "sim"), help="of each daemon: one a GPU (default), or others")
+    ray.add_argument("--daemons-per-node", metavar="N", type=int, help="how many, of devices other than GPUs (1)")
+    ray.add_argument("--resource", metavar="NAME", help="only on nodes with this custom resource")
+    ray.add_argument("--port", metavar="PORT", type=int, help="of each node's first daemon, with keys (7777)")
+    ray.add_argument("--daemon-config", metavar="FILE", help="settings of the daemons, at this path on each node")
+    ray.add_argument("--daemon-state-dir", metavar="DIR", help="on each node, for snapshots of the daemons' jobs")
     for name in ("explain", "cancel"):
         made[name].add_argument("job", metavar="JOB", help="its id, the beginning of one, or its name")
     made["drain"].add_argument("node", metavar="NODE", help="a node's name, or a host's for all of its nodes")

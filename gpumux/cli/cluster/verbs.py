@@ -7,14 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumux.cli.control import START_COORDINATOR, Control
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError, DaemonGone, UnknownJob
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import Endpoint, check_listening, living_holder, resolve_coordinator
+
+if TYPE_CHECKING:
+    from gpumux.coordinator.ray.plan import RaySettings
 
 LEAVE_S = 15.0
 GIB = 2**30
@@ -52,13 +56,61 @@ def _up(args: argparse.Namespace) -> int:
     from gpumux.coordinator.config import load, of_endpoints
     from gpumux.coordinator.main import run as serve
 
+    ray = _ray_settings(args)
     files = [each for each in args.daemons if "://" not in each]
     if len(files) > 1 or (files and len(args.daemons) > 1):
         raise ConfigError("a cluster's file beside other daemons", "name all of them in the file, or none")
-    cluster = load(Path(files[0])) if files else of_endpoints(args.daemons)
+    if ray is not None and len(files) < len(args.daemons):
+        raise ConfigError("--ray beside daemons", "leave out one of them: with --ray, Ray's nodes have the daemons")
+    if ray is None and not args.daemons:
+        raise ConfigError("no daemons are named", "name their endpoints, a cluster's file, or --ray")
+    cluster = load(Path(files[0]), daemons=ray is None) if files else of_endpoints(args.daemons)
     given = {"state_dir": args.state_dir, "endpoint": args.endpoint, "metrics_port": args.metrics_port}
     environ = {key: value for key, value in os.environ.items() if key != "GPUMUX_ENDPOINT"}  # a daemon's
-    return serve(config.load(given, environ, args.config), cluster)
+    settings = config.load(given, environ, args.config)
+    if ray is not None:
+        from gpumux.coordinator.ray.membership import RayCluster
+
+        with closing(RayCluster(args.ray, ray)) as joined:
+            return serve(settings, cluster, membership=joined.membership)
+    return serve(settings, cluster, again=(lambda: load(Path(files[0]))) if files else None)
+
+
+def _ray_settings(args: argparse.Namespace) -> RaySettings | None:
+    """What is said of the daemons on Ray's nodes; None without --ray. Raises ConfigError."""
+    from gpumux import config
+    from gpumux.coordinator.ray.plan import RaySettings
+
+    given = {
+        "device": args.device,
+        "daemons_per_node": args.daemons_per_node,
+        "resource": args.resource,
+        "port": args.port,
+        "daemon_config": args.daemon_config,
+        "state_dir": args.daemon_state_dir,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    if args.ray is None:
+        if said:
+            flag = "--daemon-state-dir" if "state_dir" in said else "--" + next(iter(said)).replace("_", "-")
+            raise ConfigError(f"{flag} is of daemons on Ray's nodes", "write --ray, too, or leave it out")
+        return None
+    if args.ray.endswith(".toml") or "://" in args.ray.removeprefix("ray://"):
+        raise ConfigError(f"{args.ray} is no address of a Ray cluster", "write the cluster's file before --ray")
+    if args.ray.startswith("ray://"):
+        raise ConfigError(f"{args.ray} is of a Ray client", "name the address of the cluster itself, as HOST:6379")
+    if args.daemons_per_node is not None and said.get("device", "cuda") == "cuda":
+        raise ConfigError(
+            "--daemons-per-node with GPUs, which have one daemon each", "choose --device cpu, or leave it"
+        )
+    if said.get("daemons_per_node", 1) < 1 or not 1 <= said.get("port", 1) <= 65000:
+        raise ConfigError("a number of daemons or a port that can't be", "write 1 or more, and a port below 65000")
+    if args.daemon_config is not None:
+        found = config.from_file(Path(args.daemon_config))
+        if "endpoint" in found:
+            raise ConfigError(f"{args.daemon_config} has an endpoint", "leave it out: each daemon has one of its own")
+        said["keys"] = bool(found.get("curve_secret_key")) and bool(found.get("curve_client_keys"))
+    return RaySettings(**said)
 
 
 def _down(args: argparse.Namespace) -> int:
@@ -77,7 +129,7 @@ def _down(args: argparse.Namespace) -> int:
         if time.monotonic() > until:
             raise DaemonGone(f"the coordinator, process {pid}, has not stopped in {LEAVE_S:g} s", "see its log")
         time.sleep(0.05)
-    emit("the coordinator has stopped; jobs go on where they run")
+    emit("the coordinator has stopped; jobs go on where they run, and daemons that it started over Ray have ended")
     return 0
 
 

@@ -1,0 +1,253 @@
+"""`make cluster-demo`: four low jobs over four Ray nodes of this machine, one of which is killed in the middle.
+
+Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each, and four small training jobs that
+ask the coordinator for a place. In the middle one node is killed: its job goes on elsewhere, and at the end all losses
+and parameters are compared with plain runs, bit for bit. Then the coordinator is asked to stop, and its daemons have to
+be gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clients.common import INTERRUPTED
+from clients.data import digits
+from gpumux import client
+from gpumux.cli.control import Control
+from gpumux.errors import GpumuxError
+from gpumux.wire.endpoint import living_holder, parse
+from microbench.daemon import GPUMUX
+from microbench.ray_nodes import RESOURCE, RayFailed, RayNodes, ray_nodes
+
+NODES = 4
+STEPS, BATCH = 40, 64
+START_S, STOP_S = 180.0, 60.0
+
+
+class ClusterFailed(Exception):
+    """Something the demo promises did not hold."""
+
+
+class Cluster:
+    """A running coordinator over Ray."""
+
+    def __init__(self, endpoint: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+        self.endpoint = endpoint
+        self._log = log
+        self._process = process
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Those of `gpumux cluster status --json`; none while it starts."""
+        if self._process.poll() is not None:
+            raise ClusterFailed(
+                f"`gpumux cluster up` ended with status {self._process.returncode}:\n{self._log.read_text()}"
+            )
+        try:
+            with Control(self.endpoint, 5.0, coordinator=True) as control:
+                found: list[dict[str, Any]] = control.status()["nodes"]
+                return found
+        except GpumuxError:
+            return []
+
+    def wait_until_up(self, count: int) -> list[dict[str, Any]]:
+        """The nodes, once exactly so many are there and all are up. Raises ClusterFailed."""
+        end = time.monotonic() + START_S
+        while True:
+            nodes = self.nodes()
+            if [each["state"] for each in nodes] == ["up"] * count:
+                return nodes
+            if time.monotonic() > end:
+                raise ClusterFailed(f"{count} nodes are not up after {START_S:.0f} s:\n{self._log.read_text()}")
+            time.sleep(0.1)
+
+    def places(self) -> list[str]:
+        """The nodes that jobs are on."""
+        with Control(self.endpoint, STOP_S, coordinator=True) as control:
+            return [node for job in control.status()["jobs"] for node in job["nodes"]]
+
+    def show(self, verb: str) -> None:
+        """Print what `gpumux cluster status` or `jobs` says."""
+        command = [*GPUMUX, "cluster", verb, "--cluster", self.endpoint]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=STOP_S, check=True)
+        print(f"\n$ gpumux cluster {verb}\n{found.stdout}", flush=True)
+
+    def stop(self) -> None:
+        """As `gpumux cluster down` does. Raises ClusterFailed if it does not end in order."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            status = self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise ClusterFailed(f"the coordinator did not stop:\n{self._log.read_text()}") from None
+        if status:
+            raise ClusterFailed(f"the coordinator ended with status {status}:\n{self._log.read_text()}")
+
+
+@contextmanager
+def coordinator(ray: RayNodes) -> Iterator[Cluster]:
+    """`gpumux cluster up --ray`, with a daemon on each node. Stopped at the end."""
+    place = Path(tempfile.mkdtemp(prefix="gm-"))
+    endpoint, log = f"ipc://{place}/gpumux.sock", place / "log"
+    command = [*GPUMUX, "cluster", "up", "--endpoint", endpoint, "--state-dir", str(place / "state")]
+    command += ["--ray", ray.address, "--device", "cpu", "--resource", RESOURCE]
+    command += ["--daemon-state-dir", str(place / "snapshots")]  # from which a job goes on when its node dies
+    try:
+        with open(log, "wb") as out:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0)
+        try:
+            yield Cluster(endpoint, log, process)
+        finally:
+            if process.poll() is None:  # in order, or its daemons would outlive it
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+# ---- The jobs.
+
+
+class LowJob:
+    """A small training job, and the losses of its steps. Until it is submitted it trains in this process."""
+
+    def __init__(self, number: int) -> None:
+        torch.manual_seed(number)
+        self.name = f"low-{number}"
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        self.step: Callable[[Tensor, Tensor], Any] = self.train
+        self._batches = digits().batches(BATCH, number)
+
+    def train(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x.flatten(1)), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def submit(self, cluster: str, stack: ExitStack) -> None:
+        """Have the steps run in the cluster from now on, until the stack is closed."""
+        example = next(digits().batches(BATCH, 0))
+        job = client.submit(
+            self.train, example=example, model=self.model, optimizer=self.optimizer, name=self.name, cluster=cluster
+        )
+        self.step = stack.enter_context(job).step
+
+    def run(self, steps: int) -> None:
+        for x, y in islice(self._batches, steps):
+            loss = self.step(x, y)
+            self.losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+
+
+@contextmanager
+def low_jobs(cluster: str, count: int) -> Iterator[list[LowJob]]:
+    jobs = [LowJob(number) for number in range(count)]
+    with ExitStack() as stack:
+        for job in jobs:
+            job.submit(cluster, stack)
+        yield jobs
+
+
+def check(jobs: Sequence[LowJob]) -> None:
+    """Run the same steps here. Raises ClusterFailed unless losses and parameters are the same bits."""
+    for number, job in enumerate(jobs):
+        alone = LowJob(number)
+        alone.run(STEPS)
+        same = all(map(torch.equal, job.model.parameters(), alone.model.parameters()))
+        if job.losses != alone.losses or not same:
+            apart = max(abs(a - b) for a, b in zip(job.losses, alone.losses, strict=True))
+            raise ClusterFailed(
+                f"{job.name} did not train what the same steps train alone; losses differ by {apart:.1e}"
+            )
+    print(f"{len(jobs)} jobs of {STEPS} steps each are bit-equal to plain runs", flush=True)
+
+
+def show(count: int) -> None:
+    """The whole demo. Raises ClusterFailed if something did not hold."""
+    began = time.monotonic()
+    with ray_nodes(count) as ray, coordinator(ray) as cluster:
+        print(f"{count} Ray nodes are up after {time.monotonic() - began:.0f} s; a daemon starts on each", flush=True)
+        nodes = cluster.wait_until_up(count)
+        print(f"the coordinator has {len(nodes)} daemons after {time.monotonic() - began:.0f} s", flush=True)
+        cluster.show("status")
+        # A gang with a plan comes here, too: one that is planned anew when its node dies.
+        with low_jobs(cluster.endpoint, count) as jobs:
+            for job in jobs:
+                job.run(STEPS // 2)
+            cluster.show("jobs")
+            before = cluster.places()
+            began = time.monotonic()
+            died = ray.remove(count - 1)
+            left = cluster.wait_until_up(count - 1)
+            took = time.monotonic() - began
+            if any(died[:8] in each["name"] for each in left):
+                raise ClusterFailed(f"node {died[:8]} was killed, and the coordinator lost another one")
+            if not any(died[:8] in place for place in before):
+                raise ClusterFailed(f"no job was on node {died[:8]}, which was killed: {', '.join(before)}")
+            print(f"Ray node {died[:8]} was killed; {took:.1f} s later the coordinator has lost it", flush=True)
+            for job in jobs:
+                job.run(STEPS - STEPS // 2)
+            cluster.show("jobs")
+        check(jobs)
+        cluster.show("status")
+        cluster.stop()
+        alive = [each["name"] for each in nodes if _runs(each["endpoint"])]
+        if alive:
+            raise ClusterFailed(f"daemons still run: {', '.join(alive)}")
+        os.kill(ray.process.pid, 0)  # Ray goes on: it was not the coordinator's
+        print("the coordinator has stopped, its daemons with it, and Ray goes on", flush=True)
+
+
+def _runs(endpoint: str) -> bool:
+    path = parse(endpoint).path
+    return path is not None and living_holder(path) is not None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = argparse.ArgumentParser(description="A coordinator over four Ray nodes of this machine.")
+    flags.add_argument("--nodes", type=int, choices=range(2, 17), default=NODES, help="how many (default: 4)")
+    args = flags.parse_args(argv)
+    if find_spec("ray") is None:
+        print("cluster: ray is not installed\n  pip install ray", file=sys.stderr)
+        return 78
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the executors of Ray's nodes have; bits depend on it
+    try:
+        show(args.nodes)
+    except KeyboardInterrupt:
+        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
+        return INTERRUPTED
+    except (ClusterFailed, RayFailed, GpumuxError) as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 1
+    finally:
+        torch.set_num_threads(before)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
