@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +42,7 @@ MOST_DEVICES: Final = 4096  # of a job
 MOST_PROGRAMS: Final = 64  # of a job
 MOST_NAMES: Final = 4096  # names whose programs are remembered, those used last
 MOST_ANSWERS: Final = 4096  # jobs whose answers are remembered, the newest
+SAME_MEMORY: Final = 0.2  # by how much the memory of one device may differ from one start of its daemon to the next
 MOST_TEXT: Final = 400  # characters of a name or a reason
 MOST_REASONS: Final = 100  # waiting jobs of which a status says why; each takes about a millisecond
 _JOB_ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
@@ -296,7 +297,7 @@ class Coordinator:
         known = self.daemons.get(found.node)
         self.daemons[found.node] = DaemonRecord(found.node, found.host, found.endpoints)
         node = self.placement.nodes.get(found.node)
-        if node is not None and node.devices[0].facts == found.facts:
+        if node is not None and _alike(node.devices[0].facts, found.facts):
             if known is not None and known.away_since < inf:
                 self._note(f"node {found.node} is back")
         else:
@@ -626,6 +627,13 @@ class Coordinator:
             "kept": None if away else daemon.kept,
             "verdict": "" if away else daemon.verdict,
         }
+
+
+def _alike(before: DeviceFacts, after: DeviceFacts) -> bool:
+    """Whether a daemon that was started again has the device that it had. What is free of a machine's memory, which is
+    what a daemon without a GPU offers, is never quite the same."""
+    ratio = after.memory_bytes / before.memory_bytes
+    return abs(ratio - 1.0) <= SAME_MEMORY and replace(after, memory_bytes=before.memory_bytes) == before
 
 
 def _programs(hashes: list[str]) -> tuple[str, ...]:

@@ -431,3 +431,14 @@ def test_a_daemon_that_leaves_is_lost_at_once_and_its_job_goes_elsewhere(cluster
     assert not any("again" in note for note in cluster.notes)
     cluster.found(node)
     assert node in cluster.coordinator.placement.nodes
+
+
+def test_a_daemon_that_is_back_with_a_little_less_memory_is_the_same_and_with_half_of_it_another(cluster: Cluster):
+    _, placed = cluster.place("s", movable=False)
+    assert isinstance(placed, msg.JobPlaced)
+    cluster.happen(DaemonAway(placed.nodes[0], "it is gone"))
+    cluster.found(placed.nodes[0], gib=15)
+    assert cluster.phase() == "running"
+    cluster.happen(DaemonAway(placed.nodes[0], "it is gone"))
+    cluster.found(placed.nodes[0], gib=8)
+    assert not cluster.coordinator.jobs  # it could not be moved
