@@ -40,7 +40,7 @@ demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes
 burst: $(VENV)/.demo ## one job over four daemons, beside a low job at each (about a minute)
 	@$(RUN) clients.burst
 
-cluster-demo: $(VENV)/.cluster ## four jobs over four Ray nodes, one of which is killed (about a minute)
+cluster-demo: $(VENV)/.cluster ## a gang and six low jobs over four Ray nodes, one of which is killed (about a minute)
 	@$(RUN) clients.cluster
 
 test: ruff $(VENV)/.bindings ## everything CI runs: lint, types, all tests

@@ -1,9 +1,10 @@
-"""`make cluster-demo`: four low jobs over four Ray nodes of this machine, one of which is killed in the middle.
+"""`make cluster-demo`: a gang and six low jobs over four Ray nodes of this machine, one of which is killed.
 
-Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each, and four small training jobs that
-ask the coordinator for a place. In the middle one node is killed: its job goes on elsewhere, and at the end all losses
-and parameters are compared with plain runs, bit for bit. Then the coordinator is asked to stop, and its daemons have to
-be gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
+Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each. A high job that runs on two devices
+by a plan and six low jobs ask the coordinator for a place. In the middle a node is killed that runs a rank of the gang:
+all jobs of that node go on elsewhere. At the end losses and parameters are compared with plain runs, those of low jobs
+bit for bit, and a table says what became of each job. Then the coordinator is asked to stop, and its daemons have to be
+gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from torch import Tensor, nn
 from clients.common import INTERRUPTED
 from clients.data import digits
 from gpumux import client
+from gpumux.burst.placement import RankPlacement
 from gpumux.cli.control import Control
+from gpumux.cli.text import table
 from gpumux.errors import GpumuxError
 from gpumux.wire.endpoint import living_holder, parse
 from microbench.daemon import GPUMUX
 from microbench.ray_nodes import RESOURCE, RayFailed, RayNodes, ray_nodes
 
-NODES = 4
+NODES, LOW_JOBS = 4, 6
+PLAN = RankPlacement(2, {"0": (0, 1), "2": (0,)})  # of the gang: the first layer on both devices
+SMALL = 1e-9  # the largest difference of a gang's losses and parameters, in float64
 STEPS, BATCH = 40, 64
 START_S, STOP_S = 180.0, 60.0
 
@@ -77,10 +82,10 @@ class Cluster:
                 raise ClusterFailed(f"{count} nodes are not up after {START_S:.0f} s:\n{self._log.read_text()}")
             time.sleep(0.1)
 
-    def places(self) -> list[str]:
-        """The nodes that jobs are on."""
+    def places(self) -> dict[str, list[str]]:
+        """The nodes that each job is on, by its name."""
         with Control(self.endpoint, STOP_S, coordinator=True) as control:
-            return [node for job in control.status()["jobs"] for node in job["nodes"]]
+            return {job["name"]: job["nodes"] for job in control.status()["jobs"]}
 
     def show(self, verb: str) -> None:
         """Print what `gpumux cluster status` or `jobs` says."""
@@ -130,13 +135,16 @@ def coordinator(ray: RayNodes) -> Iterator[Cluster]:
 # ---- The jobs.
 
 
-class LowJob:
-    """A small training job, and the losses of its steps. Until it is submitted it trains in this process."""
+class TrainingJob:
+    """A small training job, and the losses of its steps. Until it is submitted it trains in this process. Number 0 is
+    the gang, in float64; the others are low jobs."""
 
     def __init__(self, number: int) -> None:
         torch.manual_seed(number)
-        self.name = f"low-{number}"
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+        self.number = number
+        self.name = f"low-{number}" if number else "gang"
+        self.dtype = torch.float32 if number else torch.float64
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).to(self.dtype)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.losses: list[float] = []
         self.step: Callable[[Tensor, Tensor], Any] = self.train
@@ -144,7 +152,7 @@ class LowJob:
 
     def train(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(x.flatten(1)), y)
+        loss = F.cross_entropy(self.model(x.flatten(1).to(self.dtype)), y)
         loss.backward()
         self.optimizer.step()
         return loss
@@ -153,8 +161,10 @@ class LowJob:
         """Have the steps run in the cluster from now on, until the stack is closed."""
         example = next(digits().batches(BATCH, 0))
         job = client.submit(
-            self.train, example=example, model=self.model, optimizer=self.optimizer, name=self.name, cluster=cluster
-        )
+            self.train, example=example, model=self.model, optimizer=self.optimizer, name=self.name, cluster=cluster,
+            priority="low" if self.number else "high", plan=None if self.number else PLAN,
+            gpus=1 if self.number else PLAN.ranks,
+        )  # fmt: skip
         self.step = stack.enter_context(job).step
 
     def run(self, steps: int) -> None:
@@ -162,31 +172,62 @@ class LowJob:
             loss = self.step(x, y)
             self.losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
 
+    def compared(self) -> str:
+        """Run the same steps here, and say how close the job came. Raises ClusterFailed if that is not close enough."""
+        alone = TrainingJob(self.number)
+        alone.run(STEPS)
+        same = all(map(torch.equal, self.model.parameters(), alone.model.parameters()))
+        apart = max(abs(a - b) for a, b in zip(self.losses, alone.losses, strict=True))
+        if self.losses == alone.losses and same:
+            return "bit-equal"
+        close = all(
+            torch.allclose(a, b, rtol=SMALL, atol=SMALL)
+            for a, b in zip(self.model.parameters(), alone.model.parameters(), strict=True)
+        )
+        if self.number or apart > SMALL or not close:
+            raise ClusterFailed(
+                f"{self.name} did not train what the same steps train alone; losses differ by {apart:.1e}"
+            )
+        return f"losses within {apart:.0e}"
+
 
 @contextmanager
-def low_jobs(cluster: str, count: int) -> Iterator[list[LowJob]]:
-    jobs = [LowJob(number) for number in range(count)]
+def submitted(cluster: str, lows: int) -> Iterator[list[TrainingJob]]:
+    """The gang and so many low jobs, in the cluster."""
+    jobs = [TrainingJob(number) for number in range(lows + 1)]
     with ExitStack() as stack:
         for job in jobs:
             job.submit(cluster, stack)
         yield jobs
 
 
-def check(jobs: Sequence[LowJob]) -> None:
-    """Run the same steps here. Raises ClusterFailed unless losses and parameters are the same bits."""
-    for number, job in enumerate(jobs):
-        alone = LowJob(number)
-        alone.run(STEPS)
-        same = all(map(torch.equal, job.model.parameters(), alone.model.parameters()))
-        if job.losses != alone.losses or not same:
-            apart = max(abs(a - b) for a, b in zip(job.losses, alone.losses, strict=True))
-            raise ClusterFailed(
-                f"{job.name} did not train what the same steps train alone; losses differ by {apart:.1e}"
-            )
-    print(f"{len(jobs)} jobs of {STEPS} steps each are bit-equal to plain runs", flush=True)
+Places = dict[str, list[str]]
 
 
-def show(count: int) -> None:
+def summary(jobs: Sequence[TrainingJob], before: Places, after: Places, died: str) -> str:
+    """A table of what became of each job. Raises ClusterFailed if one did not train what it should."""
+    rows = []
+    for job in jobs:
+        was, now = before[job.name], after[job.name]
+        lost = [node for node in was if died in node]
+        what = "went on elsewhere" if lost else "stayed" if was == now else "moved"
+        rows.append([job.name, " ".join(was), " ".join(now), what, str(len(job.losses)), job.compared()])
+    return table(("JOB", "WAS ON", "IS ON", "WHEN A NODE DIED", "STEPS", "AS A PLAIN RUN"), rows)
+
+
+def victim(ray: RayNodes, places: Places) -> int:
+    """The number of a node with a rank of the gang, and with a low job if there is such a one. The head is none: Ray
+    would end with it."""
+    found = range(1, len(ray.ids))
+
+    def has(number: int, name: str) -> bool:
+        return any(ray.ids[number][:8] in node for node in places[name])
+
+    lows = [name for name in places if name != "gang"]
+    return max(found, key=lambda number: (has(number, "gang"), any(has(number, name) for name in lows)))
+
+
+def show(count: int, lows: int) -> None:
     """The whole demo. Raises ClusterFailed if something did not hold."""
     began = time.monotonic()
     with ray_nodes(count) as ray, coordinator(ray) as cluster:
@@ -194,25 +235,25 @@ def show(count: int) -> None:
         nodes = cluster.wait_until_up(count)
         print(f"the coordinator has {len(nodes)} daemons after {time.monotonic() - began:.0f} s", flush=True)
         cluster.show("status")
-        # A gang with a plan comes here, too: one that is planned anew when its node dies.
-        with low_jobs(cluster.endpoint, count) as jobs:
+        with submitted(cluster.endpoint, lows) as jobs:
             for job in jobs:
                 job.run(STEPS // 2)
             cluster.show("jobs")
             before = cluster.places()
             began = time.monotonic()
-            died = ray.remove(count - 1)
+            died = ray.remove(victim(ray, before))
             left = cluster.wait_until_up(count - 1)
             took = time.monotonic() - began
             if any(died[:8] in each["name"] for each in left):
                 raise ClusterFailed(f"node {died[:8]} was killed, and the coordinator lost another one")
-            if not any(died[:8] in place for place in before):
-                raise ClusterFailed(f"no job was on node {died[:8]}, which was killed: {', '.join(before)}")
+            if not any(died[:8] in node for node in before["gang"]):
+                raise ClusterFailed(f"no rank of the gang was on node {died[:8]}, which was killed: {before['gang']}")
             print(f"Ray node {died[:8]} was killed; {took:.1f} s later the coordinator has lost it", flush=True)
             for job in jobs:
                 job.run(STEPS - STEPS // 2)
             cluster.show("jobs")
-        check(jobs)
+            after = cluster.places()
+        print(summary(jobs, before, after, died[:8]), flush=True)
         cluster.show("status")
         cluster.stop()
         alive = [each["name"] for each in nodes if _runs(each["endpoint"])]
@@ -229,7 +270,8 @@ def _runs(endpoint: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description="A coordinator over four Ray nodes of this machine.")
-    flags.add_argument("--nodes", type=int, choices=range(2, 17), default=NODES, help="how many (default: 4)")
+    flags.add_argument("--nodes", type=int, choices=range(3, 17), default=NODES, help="how many (default: 4)")
+    flags.add_argument("--jobs", type=int, choices=range(1, 17), default=LOW_JOBS, help="low jobs (default: 6)")
     args = flags.parse_args(argv)
     if find_spec("ray") is None:
         print("cluster: ray is not installed\n  pip install ray", file=sys.stderr)
@@ -237,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the executors of Ray's nodes have; bits depend on it
     try:
-        show(args.nodes)
+        show(args.nodes, args.jobs)
     except KeyboardInterrupt:
         print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
         return INTERRUPTED
