@@ -161,6 +161,7 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "shares": (function("scheduler/guard/guard", "SlowdownGuard._best_share", "return whole"),),
     "bans": (function(LEARN, "judge", "return"),),
     "watching one step in four": (constant(HIGH, KNOWN_STEPS=NEVER),),
+    "wider window": (function("scheduler/guard/decisions", "LowWindow.adapt", "return"),),
     "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),
     "unknown ranges": (text(HIGH, "range_cost.rate = range_cost.upper_rate = prior", "pass"),),
     "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),

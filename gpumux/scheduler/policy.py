@@ -117,13 +117,20 @@ class Paced(Policy):
 
 
 class Guarded(Paced):
-    """The guard may hold low jobs that have room in their window."""
+    """The low window beside a high job is as wide as the guard makes it, and the guard may hold low jobs."""
 
     holds_low_work = True
 
     def __init__(self, config: SchedulerConfig, info: DeviceInfo) -> None:
         super().__init__(config, info)
         self.guard = self._guard = SlowdownGuard(config, info)
+        per_launch = self._low.seconds / self._low.launches
+        self._beside = [Limit(n, n * per_launch) for n in range(self._guard.low_window.wide + 1)]
+
+    def limit(self, windows: Windows, priority: Priority) -> Limit:
+        if priority is _HIGH:
+            return self._high
+        return self._beside[self._guard.low_window.width] if windows.active(_HIGH) else self._low_idle
 
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         if windows.high_ready.size and len(windows.high.launches) < self._high.launches:

@@ -18,6 +18,7 @@ guard       None under a policy without one, else
     held_seconds    {reason: seconds in which low work was ready and had room, but was held}; guard/decisions.py
                     lists reasons
     harvested_seconds   device seconds of low work beside high jobs or in their pauses
+    low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":
     slowdown, slowdown_p99, promised, promised_p99, kept, steps, broken_since
                     `slowdown_figures` in verdict.py; `verdict`, the same in a line of text
@@ -89,6 +90,7 @@ def guard_figures(guard: SlowdownGuard, now: float) -> dict[str, Any]:
         "probes_total": guard.bans.probes,
         "held_seconds": guard.decisions.holds.seconds(now),
         "harvested_seconds": guard.learner.harvested,
+        "low_window": guard.low_window.width,
     }
 
 

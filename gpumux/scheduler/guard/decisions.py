@@ -25,9 +25,8 @@ from gpumux.types import JobId
 # gap           it would still run when the high job's next step is expected
 REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "next", "gap")
 HOLD_ALL: Final = frozenset(("calibration", "learning"))  # these hold every low job, unless they name a high piece
-MOMENT_LIMITED: Final = frozenset(
-    ("tail", "next", "price", "budget", "ban")
-)  # a launch at another moment of the high step may be free of these
+LOSS_LIMITED: Final = frozenset(("tail", "next", "price", "budget"))  # the high job may not lose more
+MOMENT_LIMITED: Final = LOSS_LIMITED | {"ban"}  # a launch at another moment of the high step may be free of these
 
 ANY_VERSION: Final = -1  # the low launches that are out make no difference
 
@@ -210,14 +209,30 @@ def _is_same(decision: LaunchDecision) -> bool:
     return decision.version is not None and decision.version.count == decision.version_seen
 
 
+class LowWindow:
+    """How many low launches may be out beside a high job: fewer while low work is held for what high jobs may lose."""
+
+    def __init__(self, narrow: int, wide: int) -> None:
+        self.narrow, self.wide = narrow, wide
+        self.width = narrow
+        self.loss_limited = False  # low work was held for what a high job may lose, since the width was last adapted
+
+    def adapt(self, credit_left: bool) -> None:
+        if self.loss_limited:
+            self.width = max(self.width - 1, self.narrow)
+        elif credit_left:
+            self.width = min(self.width + 1, self.wide)
+        self.loss_limited = False
+
+
 # ---- The decisions themselves, and how long they hold.
 
 
 class Decisions:
     """Cached decisions. A held job is reconsidered only after an event that could change its decision."""
 
-    def __init__(self, view: DeviceView) -> None:
-        self._view = view
+    def __init__(self, view: DeviceView, low_window: LowWindow) -> None:
+        self._view, self._low_window = view, low_window
         self._by_job: dict[JobId, LaunchDecision] = {}  # why each low job was held when it was last considered
         self.held_now: list[LaunchDecision] = []  # decisions of this event that hold a job
         self.admitted: LaunchDecision | None = None  # of the launch that is made next, where one was needed
@@ -270,8 +285,10 @@ class Decisions:
             self.holds.set(decision.job, hold, now)
             until = min(until, hold.until)
             class_reason = class_reason or hold.reason
-            if hold.reason == "budget" and decision.high is not None:
-                decision.high.budget.exhausted = True
+            if hold.reason in LOSS_LIMITED:
+                self._low_window.loss_limited = True
+                if hold.reason == "budget" and decision.high is not None:
+                    decision.high.budget.exhausted = True
         self.holds.set_class_reason(class_reason, now)
         if self._first is not None:
             self.all_held = AllHeld(self._first, self._additions, self._view.low_version, self._first_only)

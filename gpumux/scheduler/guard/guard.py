@@ -42,6 +42,7 @@ from gpumux.scheduler.guard.decisions import (
     Decisions,
     Hold,
     LaunchDecision,
+    LowWindow,
 )
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import (
@@ -90,9 +91,10 @@ class SlowdownGuard:
         self.bans = Bans()
         self.awaited_steps = AwaitedSteps()
         self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
-        self.decisions = Decisions(self.view)
+        self.low_window = LowWindow(config.low_launches, config.low_idle_launches)
+        self.decisions = Decisions(self.view, self.low_window)
         self.learner = CostLearner(
-            high_jobs=self.high_jobs, view=self.view, costs=self.costs, bans=self.bans,
+            high_jobs=self.high_jobs, view=self.view, costs=self.costs, bans=self.bans, low_window=self.low_window,
             cutting=self.cutting,
         )  # fmt: skip
 

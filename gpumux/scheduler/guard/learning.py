@@ -14,7 +14,7 @@ from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
 from gpumux.scheduler.guard.collectives import exchange_ended
 from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
-from gpumux.scheduler.guard.decisions import LaunchDecision
+from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
 from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
@@ -29,7 +29,7 @@ MOST_OVERRUN_S: Final = 1e-3
 MOST_LAUNCH_DELAY_S: Final = 1e-3
 SMOOTHING: Final = 0.1  # part of the newest sample in launch delay and overhead
 OVERRUN_FADES: Final = 0.996  # for each step of a high job
-FILL_EVERY: Final = 16  # steps
+ADAPT_EVERY: Final = 16  # steps
 
 
 # ---- How finely low programs are cut.
@@ -90,10 +90,10 @@ class CostLearner:
 
     def __init__(
         self, *, high_jobs: dict[JobId, HighJob], view: DeviceView, costs: CostsByProgram, bans: Bans,
-        cutting: Cutting,
+        low_window: LowWindow, cutting: Cutting,
     ) -> None:  # fmt: skip
         self._high_jobs, self._view, self._costs, self._bans = high_jobs, view, costs, bans
-        self._cutting = cutting
+        self._low_window, self._cutting = low_window, cutting
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their pauses
         self.low_reported = 0.0  # when a low launch was last made or ended
         self._to_judge: list[tuple[HighCosts, HighJob, LowLaunch, int]] = []  # with the high piece
@@ -304,9 +304,10 @@ class CostLearner:
                 judge(self._bans, costs, high, low, piece, ended)
         self._to_judge = [each for each in self._to_judge if each[1] is not high]
         high.budget.begin_step(solo_s)
-        if high.steps % FILL_EVERY == 0:
+        if high.steps % ADAPT_EVERY == 0:
             assert high.costs is not None
             high.costs.fill_unknown()
+            self._low_window.adapt(high.budget.full)
         view.overrun *= OVERRUN_FADES
         if job.inflight == 1:  # the step that just ended
             view.expect_high_work()
