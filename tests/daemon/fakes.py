@@ -395,13 +395,13 @@ class Daemon:
         writer: FakeWriter | None = None,
         crashes: CrashReports | None = None,
         learned: LearnedFile | None = None,
-        info: DeviceInfo = INFO,
+        info: DeviceInfo | None = None,
     ):
         self.now = 100.0
         self.consistent = True  # False while a test has spoilt the scheduler's state
         self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
-        identity = Identity(config or Config(), ["ipc:///fake"], info, 0.0)
+        identity = Identity(config or Config(), ["ipc:///fake"], info or INFO, 0.0)
         self.loop = Loop(
             identity,
             self.router,
