@@ -133,7 +133,7 @@ def requests(job: st.SearchStrategy[str]):
             empty,
         ),
         st.tuples(st.builds(msg.JobNotStarted, job, NUMBERS, NUMBERS, st.text(max_size=9)), empty),
-        st.tuples(st.builds(msg.ProgramsKnown, job, st.lists(st.text(max_size=9), max_size=3)), empty),
+        st.tuples(st.builds(msg.ProgramsKnown, job, st.lists(st.sampled_from(["ab", "cd"]), max_size=3)), empty),
         st.tuples(st.builds(msg.DevicesVacated, job, NUMBERS), empty),
         st.tuples(st.builds(msg.PlacedJobEnded, NUMBERS, job, st.text(max_size=9)), empty),
         st.tuples(st.builds(msg.DrainNode, NUMBERS, st.text(max_size=9), st.booleans()), empty),
