@@ -58,6 +58,7 @@ class Liar:
         assert isinstance(decode((self.channel.recv(1 << 16),))[0], msg.ChannelOpened)
         self.job = uuid.uuid4().hex
         self.say(msg.OpenJob(1, self.job, "liar", 1, 1.0, 1.1, None, 2, 0))
+        self.hear(msg.JobOpened)  # it may wait for its turn, and what comes before that has no job
         self.say(msg.LoadProgram(2, self.job, 0, [4], [0]), PROGRAM)
         self.hear(msg.ProgramLoaded)
         assert isinstance(decode((self.channel.recv(1 << 16),))[0], msg.SegmentPassed)
