@@ -366,7 +366,7 @@ class CoordinatorLink:
         with self._changed:
             if nbytes:
                 self._request = replace(self._request, nbytes=nbytes)
-            self._post(self._state.not_started(nbytes, why[:MOST_TEXT]))
+            self._post(self._state.not_started(nbytes, _line(why)))
             self._waits_since = time.monotonic()
 
     def ended(self, fault: str) -> None:
@@ -390,6 +390,11 @@ class CoordinatorLink:
         if self._session is None:
             return None  # there was no coordinator
         try:
-            return self._session.ask(m.PlacedJobEnded(0, self.job, fault[:MOST_TEXT]))
+            return self._session.ask(m.PlacedJobEnded(0, self.job, _line(fault)))
         except GpumuxError:
             return None  # a coordinator that comes back notices that the job does not
+
+
+def _line(text: str) -> str:
+    """The text as a message can carry it: errors of user code have line breaks, and some are long."""
+    return "".join(character if character.isprintable() else " " for character in text)[:MOST_TEXT]
