@@ -42,7 +42,7 @@ JOIN_S: Final = 60.0  # for the answer to PlaceJob; long, since a session that e
 ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
 PATIENCE_S: Final = 60.0  # how long a verb of the user's may keep a job from moving
 MOST_TRIES: Final = 8  # placements in a row that came to nothing for one cause, after which that is the job's
-MOST_TEXT: Final = 2000  # characters of a reason
+MOST_TEXT: Final = 250  # characters of a reason that a message carries
 START_IT = "start it (gpumux cluster up), or name another with cluster= or GPUMUX_CLUSTER"
 
 # A session with the daemons at these endpoints, rank by rank, each reached within so many seconds.
