@@ -128,6 +128,11 @@ class PlacementConfig:
         times = (self.retry_s, self.patience_s, self.urgency_s, self.advance_s, self.rebalance_s)
         if not all(each > 0.0 for each in times) or not all(0.0 < each < inf for each in self.weights.values()):
             raise ConfigError("a time or a weight that is not above 0", "give each a positive number")
+        if self.moves_at_once not in range(1 << 31) or not 0.0 <= self.move_gain < inf:
+            raise ConfigError(
+                f"moves_at_once {self.moves_at_once}, move_gain {self.move_gain}",
+                "give a whole number of moves, and a gain of 0 or more",
+            )
 
 
 # ---- Events: nodes.

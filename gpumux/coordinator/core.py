@@ -466,7 +466,8 @@ class Coordinator:
             self._leave(self.jobs[command.job], self.placement.jobs[command.job])
 
     def _leave(self, job: ClientJob, placed: PlacedJob) -> None:
-        self._tell(job.session, msg.VacateDevices(job.id, placed.attempt, placed.keep, placed.stopped_for))
+        reason = self._for_client(job, placed.stopped_for)
+        self._tell(job.session, msg.VacateDevices(job.id, placed.attempt, placed.keep, reason))
 
     def _vacated(self, session: SessionId, peer: Peer, m: msg.DevicesVacated) -> None:
         job = self._mine(session, peer, m.job)
@@ -501,7 +502,7 @@ class Coordinator:
             self.answers.popitem(last=False)
         self._note(f"job {job.short} {job.name!r}: {outcome}" + (f", {command.reason}" if command.reason else ""))
         if command.outcome is not ev.JobOutcome.DONE:
-            self._tell(job.session, msg.JobAnswered(job.id, outcome, command.reason))
+            self._tell(job.session, msg.JobAnswered(job.id, outcome, self._for_client(job, command.reason)))
 
     # ---- what operators and owners ask for
 
@@ -538,6 +539,11 @@ class Coordinator:
         lines = explain(self.placement, self.placement.jobs[job.id])
         body = {"job": job.id, "short": job.short, "sentences": [self._redacted(peer, line) for line in lines]}
         self._tell(session, msg.Report(m.ref, body))
+
+    def _for_client(self, job: ClientJob, text: str) -> str:
+        """The text as the job's client may have it."""
+        peer = None if job.session is None else self._sessions.get(job.session)
+        return text if peer is None else self._redacted(peer, text)
 
     def _redacted(self, peer: Peer, text: str) -> str:
         """The text with short ids of jobs, and without those of other users' where the peer may not know them."""

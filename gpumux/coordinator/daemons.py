@@ -111,18 +111,28 @@ class DaemonLink:
                 self._refuse_for(pause, error.message)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
+            began, why = time.monotonic(), ""
             try:
                 self._serve(session)
             except GpumuxError as error:
-                if not self._ended.is_set():
-                    self._say(DaemonAway(self.address.node, error.message))
+                why = error.message
+            except Exception as error:
+                log.exception("node %s: its answers are not understood", self.address.node)
+                why = f"its answers are not understood: {type(error).__name__}: {error}"
             finally:
                 session.close()
-            pause, said = FIRST_PAUSE_S, True
+            if why and not self._ended.is_set():
+                self._say(DaemonAway(self.address.node, why))
+                if time.monotonic() - began > LONGEST_PAUSE_S:
+                    pause = FIRST_PAUSE_S
+                self._refuse_for(pause, why)  # one that is there and can't be used is not asked without a pause
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            said = True
 
     def _serve(self, session: Session) -> None:
         """Carry out orders until the daemon is gone, which raises."""
         self._say(self._found(session))
+        self._seen = PromiseSeen(self.address.node, None, "")  # the coordinator knows nothing of its jobs yet
         learn_at = 0.0
         while True:
             now = time.monotonic()

@@ -81,7 +81,7 @@ class Journal:
     def keep(self, coordinator: Coordinator) -> None:
         """Write what has changed since the last call. Raises ConfigError if it can't be written: nothing may be sent
         then."""
-        found = _data(coordinator)
+        found = self._data(coordinator)
         changed = [key for key, value in found.items() if self._written.get(key) != value]
         gone = [key for key in self._written if key not in found]
         if not gone and changed in ([], [_FACTS]) and _FACTS in self._written:
@@ -102,17 +102,17 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
+    def _data(self, coordinator: Coordinator) -> dict[tuple[str, str], bytes]:
+        placement, pack = coordinator.placement, msgpack.packb
+        found: dict[tuple[str, str], bytes] = {_FACTS: pack(facts_of(placement))}
+        for node in placement.nodes.values():
+            found["nodes", node.name] = pack(node_data(node))
+        for job in coordinator.jobs.values():
+            found["jobs", job.id] = pack([{"name": job.name, "uid": job.uid}, job_data(placement.jobs[job.id])])
+        for name, answer in coordinator.answers.items():
+            key = "answers", str(name)
+            found[key] = self._written.get(key) or pack(asdict(answer))  # an answer never changes
+        return found
+
 
 _FACTS: Final = ("facts", "")
-
-
-def _data(coordinator: Coordinator) -> dict[tuple[str, str], bytes]:
-    placement = coordinator.placement
-    found: dict[tuple[str, str], Any] = {_FACTS: facts_of(placement)}
-    for node in placement.nodes.values():
-        found["nodes", node.name] = node_data(node)
-    for job in coordinator.jobs.values():
-        found["jobs", job.id] = [{"name": job.name, "uid": job.uid}, job_data(placement.jobs[job.id])]
-    for name, answer in coordinator.answers.items():
-        found["answers", name] = asdict(answer)
-    return {key: msgpack.packb(value) for key, value in found.items()}

@@ -64,7 +64,14 @@ class CoordinatorLoop:
     def ask(self, question: Callable[[Coordinator], T]) -> T:
         """What the loop's thread finds for this question, for another thread. Raises TimeoutError after ASK_S."""
         answer: Future[T] = Future()
-        self._questions.put(lambda: answer.set_result(question(self.coordinator)))
+
+        def find() -> None:
+            try:
+                answer.set_result(question(self.coordinator))
+            except Exception as error:  # noqa: BLE001 - the asker gets it; no job hangs on it
+                answer.set_exception(error)
+
+        self._questions.put(find)
         self._wakeup.set()
         return answer.result(ASK_S)
 
