@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -27,12 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.common import INTERRUPTED, READY
+from clients.common import READY, show_demo
 from clients.data import digits
 from clients.models.cnn import cnn
 from clients.models.vgg import EDGE, vgg
 from gpumux import client
-from gpumux.errors import GpumuxError
 from gpumux.plan.costs import powers_of_two, preset
 from gpumux.plan.graph import reduce
 from gpumux.plan.layers import load
@@ -344,19 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.low:
         be_low(args.low)
         return 0
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        show(QUICK if args.quick else FULL)
-    except KeyboardInterrupt:
-        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
-        return INTERRUPTED
-    except (BurstFailed, DaemonFailed, GpumuxError) as error:
-        print(f"burst: {error}", file=sys.stderr)
-        return 1
-    finally:
-        torch.set_num_threads(before)
-    return 0
+    return show_demo("burst", partial(show, QUICK if args.quick else FULL), BurstFailed, DaemonFailed)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.common import INTERRUPTED
+from clients.common import show_demo
 from clients.data import digits
 from gpumux import client
 from gpumux.burst.placement import RankPlacement
@@ -276,19 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if find_spec("ray") is None:
         print("cluster: ray is not installed\n  pip install ray", file=sys.stderr)
         return 78
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the executors of Ray's nodes have; bits depend on it
-    try:
-        show(args.nodes, args.jobs)
-    except KeyboardInterrupt:
-        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
-        return INTERRUPTED
-    except (ClusterFailed, RayFailed, GpumuxError) as error:
-        print(f"cluster: {error}", file=sys.stderr)
-        return 1
-    finally:
-        torch.set_num_threads(before)
-    return 0
+    return show_demo("cluster", partial(show, args.nodes, args.jobs), ClusterFailed, RayFailed)
 
 
 if __name__ == "__main__":

@@ -163,3 +163,22 @@ def run(work: Callable[[argparse.Namespace], None], flags: argparse.ArgumentPars
         print(f"{flags.prog}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def show_demo(name: str, show: Callable[[], None], *failures: type[Exception]) -> int:
+    """Run a demo with one torch thread, on which bits depend. Returns the exit status: 1 for one of `failures` or an
+    error of gpumux, which is printed."""
+    expected: tuple[type[Exception], ...] = (*failures, GpumuxError)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        show()
+    except KeyboardInterrupt:
+        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
+        return INTERRUPTED
+    except expected as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        torch.set_num_threads(before)
+    return 0

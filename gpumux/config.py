@@ -417,14 +417,19 @@ def _check(spec: Field[Any], value: Any, where: str) -> Any:
     return number
 
 
-def from_file(path: Path) -> dict[str, Any]:
-    """The checked settings of a TOML file. Raises ConfigError."""
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError, which says `what` it is."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"can't read the configuration file {path}: {error.strerror}", "check the path") from error
+        raise ConfigError(f"can't read {what} {path}: {error.strerror}", "check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", "mend that line") from error
+
+
+def from_file(path: Path) -> dict[str, Any]:
+    """The checked settings of a TOML file. Raises ConfigError."""
+    tables = read_toml(path, "the configuration file")
     known = _settings()
     found: dict[str, Any] = {}
     for table, body in tables.items():

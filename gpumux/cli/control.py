@@ -106,14 +106,12 @@ class Control:
 
     def change(self, verb: str, job: str, drain: bool = False) -> None:
         """Pause, resume or stop (`verb`) a job, given by its whole id."""
-        ref = next(self._refs)
         requests: dict[str, msg.Message] = {
-            "pause": msg.PauseJob(ref, job),
-            "resume": msg.ResumeJob(ref, job),
-            "stop": msg.CloseJob(ref, job, drain),
+            "pause": msg.PauseJob(0, job),
+            "resume": msg.ResumeJob(0, job),
+            "stop": msg.CloseJob(0, job, drain),
         }
-        self._send(requests[verb])
-        self._receive(msg.Done, ref)
+        self.request(requests[verb])
 
     def request(self, message: Any) -> None:
         """Send a request that is answered with Done; its `ref` is filled in here."""
@@ -123,9 +121,7 @@ class Control:
 
     def regrade(self, job: str, priority: int | None = None, weight: float | None = None) -> None:
         """Change a job's priority (0 low, 1 high) or weight; returns when the change is in force."""
-        ref = next(self._refs)
-        self._send(msg.ChangeJob(ref, job, priority, weight))
-        self._receive(msg.Done, ref)
+        self.request(msg.ChangeJob(0, job, priority, weight))
 
     def explain(self, job: str) -> dict[str, Any]:
         """How the job fares, why, and what to do: {job, short, verdict, causes, remedies, sentences, story}, as

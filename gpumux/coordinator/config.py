@@ -23,7 +23,6 @@ ada = 2.0
 from __future__ import annotations
 
 import socket
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpumux.cluster.events import DeviceChoice, PlacementConfig, Quota
+from gpumux.config import read_toml
 from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.errors import ConfigError
 from gpumux.wire.endpoint import parse
@@ -68,12 +68,7 @@ def of_endpoints(endpoints: Sequence[str]) -> ClusterFile:
 def load(path: Path, *, daemons: bool = True) -> ClusterFile:
     """Read the file. Without `daemons` it may have none, since something else says which there are. Raises ConfigError,
     which names the place and what to write there."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read the cluster's file {path}: {error.strerror}", "check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", "mend that line") from error
+    tables = read_toml(path, "the cluster's file")
     _known(tables, TABLES, f"{path}: table")
     entries = tables.get("daemons", [])
     if daemons and (not isinstance(entries, list) or not entries):

@@ -258,7 +258,7 @@ class Coordinator:
         """Take clients and daemons for gone that were away for too long."""
         now = self._now
         for job in [job for job in self.jobs.values() if job.away_since + self.config.rejoin_s <= now]:
-            self._gone(job, "its client is gone")
+            self._over(job, "its client is gone")
         for daemon in self.daemons.values():
             if daemon.away_since + self.config.lost_after_s <= now and daemon.node in self.placement.nodes:
                 self._note(f"node {daemon.node} is lost: {daemon.why_away}")
@@ -351,13 +351,14 @@ class Coordinator:
         for job in [job for job in self.jobs.values() if job.session == closed.session]:
             job.session, job.away_since = None, self._now
             if closed.reason == GOODBYE:
-                self._gone(job, "its client left")
+                self._over(job, "its client left")
 
-    def _gone(self, job: ClientJob, why: str) -> None:
-        """The job's client will not come back. Its daemons end what is left of the job by themselves."""
+    def _over(self, job: ClientJob, fault: str) -> None:
+        """The job has ended, or its client will not come back: its daemons then end what is left of it by
+        themselves."""
         placed = self.placement.jobs[job.id]
         if placed.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
-            self._feed(ev.JobFinished(job.id, placed.attempt, why))
+            self._feed(ev.JobFinished(job.id, placed.attempt, fault))
         else:
             self._feed(ev.JobCancelled(job.id))
 
@@ -484,13 +485,8 @@ class Coordinator:
     def _ended(self, session: SessionId, peer: Peer, m: msg.PlacedJobEnded) -> None:
         self._tell(session, msg.Done(m.ref))
         job = self._mine(session, peer, m.job)
-        if job is None:
-            return
-        placed = self.placement.jobs[job.id]
-        if placed.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
-            self._feed(ev.JobFinished(job.id, placed.attempt, m.fault[:MOST_TEXT]))
-        else:
-            self._feed(ev.JobCancelled(job.id))
+        if job is not None:
+            self._over(job, m.fault[:MOST_TEXT])
 
     def _answer(self, command: ev.AnswerJob) -> None:
         job = self.jobs.pop(command.job)

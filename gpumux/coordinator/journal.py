@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +18,8 @@ import msgpack
 
 from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.coordinator.core import Answered, ClientJob, Coordinator, CoordinatorConfig
-from gpumux.coordinator.names import names_of
 from gpumux.errors import ConfigError
-from gpumux.types import JobId
+from gpumux.types import JobId, Peer
 
 NAME: Final = "cluster.sqlite"
 VERSION: Final = 1
@@ -56,8 +56,11 @@ class Journal:
         self._file.execute(f"PRAGMA user_version = {VERSION}")
         self._written: dict[tuple[str, str], bytes] = {}  # what is in the file
 
-    def load(self, config: CoordinatorConfig) -> Coordinator:
-        """The coordinator as it was kept; a new one if none was. Raises ConfigError for a file that can't be read."""
+    def load(
+        self, config: CoordinatorConfig, names: Callable[[Peer], tuple[str, str]], now: float | None = None
+    ) -> Coordinator:
+        """The coordinator as it was kept; a new one if none was. `names` and `now` are the Coordinator's. Raises
+        ConfigError for a file that can't be read."""
         try:
             rows = self._file.execute("SELECT section, key, value FROM kept").fetchall()
             self._written = {(section, key): bytes(value) for section, key, value in rows}
@@ -65,13 +68,13 @@ class Journal:
             for (section, key), value in self._written.items():
                 kept[section][key] = msgpack.unpackb(value)
             if not kept["facts"]:
-                return Coordinator(config, names_of)
+                return Coordinator(config, names, now=now)
             nodes = kept["nodes"].values()
             placement = restore(config.placement, kept["facts"][""], nodes, [each[1] for each in kept["jobs"].values()])
             jobs = [ClientJob(JobId(key), each[0]["name"], each[0]["uid"]) for key, each in kept["jobs"].items()]
             answers = {JobId(key): Answered(**each) for key, each in kept["answers"].items()}
             in_order = dict(sorted(answers.items(), key=lambda item: item[1].number))
-            return Coordinator(config, names_of, placement=placement, jobs=jobs, answers=in_order)
+            return Coordinator(config, names, placement=placement, jobs=jobs, answers=in_order, now=now)
         except (sqlite3.Error, KeyError, TypeError, ValueError, IndexError, msgpack.UnpackException) as error:
             raise ConfigError(
                 f"{self.path} can't be read: {type(error).__name__}: {error}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import logging
+import pwd
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -19,21 +21,11 @@ from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.coordinator.journal import Journal
 from gpumux.coordinator.loop import CoordinatorLoop
 from gpumux.coordinator.metrics import serve_metrics
-from gpumux.coordinator.names import names_of
 from gpumux.daemon import logs
 from gpumux.daemon.config_reload import wire_limits
-from gpumux.daemon.main import (
-    EX_CONFIG,
-    EX_OK,
-    EX_SOFTWARE,
-    EX_TEMPFAIL,
-    Stopped,
-    StopRequest,
-    curve_keys,
-    hangups,
-    stop_signals,
-)
-from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.daemon.main import StopRequest, curve_keys, hangups, served, stop_signals
+from gpumux.errors import ConfigError
+from gpumux.types import Peer
 from gpumux.wire import endpoint
 from gpumux.wire.endpoint import COORDINATOR, resolve_coordinator
 from gpumux.wire.router import Router
@@ -43,6 +35,22 @@ log = logging.getLogger("gpumux.coordinator")
 
 Follow = Callable[[Sequence[DaemonAddress]], None]
 Membership = Callable[[Follow], AbstractContextManager[Any]]
+
+
+def names_of(peer: Peer) -> tuple[str, str]:
+    """The user and its main group as the system names them, by number where it has no name; of a CURVE key the key's
+    name for both. Quotas, weights and fair shares count by them."""
+    if peer.key:
+        return peer.key, peer.key
+    try:
+        user = pwd.getpwuid(peer.uid).pw_name
+    except KeyError:
+        user = str(peer.uid)
+    try:
+        group = grp.getgrgid(peer.gid).gr_name
+    except (KeyError, OverflowError):
+        group = str(peer.gid)
+    return user, group
 
 
 def run(
@@ -56,24 +64,11 @@ def run(
     stop = StopRequest()
     with stop_signals(stop.ask, signal.SIG_IGN):
         logs.set_up(config.log_level, config.log_format)
-        try:
-            with ExitStack() as stack:
-                serve(config, cluster, stack, stop, again, membership)
-        except Stopped:
-            return EX_OK
-        except EndpointBusy as error:
-            log.error("%s", error)
-            return EX_TEMPFAIL
-        except ConfigError as error:
-            log.error("%s", error)
-            return EX_CONFIG
-        except GpumuxError as error:
-            log.error("%s: %s", type(error).__name__, error)
-            return EX_SOFTWARE
-        except Exception:
-            log.critical("internal error, the coordinator ends; jobs go on where they run", exc_info=True)
-            return EX_SOFTWARE
-    return EX_OK
+        return served(
+            lambda stack: serve(config, cluster, stack, stop, again, membership),
+            log,
+            "the coordinator ends; jobs go on where they run",
+        )
 
 
 def serve(
@@ -94,7 +89,7 @@ def serve(
         stack.callback(journal.close)
     else:
         log.warning("without --state-dir nothing is kept over a restart: jobs then go on, but are not placed anew")
-    coordinator = Coordinator(settings, names_of) if journal is None else journal.load(settings)
+    coordinator = Coordinator(settings, names_of) if journal is None else journal.load(settings, names_of)
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()

@@ -145,9 +145,16 @@ def run(config: Config, *, last: bool = False, again: Callable[[], Config] | Non
 
 def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> int:
     logs.set_up(config.log_level, config.log_format)
+    # After a bug the daemon ends: otherwise clients would wait for answers that never come.
+    return served(lambda stack: serve(config, stack, stop, reload, again), log, "the daemon ends")
+
+
+def served(serve: Callable[[ExitStack], None], log: logging.Logger, end: str) -> int:
+    """Have a daemon, or a coordinator, serve until its end; the exit code. Errors are logged, a bug as `end`. What
+    `serve` puts on the stack is closed."""
     try:
         with ExitStack() as stack:
-            serve(config, stack, stop, reload, again)
+            serve(stack)
     except Stopped:
         return EX_OK
     except EndpointBusy as error:
@@ -163,8 +170,7 @@ def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], 
         log.error("%s: %s", type(error).__name__, error)
         return EX_SOFTWARE
     except Exception:
-        # After a bug the daemon ends: otherwise clients would wait for answers that never come.
-        log.critical("internal error, the daemon ends", exc_info=True)
+        log.critical("internal error, %s", end, exc_info=True)
         return EX_SOFTWARE
     return EX_OK
 

@@ -153,17 +153,7 @@ class DayByMessages(Day):
     def start_again(self) -> None:
         self.up = True
         self.journal = Journal(self.directory)
-        kept = self.journal.load(self.config)
-        self.use(
-            Coordinator(
-                self.config,
-                names_of,
-                placement=kept.placement,
-                jobs=kept.jobs.values(),
-                answers=dict(kept.answers),
-                now=self.now,
-            )
-        )
+        self.use(self.journal.load(self.config, names_of, self.now))
         self._wake_at = inf
         for node in range(self.nodes):
             self.join(node)

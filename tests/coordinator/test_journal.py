@@ -13,7 +13,7 @@ import pytest
 from gpumux.cluster.events import DeviceFacts
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig, DaemonFound
 from gpumux.coordinator.journal import NAME, Journal
-from gpumux.coordinator.names import names_of
+from gpumux.coordinator.main import names_of
 from gpumux.errors import ConfigError
 from gpumux.types import Peer, SessionId
 from gpumux.wire import messages as msg
@@ -43,7 +43,7 @@ def rows(directory: Path) -> dict[tuple[str, str], bytes]:
 
 def open_and_load(directory: Path) -> Coordinator:
     with closing(Journal(directory)) as opened:
-        return opened.load(CONFIG)
+        return opened.load(CONFIG, names_of)
 
 
 def test_what_was_kept_is_there_again(tmp_path: Path):
@@ -52,7 +52,7 @@ def test_what_was_kept_is_there_again(tmp_path: Path):
     journal.keep(made)
     journal.close()
     again = Journal(tmp_path)
-    found = again.load(CONFIG)
+    found = again.load(CONFIG, names_of)
     assert list(found.jobs) == list(made.jobs) == [f"{1:032x}"]
     (job,) = found.placement.jobs.values()
     assert (job.request, job.number, job.submitted_at) == (made.placement.jobs[job.id].request, 2, 4.0)
@@ -64,7 +64,7 @@ def test_what_was_kept_is_there_again(tmp_path: Path):
     kept = rows(tmp_path)
     made.handle(None, 6.0)
     journal = Journal(tmp_path)
-    journal.load(CONFIG)
+    journal.load(CONFIG, names_of)
     journal.keep(made)  # the clock alone has changed, so nothing is written
     journal.close()
     assert rows(tmp_path) == kept
