@@ -34,6 +34,7 @@
     +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- RankLost                a process of a measured group did not come, ended or stopped answering
     +-- EndpointBusy            another daemon holds the endpoint or device
+    +-- StateNotKept            a coordinator can't write its state, and ends
     +-- BuildFailed             the core can't be compiled
     +-- TrialFailed             a trial of a sweep: the user's factory, data, step or score raises
 
@@ -202,6 +203,10 @@ class RankLost(GpumuxError):
 
 class EndpointBusy(GpumuxError):
     code = "endpoint_busy"
+
+
+class StateNotKept(GpumuxError):
+    code = "state_not_kept"
 
 
 class BuildFailed(GpumuxError):

@@ -141,11 +141,13 @@ class PlacementConfig:
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
     """The node's daemons can be reached. One that is new runs none of our jobs; one that is known and has the same
-    devices takes jobs again if it drained. `host`: its machine, which other nodes may share, "" if none does."""
+    devices takes jobs again if it drained. `host`: its machine, which other nodes may share, "" if none does.
+    `draining`: it gets no jobs until it joins again without this."""
 
     node: str
     devices: tuple[DeviceFacts, ...]
     host: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

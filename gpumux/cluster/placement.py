@@ -111,7 +111,10 @@ class ClusterPlacement:
     def _node_joined(self, event: ev.NodeJoined) -> None:
         known = self.nodes.get(event.node)
         if known is not None and tuple(device.facts for device in known.devices) == event.devices:
-            known.draining = known.said_empty = False
+            if event.draining:
+                self._node_draining(event.node)
+            else:
+                known.draining = known.said_empty = False
             return
         self._node_lost(event.node)
         self.add_node(event)
@@ -119,7 +122,7 @@ class ClusterPlacement:
     def add_node(self, joined: ev.NodeJoined) -> ClusterNode:
         """Enter a node that is not known."""
         devices = [ClusterDevice(DeviceId(joined.node, i), facts) for i, facts in enumerate(joined.devices)]
-        node = self.nodes[joined.node] = ClusterNode(joined.node, devices, joined.host or joined.node)
+        node = self.nodes[joined.node] = ClusterNode(joined.node, devices, joined.host or joined.node, joined.draining)
         self.devices |= {device.id: device for device in devices}
         return node
 

@@ -83,8 +83,7 @@ def restore(
         devices = tuple(
             DeviceFacts(memory, most, frozenset(map(Priority, classes))) for memory, most, classes in data["devices"]
         )
-        node = placement.add_node(NodeJoined(data["name"], devices, data["host"]))
-        node.draining = bool(data["draining"])
+        placement.add_node(NodeJoined(data["name"], devices, data["host"], bool(data["draining"])))
     for data in sorted(jobs, key=lambda each: int(each["number"])):
         job = _job(data, placement.now)
         placement.jobs[job.id] = job

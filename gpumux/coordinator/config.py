@@ -40,6 +40,8 @@ OF_DAEMONS: Final = ("endpoint", "name", "host")
 OF_PLACEMENT: Final = tuple(
     field.name for field in fields(PlacementConfig) if field.name not in ("quotas", "group_quotas", "weights")
 )
+MOST_TEXT: Final = 200  # characters of a name or an endpoint: messages carry them
+MOST_WEIGHT: Final = 1e6
 OF_QUOTAS: Final = tuple(field.name for field in fields(Quota))
 
 
@@ -83,12 +85,15 @@ def load(path: Path, *, daemons: bool = True) -> ClusterFile:
     if "choice" in values:
         values["choice"] = _choice(values["choice"], f"{path}: [placement] choice")
     for name, value in values.items():
-        if name != "choice" and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ConfigError(f"{path}: [placement] {name} is {value!r}", "write a number")
+        if name != "choice" and not _is_number(value):
+            raise ConfigError(f"{path}: [placement] {name} is {_short(value)}", "write a number")
     weights = _table(tables, "weights", f"{path}: [weights]")
     for name, value in weights.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{path}: [weights] {name} is {value!r}", "write a number above 0")
+        if not _is_number(value) or not 1 / MOST_WEIGHT <= value <= MOST_WEIGHT:
+            raise ConfigError(
+                f"{path}: [weights] {name} is {_short(value)}",
+                f"write a number from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}",
+            )
     placement = PlacementConfig(
         **values,
         quotas=_quotas(quotas, "users", path),
@@ -103,8 +108,11 @@ def _daemon(entry: Any, where: str) -> DaemonAddress:
         raise ConfigError(f"{where} is {entry!r}", 'write [[daemons]] and endpoint = "..." below it')
     _known(entry, OF_DAEMONS, where)
     for name, value in entry.items():
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{where} {name} is {value!r}", "write a text in quotes")
+        if not isinstance(value, str) or not value.isprintable() or not 1 <= len(value) <= MOST_TEXT:
+            raise ConfigError(
+                f"{where} {name} is {_short(value)}",
+                f"write a text in quotes, of 1 to {MOST_TEXT} printable characters",
+            )
     if "endpoint" not in entry:
         raise ConfigError(f"{where} has no endpoint", "write ipc:///path/to/gpumux.sock or tcp://address:port")
     return address(**entry)
@@ -141,6 +149,17 @@ def _quotas(tables: Mapping[str, Any], kind: str, path: Path) -> dict[str, Quota
                 raise ConfigError(f"{where} {limit} is {value!r}", "write a whole number of 0 or more")
         found[name] = Quota(**body)
     return found
+
+
+def _is_number(value: Any) -> bool:
+    """TOML's whole numbers may have any number of digits, too many for a float."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63)
+
+
+def _short(value: Any) -> str:
+    return (
+        repr(value)[:MOST_TEXT] if not isinstance(value, int) or abs(value) < 1 << 63 else "a number of too many digits"
+    )
 
 
 def _choice(value: Any, where: str) -> DeviceChoice:

@@ -172,19 +172,20 @@ class Answered:
 
 
 class Coordinator:
-    """`names(peer)`: the user and the group by which a peer's jobs are counted. `placement`, `jobs` and `answers`: of a
-    coordinator that is started again; `now`: of its clock, by default as it was then. Daemons and clients have their
-    whole time to be heard of again."""
+    """`names(peer)`: the user and the group by which a peer's jobs are counted. `placement`, `jobs`, `answers` and
+    `drained` (nodes): of a coordinator that is started again; `now`: of its clock, by default as it was then. Daemons
+    and clients have their whole time to be heard of again."""
 
     def __init__(
         self, config: CoordinatorConfig, names: Callable[[Peer], tuple[str, str]], *,
         placement: ClusterPlacement | None = None, jobs: Iterable[ClientJob] = (),
-        answers: dict[JobId, Answered] | None = None, now: float | None = None,
+        answers: dict[JobId, Answered] | None = None, drained: Iterable[str] = (), now: float | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.placement = placement or ClusterPlacement(config.placement)
         self.jobs = {job.id: job for job in jobs}
         self.answers: OrderedDict[JobId, Answered] = OrderedDict(answers or {})
+        self.drained = set(drained)  # nodes, also those that are lost: they join again as they were
         self.daemons: dict[str, DaemonRecord] = {}
         self.counts = {"submitted": 0, "started": 0, "moved": 0, "done": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._names = names
@@ -302,7 +303,7 @@ class Coordinator:
                 self._note(f"node {found.node} is back")
         else:
             self._note(f"node {found.node} joined: {found.facts.memory_bytes / 2**30:.1f} GiB at {found.endpoints[0]}")
-            self._feed(ev.NodeJoined(found.node, (found.facts,), found.host))
+            self._feed(ev.NodeJoined(found.node, (found.facts,), found.host, found.node in self.drained))
         for job in self.jobs.values():  # of a coordinator that was started again, and did not know the endpoint yet
             placed = self.placement.jobs[job.id]
             if placed.phase is JobPhase.RUNNING and job.told != placed.attempt:
@@ -317,6 +318,7 @@ class Coordinator:
     def _daemon_left(self, left: DaemonLeft) -> None:
         if self.daemons.pop(left.node, None) is None:
             return
+        self.drained.discard(left.node)
         self._note(f"node {left.node} left: {left.reason}")
         self._feed(ev.NodeLost(left.node))
 
@@ -519,16 +521,20 @@ class Coordinator:
     def _drain(self, session: SessionId, peer: Peer, m: msg.DrainNode) -> None:
         if not self.config.access.may_operate(peer):
             raise AccessDenied("only an operator may drain nodes", "ask one: operator in [access.rules]")
-        nodes = [node for node in self.placement.nodes.values() if m.node in (node.name, node.host)]
-        if not nodes:
+        names = [daemon.node for daemon in self.daemons.values() if m.node in (daemon.node, daemon.host)]
+        if not names:
             raise AdmissionRefused(f"the cluster has no node {m.node[:80]!r}", "`gpumux cluster status` lists them")
         self._tell(session, msg.Done(m.ref))
-        for node in nodes:
+        for name in names:
+            node = self.placement.nodes.get(name)
             if m.drain:
-                self._feed(ev.NodeDraining(node.name))
+                self.drained.add(name)
+                self._feed(ev.NodeDraining(name))
             else:
+                self.drained.discard(name)
+            if not m.drain and node is not None:
                 facts = tuple(device.facts for device in node.devices)
-                self._feed(ev.NodeJoined(node.name, facts, node.host))
+                self._feed(ev.NodeJoined(name, facts, node.host))
 
     def _explain(self, session: SessionId, peer: Peer, m: msg.ExplainJob) -> None:
         job = self._governed(peer, m.job)

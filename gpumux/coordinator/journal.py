@@ -18,16 +18,17 @@ import msgpack
 
 from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.coordinator.core import Answered, ClientJob, Coordinator, CoordinatorConfig
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, EndpointBusy, StateNotKept
 from gpumux.types import JobId, Peer
 
 NAME: Final = "cluster.sqlite"
 VERSION: Final = 1
-SECTIONS: Final = ("facts", "nodes", "jobs", "answers")
+SECTIONS: Final = ("facts", "nodes", "jobs", "answers", "drained")
 
 
 class Journal:
-    """The file in `directory`. Raises ConfigError if it can't be opened, or another coordinator uses it."""
+    """The file in `directory`. Raises EndpointBusy if another coordinator uses it, and ConfigError for any other reason
+    why it can't be opened."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
@@ -45,9 +46,13 @@ class Journal:
             self._file.execute("COMMIT")
             found: int = self._file.execute("PRAGMA user_version").fetchone()[0]
         except (OSError, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise EndpointBusy(
+                    f"another coordinator uses {self.path}", "stop it first, or give this one another --state-dir"
+                ) from error
             raise ConfigError(
                 f"{self.path} can't be opened: {error}",
-                "see that no other coordinator uses it, that it is this user's, and that there is room on the disk",
+                "see that it is this user's, and that there is room on the disk",
             ) from error
         if found not in (0, VERSION):
             raise ConfigError(
@@ -74,7 +79,9 @@ class Journal:
             jobs = [ClientJob(JobId(key), each[0]["name"], each[0]["uid"]) for key, each in kept["jobs"].items()]
             answers = {JobId(key): Answered(**each) for key, each in kept["answers"].items()}
             in_order = dict(sorted(answers.items(), key=lambda item: item[1].number))
-            return Coordinator(config, names, placement=placement, jobs=jobs, answers=in_order, now=now)
+            return Coordinator(
+                config, names, placement=placement, jobs=jobs, answers=in_order, drained=kept["drained"], now=now
+            )
         except (sqlite3.Error, KeyError, TypeError, ValueError, IndexError, msgpack.UnpackException) as error:
             raise ConfigError(
                 f"{self.path} can't be read: {type(error).__name__}: {error}",
@@ -82,7 +89,7 @@ class Journal:
             ) from error
 
     def keep(self, coordinator: Coordinator) -> None:
-        """Write what has changed since the last call. Raises ConfigError if it can't be written: nothing may be sent
+        """Write what has changed since the last call. Raises StateNotKept if it can't be written: nothing may be sent
         then."""
         found = self._data(coordinator)
         changed = [key for key, value in found.items() if self._written.get(key) != value]
@@ -97,7 +104,7 @@ class Journal:
             self._file.executemany("DELETE FROM kept WHERE section = ? AND key = ?", gone)
             self._file.execute("COMMIT")
         except sqlite3.Error as error:
-            raise ConfigError(
+            raise StateNotKept(
                 f"{self.path} can't be written: {error}", "make room on its disk, and start the coordinator again"
             ) from error
         self._written = found
@@ -115,6 +122,8 @@ class Journal:
         for name, answer in coordinator.answers.items():
             key = "answers", str(name)
             found[key] = self._written.get(key) or pack(asdict(answer))  # an answer never changes
+        for name in coordinator.drained:
+            found["drained", name] = pack(None)
         return found
 
 

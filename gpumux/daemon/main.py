@@ -1,10 +1,10 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
 Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair
-(every client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't
-be had. SIGHUP has the configuration read again (daemon/config_reload.py). SIGTERM and SIGINT ask for a clean stop, at
-any time from the first line of `run` on; more of them change nothing, since stopping is bounded (drain_s, and 10 s for
-the device), and SIGKILL ends it at once.
+(every client was told), 75 the endpoint, the metrics port or the state is another's, or a coordinator can't write its
+state, 78 the configuration is wrong or the device can't be had. SIGHUP has the configuration read again
+(daemon/config_reload.py). SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of
+them change nothing, since stopping is bounded (drain_s, and 10 s for the device), and SIGKILL ends it at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gpumux.daemon.systemd import ServiceManager
 from gpumux.device import registry
 from gpumux.device.base import Device
 from gpumux.device.workers import confinement
-from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
+from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError, StateNotKept
 from gpumux.metrics.gauges import GaugeCollector
 from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
@@ -157,7 +157,7 @@ def served(serve: Callable[[ExitStack], None], log: logging.Logger, end: str) ->
             serve(stack)
     except Stopped:
         return EX_OK
-    except EndpointBusy as error:
+    except (EndpointBusy, StateNotKept) as error:
         log.error("%s", error)
         return EX_TEMPFAIL
     except ConfigError as error:

@@ -442,3 +442,43 @@ def test_a_daemon_that_is_back_with_a_little_less_memory_is_the_same_and_with_ha
     cluster.happen(DaemonAway(placed.nodes[0], "it is gone"))
     cluster.found(placed.nodes[0], gib=8)
     assert not cluster.coordinator.jobs  # it could not be moved
+
+
+def test_a_low_job_that_leaves_for_another_users_high_one_is_told_no_id_of_it():
+    cluster = Cluster(nodes=1)
+    cluster.connect("s")
+    cluster.connect("t", 1001)
+    cluster.place("s", nbytes=10 * GIB)
+    cluster.place("t", OTHER, 1001, priority=1, nbytes=10 * GIB)
+    (asked,) = [m for to, m in cluster.told if to == "s" and isinstance(m, msg.VacateDevices)]
+    assert "of another user" in asked.reason
+    assert OTHER not in asked.reason
+
+
+def test_a_node_that_drains_still_drains_when_its_daemon_is_back(cluster: Cluster):
+    cluster.connect("root", 0)
+    assert cluster.say("root", msg.DrainNode(3, "n0", True), 0) == [msg.Done(3)]
+    cluster.happen(DaemonAway("n0", "it is gone"))
+    cluster.pass_time(100.0)
+    assert "n0" not in cluster.coordinator.placement.nodes
+    assert cluster.say("root", msg.DrainNode(4, "n1", True), 0) == [msg.Done(4)]
+    cluster.place("s")
+    before = len(cluster.orders)
+    cluster.found("n0", gib=8)  # also with another device
+    assert len(cluster.orders) == before  # nothing is reserved there, not even for a moment
+    assert cluster.phase() == "waiting"
+    assert cluster.say("root", msg.DrainNode(5, "n0", False), 0) == [msg.Done(5)]
+    assert cluster.phase() == "running"
+
+
+def test_a_node_that_is_lost_can_be_drained_before_it_is_back_and_has_no_drain_once_it_left(cluster: Cluster):
+    cluster.connect("root", 0)
+    for drain in (True, False, True):
+        cluster.happen(DaemonAway("n0", "it is gone"))
+        cluster.pass_time(100.0)
+        assert cluster.say("root", msg.DrainNode(3, "host of n0", drain), 0) == [msg.Done(3)]
+        cluster.found("n0")
+        assert cluster.coordinator.placement.nodes["n0"].draining is drain
+    cluster.happen(DaemonLeft("n0", "it is no longer one of the cluster's daemons"))
+    cluster.found("n0")
+    assert not cluster.coordinator.placement.nodes["n0"].draining

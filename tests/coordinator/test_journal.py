@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
 
 from gpumux.cluster.events import DeviceFacts
-from gpumux.coordinator.core import Coordinator, CoordinatorConfig, DaemonFound
+from gpumux.coordinator.core import Coordinator, CoordinatorConfig, DaemonAway, DaemonFound
 from gpumux.coordinator.journal import NAME, Journal
 from gpumux.coordinator.main import names_of
-from gpumux.errors import ConfigError
+from gpumux.daemon.main import EX_TEMPFAIL, served
+from gpumux.errors import ConfigError, EndpointBusy, StateNotKept
 from gpumux.types import Peer, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Incoming, Opened
@@ -82,9 +85,8 @@ def test_what_is_over_is_no_longer_kept(tmp_path: Path):
 
 def test_another_coordinator_can_not_use_it(tmp_path: Path):
     journal = Journal(tmp_path)
-    with pytest.raises(ConfigError, match="can't be opened") as caught:
+    with pytest.raises(EndpointBusy, match="another coordinator uses"):
         Journal(tmp_path)
-    assert "no other coordinator uses it" in caught.value.remedy
     journal.close()
     Journal(tmp_path).close()
 
@@ -131,6 +133,40 @@ def test_a_disk_that_is_full_stops_the_coordinator(tmp_path: Path):
     for at in range(2, 200):
         place = msg.PlaceJob(1, f"{at:032x}", "x" * 300, 0, 1, 1 << 40, ["p"], 2, True, 0)
         made.handle(Incoming(SessionId("s"), ME, place, []), 10.0 + at)
-    with pytest.raises(ConfigError, match="can't be written"):
+    with pytest.raises(StateNotKept, match="can't be written") as caught:
         journal.keep(made)
     journal.close()
+
+    def fail(stack: ExitStack) -> None:
+        raise caught.value
+
+    assert served(fail, logging.getLogger("test"), "") == EX_TEMPFAIL  # which systemd answers by a new start
+
+
+def test_an_answer_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """There are thousands of them, and each happening looks at all that is kept."""
+    journal, made = Journal(tmp_path), filled()
+    journal.keep(made)
+    packed: list[Any] = []
+    monkeypatch.setattr(msgpack, "packb", lambda value: packed.append(value) or b"")
+    made.handle(None, 6.0)
+    with suppress(StateNotKept):
+        journal.keep(made)
+    journal.close()
+    assert len(made.answers) == 1
+    assert packed
+    assert not [value for value in packed if isinstance(value, dict) and "outcome" in value]
+
+
+def test_nodes_that_drain_are_known_again(tmp_path: Path):
+    made = filled()
+    made.handle(Incoming(SessionId("s"), Peer(0, 0, 1), msg.DrainNode(3, "n", True), []), 6.0)
+    made.handle(DaemonAway("n", "gone"), 7.0)
+    made.handle(None, 100.0)
+    assert "n" not in made.placement.nodes
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(made)
+    found = open_and_load(tmp_path)
+    assert found.drained == {"n"}
+    found.handle(DaemonFound("n", "h", ("ipc:///n",), DeviceFacts(1 << 30)), 101.0)
+    assert found.placement.nodes["n"].draining

@@ -69,6 +69,7 @@ class CoordinatorLink:
         self._inbox: deque[Any] = deque()
         self._session: Session | None = None
         self._stop = threading.Event()
+        self._told = threading.Event()  # the coordinator was told of the end, if it could be
         self._recovery: weakref.ref[Recovery] | None = None
         self._unwanted = False  # the coordinator that came back refused it
         self._moving = False  # a thread does what was ordered
@@ -145,6 +146,7 @@ class CoordinatorLink:
                 self._stop.wait(EXPLAIN_S)
             self._read_inbox()
             self._explain()
+        self._told.wait()
         if self._session is not None:
             self._session.close()
 
@@ -161,12 +163,12 @@ class CoordinatorLink:
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
+            if message is None:  # the job was dropped without close()
+                self.ended("its client dropped it")
+                continue
             with self._changed:
                 state = self._state
-                if message is None:  # the job was dropped without close()
-                    self._stop.set()
-                    self._post_end("its client dropped it")
-                elif isinstance(message, m.JobPlaced):
+                if isinstance(message, m.JobPlaced):
                     self._post(state.placed(message))
                 elif isinstance(message, m.VacateDevices):
                     self._post(state.vacate(message))
@@ -382,6 +384,8 @@ class CoordinatorLink:
                 session.wait(lambda: asked.reply() is not None, ANSWER_S)
         except GpumuxError as error:
             log.info("job %r ended without its coordinator's word: %s", self._request.name, error)
+        finally:
+            self._told.set()
         if session is not None:
             session.close()
 
