@@ -70,8 +70,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_placed_job_is_the_plain_loop(
-    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
-):
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    caplog.set_level("INFO", logger="gpumux.client")
     monkeypatch.setenv("GPUMUX_CLUSTER", coordinator.endpoint)
     run = placed(conv_sgd(SEED), coordinator, daemons[0], urgency=3, cluster="auto")
     with run.job:
@@ -84,6 +86,7 @@ def test_a_placed_job_is_the_plain_loop(
     assert known.programs
     assert coordinator.hear(m.PlacedJobEnded).fault == ""
     coordinator.hear_session_end()
+    assert not [line for line in lines(caplog) if "without its coordinator's word" in line]
 
 
 @pytest.mark.parametrize("rng", ["own", "client"])
