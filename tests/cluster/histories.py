@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 
 from tests.cluster.mistakes import MISTAKES, put_in
 from tests.cluster.world import World
@@ -26,10 +27,11 @@ def main() -> int:
     arguments.add_argument("--replay", type=int)
     arguments.add_argument("--mistake", choices=MISTAKES)
     args = arguments.parse_args()
-    if args.mistake is not None:
-        put_in(args.mistake)
-    if args.replay is not None:
-        return replay(args.replay)
+    with nullcontext() if args.mistake is None else put_in(args.mistake):
+        return replay(args.replay) if args.replay is not None else search(args)
+
+
+def search(args: argparse.Namespace) -> int:
     began = said = time.monotonic()
     broken = 0
     met: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 
 from gpumux.cluster import jobs, placement, shares
@@ -62,16 +63,23 @@ MISTAKES: dict[str, tuple[ModuleType, str, str]] = {
 }  # fmt: skip
 
 
-def put_in(name: str) -> None:
-    """Change the functions of the module in place, wherever they were imported to."""
+@contextmanager
+def put_in(name: str) -> Iterator[None]:
+    """Change the functions of the module in place, wherever they were imported to, until the end of the block."""
     module, old, new = MISTAKES[name]
     source = inspect.getsource(module)
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
     changed = dict(vars(module))
     exec(compile(source.replace(old, new), module.__file__ or "", "exec"), changed)  # noqa: S102 - our own text
     there = dict(_functions(vars(module), module.__name__))
-    for key, function in _functions(changed, module.__name__):
-        there[key].__code__ = function.__code__
+    right = {key: function.__code__ for key, function in there.items()}
+    try:
+        for key, function in _functions(changed, module.__name__):
+            there[key].__code__ = function.__code__
+        yield
+    finally:
+        for key, function in there.items():
+            function.__code__ = right[key]
 
 
 def _functions(namespace: dict[str, object], module: str) -> Iterator[tuple[str, FunctionType]]:

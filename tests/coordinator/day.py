@@ -66,6 +66,7 @@ class DayByMessages(Day):
         self.requests: dict[JobId, ClusterJob] = {}  # jobs that their clients have not left yet
         self.opening: dict[JobId, int] = {}  # attempts
         self.over: set[JobId] = set()
+        self.connected: set[JobId] = set()  # jobs whose clients have a session with this coordinator
         self.killed: Counter[str] = Counter()
         random = self.random = Random(f"kills/{seed}")
         self.unsent_kills = kills // 2
@@ -147,6 +148,7 @@ class DayByMessages(Day):
         self.killed[when] += 1
         self.up = False
         self.life += 1
+        self.connected.clear()
         self.journal.close()
         self._at(self.now + BACK_S, self.start_again)
 
@@ -180,6 +182,7 @@ class DayByMessages(Day):
             PLACE, job, "a job", int(request.priority), request.devices, request.memory_bytes, list(request.programs),
             request.urgency, request.movable, attempt,
         )  # fmt: skip
+        self.connected.add(job)
         self.happen(Opened(arrival.session, arrival.peer, HELLO, False))
         self.happen(self.message(job, place))
         if job in self.over:
@@ -235,7 +238,8 @@ class DayByMessages(Day):
         job = running.job.request.id
         assert job not in self.over, f"{job} ends twice"
         self.over.add(job)
-        self.happen(self.message(job, msg.PlacedJobEnded(ENDED, job, "")))
+        if job in self.connected:  # otherwise it is said when it has come back
+            self.happen(self.message(job, msg.PlacedJobEnded(ENDED, job, "")))
 
     def _leave(self, running: Running) -> None:
         """The client leaves the job's daemons at once."""
