@@ -568,6 +568,8 @@ class Tracer:
         if stuck and may_change and not moves:
             for switch in switches:
                 switch.put(switch.new)
+            for numbers in replays:  # what the step keeps beside it: [count, value computed for that count]
+                numbers.run(iter([expr.value for expr in numbers.exprs]))
             return raw, True
         for change in changes:
             change.restore()

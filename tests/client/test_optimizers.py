@@ -37,6 +37,32 @@ class Custom(torch.optim.Optimizer):
                 p.data.add_(state["m"], alpha=-group["lr"] * correction)
 
 
+class Cached(torch.optim.Optimizer):
+    """Numbers of a step are computed for its first parameter, and kept in the group for the others: [count, decay,
+    size] in turn, as AdaBelief and the first RAdam do it."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "cached": [[None, None, None] for _ in range(3)]})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["m"] = torch.zeros_like(p.data)
+                state["step"] += 1
+                cached = group["cached"][state["step"] % 3]
+                if state["step"] == cached[0]:
+                    decay, size = cached[1], cached[2]
+                else:
+                    cached[0] = state["step"]
+                    decay = cached[1] = 0.9 ** state["step"]
+                    size = cached[2] = math.sqrt(1.0 - decay) if decay < 0.6 else 1.0 - decay
+                state["m"].mul_(decay).add_(p.grad.data)
+                p.data.add_(state["m"], alpha=-group["lr"] * size)
+
+
 optim = torch.optim
 OPTIMIZERS = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -62,6 +88,7 @@ OPTIMIZERS = {
     "asgd": lambda p: optim.ASGD(p, lr=0.05),
     "asgd-averaging": lambda p: optim.ASGD(p, lr=0.05, t0=9, lambd=1e-2, alpha=0.6, foreach=True),
     "custom": Custom,
+    "cached": Cached,
 }
 
 
