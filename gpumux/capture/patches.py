@@ -15,9 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
+from torch.fx.experimental import sym_node
 from torch.nn.parallel import DistributedDataParallel
 
 from gpumux.capture.gpu.loss_scaling import Scaling
@@ -98,6 +100,15 @@ def _hash(self: Any) -> int:
 
 
 _HASH: Callable[[Any], int] = torch.SymFloat.__hash__
+
+
+def _operand_of_symbols(node: Any, number: Any) -> Any:
+    """Replaces torch's to_node, for which members of an IntEnum are no numbers: a lifted number would equal none of
+    them."""
+    return _TO_NODE(node, int(number) if isinstance(number, Enum) and isinstance(number, int) else number)
+
+
+_TO_NODE = sym_node.to_node
 
 
 def _refuse_seed(*_: Any, **__: Any) -> None:
@@ -266,6 +277,7 @@ def patched(
         (builtins, "print", here(print, _quiet_print)),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.SymFloat, "__hash__", _hash),
+        (sym_node, "to_node", _operand_of_symbols),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         *scaling.swaps(),

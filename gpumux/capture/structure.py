@@ -15,7 +15,7 @@ import torch
 
 from gpumux.capture.fetching import is_lost
 from gpumux.capture.state import Part, Place, StateTable
-from gpumux.capture.symbols import Number
+from gpumux.capture.symbols import Number, is_number
 from gpumux.errors import CaptureError
 
 
@@ -216,7 +216,7 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
             place = table.adopt(path, path_name(path, table), value)
             inner[place.buffer] = path_name(path, table)
             return DeviceLeaf(place)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if is_number(value):
             return HostLeaf(classes.var((type(value), repr(value)), value), None)
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)

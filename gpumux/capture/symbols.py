@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy
@@ -153,7 +154,7 @@ class Scope:
             if node.scope is not self:
                 raise _kept()
             return node.expr
-        return self.const(value)
+        return self.const(int(value) if isinstance(value, Enum) else value)
 
 
 class HostNode:
@@ -394,7 +395,13 @@ def _is_number(value: Any, place: str) -> bool:
     if isinstance(value, numpy.generic) and not isinstance(value, (float, str)):
         kind = "bool" if isinstance(value, numpy.bool_) else "float or int"
         raise CaptureError(f"{place} is a numpy.{type(value).__name__}", f"give it as a Python {kind}")
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a float or an int that may be lifted. A member of an enumeration is not: Python decides by
+    which one it is, also with `is`."""
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Enum))
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,7 @@ from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
-from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_symbol
+from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_number, is_symbol
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
@@ -863,7 +863,7 @@ class Tracer:
                 counters.check(value, path)
                 return HostExit(rec.host[key], value.dtype)
             return DeviceExit(rec.view_of(rec.to_fake(value)), path)
-        if is_symbol(value) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        if is_symbol(value) or is_number(value):
             return HostExit(rec.scope.lift(value), None)
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import msgpack
@@ -142,6 +143,8 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_plain(v) and not isinstance(v, (tuple, list)) for v in value)
+    if isinstance(value, Enum):
+        return False  # the script's own is there again
     return value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and abs(value) < 2**63)
 
 

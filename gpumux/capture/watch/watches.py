@@ -27,6 +27,7 @@ import torch
 
 from gpumux.capture.fetching import HOOKS, before_forward
 from gpumux.capture.state import ABSENT, UNRETURNED, Reading, Watch
+from gpumux.capture.symbols import is_number
 from gpumux.errors import CaptureError
 from gpumux.program.ir import Numerics, Op, Program, TensorRef
 from gpumux.program.validate import leaves, op_args
@@ -451,7 +452,7 @@ def _kinds(value: Any, out: list[Any]) -> None:
     elif isinstance(value, torch.Tensor):
         out.append(value.dtype if value.dim() == 0 and value.device.type == "cpu" else value)
     else:
-        out.append("number" if isinstance(value, (int, float)) and kind is not bool else value)
+        out.append("number" if is_number(value) else value)
 
 
 _MODES = "torch's modes"
