@@ -111,6 +111,26 @@ def _operand_of_symbols(node: Any, number: Any) -> Any:
 _TO_NODE = sym_node.to_node
 
 
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Replaces Tensor.__deepcopy__, which copies bytes in Python: optimizers begin their state with copies. Raises
+    CaptureError for one with gaps between its elements, which a copy in a step does not keep."""
+    if id(self) in memo or not self.is_leaf:
+        return _DEEPCOPY(self, memo)
+    copy = self.detach().clone()
+    if copy.stride() != self.stride():
+        raise CaptureError(
+            f"{user_line()} makes a deep copy of a tensor whose elements do not lie side by side", "use x.clone()"
+        )
+    copy.requires_grad_(self.requires_grad)
+    if self.grad is not None:
+        copy.grad = _deepcopy(self.grad, memo)
+    memo[id(self)] = copy
+    return copy
+
+
+_DEEPCOPY: Callable[..., torch.Tensor] = torch.Tensor.__deepcopy__
+
+
 def _refuse_seed(*_: Any, **__: Any) -> None:
     raise CaptureError(
         f"{user_line()} seeds the random generator inside the step",
@@ -278,6 +298,7 @@ def patched(
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.SymFloat, "__hash__", _hash),
         (sym_node, "to_node", _operand_of_symbols),
+        (torch.Tensor, "__deepcopy__", here(torch.Tensor.__deepcopy__, _deepcopy)),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         *scaling.swaps(),

@@ -114,16 +114,22 @@ def bind(schema: RecordedSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def functional_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """For an `out=` overload with one output: the overload that makes a new result from the same inputs."""
+    """For an `out=` overload with one output: the overload that makes a new result from the same inputs, and from a
+    type, layout and device where there are no tensors among those (torch.eye)."""
     outs = [a for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
     if len(outs) != 1 or outs[0].name != "out" or len(func._schema.returns) != 1:
         return None
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "out"]
     for name in func.overloadpacket.overloads():
         other: torch._ops.OpOverload = getattr(func.overloadpacket, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and not other._schema.is_mutable:
+        if other._schema.is_mutable or torch.Tag.nondeterministic_seeded in other.tags:
+            continue
+        if [(a.name, str(a.type)) for a in other._schema.arguments if a.name not in _OF_NEW_TENSORS] == wanted:
             return other
     return None
+
+
+_OF_NEW_TENSORS = ("dtype", "layout", "device", "pin_memory")
 
 
 def scalar_overload(
@@ -764,12 +770,26 @@ class Recorder(TorchDispatchMode):
         if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
             functional = functional_overload(func)
             if functional is not None:
-                return self._into(
-                    kwargs["out"], self._device_op(functional, args, {k: v for k, v in kwargs.items() if k != "out"})
-                )
+                out = kwargs["out"]
+                given = {k: v for k, v in kwargs.items() if k != "out"}
+                if not tensors_in((args, given)):
+                    given |= {"dtype": out.dtype, "device": self.device}
+                return self._into(out, self._device_op(functional, args, given))
         if func is aten.mul_.Tensor and not self._gpu and self._rounds_number(*args):
             return self._into(args[0], self._device_op(aten.mul.Tensor, args, kwargs))
-        return self._device_op(func, args, kwargs)
+        return self._device_op(func, self._tensor_first(func, args), kwargs)
+
+    def _tensor_first(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with a tensor in place of a number that comes first (`torch.div(1.0, x)`), where the operator
+        has no form for it: of the type to which torch rounds the number. In a half type it may round it later."""
+        if len(args) < 2 or not (is_symbol(args[0]) or isinstance(args[0], (int, float))):
+            return args
+        others = [each for each in args[1:] if isinstance(each, torch.Tensor)]
+        if not others or str(func._schema.arguments[0].type) != "Tensor":
+            return args
+        expr = self.scope.lift(args[0])
+        dtype = torch.result_type(others[0], expr.value)
+        return args if dtype in _HALF else (self.materialise(expr, dtype), *args[1:])
 
     def _rounds_number(self, into: torch.Tensor, factor: Any) -> bool:
         """Whether `mul_.Scalar`, of the overloads that take numbers the one that rounds them to the tensor's type,
