@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from typing import Any, cast
 
 import torch
@@ -654,3 +657,102 @@ def _orthogonal(found: Tensor) -> Tensor:
 def muon(train: Train) -> Any:
     model = network()
     return _trained(train, model, _Muon(model.parameters()))
+
+
+class _KeptForTheOthers(Optimizer):
+    """RAdam as first published: the numbers of a step, by its count, in a group's buffer."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.9), "buffer": [[None, None, None] for _ in range(3)]})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta, decay = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+                state["exp_avg_sq"].mul_(decay).addcmul_(p.grad.data, p.grad.data, value=1 - decay)
+                state["exp_avg"].mul_(beta).add_(p.grad.data, alpha=1 - beta)
+                state["step"] += 1
+                kept = group["buffer"][int(state["step"] % 3)]
+                if state["step"] == kept[0]:
+                    length, size = kept[1], kept[2]
+                else:
+                    kept[0] = state["step"]
+                    power = decay ** state["step"]
+                    longest = 2 / (1 - decay) - 1
+                    length = kept[1] = longest - 2 * state["step"] * power / (1 - power)
+                    size = 1 / (1 - beta ** state["step"])
+                    if length >= 2:
+                        size *= math.sqrt(1 - power)
+                    kept[2] = size
+                if length >= 2:
+                    p.data.addcdiv_(
+                        state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-size * group["lr"]
+                    )  # fmt: skip
+                else:
+                    p.data.add_(state["exp_avg"], alpha=-size * group["lr"])
+
+
+@idiom(
+    "an optimizer that keeps numbers of a step for its other parameters: group['buffer'] (AdaBelief, the first RAdam)"
+)
+def kept_for_the_others(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _KeptForTheOthers(model.parameters(), lr=1e-2))
+
+
+class _Norm(IntEnum):
+    SIGN = 1
+    ROWS = 2
+
+
+class _ByItsNorm(Optimizer):
+    """SCION in small: which norm bounds an update is an option of the group."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.01, "norm": _Norm.SIGN})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad
+                if group["norm"] == _Norm.SIGN:
+                    update = p.grad.sign()
+                elif group["norm"] == _Norm.ROWS:
+                    update = p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-8)
+                p.add_(update, alpha=-group["lr"])
+
+
+@idiom("an option of the groups that is a member of an IntEnum, by which the optimizer decides (SCION)")
+def by_its_norm(train: Train) -> Any:
+    model = network()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() < 2]
+    return _trained(train, model, _ByItsNorm([{"params": weights, "norm": _Norm.ROWS}, {"params": biases}]))
+
+
+class _FromCopies(Optimizer):
+    """Accelerated SGD in small: its averages begin as deep copies of the parameters."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = copy.deepcopy(p.data)
+                gap = torch.abs(state["average"] - p.data)
+                p.data.addcmul_(p.grad.data, torch.div(1.0, 1.0 + gap), value=-group["lr"])
+                state["average"].mul_(0.9).add_(p.data, alpha=0.1)
+
+
+@idiom("state that begins with copy.deepcopy(p.data), and torch.div(1.0, x) (AccSGD, DiffGrad)")
+def from_copies(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _FromCopies(model.parameters(), lr=1e-2))

@@ -523,6 +523,10 @@ class StepFunction:
             "make them before you submit, or in each step without keeping them",
         )
 
+    def put_back(self) -> None:
+        """Restore what the first trace changed for good, for a step that is refused after all, at a later phase."""
+        self._undo([change.restore for change in self._first_changes or ()])
+
     def _undo(self, undo: Sequence[Callable[[], None]]) -> None:
         if undo:
             self._first_changes = None

@@ -296,6 +296,7 @@ class Job(Generic[Batch]):
                     self._waves.warn(choice.program, self.name)
         except BaseException:
             self._functions.remove(entry)
+            function.put_back()
             raise
         finally:
             self._progress.end()

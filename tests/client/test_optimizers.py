@@ -244,3 +244,23 @@ def test_an_integer_that_is_an_operators_default_may_change(endpoint: str) -> No
             with client.submit(step, example=(x, y), model=model, optimizer=optimizer, endpoint=at) as job:
                 found.append(losses(job.step))
     assert found[1] == found[0]
+
+
+class CachedConstant(Cached):
+    """From the second step on it leaves a constant in its group, which is no formula of a number and can't be kept."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.state[p]["step"] > 1:
+                    group["cached"][2][2] = "later"
+
+
+def test_what_the_first_trace_kept_is_put_back_when_a_later_one_is_refused(endpoint: str) -> None:
+    made = work(CachedConstant)
+    (step, example), group = made.functions[0], made.optimizers[0].param_groups[0]
+    with pytest.raises(errors.NotRepeatable, match=r"\['cached'\]"):
+        client.submit(step, example=example, model=made.models, optimizer=made.optimizers, endpoint=endpoint)
+    assert group["cached"] == [[None, None, None]] * 3
+    assert not made.optimizers[0].state
