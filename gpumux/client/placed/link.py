@@ -36,7 +36,8 @@ from gpumux.wire.endpoint import resolve_coordinator
 log = logging.getLogger("gpumux.client")
 
 EXPLAIN_S: Final = 30.0  # between two lines of the log about why a job waits
-LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one
+LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one, and whether there are new Programs
+MOST_PROGRAMS: Final = 64  # of a job, of which a coordinator takes note
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between attempts to reach the coordinator
 JOIN_S: Final = 60.0  # for the answer to PlaceJob; long, since a session that ends in order gives its job up
 ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
@@ -145,6 +146,8 @@ class CoordinatorLink:
                 self._was_refused(error)
                 self._stop.wait(EXPLAIN_S)
             self._read_inbox()
+            with self._changed:
+                self._tell_programs()
             self._explain()
         self._told.wait()
         if self._session is not None:
@@ -184,6 +187,17 @@ class CoordinatorLink:
             with suppress(GpumuxError):
                 assert self._session is not None
                 self._session.post(notice)
+
+    def _tell_programs(self) -> None:
+        """Tell the coordinator of the job's Programs, if there are others than it was told of: a batch of another shape
+        makes one, and so does a step that is added. It looks at the newest. Needs the lock."""
+        recovery = self._recovery() if self._recovery is not None else None
+        if recovery is None or self._session is None or self._session.dead is not None:
+            return
+        programs = recovery.programs()[-MOST_PROGRAMS:]
+        if programs != self._request.programs:
+            self._request = replace(self._request, programs=programs)
+            self._post([m.ProgramsKnown(self.job, programs)])
 
     def _explain(self) -> None:
         """Log why the job waits, if it has waited for long."""
@@ -241,14 +255,13 @@ class CoordinatorLink:
 
     # ---- JobPlace: what the job asks and says
 
-    def attach(self, recovery: Recovery, programs: list[str]) -> None:
-        """The job was submitted, and runs these Programs: from now on it may be moved."""
+    def attach(self, recovery: Recovery) -> None:
+        """The job was submitted: from now on it may be moved."""
         self.opened()
         self._recovery = weakref.ref(recovery)
         weakref.finalize(recovery, self._inbox.append, None).atexit = False
         with self._changed:
-            self._request = replace(self._request, programs=programs)
-            self._post([m.ProgramsKnown(self.job, programs)])
+            self._tell_programs()
             if recovery.recorder is None and self._request.movable:
                 self._request = replace(self._request, movable=False)
                 log.warning(
