@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from gpumux.client.placed.handover import Handover, take
 from gpumux.client.placed.state import Notice, PlaceState
 from gpumux.client.recovery import LeaveOrder, Recovery, snapshot_interval_s
 from gpumux.client.session import CONNECT_S, Asked, Session
@@ -58,8 +59,12 @@ class CoordinatorLink:
     ) -> None:  # fmt: skip
         """cluster: "auto" or an endpoint. request: what the job asks for; its `attempt` is filled in here. limited: the
         user has limited the job's memory to what is asked for. reconnect_s: how long a job that waits for devices waits
-        for a coordinator that is gone. Raises ConfigError for a malformed endpoint."""
+        for a coordinator that is gone. Raises ConfigError for a malformed endpoint, and for a job that can't have the
+        devices that `gpumux cluster run` holds for it."""
         self._endpoint = resolve_coordinator(cluster)
+        self._held: Handover | None = take(self._endpoint.text, request)  # by `gpumux cluster run`, for this job
+        if self._held is not None:
+            request = replace(request, job=self._held.job, nbytes=self._held.nbytes)
         self._request = request
         self._connect = connect
         self._limited = limited
@@ -301,6 +306,8 @@ class CoordinatorLink:
                 self._raise_answer()
                 state.take()
             endpoints, running, self._accepted = state.endpoints, state.running, False
+            if self._held is not None:
+                endpoints = self._held.local(state.nodes, endpoints)
         try:
             if len(endpoints) != self._request.devices:
                 raise ConfigError(f"{len(endpoints)} daemons were given", f"give {self._request.devices}")
