@@ -14,7 +14,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -89,7 +89,8 @@ class HeldDevices:
 
     def _answer(self, message: Any) -> None:
         if isinstance(message, msg.VacateDevices):
-            self._session.post(msg.DevicesVacated(self.job, message.attempt))
+            with suppress(GpumuxError):  # a coordinator that is gone asks again
+                self._session.post(msg.DevicesVacated(self.job, message.attempt))
 
     def end(self, fault: str) -> None:
         """The script has ended, or was not started: so has the job, whichever process had it last. `fault`: why it

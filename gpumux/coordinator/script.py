@@ -60,7 +60,7 @@ class ScriptCommand:
     uid: int | None = None
 
 
-class Output(NamedTuple):
+class ScriptOutput(NamedTuple):
     """What came since the last time: pieces of STDOUT and STDERR. status: how the script ended, None while it runs: its
     exit status, or less than 0 for the signal. taken: whether it took the devices that were held for it."""
 
@@ -72,7 +72,7 @@ class Output(NamedTuple):
 class RunningScript(Protocol):
     """A script that was started. Any thread may call `signal` while another one reads."""
 
-    def read(self) -> Output:
+    def read(self) -> ScriptOutput:
         """Wait for output or the end, for READ_S seconds at most."""
         ...
 
@@ -114,12 +114,12 @@ class ScriptProcess:
             shutil.rmtree(self._place, ignore_errors=True)
             raise ConfigError(f"the script can't be started: {self._error}", "look at the node's limits") from None
 
-    def read(self) -> Output:
+    def read(self) -> ScriptOutput:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pieces) or self._status is not None, READ_S)
             pieces, self._pieces, self._pending = self._pieces, [], 0
             self._changed.notify_all()
-            return Output(pieces, self._status, not self._handover.exists())
+            return ScriptOutput(pieces, self._status, not self._handover.exists())
 
     def signal(self, number: int) -> None:
         assert self._child is not None

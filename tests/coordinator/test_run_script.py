@@ -18,7 +18,7 @@ from gpumux.cli.main import main
 from gpumux.coordinator import script as scripts
 from gpumux.coordinator.ray.plan import RayNode, node_and_number
 from gpumux.coordinator.run_script import Interrupts, environment_of, follow
-from gpumux.coordinator.script import STDERR, STDOUT, Output, ScriptCommand, ScriptProcess
+from gpumux.coordinator.script import STDERR, STDOUT, ScriptOutput, ScriptCommand, ScriptProcess
 from gpumux.errors import ConfigError
 from tests.client.placed.coordinator import FakeCoordinator, coordinating
 
@@ -40,19 +40,19 @@ def coordinator(place: Path) -> Iterator[FakeCoordinator]:
 class Played:
     """A RunningScript that says what it is told to."""
 
-    def __init__(self, *outputs: Output) -> None:
+    def __init__(self, *outputs: ScriptOutput) -> None:
         self._outputs = iter(outputs)
 
-    def read(self) -> Output:
+    def read(self) -> ScriptOutput:
         return next(self._outputs)
 
 
 def test_output_is_copied_as_it_comes_until_the_script_has_ended():
     out, err, seen = io.BytesIO(), io.BytesIO(), []
     played = Played(
-        Output([(STDOUT, b"a "), (STDERR, b"wrong "), (STDOUT, b"b")], None, False),
-        Output([], None, True),
-        Output([(STDERR, b"end")], -15, True),
+        ScriptOutput([(STDOUT, b"a "), (STDERR, b"wrong "), (STDOUT, b"b")], None, False),
+        ScriptOutput([], None, True),
+        ScriptOutput([(STDERR, b"end")], -15, True),
     )
     ended = follow(played, lambda: seen.append((out.getvalue(), err.getvalue())), out, err)  # type: ignore[arg-type]
     assert ended == (-15, True)

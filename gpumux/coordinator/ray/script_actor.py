@@ -1,6 +1,6 @@
 """A script that runs on a node of a Ray cluster: an actor there has it as its child, and this process follows it.
 
-The actor ends with the process that made it, and the script gets SIGTERM then: a script is not left behind.
+The actor ends with the process that made it, and Ray kills what an actor leaves behind: no script goes on unseen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from gpumux.coordinator.ray.membership import join
 from gpumux.coordinator.ray.plan import NAMESPACE, SHORT, RayNode, name_of, node_and_number, nodes_of
-from gpumux.coordinator.script import Output, ScriptCommand, ScriptProcess
+from gpumux.coordinator.script import ScriptOutput, ScriptCommand, ScriptProcess
 from gpumux.errors import ConfigError, DaemonGone
 
 CALLS: Final = 3  # at a time: a `read`, a signal, and the one after it
@@ -35,7 +35,7 @@ class ScriptActor:
             return error.message, error.remedy
         return "", ""
 
-    def read(self) -> Output:
+    def read(self) -> ScriptOutput:
         assert self._script is not None
         return self._script.read()
 
@@ -135,14 +135,14 @@ class RayScript:
         self._actor = actor
         self._node = node
 
-    def read(self) -> Output:
+    def read(self) -> ScriptOutput:
         try:
-            return Output(*self._ray.get(self._actor.read.remote()))
+            return ScriptOutput(*self._ray.get(self._actor.read.remote()))
         except self._ray.exceptions.RayError as error:
             raise DaemonGone(
                 f"Ray node {self._node.host} ({self._node.id[:SHORT]}), where the script runs, was lost, or its actor:"
                 f" {_line(error)}",
-                "the script has ended with it, or was sent SIGTERM; run it again, and another node is chosen",
+                "the script has ended with it; run it again, and another node is chosen",
             ) from error
 
     def signal(self, number: int) -> None:
