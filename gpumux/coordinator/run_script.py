@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 from gpumux.client.placed.handover import Handover
 from gpumux.client.session import Session
 from gpumux.coordinator.script import STDERR, RunningScript, ScriptCommand, ScriptProcess
-from gpumux.errors import AdmissionRefused, ConfigError, DaemonGone, GpumuxError, JobFailed
+from gpumux.errors import AdmissionRefused, ConfigError, DaemonGone, GpumuxError, JobFailed, UnknownJob
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import CLUSTER_ENVIRONMENT, ENVIRONMENT, Endpoint, parse
 
@@ -68,8 +68,9 @@ class HeldDevices:
         won't be any, and DaemonGone if the coordinator goes."""
         while True:
             if not self._session.wait(lambda: not self._inbox.empty(), EXPLAIN_S):
-                body = self._session.call(msg.ExplainJob(0, self.job), timeout=ANSWER_S)[0].body
-                say("waits for devices: " + " ".join(body["sentences"]))
+                with suppress(UnknownJob):  # it has just been answered
+                    body = self._session.call(msg.ExplainJob(0, self.job), timeout=ANSWER_S)[0].body
+                    say("waits for devices: " + " ".join(body["sentences"]))
                 continue
             message = self._inbox.get()
             if isinstance(message, msg.JobPlaced):

@@ -18,7 +18,7 @@ from gpumux.cli.main import main
 from gpumux.coordinator import script as scripts
 from gpumux.coordinator.ray.plan import RayNode, node_and_number
 from gpumux.coordinator.run_script import Interrupts, environment_of, follow
-from gpumux.coordinator.script import STDERR, STDOUT, ScriptOutput, ScriptCommand, ScriptProcess
+from gpumux.coordinator.script import STDERR, STDOUT, ScriptCommand, ScriptOutput, ScriptProcess
 from gpumux.errors import ConfigError
 from tests.client.placed.coordinator import FakeCoordinator, coordinating
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from gpumux.coordinator.ray.membership import join
 from gpumux.coordinator.ray.plan import NAMESPACE, SHORT, RayNode, name_of, node_and_number, nodes_of
-from gpumux.coordinator.script import ScriptOutput, ScriptCommand, ScriptProcess
+from gpumux.coordinator.script import ScriptCommand, ScriptOutput, ScriptProcess
 from gpumux.errors import ConfigError, DaemonGone
 
 CALLS: Final = 3  # at a time: a `read`, a signal, and the one after it
