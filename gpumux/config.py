@@ -204,7 +204,7 @@ TABLES = ("daemon", "limits", "access", "gangs")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
-    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CLUSTER", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
+    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CLUSTER", "GPUMUX_CLUSTER_JOB", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
 )
 GIB = 1 << 30
 _OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload

@@ -212,7 +212,8 @@ def refuse_in_cluster(**given: bool) -> None:
     found = next((name for name, is_given in given.items() if is_given), None)
     if found is not None:
         raise ConfigError(
-            f"{found}= names what one daemon kept, and a cluster chooses another", "say endpoint= of that daemon"
+            f"{found}= names what one daemon kept, and a cluster may choose another",
+            "say endpoint= of the daemon where it ran last, in place of cluster=; `gpumux cluster status` lists them",
         )
 
 

@@ -213,8 +213,8 @@ class JobPlace(Protocol):
     """Where a job of a cluster runs, as its coordinator says (gpumux/client/placed). Any thread may call it; `connect`,
     `refused` and `left` under the lock of the job."""
 
-    def attach(self, recovery: Recovery, programs: list[str]) -> None:
-        """The job was submitted, and runs these Programs (content hashes): from now on it may be moved."""
+    def attach(self, recovery: Recovery) -> None:
+        """The job was submitted: from now on it may be moved."""
         ...
 
     def order(self) -> LeaveOrder | None:
@@ -300,7 +300,11 @@ class Recovery:
             self._pending.may_come_back(ENDS)
         self._submitted = True
         if self.place is not None:
-            self.place.attach(self, self._remote.hashes())
+            self.place.attach(self)
+
+    def programs(self) -> list[str]:
+        """The content hashes of the job's Programs. Any thread may ask."""
+        return self._remote.hashes()
 
     def stop(self) -> None:
         """The job is being closed, or is lost: it is not recovered from now on."""

@@ -327,8 +327,8 @@ class Remote:
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, home=self._table.home)
 
     def hashes(self) -> list[str]:
-        """The content hashes of the job's Programs."""
-        return list(dict.fromkeys(content for content, _ in self._numbers))
+        """The content hashes of the job's Programs, oldest first. Any thread may ask."""
+        return list(dict.fromkeys(content for content, _ in list(self._numbers)))  # another one may add to them
 
     @property
     def loads(self) -> int:

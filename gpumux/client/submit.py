@@ -127,7 +127,7 @@ def submit(
         others, or go on there when its node is lost: the loop waits meanwhile, and results stay bit-equal. For that a
         copy of the newest snapshot, as large as the job's state, lies in this process besides replay_bytes.
         `memory_limit` is what is asked for on each device; without it an estimate, and twice as much each time that it
-        was too little.
+        was too little. The first such call of a script that `gpumux cluster run` started has the devices held for it.
     gpus: on so many devices of the cluster, as `endpoints` of as many daemons; default those of the plan, else 1.
     urgency: in a cluster, orders the user's own waiting jobs: the higher the sooner.
 

@@ -55,17 +55,17 @@ def names_of(peer: Peer) -> tuple[str, str]:
 
 def run(
     config: Config, cluster: ClusterFile, *, again: Callable[[], ClusterFile] | None = None,
-    membership: Membership | None = None,
+    membership: Membership | None = None, ray: str = "",
 ) -> int:  # fmt: skip
     """Serve until a stop is requested. Returns the exit code; errors are logged. Of `config` it takes endpoint, access
     rules, keys, limits, logging and `state_dir`; without that nothing survives a restart. `again` reads the cluster's
     file once more (SIGHUP). `membership` says which daemons there are while the coordinator runs: it is entered with
-    what it tells them to."""
+    what it tells them to. `ray`: the address of their Ray cluster, which clients are told."""
     stop = StopRequest()
     with stop_signals(stop.ask, signal.SIG_IGN):
         logs.set_up(config.log_level, config.log_format)
         return served(
-            lambda stack: serve(config, cluster, stack, stop, again, membership),
+            lambda stack: serve(config, cluster, stack, stop, again, membership, ray),
             log,
             "the coordinator ends; jobs go on where they run",
         )
@@ -73,7 +73,7 @@ def run(
 
 def serve(
     config: Config, cluster: ClusterFile, stack: ExitStack, stop: StopRequest,
-    again: Callable[[], ClusterFile] | None, membership: Membership | None,
+    again: Callable[[], ClusterFile] | None, membership: Membership | None, ray: str,
 ) -> None:  # fmt: skip
     """Open the parts and serve. `stack` closes them, also after an error."""
     settings = CoordinatorConfig(
@@ -82,7 +82,7 @@ def serve(
     texts = config.endpoint or (resolve_coordinator().text,)
     router = Router(texts, endpoint.runtime_dir(COORDINATOR), wire_limits(config), curve_keys(config))
     stack.callback(router.close, "the coordinator leaves; jobs go on where they run")
-    router.device = {"kind": "cluster", "name": "coordinator"}
+    router.device = {"kind": "cluster", "name": "coordinator", "ray": ray}
     journal = None
     if config.state_dir:
         journal = Journal(Path(config.state_dir))

@@ -114,7 +114,7 @@ def submit_array(
     partial: bool = False, times_file: str | Path | None = "", max_variants: int | None = None, name: str | None = None,
     priority: Literal["high", "low"] = "low", endpoint: str | None = None, weight: float = 1.0,
     max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
-    replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+    replay_bytes: int = 1 << 30, reconnect_s: float = 600.0, cluster: str | None = None,
 ) -> ArrayJob:  # fmt: skip
     """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside
     other jobs, with their priorities. Arguments are those of Array and of client.submit.
@@ -124,9 +124,17 @@ def submit_array(
         factory makes is overwritten, random streams included, and `array.resumed_steps` is the number of steps before.
     choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a
         GPU.
+    cluster: refused. add() and remove() make another job at the same daemon, and a coordinator might place that
+        elsewhere, or have the array wait for devices with its job closed.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
     arguments.check_factory(factory)
+    if cluster is not None:
+        raise ConfigError(
+            "an array of models is not placed by a coordinator",
+            "say endpoint= of one of its daemons, which `gpumux cluster status` lists, in place of cluster=; or give"
+            " each model a submit(..., cluster=) of its own",
+        )
     name = (resume or "array") if name is None else name
     spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")

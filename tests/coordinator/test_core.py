@@ -109,6 +109,26 @@ def test_a_job_is_placed_and_ends(cluster: Cluster):
     assert cluster.place("s")[1:] == [msg.JobAnswered(JOB, "done", "")]  # it asks again, and is told so
 
 
+def test_devices_that_are_held_for_a_script_become_its_jobs():
+    """As `gpumux cluster run` holds and ends them."""
+    cluster = Cluster(1)
+    cluster.connect("run")
+    cluster.connect("script")
+    (_, placed) = cluster.place("run", movable=False)
+    assert isinstance(placed, msg.JobPlaced)
+    cluster.pass_time(60.0)
+    assert cluster.place("script", nbytes=2 * GIB)[1:] == [placed]
+    job = cluster.coordinator.placement.jobs[JOB].request  # type: ignore[index]
+    assert (job.movable, job.memory_bytes) == (True, 4 * GIB)
+    assert cluster.say("run", msg.PlacedJobEnded(2, JOB, "")) == [msg.Done(2)]
+    assert cluster.phase() == "running"  # it is the script's
+    cluster.happen(Closed(SessionId("script"), Peer(1000, 1000, 7), GONE))
+    cluster.place("run", movable=False, attempt=placed.attempt)
+    why = "the script ended with status 3"
+    assert cluster.say("run", msg.PlacedJobEnded(3, JOB, why)) == [msg.Done(3), msg.JobAnswered(JOB, "failed", why)]
+    assert not cluster.coordinator.jobs
+
+
 def test_a_client_that_comes_by_tcp_is_given_daemons_by_tcp():
     cluster = Cluster()
     cluster.connect("far", -5)

@@ -239,6 +239,69 @@ def test_a_daemon_that_is_set_up_wrongly_is_named_and_not_started_again(ray: Ray
     assert "/proc/none" in coordinator.log.read_text()
 
 
+SCRIPT = """
+import os
+import sys
+import warnings
+
+import torch
+from gpumux import client
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+batch = torch.ones(8, 4)
+warnings.simplefilter("ignore")  # the device is simulated
+with client.submit(step, example=batch, model=model, optimizer=optimizer, cluster="auto") as job:
+    job.step(batch).result()
+    print("ran", *sys.argv[1:], job.id, os.environ["GPUMUX_ENDPOINT"], os.getcwd(), os.environ["MINE"], flush=True)
+    try:
+        while True:
+            os.sched_yield()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(3)
+"""
+
+
+def run_a_script(coordinator: RunningCoordinator, nodes: list[dict[str, Any]], place: Path) -> None:
+    """`gpumux cluster run`, with a directory that is copied to the node that is chosen."""
+    there = place / "there"
+    there.mkdir()
+    (there / "train.py").write_text(SCRIPT)
+    script = subprocess.Popen(
+        [
+            *GPUMUX, "cluster", "run", "--cluster", coordinator.endpoint, "--cwd", str(there), "--ship",
+            "--env", "MINE=a b", "train.py", "--epochs", "3",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert script.stdout is not None
+    # Its line is seen while it runs. It has the job that was asked for, at the daemon of its node.
+    words = script.stdout.readline().split()
+    assert words[:3] + words[6:] == ["ran", "--epochs", "3", "a", "b"], script.communicate(timeout=END_S)
+    job_id, endpoint, directory = words[3:6]
+    assert directory != str(there)
+    with Control(coordinator.endpoint, 20.0, coordinator=True) as control:
+        (job,) = control.status()["jobs"]
+    (node,) = [each for each in nodes if each["name"] in job["nodes"]]
+    assert (job["job"], job["name"], job["state"], node["endpoint"]) == (job_id, "train", "running", endpoint)
+    # Ctrl-C is the script's, and its exit code is the command's. The job ends with it.
+    script.send_signal(signal.SIGINT)
+    _, said = script.communicate(timeout=END_S)
+    assert "interrupted" in said.splitlines()
+    assert script.returncode == 3, said
+    with Control(coordinator.endpoint, 20.0, coordinator=True) as control:
+        assert control.status()["jobs"] == []
+
+
 @needs_ray
 @pytest.mark.slow
 def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, place: Path):
@@ -246,6 +309,7 @@ def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, pl
     coordinator = RunningCoordinator(words, place)
     nodes = until(coordinator, 3)
     assert {each["name"].partition(":")[2] for each in nodes} == {f"{each[:8]}-0" for each in ray.ids}
+    run_a_script(coordinator, nodes, place)
     # A daemon that dies is started again by Ray, at the same endpoint.
     first = next(each for each in nodes if ray.ids[0][:8] in each["name"])
     daemon = living_holder(socket_of(first))

@@ -127,6 +127,11 @@ def test_a_factory_is_a_function():
         fuse.submit_array(3, configs(), DATA[0], endpoint="ipc:///nowhere")  # type: ignore[arg-type]
 
 
+def test_an_array_in_a_cluster_is_refused():
+    with pytest.raises(ConfigError, match="not placed by a coordinator — say endpoint="):
+        fuse.submit_array(steady(mlp), configs(), DATA[0], cluster="auto")
+
+
 @pytest.mark.parametrize("model", [3, -1, "0", 0.0, True, None])
 def test_a_model_is_named_by_its_number(model: Any):
     with (

@@ -1,4 +1,4 @@
-"""`gpumux cluster up|status|jobs|explain|cancel|drain|down`."""
+"""`gpumux cluster up|run|status|jobs|explain|cancel|drain|down`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpumux.cli.control import START_COORDINATOR, Control
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError, DaemonGone, UnknownJob
+from gpumux.types import MAX_JOB_NAME
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import Endpoint, check_listening, living_holder, resolve_coordinator
 
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if args.verb == "down":
         return _down(args)
     found = resolve_coordinator(args.cluster)
+    if args.verb == "run":
+        return _run_script(args, found)
     with Control(found.text, args.timeout, coordinator=True) as control:
         match args.verb:
             case "status":
@@ -72,7 +75,7 @@ def _up(args: argparse.Namespace) -> int:
         from gpumux.coordinator.ray.membership import RayCluster
 
         with closing(RayCluster(args.ray, ray)) as joined:
-            return serve(settings, cluster, membership=joined.membership)
+            return serve(settings, cluster, membership=joined.membership, ray=joined.address)
     return serve(settings, cluster, again=(lambda: load(Path(files[0]))) if files else None)
 
 
@@ -111,6 +114,31 @@ def _ray_settings(args: argparse.Namespace) -> RaySettings | None:
             raise ConfigError(f"{args.daemon_config} has an endpoint", "leave it out: each daemon has one of its own")
         said["keys"] = bool(found.get("curve_secret_key")) and bool(found.get("curve_client_keys"))
     return RaySettings(**said)
+
+
+def _run_script(args: argparse.Namespace, endpoint: Endpoint) -> int:
+    from gpumux.coordinator.run_script import ScriptRequest, environment_of, name_of, run_script
+    from gpumux.coordinator.script import ScriptCommand
+
+    name = args.name or name_of(args.script)
+    if len(name) > MAX_JOB_NAME or not name.isprintable():
+        raise ConfigError(f"the name {name!r:.60}", f"use at most {MAX_JOB_NAME} printable characters: --name NAME")
+    command = ScriptCommand(
+        script=args.script,
+        arguments=tuple(args.arguments),
+        directory=os.path.abspath(args.cwd or "."),
+        python=args.python,
+        environment=environment_of(args.env),
+    )
+    request = ScriptRequest(
+        command=command,
+        name=name,
+        priority=int(args.priority == "high"),
+        devices=args.gpus,
+        nbytes=int(args.memory),
+        ship=args.ship,
+    )
+    return run_script(endpoint, request)
 
 
 def _down(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from gpumux.client.placed.handover import Handover, take
 from gpumux.client.placed.state import Notice, PlaceState
 from gpumux.client.recovery import LeaveOrder, Recovery, snapshot_interval_s
 from gpumux.client.session import CONNECT_S, Asked, Session
@@ -36,7 +37,8 @@ from gpumux.wire.endpoint import resolve_coordinator
 log = logging.getLogger("gpumux.client")
 
 EXPLAIN_S: Final = 30.0  # between two lines of the log about why a job waits
-LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one
+LOOK_S: Final = 5.0  # how often the thread looks whether it is time for one, and whether there are new Programs
+MOST_PROGRAMS: Final = 64  # of a job, of which a coordinator takes note
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between attempts to reach the coordinator
 JOIN_S: Final = 60.0  # for the answer to PlaceJob; long, since a session that ends in order gives its job up
 ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
@@ -57,8 +59,12 @@ class CoordinatorLink:
     ) -> None:  # fmt: skip
         """cluster: "auto" or an endpoint. request: what the job asks for; its `attempt` is filled in here. limited: the
         user has limited the job's memory to what is asked for. reconnect_s: how long a job that waits for devices waits
-        for a coordinator that is gone. Raises ConfigError for a malformed endpoint."""
+        for a coordinator that is gone. Raises ConfigError for a malformed endpoint, and for a job that can't have the
+        devices that `gpumux cluster run` holds for it."""
         self._endpoint = resolve_coordinator(cluster)
+        self._held: Handover | None = take(self._endpoint.text, request)  # by `gpumux cluster run`, for this job
+        if self._held is not None:
+            request = replace(request, job=self._held.job, nbytes=self._held.nbytes)
         self._request = request
         self._connect = connect
         self._limited = limited
@@ -145,6 +151,8 @@ class CoordinatorLink:
                 self._was_refused(error)
                 self._stop.wait(EXPLAIN_S)
             self._read_inbox()
+            with self._changed:
+                self._tell_programs()
             self._explain()
         self._told.wait()
         if self._session is not None:
@@ -184,6 +192,17 @@ class CoordinatorLink:
             with suppress(GpumuxError):
                 assert self._session is not None
                 self._session.post(notice)
+
+    def _tell_programs(self) -> None:
+        """Tell the coordinator of the job's Programs, if there are others than it was told of: a batch of another shape
+        makes one, and so does a step that is added. It looks at the newest. Needs the lock."""
+        recovery = self._recovery() if self._recovery is not None else None
+        if recovery is None or self._session is None or self._session.dead is not None:
+            return
+        programs = recovery.programs()[-MOST_PROGRAMS:]
+        if programs != self._request.programs:
+            self._request = replace(self._request, programs=programs)
+            self._post([m.ProgramsKnown(self.job, programs)])
 
     def _explain(self) -> None:
         """Log why the job waits, if it has waited for long."""
@@ -241,14 +260,13 @@ class CoordinatorLink:
 
     # ---- JobPlace: what the job asks and says
 
-    def attach(self, recovery: Recovery, programs: list[str]) -> None:
-        """The job was submitted, and runs these Programs: from now on it may be moved."""
+    def attach(self, recovery: Recovery) -> None:
+        """The job was submitted: from now on it may be moved."""
         self.opened()
         self._recovery = weakref.ref(recovery)
         weakref.finalize(recovery, self._inbox.append, None).atexit = False
         with self._changed:
-            self._request = replace(self._request, programs=programs)
-            self._post([m.ProgramsKnown(self.job, programs)])
+            self._tell_programs()
             if recovery.recorder is None and self._request.movable:
                 self._request = replace(self._request, movable=False)
                 log.warning(
@@ -288,6 +306,8 @@ class CoordinatorLink:
                 self._raise_answer()
                 state.take()
             endpoints, running, self._accepted = state.endpoints, state.running, False
+            if self._held is not None:
+                endpoints = self._held.local(state.nodes, endpoints)
         try:
             if len(endpoints) != self._request.devices:
                 raise ConfigError(f"{len(endpoints)} daemons were given", f"give {self._request.devices}")

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from gpumux.coordinator.script import bound_to_this_process
 from gpumux.daemon.main import EX_CONFIG
 from gpumux.wire.endpoint import parse
 
@@ -26,15 +27,6 @@ STOP_S: Final = 8.0  # for a daemon that is asked to end; `gpumux cluster down` 
 WATCH_S: Final = 60.0
 CALLS: Final = 16  # at a time: a `watch` of each coordinator of the last minute, workers that ask, and a `stop`
 KEPT_LINES: Final = 5  # of the daemon's log, to be shown if it does not start
-# Has the daemon get SIGTERM when the process that started it ends in any way (PR_SET_PDEATHSIG is 1, and survives
-# exec).
-LAUNCHER: Final = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the starter is gone")
-os.execv(sys.executable, [sys.executable, "-m", "gpumux.cli.main", "serve", *sys.argv[2:]])
-"""
 
 
 class DaemonActor:
@@ -74,7 +66,7 @@ class DaemonActor:
     def _run(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMUX_")}
         self._child = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self._arguments],
+            bound_to_this_process([sys.executable, "-m", "gpumux.cli.main", "serve", *self._arguments]),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
             env=environment, process_group=0,
         )  # fmt: skip

@@ -38,6 +38,7 @@ log = logging.getLogger("gpumux.coordinator")
 LOOK_EVERY_S: Final = 1.0
 CONNECT_S: Final = 5.0
 AUTO: Final = "auto"
+_QUIET: Final[dict[str, Any]] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
 
 Follow = Callable[[Sequence[DaemonAddress]], None]
 
@@ -83,6 +84,11 @@ class RayCluster:
         if not planned:
             what = f"the resource {settings.resource}" if settings.resource else "a GPU"
             log.warning("no Ray node has %s yet; those that join and have it get daemons", what)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, at which others join it."""
+        return str(self._ray.get_runtime_context().gcs_address)
 
     def close(self) -> None:
         """Leave Ray, and end it if this process started it. The actors stay."""
@@ -205,12 +211,9 @@ def _join(address: str, settings: RaySettings) -> None:
     """Join the cluster, or start one for that. Raises ConfigError."""
     import ray
 
-    quiet = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     named = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
     try:
-        if named:
-            _check_listening(named)
-        ray.init(address=named or AUTO, **quiet)
+        join(named or AUTO)
     except (OSError, ValueError, RuntimeError) as error:  # Ray's own is a ConnectionError
         if named:
             raise ConfigError(
@@ -220,7 +223,18 @@ def _join(address: str, settings: RaySettings) -> None:
     else:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
-    ray.init(address="local", resources={settings.resource or RESOURCE: 1}, include_dashboard=False, **quiet)
+    ray.init(address="local", resources={settings.resource or RESOURCE: 1}, include_dashboard=False, **_QUIET)
+
+
+def join(address: str, ship: str = "") -> None:
+    """Join a Ray cluster that is there: at HOST:PORT, or "auto" for the one of this machine. ship: a directory that Ray
+    copies to nodes, for what this process starts there; "": none. Raises OSError, ValueError or RuntimeError. Ray takes
+    over SIGTERM: handlers are to be set after this."""
+    import ray
+
+    if address != AUTO:
+        _check_listening(address)
+    ray.init(address=address, runtime_env={"working_dir": ship} if ship else None, **_QUIET)
 
 
 def _check_listening(address: str) -> None:

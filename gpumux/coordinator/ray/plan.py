@@ -85,6 +85,15 @@ def number_of(name: str, node_id: str) -> int | None:
     return int(number) if start == f"{NAME}-{node_id}" and number.isdecimal() else None
 
 
+def node_and_number(name: str, nodes: Iterable[RayNode]) -> tuple[RayNode, int] | None:
+    """The Ray node of the coordinator's node `name`, and the number of its daemon there; None if it is gone."""
+    for node in nodes:
+        start, _, number = name.rpartition("-")
+        if start == f"{node.host}:{node.id[:SHORT]}" and number.isdecimal():
+            return node, int(number)
+    return None
+
+
 def daemons_of(node: RayNode, settings: RaySettings, here: str) -> list[PlannedDaemon]:
     """The daemons of a node. `here`: the address of the coordinator's machine, where it reaches them by local sockets.
     Raises ConfigError for a node of another machine if there are no keys."""

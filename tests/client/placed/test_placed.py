@@ -82,11 +82,27 @@ def test_a_placed_job_is_the_plain_loop(
     asked = coordinator.hear(m.PlaceJob)
     assert (asked.job, asked.attempt, asked.devices, asked.urgency, asked.movable) == (run.job.id, 0, 1, 3, True)
     assert asked.nbytes == 64 << 20
-    (known,) = coordinator.all(m.ProgramsKnown)
-    assert known.programs
+    assert coordinator.all(m.ProgramsKnown)[0].programs
     assert coordinator.hear(m.PlacedJobEnded).fault == ""
     coordinator.hear_session_end()
     assert not [line for line in lines(caplog) if "without its coordinator's word" in line]
+
+
+def test_the_coordinator_learns_of_programs_that_come_later(
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+):
+    """Once for each change, not for each step or look."""
+    monkeypatch.setattr(link, "LOOK_S", 0.001)
+    model = torch.nn.Linear(4, 2)
+    coordinator.places = [daemons[0].endpoint]
+    with client.submit(model, example=torch.ones(8, 4), model=model, cluster=coordinator.endpoint) as job:
+        for size, count in ((8, 1), (3, 2), (8, 2), (3, 2), (5, 3), (8, 3)):
+            job.step(torch.ones(size, 4)).result()
+            coordinator.hear(m.ProgramsKnown, count)
+    told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
+    assert [len(programs) for programs in told] == [1, 2, 3]
+    assert told[1][:1] == told[0]
+    assert told[2][:2] == told[1]
 
 
 @pytest.mark.parametrize("rng", ["own", "client"])
