@@ -21,7 +21,7 @@ FIRST = {
 }
 MET = {
     "cancelled", "done", "drained", "failed", "failed to start", "lost", "refused", "refused a reservation",
-    "restarted", "calm", "rough", "crowded",
+    "restarted", "made smaller", "whole again", "calm", "rough", "crowded",
 }  # fmt: skip
 
 
