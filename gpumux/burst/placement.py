@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from torch import nn
@@ -77,6 +77,18 @@ class RankPlacement:
 def data_parallel(ranks: int) -> RankPlacement:
     """Every layer on all ranks."""
     return RankPlacement(ranks, default=tuple(range(ranks)))
+
+
+def folded(placement: RankPlacement, ranks: int) -> RankPlacement:
+    """The placement on fewer ranks: what rank i had is on rank i mod `ranks`."""
+
+    def fold(on: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([rank % ranks for rank in on]))
+
+    return replace(
+        placement, ranks=ranks, layers={name: fold(on) for name, on in placement.layers.items()},
+        default=None if placement.default is None else fold(placement.default),
+    )  # fmt: skip
 
 
 def rotated(partitions: Sequence[Sequence[str]]) -> RankPlacement:

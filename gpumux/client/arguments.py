@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpumux.burst.placement import MOST_RANKS, RankPlacement, data_parallel, planned
+from gpumux.burst.placement import MOST_RANKS, RankPlacement, data_parallel, folded, planned
 from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
@@ -191,6 +191,13 @@ def in_cluster(gpus: Any, plan: Any, endpoint: Any, endpoints: Any, devices: Any
     if placement is not None and placement.ranks != count:
         raise ConfigError(f"the plan is for {placement.ranks} devices, and gpus={count}", "drop gpus=")
     return data_parallel(count) if placement is None else placement
+
+
+def fewer_ranks(placement: RankPlacement, min_gpus: Any) -> dict[int, RankPlacement]:
+    """The placements on fewer devices, from `min_gpus` on, by their number. Raises ConfigError."""
+    most = placement.ranks
+    least = whole("min_gpus", min_gpus, 1, most, f"use 1 to {most}, the devices that the job asks for")
+    return {ranks: folded(placement, ranks) for ranks in range(least, most)}
 
 
 def refuse_with_ranks(**given: bool) -> None:

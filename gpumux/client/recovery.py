@@ -213,8 +213,9 @@ class JobPlace(Protocol):
     """Where a job of a cluster runs, as its coordinator says (gpumux/client/placed). Any thread may call it; `connect`,
     `refused` and `left` under the lock of the job."""
 
-    def attach(self, recovery: Recovery, programs: list[str]) -> None:
-        """The job was submitted, and runs these Programs (content hashes): from now on it may be moved."""
+    def attach(self, recovery: Recovery, programs: list[str], sizes: list[int]) -> None:
+        """The job was submitted, and runs these Programs (content hashes): from now on it may be moved. `sizes`: on how
+        many devices it can run, besides those that it has."""
         ...
 
     def order(self) -> LeaveOrder | None:
@@ -287,7 +288,7 @@ class Recovery:
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
         self.recorder = recorder
         self.snapshots: Snapshots | None = None
-        self._copy = SnapshotCopy() if place is not None else None
+        self._copy = SnapshotCopy(remote.held) if place is not None else None
         if recorder is not None:
             self.snapshots = Snapshots(
                 self._id, spec.name, recorder.log, interval_s=self._interval_s, last=last_snapshot,
@@ -300,7 +301,7 @@ class Recovery:
             self._pending.may_come_back(ENDS)
         self._submitted = True
         if self.place is not None:
-            self.place.attach(self, self._remote.hashes())
+            self.place.attach(self, self._remote.hashes(), self._remote.sizes())
 
     def stop(self) -> None:
         """The job is being closed, or is lost: it is not recovered from now on."""

@@ -35,8 +35,8 @@ def _smaller(job: PlacedJob) -> list[str]:
     if job.request.devices == job.asked:
         return []
     return [
-        f"It was submitted for {job.asked} devices and goes on with {job.request.devices}, since the cluster had no more"
-        " for it; with all of them when they are free again."
+        f"It was submitted for {job.asked} devices and goes on with {job.request.devices}, since the cluster had no"
+        " more for it; with all of them when they are free again."
     ]
 
 

@@ -233,8 +233,15 @@ class ClusterPlacement:
 
     def _sizes_known(self, event: ev.SizesKnown) -> None:
         job = self.jobs.get(event.job)
-        if job is not None:
-            job.sizes = tuple(sorted({size for size in event.sizes if 0 < size < job.asked}))
+        if job is None:
+            return
+        job.sizes = tuple(sorted({size for size in event.sizes if 0 < size < job.asked}))
+        if job.request.devices in (job.asked, *job.sizes):
+            return
+        if job.phase is JobPhase.RUNNING and job.request.movable:
+            self._stop(job, f"it can't go on with {job.request.devices} devices")
+        elif job.phase in (JobPhase.CLAIMING, JobPhase.RESERVING, JobPhase.CONFIRMING):
+            self._give_up(job)
 
     def _answer(self, job: PlacedJob, outcome: JobOutcome, reason: str) -> None:
         """The end of the job, which holds nothing more."""
@@ -378,7 +385,7 @@ class ClusterPlacement:
     def _resize(self) -> None:
         """Let gangs that wait, and ran before, go on with what the cluster could give them; whole again if it can."""
         for job in self.jobs.values():
-            if job.sizes and job.began and not job.holds:
+            if job.asked > 1 and job.began and not job.holds:
                 size = self._size(job)
                 if size != job.request.devices:
                     job.request, job.kept = replace(job.request, devices=size), frozenset()

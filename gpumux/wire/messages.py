@@ -621,8 +621,8 @@ class ProgramsKnown:
 
 @dataclass(frozen=True, slots=True)
 class GangSizes:
-    """With which numbers of devices, fewer than PlaceJob asked for, the job may go on once the cluster has no more. Only
-    for a coordinator whose Welcome has `gang_sizes`."""
+    """With which numbers of devices, fewer than PlaceJob asked for, the job may go on once the cluster has no more.
+    Only for a coordinator whose Welcome has `gang_sizes`."""
 
     job: str
     sizes: list[int]

@@ -59,20 +59,14 @@ MISTAKES: dict[str, tuple[ModuleType, str, str]] = {
     "a job that is asked for twice is there twice": (placement, "if request.id in self.jobs:", "if None in self.jobs:"),
     "nothing is done in time": (placement, "times = [job.due for job in self.jobs.values()]", "times = []"),
     "a gang is made smaller because others have its devices": (
-        placement,
-        "device.facts.memory_bytes >= request.memory_bytes\n            for device",
-        "device.free_bytes >= request.memory_bytes\n            for device",
+        placement, "min(self._suiting(job), most", "min(len(self.candidates(job)), most"
     ),
-    "a new gang begins with fewer devices": (placement, "if job.sizes and job.began and not job.holds", "if not job.holds"),
     "a gang that may not be made smaller is": (
         placement, "[size for size in job.sizes if size <= most]", "[size for size in range(1, most + 1)]"
     ),
     "a gang gets fewer devices than are left": (placement, "max(fewer) if fewer", "min(fewer) if fewer"),
     "a gang that was made smaller begins small for ever": (
         placement, "if size != job.request.devices:", "if size < job.request.devices:"
-    ),
-    "quotas do not bound what is left for a gang": (
-        placement, "most_devices(self.config, job.request)))", "inf))"
     ),
     "classes of devices are not looked at": (placement, "priority in device.facts.classes and", ""),
 }  # fmt: skip

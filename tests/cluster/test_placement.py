@@ -11,6 +11,7 @@ from gpumux.cluster.costs import UNKNOWN, LearnedCosts
 from gpumux.cluster.events import ClusterJob, DeviceChoice, DeviceFacts, DeviceId, JobOutcome, PlacementConfig, Quota
 from gpumux.cluster.explain import explain
 from gpumux.cluster.placement import ClusterPlacement
+from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.errors import ConfigError
 from gpumux.types import JobId, Priority
 
@@ -290,6 +291,29 @@ def test_what_drains_or_has_too_little_memory_is_not_left() -> None:
     cluster.feed(ev.NodeJoined("n0", (DeviceFacts(5 * GIB),)))  # another device than before
     cluster.feed(ev.NodeLost("n1"))
     assert cluster.where("gang") == ["n2/0", "n3/0"]
+
+
+def test_a_gang_that_outgrows_its_devices_leaves_them() -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, 1, 2)
+    cluster.feed(ev.NodeLost("n1"))
+    assert len(cluster.where("gang")) == 2
+    cluster.feed(ev.SizesKnown(JobId("gang"), (1,)))
+    assert len(cluster.where("gang")) == 1
+    cluster.feed(ev.SizesKnown(JobId("gang"), ()))
+    assert cluster.where("gang") == []
+    assert "may not go on with fewer than 4" in cluster.said("gang")
+
+
+def test_a_quota_that_was_made_smaller_bounds_what_is_left() -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, 1, 2, 3)
+    before = cluster.placement
+    kept = [node_data(n) for n in before.nodes.values()], [job_data(j) for j in before.jobs.values()]
+    cluster.placement = restore(PlacementConfig(quotas={"ada": Quota(high_devices=2)}), facts_of(before), *kept)
+    cluster.feed(ev.NodeLost("n1"))
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB),) * 2))
+    assert len(cluster.where("gang")) == 2
 
 
 def test_a_gang_is_whole_again_when_its_devices_are_free() -> None:

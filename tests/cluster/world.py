@@ -497,6 +497,8 @@ class World:
             daemon.check()
         if len(command.devices) < job.request.devices:
             self.met.add("made smaller")
+            if self.random.random() < 0.2:
+                self.later(self.random.uniform(0.0, 100.0), lambda: self._outgrow(job, len(command.devices)))
         elif job.devices and len(job.devices) < len(command.devices):
             self.met.add("whole again")
         job.attempt, job.devices, job.here, job.began_at = (
@@ -511,6 +513,16 @@ class World:
             job.sizes = tuple(range(least, job.request.devices))
             self.feed(ev.SizesKnown(command.job, job.sizes))
         self.later(job.remaining, lambda: self._ended(job, command.attempt))
+
+    def _outgrow(self, job: RunningJob, size: int) -> None:
+        """The job has a step that does not go with so few devices."""
+        if job.request.id not in self.answers:
+            job.sizes = tuple(each for each in job.sizes if each != size)
+            self.met.add("outgrown")
+            self.feed(ev.SizesKnown(job.request.id, job.sizes))
+            placed = self.placement.jobs[job.request.id]
+            left = placed.phase is not JobPhase.RUNNING or len(placed.devices) != size
+            assert left, f"{job.request.id} runs with {size} devices, which are too few"
 
     def _whole(self, job: RunningJob) -> bool:
         return len(job.here) == len(job.devices)
@@ -576,9 +588,9 @@ class World:
             known = self.jobs[job.id]
             asked = known.request.devices
             assert job.asked == asked, f"{job.id} asked for {asked} devices, not {job.asked}"
-            assert job.request.devices in (asked, *known.sizes), f"{job.id} has {job.request.devices} of {asked}"
             if job.attempt == known.placed:
                 continue
+            assert job.request.devices in (asked, *known.sizes), f"{job.id} has {job.request.devices} of {asked}"
             known.placed = job.attempt
             if job.holds:
                 due = self._size_due(job)

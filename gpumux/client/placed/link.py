@@ -28,6 +28,7 @@ from gpumux.errors import (
     JobClosed,
     JobFailed,
     NotOwner,
+    NotSplittable,
     from_code,
 )
 from gpumux.wire import messages as m
@@ -70,6 +71,7 @@ class CoordinatorLink:
         self._session: Session | None = None
         self._stop = threading.Event()
         self._recovery: weakref.ref[Recovery] | None = None
+        self._sizes: list[int] = []  # on how many devices, fewer than asked for, it may go on
         self._unwanted = False  # the coordinator that came back refused it
         self._moving = False  # a thread does what was ordered
         self._ran = False  # it was opened at a daemon
@@ -128,6 +130,8 @@ class CoordinatorLink:
                 if session.dead is not None:
                     self._join()
                     pause, self._gone_since = FIRST_PAUSE_S, None
+                    with self._changed:
+                        self._post_sizes()
                     log.warning("job %r: its coordinator is back", self._request.name)
                     continue
                 session.wait(lambda: bool(self._inbox) or self._stop.is_set(), LOOK_S)
@@ -175,7 +179,12 @@ class CoordinatorLink:
                 self._changed.notify_all()
         self._move_if_ordered()
 
-    def _post(self, notices: Sequence[Notice | m.ProgramsKnown]) -> None:
+    def _post_sizes(self) -> None:
+        """Needs the lock."""
+        if self._session is not None and self._session.welcome.device.get("gang_sizes"):
+            self._post([m.GangSizes(self.job, self._sizes)])
+
+    def _post(self, notices: Sequence[Notice | m.ProgramsKnown | m.GangSizes]) -> None:
         """Send to the coordinator. One that is gone learns what it has to know from the next PlaceJob. Needs the
         lock."""
         for notice in notices:
@@ -239,14 +248,18 @@ class CoordinatorLink:
 
     # ---- JobPlace: what the job asks and says
 
-    def attach(self, recovery: Recovery, programs: list[str]) -> None:
-        """The job was submitted, and runs these Programs: from now on it may be moved."""
+    def attach(self, recovery: Recovery, programs: list[str], sizes: list[int]) -> None:
+        """The job was submitted, and runs these Programs: from now on it may be moved, or go on with another number of
+        devices."""
         self.opened()
         self._recovery = weakref.ref(recovery)
         weakref.finalize(recovery, self._inbox.append, None).atexit = False
         with self._changed:
             self._request = replace(self._request, programs=programs)
             self._post([m.ProgramsKnown(self.job, programs)])
+            self._sizes = [size for size in sizes if size < self._request.devices]
+            if self._sizes and recovery.recorder is not None:
+                self._post_sizes()
             if recovery.recorder is None and self._request.movable:
                 self._request = replace(self._request, movable=False)
                 log.warning(
@@ -287,7 +300,7 @@ class CoordinatorLink:
                 state.take()
             endpoints, running, self._accepted = state.endpoints, state.running, False
         try:
-            if len(endpoints) != self._request.devices:
+            if len(endpoints) not in (self._request.devices, *self._sizes):
                 raise ConfigError(f"{len(endpoints)} daemons were given", f"give {self._request.devices}")
             fresh = self._connect(endpoints, CONNECT_S)
             why = self._unfit(fresh)
@@ -343,7 +356,11 @@ class CoordinatorLink:
     def refused(self, session: Session, error: GpumuxError) -> bool:
         """The job could not be opened on this session, or brought back. Whether it waits for other devices now."""
         nbytes = 0
-        if isinstance(error, AdmissionRefused):
+        if self._is_too_few(error):
+            with self._changed:
+                self._sizes.remove(len(self._state.endpoints))
+                self._post_sizes()
+        elif isinstance(error, AdmissionRefused):
             if self._accepted and self._limited:
                 return False  # the user's limit is too low
             nbytes = 2 * self._request.nbytes if self._accepted else 0
@@ -357,6 +374,11 @@ class CoordinatorLink:
         session.close()
         self._not_started(nbytes, error.message)
         return True
+
+    def _is_too_few(self, error: GpumuxError) -> bool:
+        """Whether the job can't go on with as few devices as it was given, and could with more."""
+        wide = isinstance(error, AdmissionRefused) and self._accepted and self._limited  # a rank needs more memory
+        return len(self._state.endpoints) in self._sizes and (wide or isinstance(error, NotSplittable))
 
     def _not_started(self, nbytes: int, why: str) -> None:
         log.warning(

@@ -544,6 +544,63 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
         assert differences(run.trial.state(), alone.state()) == 0
 
 
+def wide(seed: int) -> Trial:
+    """A small network with dropout in float64, on batches of 12."""
+    draw = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
+    ).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def turn(index: int) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
+        own = draw.manual_seed(1000 * seed + index)
+        x = torch.randn(12, 10, generator=own, dtype=torch.float64)
+        return [("step", (x, torch.randint(4, (12,), generator=own)))]
+
+    return Trial("wide", seed, [model], [optimizer], {"step": step}, turn)
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinator: FakeCoordinator):
+    """Of three, one is lost; then it has one, and then three again."""
+    with ExitStack() as stack:
+        daemons = serving(stack, tmp_path, 3)
+        first, second, third = (daemon.endpoint for daemon in daemons)
+        coordinator.places = [[first, second, third]]
+        run = submit(wide(SEED), coordinator, rng="client", gpus=3, priority="high")
+        torch.manual_seed(SEED)
+        assert coordinator.hear(m.GangSizes).sizes == [1, 2]
+        with run.job:
+            until_copied(run)
+            daemons[1].kill()
+            coordinator.place([first, third])
+            turns(run, 4)
+            for left in ([third], [first, second, third]):
+                assert len(run.job._session.each_daemon) == len(coordinator._given)
+                coordinator.places = [left]
+                coordinator.vacate_for_sure()
+                turns(run, 4)
+            assert len(run.job.stats()["ranks"]) == 3
+            run.finish()
+        alone = wide(SEED)
+        torch.manual_seed(SEED)
+        close(run.results, plain(alone, run.turns))
+        close(run.trial.state(), alone.state())
+
+
 @pytest.mark.slow
 def test_a_job_moves_between_machines(tmp_path: Path, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch):
     """From a daemon on another machine, reached over tcp, to one on this machine, and back."""
