@@ -22,7 +22,7 @@ from gpumux.capture.lower import Lowered, LoweredRank, lower_rank
 from gpumux.capture.recorder import RankResult, RankTraces
 from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace
-from gpumux.errors import NotSplittable
+from gpumux.errors import NotSplittable, TooFewRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,7 @@ class BurstSplitter:
         return sorted(found - set(self.counts))
 
     def use(self, ranks: int) -> None:
-        """Split over so many ranks from now on. Raises NotSplittable if there is no placement on so many."""
-        if ranks not in self._placements:
-            raise NotSplittable(
-                f"there is no placement on {ranks} ranks", "give the job as many devices as it asked for"
-            )
+        """Split over so many ranks, of which there is a placement, from now on."""
         self.placement = self._placements[ranks]
 
     def fits(self, step: RankedStep) -> list[int]:
@@ -125,33 +121,41 @@ class BurstSplitter:
         self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
     ) -> RankTraces:
         if len(self._placements) == 1:
-            return self._split(full, parts, tensors, table)
+            return self._split(full, parts, tensors, table, self.placement)
         traces = StepTraces(full, parts, tensors, table)
-        over = self._over(traces) or RankTraces(full.record, [], [], [], {})
+        self._over(traces, self.ranks)  # to which the job may go back
+        over = self._over(traces, self.placement.ranks) or RankTraces(full.record, [], [], [], {})
         return replace(over, made_of=traces)
 
-    def _over(self, traces: StepTraces) -> RankTraces | None:
-        """The split over the ranks of now; None for a single one. Raises NotSplittable."""
-        ranks = self.placement.ranks
-        if ranks == 1 < self.ranks:
+    def _over(self, traces: StepTraces, ranks: int) -> RankTraces | None:
+        """The split over so many ranks; None for a single one. Raises NotSplittable, TooFewRanks if only these are too
+        few."""
+        if ranks == 1:
             return None
+        placement = self._placements[ranks]
         if ranks not in traces.over:
-            missing = [count for count in _counts(self.placement) if count not in traces.parts]
+            missing = [count for count in _counts(placement) if count not in traces.parts]
             if missing:
-                raise NotSplittable(
+                raise TooFewRanks(
                     f"the batch can't be cut into {missing[0]} equal parts for {ranks} ranks",
-                    f"use a batch size that {missing[0]} divides, or wait for as many devices as the job asked for",
+                    f"use a batch size that {missing[0]} divides, or min_gpus={self.ranks}",
                 )
-            parts = {count: traces.parts[count] for count in _counts(self.placement)}
-            with without_fetching():
-                traces.over[ranks] = self._split(traces.full, parts, traces.tensors, traces.table)
+            parts = {count: traces.parts[count] for count in _counts(placement)}
+            try:
+                with without_fetching():
+                    traces.over[ranks] = self._split(traces.full, parts, traces.tensors, traces.table, placement)
+            except NotSplittable as error:
+                if ranks == self.ranks:
+                    raise
+                raise TooFewRanks(error.message, f"{error.remedy}, or min_gpus={self.ranks}") from error
         return traces.over[ranks]
 
     def _split(
-        self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
-    ) -> RankTraces:
-        proven = self._proven[self.placement.ranks]
-        return split_over_ranks(full, parts, tensors, self.placement, table, self.batch_norm, proven)
+        self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable,
+        placement: RankPlacement,
+    ) -> RankTraces:  # fmt: skip
+        proven = self._proven[placement.ranks]
+        return split_over_ranks(full, parts, tensors, placement, table, self.batch_norm, proven)
 
     def again(self, step: RankedStep) -> RankedStep:
         """The step over the ranks of now. Raises NotSplittable."""
@@ -161,7 +165,7 @@ class BurstSplitter:
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> RankedStep:
         origin, traces = StepOrigin(raw, table, keep, whole), raw.ranks
         if traces.made_of is not None:
-            traces = self._over(traces.made_of)
+            traces = self._over(traces.made_of, self.placement.ranks)
         if traces is None:
             return _on_one(origin)
         raw = replace(raw, ranks=traces)

@@ -37,6 +37,7 @@ from gpumux.errors import (
     JobFailed,
     NotSplittable,
     PeersLost,
+    TooFewRanks,
     UnknownJob,
     from_code,
 )
@@ -136,7 +137,7 @@ class GangSession:
 
     @property
     def device_facts(self) -> str:
-        return "; ".join(session.device_facts for session in self.sessions)
+        return "; ".join(dict.fromkeys([session.device_facts for session in self.sessions]))
 
     def open_job(self, job: str, spec: JobSpec, timeout: float | None = 60.0) -> None:
         """Open a job's rank at each daemon, or an ordinary job at a single one. Raises what a daemon refuses with; all
@@ -501,7 +502,7 @@ class GangRemote:
         return answers[0]
 
     def reset(self, session: GangSession) -> None:
-        """Use another gang's session, whose daemons have none of the job's Programs and state. Raises NotSplittable if
+        """Use another gang's session, whose daemons have none of the job's Programs and state. Raises TooFewRanks if
         the job can't run on as many as they are; it is laid out as before then."""
         if len(session.sessions) != len(self.ranks):
             self._lay_out(session)
@@ -529,7 +530,7 @@ class GangRemote:
             new = {b for remote in remotes for b in remote.resident()} - set(self.resident())
             if new:
                 name = self._table.buffers[min(new)].name
-                raise NotSplittable(f"no rank had {name}, and one of {len(remotes)} needs it", "wait for more devices")
+                raise TooFewRanks(f"no rank had {name}, and one of {len(remotes)} needs it", "wait for more devices")
         except BaseException:
             self._splitter.use(before)
             raise

@@ -37,6 +37,7 @@ from gpumux.errors import (
     JobFailed,
     NotOwner,
     PeersLost,
+    TooFewRanks,
     UnknownJob,
 )
 from gpumux.types import JobSpec
@@ -226,6 +227,11 @@ class JobPlace(Protocol):
         """The job has left its daemon, as ordered."""
         ...
 
+    def outgrown(self) -> bool:
+        """The job has a step that it can't run over as few devices as it has. Whether it is ordered to leave them now,
+        for more, or for fewer that suit."""
+        ...
+
     def connect(self, session: Session, timeout: float) -> Session | None:
         """A session with the daemon where the job runs, or is to run next; None if it got no devices within `timeout`
         seconds. Closes `session`. Raises JobFailed if the job gets none any more, and what connecting raises."""
@@ -337,6 +343,9 @@ class Recovery:
             try:
                 self.check_open()
                 return verb()
+            except TooFewRanks:
+                if self.place is None or not self.place.outgrown():
+                    raise
             except (DaemonGone, ExecutorCrashed, PeersLost, InternalError, JobClosed, UnknownJob) as gone:
                 if isinstance(gone, (JobClosed, UnknownJob)) and not self._ended_for_now():
                     raise

@@ -28,7 +28,7 @@ from gpumux.errors import (
     JobClosed,
     JobFailed,
     NotOwner,
-    NotSplittable,
+    TooFewRanks,
     from_code,
 )
 from gpumux.wire import messages as m
@@ -71,6 +71,7 @@ class CoordinatorLink:
         self._session: Session | None = None
         self._stop = threading.Event()
         self._recovery: weakref.ref[Recovery] | None = None
+        self._has = request.devices  # how many devices it was opened on
         self._sizes: list[int] = []  # on how many devices, fewer than asked for, it may go on
         self._unwanted = False  # the coordinator that came back refused it
         self._moving = False  # a thread does what was ordered
@@ -351,15 +352,19 @@ class CoordinatorLink:
         """The job runs at the daemon that `connect` gave a session with."""
         with self._changed:
             self._state.opened()
-        self._ran, self._tries = True, 0
+            count = len(self._state.endpoints)
+        if count != self._has:
+            log.warning(
+                "job %r goes on with %d of the %d devices that it asked for", self._request.name, count,
+                self._request.devices,
+            )  # fmt: skip
+        self._ran, self._tries, self._has = True, 0, count
 
     def refused(self, session: Session, error: GpumuxError) -> bool:
         """The job could not be opened on this session, or brought back. Whether it waits for other devices now."""
         nbytes = 0
         if self._is_too_few(error):
-            with self._changed:
-                self._sizes.remove(len(self._state.endpoints))
-                self._post_sizes()
+            self._drop_size()
         elif isinstance(error, AdmissionRefused):
             if self._accepted and self._limited:
                 return False  # the user's limit is too low
@@ -378,7 +383,21 @@ class CoordinatorLink:
     def _is_too_few(self, error: GpumuxError) -> bool:
         """Whether the job can't go on with as few devices as it was given, and could with more."""
         wide = isinstance(error, AdmissionRefused) and self._accepted and self._limited  # a rank needs more memory
-        return len(self._state.endpoints) in self._sizes and (wide or isinstance(error, NotSplittable))
+        return len(self._state.endpoints) in self._sizes and (wide or isinstance(error, TooFewRanks))
+
+    def _drop_size(self) -> None:
+        """The job goes on with as few devices as it has no longer."""
+        with self._changed:
+            self._sizes.remove(len(self._state.endpoints))
+            self._post_sizes()
+
+    def outgrown(self) -> bool:
+        """See JobPlace."""
+        if not self._state.held or len(self._state.endpoints) not in self._sizes:
+            return False
+        self._drop_size()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state.order is not None, ANSWER_S)
 
     def _not_started(self, nbytes: int, why: str) -> None:
         log.warning(

@@ -26,6 +26,7 @@ from microbench.daemon import running_daemon
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, plain
 from microbench.kills import Phoenix, Run, differences, undisturbed
 from tests.client.placed.coordinator import FakeCoordinator, coordinating, serving
+from tests.client.placed.trials import close, wide
 
 SEED = 23
 
@@ -544,43 +545,16 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
         assert differences(run.trial.state(), alone.state()) == 0
 
 
-def wide(seed: int) -> Trial:
-    """A small network with dropout in float64, on batches of 12."""
-    draw = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
-    ).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    def turn(index: int) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
-        own = draw.manual_seed(1000 * seed + index)
-        x = torch.randn(12, 10, generator=own, dtype=torch.float64)
-        return [("step", (x, torch.randint(4, (12,), generator=own)))]
-
-    return Trial("wide", seed, [model], [optimizer], {"step": step}, turn)
-
-
-def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.slow
 def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinator: FakeCoordinator):
-    """Of three, one is lost; then it has one, and then three again."""
+    """Of three, one is lost. Then it has a batch that two don't divide, so it goes on with one, and later with three
+    again."""
+    odd: set[int] = set()
     with ExitStack() as stack:
         daemons = serving(stack, tmp_path, 3)
         first, second, third = (daemon.endpoint for daemon in daemons)
         coordinator.places = [[first, second, third]]
-        run = submit(wide(SEED), coordinator, rng="client", gpus=3, priority="high")
+        run = submit(wide(SEED, odd), coordinator, rng="client", gpus=3, priority="high")
         torch.manual_seed(SEED)
         assert coordinator.hear(m.GangSizes).sizes == [1, 2]
         with run.job:
@@ -588,14 +562,21 @@ def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinato
             daemons[1].kill()
             coordinator.place([first, third])
             turns(run, 4)
-            for left in ([third], [first, second, third]):
-                assert len(run.job._session.each_daemon) == len(coordinator._given)
-                coordinator.places = [left]
-                coordinator.vacate_for_sure()
-                turns(run, 4)
+            assert len(run.job.stats()["ranks"]) == 2
+            odd.add(run.turns)
+            coordinator.places = [[third]]
+            moving = threading.Thread(target=lambda: (coordinator.hear(m.GangSizes, 2), coordinator.vacate()))
+            moving.start()
+            turns(run, 4)
+            moving.join()
+            assert coordinator.all(m.GangSizes)[-1].sizes == [1]
+            assert len(run.job.stats()["ranks"]) == 1
+            coordinator.places = [[first, second, third]]
+            coordinator.vacate_for_sure()
+            turns(run, 4)
             assert len(run.job.stats()["ranks"]) == 3
             run.finish()
-        alone = wide(SEED)
+        alone = wide(SEED, odd)
         torch.manual_seed(SEED)
         close(run.results, plain(alone, run.turns))
         close(run.trial.state(), alone.state())
