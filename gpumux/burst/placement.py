@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from gpumux.errors import ConfigError
-from gpumux.program.saved_plan import SavedPlan
+from gpumux.program.saved_plan import PlanRow, SavedPlan
 
 MOST_RANKS = 64
 
@@ -120,9 +120,18 @@ def nested(first: int, count: int) -> tuple[int, ...]:
 def planned(plan: SavedPlan) -> RankPlacement:
     """The placement of a plan that `gpumux plan burst --save` wrote. A layer's ranks are those of its computation.
     Raises ConfigError for a plan whose layers have no names of modules."""
+    return _planned(plan, plan.gpus, plan.rows)
+
+
+def planned_on_fewer(plan: SavedPlan) -> dict[int, RankPlacement]:
+    """As `planned`, by the plans for fewer GPUs, by their number."""
+    return {gpus: _planned(plan, gpus, rows) for gpus, rows in plan.fewer}
+
+
+def _planned(plan: SavedPlan, gpus: int, rows: Sequence[PlanRow]) -> RankPlacement:
     layers: dict[str, tuple[int, ...]] = {}
-    for row in plan.rows:
+    for row in rows:
         if not row.transfer:
             layers[plan.layers[row.layer].name] = nested(row.first, row.gpus)
     without = frozenset(layer.name for layer in plan.layers if not layer.parameter_bytes)
-    return RankPlacement(plan.gpus, layers, no_modules=without)
+    return RankPlacement(gpus, layers, no_modules=without)

@@ -27,6 +27,7 @@ from gpumux.client.arguments import (
     job_spec,
     number,
     placement_of,
+    read_plan,
     refuse_in_cluster,
     refuse_with_ranks,
     refuse_with_waves,
@@ -131,8 +132,8 @@ def submit(
         was too little.
     gpus: on so many devices of the cluster, as `endpoints` of as many daemons; default those of the plan, else 1.
     min_gpus: a job on several devices that lost some goes on with fewer, down to so many, if the cluster could not give
-        it all of them again whatever runs there: its layers are split anew over what is left. `gpus` forbids that: the
-        job then waits for as many as it asked for.
+        it all of them again whatever runs there: its layers are split anew over what is left (docs/burst.md, "Fewer
+        devices"). As large as `gpus` it forbids that: the job then waits for as many as it asked for.
     urgency: in a cluster, orders the user's own waiting jobs: the higher the sooner.
 
     Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
@@ -153,6 +154,7 @@ def submit(
     check_microbatches(microbatches)
     check_compile(compile)
     check_rng(rng, seed)
+    plan = read_plan(plan)
     placement: RankPlacement | None
     if cluster is None:
         several_daemons = daemons_of(endpoint, endpoints, devices)
@@ -161,7 +163,7 @@ def submit(
         fewer = {}
     else:
         placement, several_daemons = in_cluster(gpus, plan, endpoint, endpoints, devices), []
-        fewer = fewer_ranks(placement, min_gpus)
+        fewer = fewer_ranks(placement, plan, min_gpus)
     ranks = 1 if placement is None else placement.ranks
     check_batch_norm(batch_norm)
     check_waves(waves)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumux.burst.placement import RankPlacement, data_parallel, folded
+from gpumux.burst.placement import RankPlacement, data_parallel, folded, planned
 from gpumux.burst.ranks import BurstSplitter, RankedStep
+from gpumux.client.arguments import fewer_ranks
 from gpumux.errors import TooFewRanks
 from gpumux.program.codec import encode
+from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan, SmallerPlan
 from tests.burst.emulate import Gang
 from tests.burst.subjects import SUBJECTS
 
@@ -65,3 +67,22 @@ def test_a_placement_is_folded_in_the_order_of_its_parts() -> None:
     assert folded(PLAN, 2).layers == {"0": (0, 1), "3": (0, 1), "7": (0, 1), "10": (1,)}
     assert folded(PLAN, 3).layers == {"0": (0, 2, 1), "3": (0, 1), "7": (2, 0), "10": (0,)}
     assert folded(data_parallel(4), 3) == data_parallel(3)
+
+
+def test_fewer_devices_have_the_plans_own_placements_where_it_has_some() -> None:
+    layers = (PlannedLayer("a", "Linear", 8, 16, 0.5), PlannedLayer("b", "Linear", 8, 16, 0.5))
+    rows = (PlanRow(0, 0.0, 0.0, 1.0, 0.0, 0, 4), PlanRow(1, 1.0, 0.0, 1.0, 0.0, 0, 2, after=(0,)))
+    fewer = (PlanRow(0, 0.0, 0.0, 2.0, 0.0, 0, 2), PlanRow(1, 2.0, 0.0, 1.0, 0.0, 0, 1, after=(0,)))
+    plan = SavedPlan(
+        model="net", device="a100", algorithm="optimal", gpus=4, batch=4, limit=2.0,
+        network=PlanNetwork("n", 1e9, 1e-5), seconds=2.0, single_seconds=4.0, layers=layers, rows=rows,
+        fewer=(SmallerPlan(2, fewer),),
+    )  # fmt: skip
+    found = fewer_ranks(planned(plan), plan, 1)
+    assert {ranks: one.layers for ranks, one in found.items()} == {
+        1: {"a": (0,), "b": (0,)},
+        2: {"a": (0, 1), "b": (0,)},
+    }
+    assert list(fewer_ranks(planned(plan), plan, 2)) == [2]
+    assert fewer_ranks(planned(plan), plan, 4) == {}
+    assert sorted(fewer_ranks(planned(plan), None, 2)) == [2, 3]

@@ -371,6 +371,8 @@ def test_what_does_not_go_together():
     for given, says in (
         ({"gpus": 2}, "gpus= is given, and no cluster="),
         ({"urgency": 1}, "urgency= is given, and no cluster="),
+        ({"min_gpus": 2}, "min_gpus= is given, and no cluster="),
+        ({"cluster": "auto", "gpus": 2, "min_gpus": 3}, "min_gpus is 3"),
         ({"cluster": "auto", "endpoint": "ipc:///a"}, "cluster= and endpoint="),
         ({"cluster": "auto", "endpoints": ["ipc:///a"]}, "cluster= and endpoints="),
         ({"cluster": "auto", "devices": 2}, "cluster= and devices="),
