@@ -2,9 +2,9 @@
 
 Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each. A high job that runs on all four by
 a plan and six low jobs ask the coordinator for a place. In the middle a node is killed: its low jobs go on elsewhere,
-and the gang, for which no other device is left, goes on with three. At the end losses and parameters are compared with plain runs, those of low jobs
-bit for bit, and a table says what became of each job. Then the coordinator is asked to stop, and its daemons have to be
-gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
+and the gang, for which no other device is left, goes on with three. At the end losses and parameters are compared with
+plain runs, those of low jobs bit for bit, and a table says what became of each job. Then the coordinator is asked to
+stop, and its daemons have to be gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
 """
 
 from __future__ import annotations

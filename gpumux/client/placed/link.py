@@ -181,8 +181,9 @@ class CoordinatorLink:
         self._move_if_ordered()
 
     def _post_sizes(self) -> None:
-        """Needs the lock."""
-        if self._session is not None and self._session.welcome.device.get("gang_sizes"):
+        """Say with how many devices a gang may go on. Needs the lock."""
+        gang = self._request.devices > 1
+        if gang and self._session is not None and self._session.welcome.device.get("gang_sizes"):
             self._post([m.GangSizes(self.job, self._sizes)])
 
     def _post(self, notices: Sequence[Notice | m.ProgramsKnown | m.GangSizes]) -> None:
@@ -258,8 +259,8 @@ class CoordinatorLink:
         with self._changed:
             self._request = replace(self._request, programs=programs)
             self._post([m.ProgramsKnown(self.job, programs)])
-            self._sizes = [size for size in sizes if size < self._request.devices]
-            if self._sizes and recovery.recorder is not None:
+            if recovery.recorder is not None:  # otherwise it ends with its node
+                self._sizes = [size for size in sizes if size < self._request.devices]
                 self._post_sizes()
             if recovery.recorder is None and self._request.movable:
                 self._request = replace(self._request, movable=False)

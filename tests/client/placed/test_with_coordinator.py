@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gpumux import client
 from gpumux.client.session import Session
@@ -111,8 +110,7 @@ def test_a_gang_that_lost_a_node_goes_on_alone_and_one_that_may_not_waits(place:
         coordinator = RunningCoordinator([str(file)], place)
         stack.callback(coordinator.process.kill)
         trial, other = wide(SEED), wide(SEED + 1)
-        torch.manual_seed(SEED)
-        run = placed(trial, coordinator, priority="high")
+        run = placed(trial, coordinator, priority="high", seed=SEED)
         strict = placed(other, coordinator, min_gpus=2, seed=SEED + 1)
         with run.job:
             for _ in range(3):
