@@ -1,10 +1,10 @@
 """`make cluster-demo`: a gang and six low jobs over four Ray nodes of this machine, one of which is killed.
 
-Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each. A high job that runs on two devices
-by a plan and six low jobs ask the coordinator for a place. In the middle a node is killed that runs a rank of the gang:
-all jobs of that node go on elsewhere. At the end losses and parameters are compared with plain runs, those of low jobs
-bit for bit, and a table says what became of each job. Then the coordinator is asked to stop, and its daemons have to be
-gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
+Four Ray nodes start here, then `gpumux cluster up --ray` with a CPU daemon on each. A high job that runs on all four by
+a plan and six low jobs ask the coordinator for a place. In the middle a node is killed: its low jobs go on elsewhere,
+and the gang, for which no other device is left, goes on with three. At the end losses and parameters are compared with
+plain runs, those of low jobs bit for bit, and a table says what became of each job. Then the coordinator is asked to
+stop, and its daemons have to be gone while Ray still runs. Exit status 0 only if all of that held. Needs ray.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from microbench.daemon import GPUMUX
 from microbench.ray_nodes import RESOURCE, RayFailed, RayNodes, ray_nodes
 
 NODES, LOW_JOBS = 4, 6
-PLAN = RankPlacement(2, {"0": (0, 1), "2": (0,)})  # of the gang: the first layer on both devices
+GANG = 4  # devices of the gang, at most
 SMALL = 1e-9  # the largest difference of a gang's losses and parameters, in float64
-STEPS, BATCH = 40, 64
+STEPS, BATCH = 40, 60  # a batch that 4 and 3 devices divide
 START_S, STOP_S = 180.0, 60.0
 
 
@@ -158,13 +158,14 @@ class TrainingJob:
         self.optimizer.step()
         return loss
 
-    def submit(self, cluster: str, stack: ExitStack) -> None:
-        """Have the steps run in the cluster from now on, until the stack is closed."""
+    def submit(self, cluster: str, devices: int, stack: ExitStack) -> None:
+        """Have the steps run in the cluster from now on, those of the gang on so many devices, until the stack is
+        closed."""
+        plan = RankPlacement(devices, {"0": tuple(range(devices)), "2": (0,)})  # the first layer on all of them
         example = next(digits().batches(BATCH, 0))
         job = client.submit(
             self.train, example=example, model=self.model, optimizer=self.optimizer, name=self.name, cluster=cluster,
-            priority="low" if self.number else "high", plan=None if self.number else PLAN,
-            gpus=1 if self.number else PLAN.ranks,
+            priority="low" if self.number else "high", plan=None if self.number else plan,
         )  # fmt: skip
         self.step = stack.enter_context(job).step
 
@@ -193,12 +194,12 @@ class TrainingJob:
 
 
 @contextmanager
-def submitted(cluster: str, lows: int) -> Iterator[list[TrainingJob]]:
-    """The gang and so many low jobs, in the cluster."""
+def submitted(cluster: str, devices: int, lows: int) -> Iterator[list[TrainingJob]]:
+    """The gang, on so many devices, and so many low jobs, in the cluster."""
     jobs = [TrainingJob(number) for number in range(lows + 1)]
     with ExitStack() as stack:
         for job in jobs:
-            job.submit(cluster, stack)
+            job.submit(cluster, devices, stack)
         yield jobs
 
 
@@ -212,6 +213,8 @@ def summary(jobs: Sequence[TrainingJob], before: Places, after: Places, died: st
         was, now = before[job.name], after[job.name]
         lost = [node for node in was if died in node]
         what = "went on elsewhere" if lost else "stayed" if was == now else "moved"
+        if len(now) < len(was):
+            what = f"goes on with {len(now)} of {len(was)} devices"
         rows.append([job.name, " ".join(was), " ".join(now), what, str(len(job.losses)), job.compared()])
     return table(("JOB", "WAS ON", "IS ON", "WHEN A NODE DIED", "STEPS", "AS A PLAIN RUN"), rows)
 
@@ -236,7 +239,7 @@ def show(count: int, lows: int) -> None:
         nodes = cluster.wait_until_up(count)
         print(f"the coordinator has {len(nodes)} daemons after {time.monotonic() - began:.0f} s", flush=True)
         cluster.show("status")
-        with submitted(cluster.endpoint, lows) as jobs:
+        with submitted(cluster.endpoint, min(GANG, count), lows) as jobs:
             for job in jobs:
                 job.run(STEPS // 2)
             cluster.show("jobs")
@@ -254,6 +257,8 @@ def show(count: int, lows: int) -> None:
                 job.run(STEPS - STEPS // 2)
             cluster.show("jobs")
             after = cluster.places()
+            if len(after["gang"]) != min(GANG, count - 1):
+                raise ClusterFailed(f"the gang goes on on {after['gang']}, and {count - 1} nodes were left")
         print(summary(jobs, before, after, died[:8]), flush=True)
         cluster.show("status")
         cluster.stop()

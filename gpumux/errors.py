@@ -99,6 +99,12 @@ class NotSplittable(CaptureError):
     code = "not_splittable"
 
 
+class TooFewRanks(NotSplittable):
+    """A job that goes on over fewer ranks than it was submitted for can't run this step there."""
+
+    code = "too_few_ranks"
+
+
 class NotFusible(CaptureError):
     code = "not_fusible"
 

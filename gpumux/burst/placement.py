@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from torch import nn
 
 from gpumux.errors import ConfigError
-from gpumux.program.saved_plan import SavedPlan
+from gpumux.program.saved_plan import PlanRow, SavedPlan
 
 MOST_RANKS = 64
 
@@ -79,6 +79,18 @@ def data_parallel(ranks: int) -> RankPlacement:
     return RankPlacement(ranks, default=tuple(range(ranks)))
 
 
+def folded(placement: RankPlacement, ranks: int) -> RankPlacement:
+    """The placement on fewer ranks: what rank i had is on rank i mod `ranks`."""
+
+    def fold(on: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([rank % ranks for rank in on]))
+
+    return replace(
+        placement, ranks=ranks, layers={name: fold(on) for name, on in placement.layers.items()},
+        default=None if placement.default is None else fold(placement.default),
+    )  # fmt: skip
+
+
 def rotated(partitions: Sequence[Sequence[str]]) -> RankPlacement:
     """Model-parallel waves (waves/rotation.py) on as many ranks as partitions: every layer is on all ranks, and part j
     of the batch is on rank (j + c) mod N in partition c. `partitions`: the layers of each, in the order they run.
@@ -108,9 +120,18 @@ def nested(first: int, count: int) -> tuple[int, ...]:
 def planned(plan: SavedPlan) -> RankPlacement:
     """The placement of a plan that `gpumux plan burst --save` wrote. A layer's ranks are those of its computation.
     Raises ConfigError for a plan whose layers have no names of modules."""
+    return _planned(plan, plan.gpus, plan.rows)
+
+
+def planned_on_fewer(plan: SavedPlan) -> dict[int, RankPlacement]:
+    """As `planned`, by the plans for fewer GPUs, by their number."""
+    return {gpus: _planned(plan, gpus, rows) for gpus, rows in plan.fewer}
+
+
+def _planned(plan: SavedPlan, gpus: int, rows: Sequence[PlanRow]) -> RankPlacement:
     layers: dict[str, tuple[int, ...]] = {}
-    for row in plan.rows:
+    for row in rows:
         if not row.transfer:
             layers[plan.layers[row.layer].name] = nested(row.first, row.gpus)
     without = frozenset(layer.name for layer in plan.layers if not layer.parameter_bytes)
-    return RankPlacement(plan.gpus, layers, no_modules=without)
+    return RankPlacement(gpus, layers, no_modules=without)

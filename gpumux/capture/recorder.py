@@ -224,13 +224,15 @@ class RankResult:
 class RankTraces:
     """A step split over ranks (burst/split.py). `record`: storages and views of all ranks; a rank has what its
     operators make. `ops`: by rank. `held`: by rank, the storages of the whole trace that the rank has whole at the end.
-    `homes`: the ranks of each buffer of the job, by its number."""
+    `homes`: the ranks of each buffer of the job, by its number. `made_of`: what its splitter made it of, to split the
+    step over other ranks."""
 
     record: TraceRecord
     ops: list[list[RawOp]]
     held: list[frozenset[int]]
     results: list[RankResult]
     homes: dict[int, tuple[int, ...]]
+    made_of: Any = None
 
 
 class TraceBuilder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -424,6 +425,10 @@ class RankSplitter(Protocol):
     @property
     def counts(self) -> Sequence[int]:
         """In how many parts the batch is traced, each above 1."""
+
+    @property
+    def further_counts(self) -> Sequence[int]:
+        """In how many parts it is traced as well, if it can be."""
 
     def split(self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable) -> Any:
         """What becomes RawTrace.ranks: the traces of all ranks, from those of the first of so many parts. Raises
@@ -843,6 +848,9 @@ class StepFunction:
             return first
         second = self._trace_once(case, args, kwargs, state)
         parts = {count: self._trace_part(case, args, kwargs, state, count) for count in self._parts}
+        for count in () if self._over is None else self._over.further_counts:
+            with suppress(NotSplittable):
+                parts[count] = self._trace_part(case, args, kwargs, state, count)
         difference = first_difference(first, second)
         if difference is not None and not known:
             raise TraceAgain([], first)  # the first trace may have changed what was not yet watched

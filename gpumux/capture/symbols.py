@@ -154,7 +154,7 @@ class Scope:
             if node.scope is not self:
                 raise _kept()
             return node.expr
-        return self.const(int(value) if isinstance(value, Enum) else value)
+        return self.const(int(value) if isinstance(value, Enum) and isinstance(value, int) else value)
 
 
 class HostNode:

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from gpumux.burst.placement import MOST_RANKS, RankPlacement, data_parallel, planned
+from gpumux.burst.placement import (
+    MOST_RANKS,
+    RankPlacement,
+    data_parallel,
+    folded,
+    planned,
+    planned_on_fewer,
+)
 from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
@@ -160,12 +167,16 @@ def placement_of(plan: Any, daemons: Sequence[str]) -> RankPlacement | None:
     return placement
 
 
+def read_plan(plan: Any) -> Any:
+    """What plan= of submit() names: a file's plan, or what was given. Raises ConfigError for a file that can't be
+    read."""
+    return load(Path(plan)) if isinstance(plan, (str, Path)) else plan
+
+
 def planned_ranks(plan: Any) -> RankPlacement | None:
     """The layers of a plan on their ranks; None if there is none. Raises ConfigError."""
     if plan is None:
         return None
-    if isinstance(plan, (str, Path)):
-        plan = load(Path(plan))
     if isinstance(plan, SavedPlan):
         plan = planned(plan)
     if not isinstance(plan, RankPlacement):
@@ -191,6 +202,17 @@ def in_cluster(gpus: Any, plan: Any, endpoint: Any, endpoints: Any, devices: Any
     if placement is not None and placement.ranks != count:
         raise ConfigError(f"the plan is for {placement.ranks} devices, and gpus={count}", "drop gpus=")
     return data_parallel(count) if placement is None else placement
+
+
+def fewer_ranks(placement: RankPlacement, plan: Any, min_gpus: Any) -> dict[int, RankPlacement]:
+    """The placements on fewer devices, from `min_gpus` on, by their number: the plan's own, if it has some. Raises
+    ConfigError."""
+    most = placement.ranks
+    least = whole("min_gpus", min_gpus, 1, most, f"use 1 to {most}, the devices that the job asks for")
+    found = {ranks: folded(placement, ranks) for ranks in range(1, most)}
+    if isinstance(plan, SavedPlan) and plan.fewer:
+        found = {1: folded(placement, 1), **planned_on_fewer(plan)}
+    return {ranks: one for ranks, one in found.items() if least <= ranks < most}
 
 
 def refuse_with_ranks(**given: bool) -> None:

@@ -13,18 +13,18 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from gpumux.burst.ranks import RankedStep
+from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import StateTable
 from gpumux.client.recovery import snapshot_interval_s
-from gpumux.client.remote import Remote, RemoteProgram, SendObserver, StateRead, error_of, to_push
+from gpumux.client.remote import Remote, RemoteProgram, SendObserver, StateRead, error_of, snapshot_bytes, to_push
 from gpumux.client.session import CONNECT_S, Answer, Asked, Handler, Payload, Session, Waits
 from gpumux.client.transport import resolve_endpoint
 from gpumux.errors import (
@@ -34,13 +34,15 @@ from gpumux.errors import (
     GpumuxError,
     InternalError,
     JobClosed,
+    JobFailed,
     NotSplittable,
     PeersLost,
+    TooFewRanks,
     UnknownJob,
     from_code,
 )
 from gpumux.program.ir import aligned
-from gpumux.types import Gang, JobSpec
+from gpumux.types import GENERATOR_BYTES, Gang, JobSpec
 from gpumux.wire import messages as m
 from gpumux.wire.messages import Message, Welcome
 
@@ -135,14 +137,15 @@ class GangSession:
 
     @property
     def device_facts(self) -> str:
-        return "; ".join(session.device_facts for session in self.sessions)
+        return "; ".join(dict.fromkeys([session.device_facts for session in self.sessions]))
 
     def open_job(self, job: str, spec: JobSpec, timeout: float | None = 60.0) -> None:
-        """Open a job's rank at each daemon. Raises what a daemon refuses with; all sessions are closed then, so that no
-        daemon keeps the job."""
+        """Open a job's rank at each daemon, or an ordinary job at a single one. Raises what a daemon refuses with; all
+        sessions are closed then, so that no daemon keeps the job."""
         try:
             for rank, session in enumerate(self.sessions):
-                session.open_job(job, replace(spec, gang=replace(self.gang, rank=rank)), timeout)
+                gang = replace(self.gang, rank=rank) if len(self.sessions) > 1 else None
+                session.open_job(job, replace(spec, gang=gang), timeout)
         except BaseException:
             self.close()
             raise
@@ -430,28 +433,46 @@ class _Shapes:
         self.results = results
 
 
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A step's Programs. `numbers`: those of its ranks' Programs; `load`: the load after which they are all there."""
+
+    numbers: list[int]
+    lowered: Lowered
+    ranked: RankedStep
+    load: int
+
+
 class GangRemote:
     """A job's requests to all its daemons, with the methods of a Remote that a job uses.
 
     A load is what the ranks loaded for one upload. It is counted also when some ranks could not load their Program: the
-    others have theirs, and the buffers of later Programs lie behind its buffers."""
+    others have theirs, and the buffers of later Programs lie behind its buffers.
+
+    A job of a cluster may go on over another number of daemons (`reset`). Its uploads are then split anew by the
+    `splitter`, and keep their numbers, and the loads theirs, so that what was recorded of the job still holds."""
 
     def __init__(
-        self, session: GangSession, job: str, table: StateTable, waits: Waits, *, observer: SendObserver | None = None
-    ) -> None:
+        self, session: GangSession, job: str, table: StateTable, waits: Waits, *, observer: SendObserver | None = None,
+        splitter: BurstSplitter | None = None,
+    ) -> None:  # fmt: skip
         self.session = session
         self.waits = waits
         self.job = job
         self.ended: m.JobEnded | None = None
         self.programs: dict[int, GangProgram] = {}
         self._observer = observer
+        self._splitter = splitter
         self._table = table
         self._loads: list[tuple[int, ...]] = []  # how many Programs each rank has after each load
-        self._uploads: list[tuple[list[int], Lowered, RankedStep]] = []  # by number, with those of its ranks' Programs
+        self._uploads: list[_Upload] = []  # by number
         self._homes: dict[int, tuple[int, ...]] = {}
         self._sent: set[int] = set()  # buffers whose first values were sent
-        self.ranks = [Remote(one, job, table, Waits(job, False), observer=None) for one in session.sessions]
+        self.ranks = self._remotes(session)
         session.remotes = self.ranks
+
+    def _remotes(self, session: GangSession) -> list[Remote]:
+        return [Remote(one, self.job, self._table, Waits(self.job, False), observer=None) for one in session.sessions]
 
     @property
     def give_up_s(self) -> float | None:
@@ -481,7 +502,10 @@ class GangRemote:
         return answers[0]
 
     def reset(self, session: GangSession) -> None:
-        """Use another gang's session, whose daemons have none of the job's Programs and state."""
+        """Use another gang's session, whose daemons have none of the job's Programs and state. Raises TooFewRanks if
+        the job can't run on as many as they are; it is laid out as before then."""
+        if len(session.sessions) != len(self.ranks):
+            self._lay_out(session)
         self.release()
         self.session = session
         session.remotes = self.ranks
@@ -489,11 +513,50 @@ class GangRemote:
             remote.reset(one)
         self.ended = None
 
+    def _lay_out(self, session: GangSession) -> None:
+        """Split all uploads over the ranks of this session."""
+        assert self._splitter is not None, "a job without a splitter is placed on as many devices as it has"
+        before = len(self.ranks)
+        self._splitter.use(len(session.sessions))
+        try:
+            steps = [self._splitter.again(upload.ranked) for upload in self._uploads]
+            remotes, loads, uploads = self._remotes(session), list[tuple[int, ...]](), list[_Upload]()
+            for load in range(len(self._loads)):
+                for upload, step in zip(self._uploads, steps, strict=True):
+                    if upload.load == load:
+                        numbers = [r.add(one.lowered, load=False) for r, one in zip(remotes, step.ranks, strict=True)]
+                        uploads.append(replace(upload, numbers=numbers, ranked=step))
+                loads.append(tuple([remote.loads for remote in remotes]))
+            new = {b for remote in remotes for b in remote.resident()} - set(self.resident())
+            if new:
+                name = self._table.buffers[min(new)].name
+                raise TooFewRanks(f"no rank had {name}, and one of {len(remotes)} needs it", "wait for more devices")
+        except BaseException:
+            self._splitter.use(before)
+            raise
+        give_up_s = self.give_up_s
+        self.release()
+        self.ranks, self._loads, self._uploads = remotes, loads, uploads
+        self.give_up_s = give_up_s
+        self._homes = {}
+        for step in steps:
+            self._homes |= step.homes
+
+    def sizes(self) -> list[int]:
+        """On how many daemons the job's Programs can run, rising."""
+        if self._splitter is None:
+            return []
+        fits = [set(self._splitter.fits(upload.ranked)) for upload in self._uploads]
+        return sorted(set.intersection(*fits)) if fits else []
+
     # ---- programs
 
     def upload(self, lowered: Lowered, ranked: RankedStep) -> int:
         """Upload a step's Programs, and the state that they are the first to use. Returns their number. Raises
         NotSplittable for a step that needs a buffer on other ranks than the steps before it."""
+        if len(ranked.ranks) != len(self.ranks):  # it was captured before the job was laid out anew
+            assert self._splitter is not None
+            ranked = self._splitter.again(ranked)
         for buffer, ranks in ranked.homes.items():
             before = self._homes.get(buffer, ranks)
             if before != ranks:
@@ -512,11 +575,11 @@ class GangRemote:
                 if self._observer is not None:
                     self._observer.loaded(len(self._loads) - 1)
         self._homes |= ranked.homes
-        known = next((number for number, (mine, _, _) in enumerate(self._uploads) if mine == numbers), None)
+        known = next((number for number, upload in enumerate(self._uploads) if upload.numbers == numbers), None)
         if known is not None:
             return known
         number = len(self._uploads)
-        self._uploads.append((numbers, lowered, ranked))
+        self._uploads.append(_Upload(numbers, lowered, ranked, len(self._loads) - 1))
         self.programs[number] = self._program(number)
         fresh = [b for b in dict.fromkeys(b for one in programs for b in one.binding) if b not in self._sent]
         self._sent.update(fresh)
@@ -524,9 +587,12 @@ class GangRemote:
         return number
 
     def _program(self, number: int) -> GangProgram:
-        numbers, lowered, ranked = self._uploads[number]
-        parts = [remote.programs[mine] for remote, mine in zip(self.ranks, numbers, strict=True)]
-        return GangProgram(number, lowered, ranked, parts)
+        upload = self._uploads[number]
+        for other, program in self.programs.items():
+            if self._uploads[other].numbers == upload.numbers:  # over fewer ranks they are one, with the same slots
+                return program
+        parts = [remote.programs[mine] for remote, mine in zip(self.ranks, upload.numbers, strict=True)]
+        return GangProgram(number, upload.lowered, upload.ranked, parts)
 
     def hashes(self) -> list[str]:
         """As Remote.hashes, of all ranks."""
@@ -546,13 +612,13 @@ class GangRemote:
                 remote.load(one)
 
         self.session.each(load)
-        for upload, (numbers, _, _) in enumerate(self._uploads):
-            loaded = all(mine in remote.programs for remote, mine in zip(self.ranks, numbers, strict=True))
-            if loaded and upload not in self.programs:
-                self.programs[upload] = self._program(upload)
+        for at, upload in enumerate(self._uploads):
+            loaded = all(mine in remote.programs for remote, mine in zip(self.ranks, upload.numbers, strict=True))
+            if loaded and at not in self.programs:
+                self.programs[at] = self._program(at)
 
     def post_step(self, step: int, number: int, slot: int, scalars: list[Any], frames: Sequence[Any]) -> None:
-        for remote, mine, some in zip(self.ranks, self._uploads[number][0], frames, strict=True):
+        for remote, mine, some in zip(self.ranks, self._uploads[number].numbers, frames, strict=True):
             remote.post_step(step, mine, slot, scalars, some)
 
     # ---- state
@@ -560,6 +626,10 @@ class GangRemote:
     def resident(self) -> list[int]:
         """Job buffers that exist in a daemon."""
         return list(dict.fromkeys(b for remote in self.ranks for b in remote.resident()))
+
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """As Remote.held, by rank."""
+        return tuple([tuple(remote.resident()) for remote in self.ranks])
 
     def push(self, buffers: Sequence[int], *, first: bool = False) -> None:
         """Copy local state to all ranks that hold it. `first`: as in Remote.push."""
@@ -617,9 +687,44 @@ class GangRemote:
                 remote.forget_read(one)
 
     def restore(self, read: StateRead | None, steps: int) -> None:
-        """As Remote.restore, on each rank with its own part."""
+        """As Remote.restore, on each rank with its own part; put together anew, if the snapshot was of other ranks."""
+        if read is not None and read.held and not self._has_layout(read.held):
+            self._restore_whole(read, steps)
+            return
         parts = [None] * len(self.ranks) if read is None else [replace(read, parts=[part]) for part in read.parts]
         self.session.each(lambda rank: self.ranks[rank].restore(parts[rank], steps))
+
+    def _has_layout(self, held: Sequence[tuple[int, ...]]) -> bool:
+        mine = self.held()
+        return len(mine) == len(held) and all(now[: len(then)] == then for now, then in zip(mine, held, strict=True))
+
+    def _restore_whole(self, read: StateRead, steps: int) -> None:
+        found: dict[int, torch.Tensor] = {}
+        generators = []
+        for (one, frames), held in zip(read.parts, read.held, strict=True):
+            data, at = snapshot_bytes(self.session.sessions[0], one, frames), 0
+            end = data.numel() - GENERATOR_BYTES - one.notes
+            for buffer in held:
+                if at == end:
+                    break
+                nbytes = aligned(self._table.buffers[buffer].nbytes)
+                found.setdefault(buffer, data[at : at + nbytes])
+                at += nbytes
+            if at != end:
+                raise JobFailed(
+                    f"snapshot {read.snapshot} of job {self.job} holds {end} bytes where the job had {at}",
+                    "submit the job again",
+                )
+            generators.append(data[end : end + GENERATOR_BYTES].numpy().tobytes())
+
+        def restore(rank: int) -> None:
+            remote = self.ranks[rank]
+            mine = [b for b in remote.loaded_buffers() if b in found]
+            if mine:
+                remote.put(mine, torch.cat([found[b] for b in mine]))
+            remote.replay(steps, generators[0])  # ranks draw for the whole batch, so all generators are alike
+
+        self.session.each(restore)
 
     # ---- the end
 

@@ -37,6 +37,7 @@ from gpumux.errors import (
     JobFailed,
     NotOwner,
     PeersLost,
+    TooFewRanks,
     UnknownJob,
 )
 from gpumux.types import JobSpec
@@ -213,8 +214,9 @@ class JobPlace(Protocol):
     """Where a job of a cluster runs, as its coordinator says (gpumux/client/placed). Any thread may call it; `connect`,
     `refused` and `left` under the lock of the job."""
 
-    def attach(self, recovery: Recovery) -> None:
-        """The job was submitted: from now on it may be moved."""
+    def attach(self, recovery: Recovery, sizes: list[int]) -> None:
+        """The job was submitted: from now on it may be moved. `sizes`: on how many devices it can run, besides those
+        that it has."""
         ...
 
     def order(self) -> LeaveOrder | None:
@@ -223,6 +225,11 @@ class JobPlace(Protocol):
 
     def left(self) -> None:
         """The job has left its daemon, as ordered."""
+        ...
+
+    def outgrown(self) -> bool:
+        """The job has a step that it can't run over as few devices as it has. Whether it is ordered to leave them now,
+        for more, or for fewer that suit."""
         ...
 
     def connect(self, session: Session, timeout: float) -> Session | None:
@@ -287,7 +294,7 @@ class Recovery:
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
         self.recorder = recorder
         self.snapshots: Snapshots | None = None
-        self._copy = SnapshotCopy() if place is not None else None
+        self._copy = SnapshotCopy(remote.held) if place is not None else None
         if recorder is not None:
             self.snapshots = Snapshots(
                 self._id, spec.name, recorder.log, interval_s=self._interval_s, last=last_snapshot,
@@ -300,7 +307,7 @@ class Recovery:
             self._pending.may_come_back(ENDS)
         self._submitted = True
         if self.place is not None:
-            self.place.attach(self)
+            self.place.attach(self, self._remote.sizes())
 
     def programs(self) -> list[str]:
         """The content hashes of the job's Programs. Any thread may ask."""
@@ -340,6 +347,9 @@ class Recovery:
             try:
                 self.check_open()
                 return verb()
+            except TooFewRanks:
+                if self.place is None or not self.place.outgrown():
+                    raise
             except (DaemonGone, ExecutorCrashed, PeersLost, InternalError, JobClosed, UnknownJob) as gone:
                 if isinstance(gone, (JobClosed, UnknownJob)) and not self._ended_for_now():
                     raise

@@ -218,11 +218,13 @@ def _parameters(table: StateTable) -> frozenset[int]:
 @dataclass(frozen=True, slots=True)
 class StateRead:
     """A snapshot that was read, one part from each daemon: the reply, and the frames of the state where it shares no
-    memory. `bad`: numbers of damaged snapshots."""
+    memory. `bad`: numbers of damaged snapshots. `held`, of a copy: the job buffers that each part has, in order, and
+    perhaps further ones that the daemon has had since."""
 
     snapshot: int
     bad: list[int]
     parts: list[tuple[m.SnapshotRead, Sequence[bytes | bytearray]]]
+    held: tuple[tuple[int, ...], ...] = ()
 
 
 def snapshot_bytes(session: Session, read: m.SnapshotRead, frames: Sequence[bytes | bytearray]) -> torch.Tensor:
@@ -289,9 +291,9 @@ class Remote:
             self.push([b for b in lowered.binding if b not in known and self._table.buffers[b].filled], first=True)
         return number
 
-    def add(self, lowered: Uploaded) -> int:
+    def add(self, lowered: Uploaded, *, load: bool = True) -> int:
         """Have the daemon load a Program, without the state of its buffers. Returns its number in the daemon. Equal
-        Programs on equal buffers are sent once."""
+        Programs on equal buffers are sent once. `load`: False if it is to be loaded later, by its number."""
         encoded = codec.encode(lowered.program)
         key = (codec.content_hash(encoded), lowered.binding)
         if key in self._numbers:
@@ -304,7 +306,8 @@ class Remote:
         sizes = [self._table.buffers[b].nbytes for b in fresh]
         self._loads.append((lowered, sizes, [index[b] for b in lowered.binding]))
         try:
-            self.load(number, encoded)
+            if load:
+                self.load(number, encoded)
         except BaseException:
             self._loads.pop()
             raise
@@ -347,6 +350,18 @@ class Remote:
     def resident(self) -> list[int]:
         """Job buffers that exist in the daemon, in the daemon's order."""
         return list(self._remote_index)
+
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Job buffers that exist in each of the job's daemons, in its order."""
+        return (tuple(self._remote_index),)
+
+    def sizes(self) -> list[int]:
+        """On how many daemons, besides one, the job's Programs can run."""
+        return []
+
+    def loaded_buffers(self) -> list[int]:
+        """Job buffers of the Programs loaded so far, in the daemon's order."""
+        return self.resident()[: sum(len(sizes) for _, sizes, _ in self._loads[: len(self.programs)])]
 
     def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, Any]:
         """Open a transfer. Returns its number, and the daemon's reply (TransferSegment)."""
@@ -453,7 +468,7 @@ class Remote:
         if read is not None:
             ((found, frames),) = read.parts
             data = snapshot_bytes(self.session, found, frames)
-            buffers = self.resident()[: sum(len(sizes) for _, sizes, _ in self._loads[: len(self.programs)])]
+            buffers = self.loaded_buffers()
             end = size_of(self._table, buffers)
             if end + GENERATOR_BYTES + found.notes != data.numel():
                 raise JobFailed(
@@ -465,6 +480,10 @@ class Remote:
             generator = data[end : end + GENERATOR_BYTES].numpy().tobytes()
             del data
             self.session.release_segment(found.segment)
+        self.replay(steps, generator)
+
+    def replay(self, steps: int, generator: bytes) -> None:
+        """So many steps will be run again, from a generator in this state; b"": from the one that it has."""
         self.session.call(m.Replay(0, self.job, steps, 1), [generator], timeout=None)
 
     def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:

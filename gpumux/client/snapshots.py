@@ -303,9 +303,11 @@ def _other(why: str) -> ConfigError:
 
 class SnapshotCopy:
     """The newest snapshot of a job, in this process: a job that goes on at another daemon finds none of its own there.
-    It takes as many bytes as the job's state, and for a moment twice as many, when the next snapshot replaces it."""
+    It takes as many bytes as the job's state, and for a moment twice as many, when the next snapshot replaces it.
+    `held`: as Remote.held."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], tuple[tuple[int, ...], ...]]) -> None:
+        self._held = held
         self._read: StateRead | None = None
 
     def take(self, session: Session, number: int, asked: Asked) -> None:
@@ -323,7 +325,7 @@ class SnapshotCopy:
                 parts.append((reply, [bytearray(frames[0])]))
         if refused is not None:
             raise refused
-        self._read = StateRead(number, [], list(parts))
+        self._read = StateRead(number, [], list(parts), self._held())
 
     def read(self, numbers: Sequence[int]) -> StateRead | None:
         """The copy, if it is of one of these snapshots."""

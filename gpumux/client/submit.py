@@ -22,10 +22,12 @@ from gpumux.client.arguments import (
     check_waves,
     daemons_of,
     draws_from_client,
+    fewer_ranks,
     in_cluster,
     job_spec,
     number,
     placement_of,
+    read_plan,
     refuse_in_cluster,
     refuse_with_ranks,
     refuse_with_waves,
@@ -63,7 +65,7 @@ def submit(
     devices: int | None = None,
     peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
     memory: Literal["own", "shared"] = "own",
-    cluster: str | None = None, gpus: int | None = None, urgency: int = 0,
+    cluster: str | None = None, gpus: int | None = None, min_gpus: int = 1, urgency: int = 0,
 ) -> Job[Batch]:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
 
@@ -129,6 +131,9 @@ def submit(
         `memory_limit` is what is asked for on each device; without it an estimate, and twice as much each time that it
         was too little. The first such call of a script that `gpumux cluster run` started has the devices held for it.
     gpus: on so many devices of the cluster, as `endpoints` of as many daemons; default those of the plan, else 1.
+    min_gpus: a job on several devices that lost some goes on with fewer, down to so many, if the cluster could not give
+        it all of them again whatever runs there: its layers are split anew over what is left (docs/burst.md, "Fewer
+        devices"). As large as `gpus` it forbids that: the job then waits for as many as it asked for.
     urgency: in a cluster, orders the user's own waiting jobs: the higher the sooner.
 
     Raises CaptureError (and its subclasses, naming the line or tensor; NotSplittable for a step that can't be split
@@ -149,13 +154,16 @@ def submit(
     check_microbatches(microbatches)
     check_compile(compile)
     check_rng(rng, seed)
+    plan = read_plan(plan)
     placement: RankPlacement | None
     if cluster is None:
         several_daemons = daemons_of(endpoint, endpoints, devices)
         placement = placement_of(plan, several_daemons)
-        refuse_without_cluster(gpus=gpus is not None, urgency=urgency != 0)
+        refuse_without_cluster(gpus=gpus is not None, min_gpus=min_gpus != 1, urgency=urgency != 0)
+        fewer = {}
     else:
         placement, several_daemons = in_cluster(gpus, plan, endpoint, endpoints, devices), []
+        fewer = fewer_ranks(placement, plan, min_gpus)
     ranks = 1 if placement is None else placement.ranks
     check_batch_norm(batch_norm)
     check_waves(waves)
@@ -237,12 +245,13 @@ def submit(
                 raise ConfigError("two of the endpoints are one daemon", "name each daemon once") from None
             if link is not None:
                 link.accepted()
-            split = BurstSplitter(placement, batch_norm)
+            split = BurstSplitter(placement, batch_norm, fewer if waves == 1 and replay_bytes else {})
+            remote = cast("Callable[..., Remote]", partial(GangRemote, splitter=split))
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
                 reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),
                 write_notes=write_of_rank, over=WaveSplitter(split) if waves > 1 else split,
-                waves=Waves(table) if waves > 1 else None, make_remote=cast("Callable[..., Remote]", GangRemote),
+                waves=Waves(table) if waves > 1 else None, make_remote=remote,
                 place=link,
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)

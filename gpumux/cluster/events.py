@@ -206,6 +206,16 @@ class JobDescribed:
 
 
 @dataclass(frozen=True, slots=True)
+class SizesKnown:
+    """With which numbers of devices, fewer than it was submitted for, the job may go on once the cluster has no more
+    for it. None until this comes: a gang that has not run yet waits for all of its devices. One that runs with a number
+    that is no longer among them is stopped, and goes on with another."""
+
+    job: JobId
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankStopped:
     """Answer to StopRank: the rank is gone from its device."""
 
@@ -255,7 +265,7 @@ class TimePassed:
 
 ClusterEvent = (
     NodeJoined | NodeDraining | NodeLost | JobSubmitted | JobCancelled | JobFinished | StartFailed | JobDescribed
-    | RankStopped     | DeviceReserved | DeviceConfirmed | DeviceRefused | PairMeasured | TimePassed
+    | SizesKnown | RankStopped | DeviceReserved | DeviceConfirmed | DeviceRefused | PairMeasured | TimePassed
 )  # fmt: skip
 
 

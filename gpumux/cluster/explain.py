@@ -25,10 +25,19 @@ def explain(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
             missing = ", ".join(map(str, sorted(job.waits_on)))
             return [f"It starts on {where}; an answer is missing from {missing}."]
         case JobPhase.RUNNING:
-            return [f"It has run on {where} for {placement.now - job.held_since:.0f} s.", *_moved(job)]
+            return [f"It has run on {where} for {placement.now - job.held_since:.0f} s.", *_smaller(job), *_moved(job)]
         case JobPhase.STOPPING:
             then = "goes on elsewhere from its snapshot" if job.outcome is None else f"is answered: {job.outcome.value}"
             return [f"It is being stopped on {where}, because {job.stopped_for}; then it {then}."]
+
+
+def _smaller(job: PlacedJob) -> list[str]:
+    if job.request.devices == job.asked:
+        return []
+    return [
+        f"It was submitted for {job.asked} devices and goes on with {job.request.devices}, since the cluster had no"
+        " more for it; with all of them when they are free again."
+    ]
 
 
 def _moved(job: PlacedJob) -> list[str]:
@@ -36,7 +45,7 @@ def _moved(job: PlacedJob) -> list[str]:
 
 
 def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
-    request, lines = job.request, []
+    request, lines = job.request, _left(placement, job)
     over = QuotaUse(placement.config, placement.jobs.values()).exceeded(request)
     blocking = _blocking(placement, job)
     if over is not None:
@@ -60,6 +69,19 @@ def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
     if job.stopped_for and job.began:
         lines.append(f"It was stopped because {job.stopped_for}, and goes on from its snapshot.")
     return [*lines, *_moved(job)]
+
+
+def _left(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
+    """How a gang that ran goes on, if the cluster has fewer devices for it than it was submitted for."""
+    most = placement.most(job)
+    if not job.began or job.asked == 1 or most >= job.asked:
+        return []
+    left = f"{most} of the {job.asked} devices that it was submitted for are left"
+    if job.request.devices < job.asked:
+        return [f"{left}, it goes on with {job.request.devices}."]
+    if not job.sizes:
+        return [f"{left}, and it may not go on with fewer than {job.asked}: it waits for others."]
+    return [f"{left}, and it goes on with {job.sizes[0]} at least: it waits for others."]
 
 
 def _blocking(placement: ClusterPlacement, job: PlacedJob) -> PlacedJob | None:

@@ -25,6 +25,7 @@ class JobPhase(Enum):
 class PlacedJob:
     """A job that is not answered yet. Jobs have numbers in the order in which they come.
 
+    `request.devices`: how many it has, or waits for; `asked`: how many it was submitted for; `sizes`: see SizesKnown.
     `waits_on`: devices whose answers the phase needs; `due`: when those are too late. `held_since`: when it got its
     devices, while it has some. `turn_at`: when it was first in its class's order and found no room; `blocked_at`: when
     it was the first that did not fit in a quota. `kept`: devices that no other job of its class gets while it waits.
@@ -48,6 +49,11 @@ class PlacedJob:
     stopped_for: str = ""
     outcome: JobOutcome | None = None
     keep: bool = True
+    asked: int = field(init=False)
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.asked = self.request.devices
 
     @property
     def id(self) -> JobId:

@@ -5,6 +5,8 @@ when it has to be called again with TimePassed if nothing else happens. What it 
 
 - A device has at most one high job, and memory is never promised twice. A gang starts on all its devices or on none.
 - A submitted job is answered once. What is stopped for others goes on from its snapshot, and keeps its place.
+- A gang that ran goes on with fewer devices, if it may (`SizesKnown`), while the cluster could not give it all of them
+  whatever runs there: with as many as it could. One that only waits for others to end keeps its size.
 - A job that waits gets its turn (`shares.py`). If it finds no room then, and others of its class pass it for
   `patience_s`, devices are kept for it until those that run there have ended.
 
@@ -22,7 +24,7 @@ from gpumux.cluster import events as ev
 from gpumux.cluster.costs import LearnedCosts
 from gpumux.cluster.events import ClusterCommand, ClusterEvent, DeviceChoice, DeviceId, JobOutcome, PlacementConfig
 from gpumux.cluster.jobs import ClusterDevice, ClusterNode, JobPhase, PlacedJob, evictions
-from gpumux.cluster.shares import FairShares, QuotaUse, owners, refuse
+from gpumux.cluster.shares import FairShares, QuotaUse, most_devices, owners, refuse
 from gpumux.types import JobId, Priority
 
 CROWDED = 0.5  # what a job more on a device counts, where devices are chosen by the number of jobs
@@ -71,6 +73,8 @@ class ClusterPlacement:
                 self._start_failed(event)
             case ev.JobDescribed():
                 self._described(event)
+            case ev.SizesKnown():
+                self._sizes_known(event)
             case ev.RankStopped():
                 self._rank_stopped(event)
             case ev.DeviceReserved():
@@ -85,6 +89,7 @@ class ClusterPlacement:
                 pass
         self._late()
         self._reserve_claimed()
+        self._resize()
         self._place()
         self._rebalance()
         self._say_empty()
@@ -101,7 +106,8 @@ class ClusterPlacement:
             times += [device.retry_at for device in self.devices.values()]
             times += [min(job.turn_at, job.blocked_at) + self.config.patience_s for job in waiting]
         if self.config.rebalance_s < inf and any(
-            job.phase is JobPhase.RUNNING and not job.high for job in self.jobs.values()
+            job.phase is JobPhase.RUNNING and (not job.high or job.request.devices < job.asked)
+            for job in self.jobs.values()
         ):
             times.append(self._rebalanced_at + self.config.rebalance_s)
         return min([each for each in times if each > self.now], default=inf)
@@ -227,6 +233,18 @@ class ClusterPlacement:
         job = self.jobs.get(event.job)
         if job is not None:
             job.request = replace(job.request, programs=event.programs, movable=event.movable)
+
+    def _sizes_known(self, event: ev.SizesKnown) -> None:
+        job = self.jobs.get(event.job)
+        if job is None:
+            return
+        job.sizes = tuple(sorted({size for size in event.sizes if 0 < size < job.asked}))
+        if job.request.devices in (job.asked, *job.sizes):
+            return
+        if job.phase is JobPhase.RUNNING and job.request.movable:
+            self._stop(job, f"it can't go on with {job.request.devices} devices")
+        elif job.phase in (JobPhase.CLAIMING, JobPhase.RESERVING, JobPhase.CONFIRMING):
+            self._give_up(job)
 
     def _answer(self, job: PlacedJob, outcome: JobOutcome, reason: str) -> None:
         """The end of the job, which holds nothing more."""
@@ -365,6 +383,32 @@ class ClusterPlacement:
         else:
             self._wait_again(job)
 
+    # ---- how many devices a gang gets
+
+    def _resize(self) -> None:
+        """Let gangs that wait, and ran before, go on with what the cluster could give them; whole again if it can."""
+        for job in self.jobs.values():
+            if job.asked > 1 and job.began and not job.holds:
+                size = self._size(job)
+                if size != job.request.devices:
+                    job.request, job.kept = replace(job.request, devices=size), frozenset()
+
+    def _size(self, job: PlacedJob) -> int:
+        most = self.most(job)
+        fewer = [size for size in job.sizes if size <= most]
+        return max(fewer) if fewer and most < job.asked else job.asked
+
+    def most(self, job: PlacedJob) -> int:
+        """How many devices the cluster and the quotas could give the job, whatever runs there now."""
+        return int(min(self._suiting(job), most_devices(self.config, job.request)))
+
+    def _suiting(self, job: PlacedJob) -> int:
+        request = job.request
+        return sum(
+            self._takes(device, request.priority) and device.facts.memory_bytes >= request.memory_bytes
+            for device in self.devices.values()
+        )
+
     # ---- which job gets which devices
 
     def _place(self) -> None:
@@ -411,13 +455,7 @@ class ClusterPlacement:
 
     def possible(self, job: PlacedJob) -> bool:
         """Whether the cluster has the devices that the job needs, whatever runs there now."""
-        request = job.request
-        suit = [
-            device
-            for device in self.devices.values()
-            if self._takes(device, request.priority) and device.facts.memory_bytes >= request.memory_bytes
-        ]
-        return len(suit) >= request.devices
+        return self._suiting(job) >= job.request.devices
 
     def _in_order(self, priority: Priority) -> Iterator[PlacedJob]:
         """Waiting jobs of a class: those first that are overdue, by when their turn came; then always the next of the
@@ -523,14 +561,19 @@ class ClusterPlacement:
         found.sort(key=lambda device: (device.high is not None, len(device.jobs), -device.free_bytes, device.id))
         return frozenset([device.id for device in self._on_few_hosts(found, job.request.devices)])
 
-    # ---- low jobs that would do better elsewhere
+    # ---- jobs that would do better elsewhere
 
     def _rebalance(self) -> None:
-        """Once in a while, stop the low jobs that would gain most elsewhere. They are placed anew when they have."""
+        """Once in a while, stop gangs that can have all of their devices again, and the low jobs that would gain most
+        elsewhere. They are placed anew when they have."""
         config = self.config
-        if config.choice is DeviceChoice.PACK or self.now < self._rebalanced_at + config.rebalance_s:
+        if self.now < self._rebalanced_at + config.rebalance_s:
             return
         self._rebalanced_at = self.now
+        for job in [job for job in self.jobs.values() if job.request.devices < job.asked]:
+            self._grow(job)
+        if config.choice is DeviceChoice.PACK:
+            return
         if any(not job.holds and not job.high and self.possible(job) for job in self.jobs.values()):
             return
         gains: list[tuple[float, int, PlacedJob, DeviceId]] = []
@@ -555,3 +598,20 @@ class ClusterPlacement:
             if where not in used:
                 used.add(where)
                 self._stop(job, f"it gets {gain:.2f} of a device more on {where}", moved=False)
+
+    def _grow(self, job: PlacedJob) -> None:
+        """Stop a gang that runs with fewer devices than it was submitted for if all of these are free, or its own. They
+        are kept for it until it has left."""
+        settled = self.now - job.held_since >= 2 * self.config.rebalance_s
+        if job.phase is not JobPhase.RUNNING or not (settled and job.request.movable):
+            return
+        others = [each for each in self.jobs.values() if each is not job]
+        own = [name for name in job.devices if self._takes(self.devices[name], job.request.priority)]
+        free = [*own, *(device.id for device in self.candidates(job) if device.id not in own)]
+        whole = replace(job.request, devices=job.asked)
+        if len(free) < job.asked or QuotaUse(self.config, others).exceeded(whole) is not None:
+            return
+        if any(not each.holds and each.high is job.high and self.possible(each) for each in others):
+            return  # jobs that wait come first
+        self._stop(job, f"all of the {job.asked} devices that it was submitted for can be had again", moved=False)
+        job.kept = frozenset(free[: job.asked])

@@ -67,6 +67,8 @@ def job_data(job: PlacedJob) -> dict[str, Any]:
         "stopped_for": job.stopped_for,
         "outcome": None if job.outcome is None else job.outcome.value,
         "keep": job.keep,
+        "asked": job.asked,
+        "sizes": list(job.sizes),
     }
 
 
@@ -119,6 +121,8 @@ def _job(data: dict[str, Any], now: float) -> PlacedJob:
     job.blocked_at = inf if data["blocked_at"] is None else float(data["blocked_at"])
     job.began, job.moves, job.stopped_for = bool(data["began"]), int(data["moves"]), str(data["stopped_for"])
     job.outcome, job.keep = None if data["outcome"] is None else JobOutcome(data["outcome"]), bool(data["keep"])
+    job.asked = int(data.get("asked", job.asked))  # absent from what was kept before gangs could be made smaller
+    job.sizes = tuple([int(size) for size in data.get("sizes", ())])
     job.due = now if job.phase is JobPhase.STOPPING else inf  # its ranks are asked again at once
     return job
 

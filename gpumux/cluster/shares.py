@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from gpumux.cluster.events import NO_QUOTA, ClusterJob, PlacementConfig, Quota
@@ -124,6 +125,15 @@ def owners(job: ClusterJob) -> tuple[str, str]:
 
 def _quotas(config: PlacementConfig, job: ClusterJob) -> tuple[Quota, Quota]:
     return config.quotas.get(job.user, NO_QUOTA), config.group_quotas.get(job.group, NO_QUOTA)
+
+
+def most_devices(config: PlacementConfig, job: ClusterJob) -> float:
+    """How many devices the job's quotas allow it if its owners hold nothing else; inf: any number."""
+    limits = [inf]
+    for quota in _quotas(config, job):
+        limits += [] if quota.devices is None else [quota.devices]
+        limits += [quota.high_devices] if job.priority is Priority.HIGH and quota.high_devices is not None else []
+    return min(limits)
 
 
 def refuse(config: PlacementConfig, job: ClusterJob, jobs: Iterable[PlacedJob]) -> str:

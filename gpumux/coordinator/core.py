@@ -203,6 +203,7 @@ class Coordinator:
             msg.PlaceJob: self._place_job,
             msg.JobNotStarted: self._not_started,
             msg.ProgramsKnown: self._programs_known,
+            msg.GangSizes: self._gang_sizes,
             msg.DevicesVacated: self._vacated,
             msg.PlacedJobEnded: self._ended,
             msg.CloseJob: self._cancel,
@@ -462,6 +463,11 @@ class Coordinator:
             self._programs.popitem(last=False)
         self._feed(ev.JobDescribed(job.id, programs, self.placement.jobs[job.id].request.movable))
 
+    def _gang_sizes(self, session: SessionId, peer: Peer, m: msg.GangSizes) -> None:
+        job = self._mine(session, peer, m.job)
+        if job is not None:
+            self._feed(ev.SizesKnown(job.id, tuple(m.sizes[:MOST_DEVICES])))
+
     def _ask_to_leave(self, command: ev.StopRank) -> None:
         """One message for all ranks, since the client leaves with the whole job."""
         if command.attempt not in self._asked:
@@ -568,9 +574,10 @@ class Coordinator:
         nodes  [{name, host, endpoint, state ("up", "away", "draining"), memory_bytes, used_bytes (by the cluster's
                jobs), max_jobs, jobs (how many), high (whether one of them is), kept (its promise; None: not known),
                verdict (the daemon's line about it)}]
-        jobs   [{job, short, name, user, priority, devices, memory_bytes, state (gpumux/cluster/jobs.py, JobPhase),
-               nodes, since_s (in that place, or in the queue), moves, why (it waits, or is where it is; of the first
-               MOST_REASONS that the asker may know), mine}]; of others' jobs, job, name and why are ""
+        jobs   [{job, short, name, user, priority, devices, asked (the devices that it was submitted for),
+               memory_bytes, state (gpumux/cluster/jobs.py, JobPhase), nodes, since_s (in that place, or in the queue),
+               moves, why (it waits, or is where it is; of the first MOST_REASONS that the asker may know), mine}]; of
+               others' jobs, job, name and why are ""
         counts of jobs since the start; pairs: of programs whose cost is known
         """
         now = self._now
@@ -591,6 +598,7 @@ class Coordinator:
                     "user": placed.request.user,
                     "priority": placed.request.priority.name.lower(),
                     "devices": placed.request.devices,
+                    "asked": placed.asked,
                     "memory_bytes": placed.request.memory_bytes,
                     "state": placed.phase.value,
                     "nodes": [device.node for device in placed.devices],

@@ -82,7 +82,7 @@ def serve(
     texts = config.endpoint or (resolve_coordinator().text,)
     router = Router(texts, endpoint.runtime_dir(COORDINATOR), wire_limits(config), curve_keys(config))
     stack.callback(router.close, "the coordinator leaves; jobs go on where they run")
-    router.device = {"kind": "cluster", "name": "coordinator", "ray": ray}
+    router.device = {"kind": "cluster", "name": "coordinator", "gang_sizes": True, "ray": ray}
     journal = None
     if config.state_dir:
         journal = Journal(Path(config.state_dir))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -12,7 +12,7 @@ from gpumux.plan import deeppool, optimal
 from gpumux.plan.costs import Costs, Network, ProfiledCosts, divisors
 from gpumux.plan.graph import LayerGraph
 from gpumux.plan.plan import BurstPlan, Placement, evaluate
-from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, SavedPlan
+from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, SavedPlan, SmallerPlan
 
 ALGORITHMS: dict[str, Callable[[LayerGraph, Costs, float, int], Placement | None]] = {
     "optimal": optimal.find,
@@ -85,8 +85,8 @@ class PlanQuery:
         )  # fmt: skip
 
     def saved(self, plan: BurstPlan) -> SavedPlan:
-        """One of this query's plans, and its model data parallel on each count, as `gpumux plan burst --save` writes
-        them."""
+        """One of this query's plans, its model data parallel on each count, and the plans for as many GPUs as each
+        smaller count, as `gpumux plan burst --save` writes them."""
         layers = []
         for layer, g in zip(self.graph.layers, plan.placement.gpus, strict=True):
             timing = layer.at(self.batch // g)
@@ -106,4 +106,13 @@ class PlanQuery:
             layers=tuple(layers),
             rows=plan.rows,
             data_parallel=tuple([self.data_parallel(count).rows for count in self.counts]),
+            fewer=tuple([SmallerPlan(count, found.rows) for count, found in self._on_fewer()]),
         )
+
+    def _on_fewer(self) -> Iterator[tuple[int, BurstPlan]]:
+        for count in self.counts:
+            if 1 < count < self.gpus:
+                smaller = replace(self, gpus=count, counts=tuple([each for each in self.counts if each <= count]))
+                found = smaller.answer()
+                if found is not None:
+                    yield count, found

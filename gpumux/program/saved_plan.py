@@ -9,13 +9,14 @@
                  "forward": 0.33}, ...],
      "rows": [{"layer": 0, "start": 0.0, "comm": 0.0, "comp": 0.0005, "sync": 2e-05, "first": 0, "gpus": 8,
                "transfer": false, "after": []}, ...],
-     "data_parallel": [[...], ...]}
+     "data_parallel": [[...], ...], "fewer": [{"gpus": 4, "rows": [...]}, ...]}
 
 `rows` stand in an order in which they can run: a row starts when the rows that `after` names by their places have
 ended. `forward` is the forward pass's part of a layer's computation. `data_parallel` has the rows of the same model
-with every layer on one number of GPUs, for each number that the planner was allowed. Nothing is guessed when a file is
-read: a missing or unknown key, a value out of range, or rows that contradict each other are a ConfigError that names
-the place.
+with every layer on one number of GPUs, for each number that the planner was allowed. `fewer` has the plans for those of
+these numbers that are smaller than the cluster, by which a job goes on that lost GPUs; older files have none. Nothing
+is guessed when a file is read: a missing or unknown key, a value out of range, or rows that contradict each other are a
+ConfigError that names the place.
 """
 
 from __future__ import annotations
@@ -77,6 +78,13 @@ class PlannedLayer(NamedTuple):
     forward: float
 
 
+class SmallerPlan(NamedTuple):
+    """The rows of a plan for fewer GPUs."""
+
+    gpus: int
+    rows: tuple[PlanRow, ...]
+
+
 class PlanNetwork(NamedTuple):
     """The network that a plan was made for, in bytes a second and seconds."""
 
@@ -103,6 +111,7 @@ class SavedPlan:
     layers: tuple[PlannedLayer, ...]
     rows: tuple[PlanRow, ...]
     data_parallel: tuple[tuple[PlanRow, ...], ...] = ()
+    fewer: tuple[SmallerPlan, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= MOST_GPUS or self.batch < 1:
@@ -122,6 +131,10 @@ class SavedPlan:
         check_rows("rows", self.rows, len(self.layers), self.gpus)
         for i, rows in enumerate(self.data_parallel):
             check_rows(f"data_parallel[{i}]", rows, len(self.layers), self.gpus)
+        for i, each in enumerate(self.fewer):
+            if not 1 < each.gpus < self.gpus:
+                raise ConfigError(f"fewer[{i}] is for {each.gpus} GPUs", f"give 2 to {self.gpus - 1}")
+            check_rows(f"fewer[{i}]", each.rows, len(self.layers), each.gpus)
         ends = max(row.end for row in self.rows)
         if abs(ends - self.seconds) > TOLERANCE * max(ends, self.seconds):
             raise ConfigError(f"seconds is {self.seconds}, and the last row ends at {ends}", REPLAN)
@@ -165,17 +178,19 @@ def dumps(plan: SavedPlan) -> str:
     """The file's text, one layer or row a line."""
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "units": UNITS}
     for each in fields(SavedPlan):
-        if each.name not in ("layers", "rows", "data_parallel"):
+        if each.name not in ("layers", "rows", "data_parallel", "fewer"):
             head[each.name] = getattr(plan, each.name)
     head["limit"] = plan.limit if isfinite(plan.limit) else None
     head["network"] = plan.network._asdict()
     layers = ",\n  ".join(json.dumps(layer._asdict()) for layer in plan.layers)
     others = ",\n".join(_listed(rows, "  ") for rows in plan.data_parallel)
+    fewer = ",\n".join(f'  {{"gpus": {gpus}, "rows": {_listed(rows, "  ").lstrip()}}}' for gpus, rows in plan.fewer)
     parts = [
         json.dumps(head, indent=1)[:-2],
         f' "layers": [\n  {layers}\n ]',
         f' "rows": {_listed(plan.rows, " ").lstrip()}',
         f' "data_parallel": [\n{others}\n ]',
+        f' "fewer": [\n{fewer}\n ]',
     ]
     return ",\n".join(parts) + "\n}\n"
 
@@ -198,6 +213,7 @@ def loads(text: str) -> SavedPlan:
     """The plan in a file's text. Raises ConfigError."""
     body = reading.header(text, FORMAT, VERSION, UNITS, REPLAN, "plan")
     names = {f.name for f in fields(SavedPlan)}
+    body.setdefault("fewer", [])
     reading.same_keys("the plan", body, names | {"format", "version", "units"}, REPLAN)
     network = _map("network", body["network"], set(PlanNetwork._fields))
     return SavedPlan(
@@ -222,7 +238,13 @@ def loads(text: str) -> SavedPlan:
                 for i, rows in enumerate(reading.items("data_parallel", body["data_parallel"]))
             ]
         ),
+        fewer=tuple([_smaller(f"fewer[{i}]", each) for i, each in enumerate(reading.items("fewer", body["fewer"]))]),
     )
+
+
+def _smaller(where: str, value: object) -> SmallerPlan:
+    body = _map(where, value, set(SmallerPlan._fields))
+    return SmallerPlan(reading.whole(f"{where}.gpus", body["gpus"]), _rows(f"{where}.rows", body["rows"]))
 
 
 def _layer(where: str, value: object) -> PlannedLayer:

@@ -70,6 +70,10 @@ class WaveSplitter:
     def counts(self) -> Sequence[int]:
         return () if self._over is None else self._over.counts
 
+    @property
+    def further_counts(self) -> Sequence[int]:
+        return ()  # a job of two waves goes on over all of its ranks
+
     def split(
         self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable
     ) -> dict[bool, RawTrace]:

@@ -54,6 +54,7 @@ NATURAL = frozenset(
         "protocol", "pid", "max_message_bytes", "ref", "priority", "memory_limit", "max_inflight", "program",
         "new_buffers", "binding", "segment", "slots", "slot_bytes", "step", "slot", "frames", "transfer", "buffers",
         "nbytes", "models", "snapshot", "snapshots", "steps", "replays", "notes", "bad", "rank", "ranks",
+        "sizes",
     }
 )  # fmt: skip
 _HEX = "0123456789abcdef"

@@ -559,6 +559,7 @@ class SegmentPassed:
 #                                             JobPlaced             open it at these endpoints
 #     JobNotStarted                           (nothing)             it could not be opened there: it waits again
 #     ProgramsKnown                           (nothing)
+#     GangSizes                               (nothing)
 #                                             VacateDevices         leave these devices
 #     DevicesVacated                          (nothing)             they are free; it waits again
 #     PlacedJobEnded                          Done | Refusal
@@ -619,6 +620,15 @@ class ProgramsKnown:
 
 
 @dataclass(frozen=True, slots=True)
+class GangSizes:
+    """With which numbers of devices, fewer than PlaceJob asked for, the job may go on once the cluster has no more.
+    Only for a coordinator whose Welcome has `gang_sizes`."""
+
+    job: str
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class VacateDevices:
     """Leave the devices of this attempt -> DevicesVacated; it is sent again until that comes. `keep`: the job goes on
     elsewhere; otherwise it ends."""
@@ -667,14 +677,14 @@ class DrainNode:
 
 CLUSTER_REGISTRY: dict[int, type[Any]] = {
     52: PlaceJob, 53: JobPlaced, 54: JobNotStarted, 55: ProgramsKnown, 56: VacateDevices, 57: DevicesVacated,
-    58: PlacedJobEnded, 59: JobAnswered, 60: DrainNode,
+    58: PlacedJobEnded, 59: JobAnswered, 60: DrainNode, 61: GangSizes,
 }  # fmt: skip
 CLUSTER_FROM_CLIENT: frozenset[type[Any]] = frozenset(
-    {PlaceJob, JobNotStarted, ProgramsKnown, DevicesVacated, PlacedJobEnded, DrainNode}
+    {PlaceJob, JobNotStarted, ProgramsKnown, GangSizes, DevicesVacated, PlacedJobEnded, DrainNode}
 )
 ClusterMessage = (
     PlaceJob | JobPlaced | JobNotStarted | ProgramsKnown | VacateDevices | DevicesVacated | PlacedJobEnded | JobAnswered
-    | DrainNode
+    | DrainNode | GangSizes
 )  # fmt: skip
 
 

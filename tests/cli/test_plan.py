@@ -69,6 +69,9 @@ def test_a_plan_is_saved_and_simulated_as_it_was_made(
     widths = [max(row.first + row.gpus for row in rows) for rows in saved.data_parallel]
     assert widths == told["counts"]
     assert (saved.network.name, saved.limit, saved.batch) == ("nvswitch", 2.0, 8)
+    assert main(["plan", "burst", profile, *SMALL, "--gpus", "2", "--save", str(tmp_path / "fewer.json")]) == 0
+    assert [(each.gpus, each.rows) for each in saved.fewer] == [(2, saved_plan.load(tmp_path / "fewer.json").rows)]
+    capsys.readouterr()
     assert main(["simulate", "--plan", str(path), "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["planned_s"] == told["iteration_s"]

@@ -159,7 +159,7 @@ def test_nothing_is_saved_twice(job: Job):
 
 
 def test_the_log_keeps_its_entries_until_a_snapshot_was_copied(monkeypatch: pytest.MonkeyPatch):
-    copy = SnapshotCopy()
+    copy = SnapshotCopy(tuple)
     job = Job(monkeypatch, copy=copy)
     job.steps(12)
     assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
@@ -184,7 +184,7 @@ def test_the_log_keeps_its_entries_until_a_snapshot_was_copied(monkeypatch: pyte
 def test_a_snapshot_that_cannot_be_copied_counts_as_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    copy = SnapshotCopy()
+    copy = SnapshotCopy(tuple)
     job = Job(monkeypatch, copy=copy)
     job.steps(20)
     job.daemon.unreadable = m.Refusal(0, "unknown_job", "snapshot 2 is damaged", "")

@@ -21,7 +21,7 @@ def test_the_demo_loses_the_node_that_is_killed_and_no_other(capsys: pytest.Capt
     rows = [line for line in out.splitlines() if line.startswith(("gang ", "low-")) and " 40 " in line]
     assert len(rows) == 4
     assert all(row.endswith("bit-equal") for row in rows if row.startswith("low-"))
-    assert "went on elsewhere" in rows[0]
+    assert "goes on with 2 of 3 devices" in rows[0]
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -59,6 +59,16 @@ MISTAKES: dict[str, tuple[ModuleType, str, str]] = {
     "jobs that can't move have to leave": (jobs, "if job.request.movable or job.phase is not JobPhase.RUNNING", ""),
     "a job that is asked for twice is there twice": (placement, "if request.id in self.jobs:", "if None in self.jobs:"),
     "nothing is done in time": (placement, "times = [job.due for job in self.jobs.values()]", "times = []"),
+    "a gang is made smaller because others have its devices": (
+        placement, "min(self._suiting(job), most", "min(len(self.candidates(job)), most"
+    ),
+    "a gang that may not be made smaller is": (
+        placement, "[size for size in job.sizes if size <= most]", "[size for size in range(1, most + 1)]"
+    ),
+    "a gang gets fewer devices than are left": (placement, "max(fewer) if fewer", "min(fewer) if fewer"),
+    "a gang that was made smaller begins small for ever": (
+        placement, "if size != job.request.devices:", "if size < job.request.devices:"
+    ),
     "classes of devices are not looked at": (placement, "priority in device.facts.classes and", ""),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from gpumux.cluster.costs import UNKNOWN, LearnedCosts
 from gpumux.cluster.events import ClusterJob, DeviceChoice, DeviceFacts, DeviceId, JobOutcome, PlacementConfig, Quota
 from gpumux.cluster.explain import explain
 from gpumux.cluster.placement import ClusterPlacement
+from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.errors import ConfigError
 from gpumux.types import JobId, Priority
 
@@ -219,6 +220,119 @@ def test_only_as_many_low_jobs_leave_as_need_to() -> None:
     assert cluster.running() == {"low0", "low1", "high"}
 
 
+# ---- gangs that go on with fewer devices
+
+
+def gang(cluster: Cluster, devices: int, *sizes: int, priority: Priority = HIGH) -> None:
+    cluster.submit("gang", priority, devices=devices)
+    cluster.feed(ev.SizesKnown(JobId("gang"), sizes))
+
+
+def test_a_gang_whose_node_is_lost_goes_on_with_what_is_left() -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, 1, 2, 3)
+    (stop, *_, start) = cluster.feed(ev.NodeLost("n1"))
+    assert isinstance(stop, ev.StopRank)
+    assert isinstance(start, ev.StartJob)
+    assert start.resumed
+    assert cluster.where("gang") == ["n0/0", "n0/1"]
+    assert "submitted for 4 devices and goes on with 2" in cluster.said("gang")
+    cluster.end("gang")
+    assert cluster.answers["gang"].outcome is JobOutcome.DONE
+
+
+def test_it_gets_the_most_that_it_can_run_on() -> None:
+    cluster = Cluster(1, 3)
+    gang(cluster, 4, 1, 2)
+    cluster.feed(ev.NodeLost("n0"))
+    assert len(cluster.where("gang")) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((), "may not go on with fewer than 4"), ((3,), "goes on with 3 at least")]
+)
+def test_a_gang_that_may_not_be_so_small_waits_and_says_so(sizes: tuple[int, ...], said: str) -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, *sizes)
+    cluster.feed(ev.NodeLost("n1"))
+    assert cluster.where("gang") == []
+    assert "2 of the 4 devices that it was submitted for are left" in cluster.said("gang")
+    assert said in cluster.said("gang")
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB),) * 2))
+    assert len(cluster.where("gang")) == 4
+
+
+def test_a_gang_that_only_waits_for_others_keeps_its_size() -> None:
+    cluster = Cluster(2, 2, rebalance_s=1e6)
+    gang(cluster, 2, 1, priority=LOW)
+    for number in range(4):
+        cluster.submit(f"high{number}", HIGH, gib=75)
+    assert cluster.where("gang") == []
+    cluster.end("high0")
+    assert cluster.where("gang") == []
+    assert "It needs 2 devices" in cluster.said("gang")
+    cluster.end("high1")
+    assert len(cluster.where("gang")) == 2
+
+
+def test_a_gang_that_has_not_run_waits_for_all_of_its_devices() -> None:
+    cluster = Cluster(2)
+    gang(cluster, 3, 1, 2)
+    assert cluster.where("gang") == []
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB),)))
+    assert len(cluster.where("gang")) == 3
+
+
+def test_what_drains_or_has_too_little_memory_is_not_left() -> None:
+    cluster = Cluster(1, 1, 1, 1)
+    gang(cluster, 4, 1, 2, 3, priority=LOW)
+    cluster.feed(ev.NodeDraining("n0"))
+    assert cluster.where("gang") == ["n1/0", "n2/0", "n3/0"]
+    cluster.feed(ev.NodeJoined("n0", (DeviceFacts(5 * GIB),)))  # another device than before
+    cluster.feed(ev.NodeLost("n1"))
+    assert cluster.where("gang") == ["n2/0", "n3/0"]
+
+
+def test_a_gang_that_outgrows_its_devices_leaves_them() -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, 1, 2)
+    cluster.feed(ev.NodeLost("n1"))
+    assert len(cluster.where("gang")) == 2
+    cluster.feed(ev.SizesKnown(JobId("gang"), (1,)))
+    assert len(cluster.where("gang")) == 1
+    cluster.feed(ev.SizesKnown(JobId("gang"), ()))
+    assert cluster.where("gang") == []
+    assert "may not go on with fewer than 4" in cluster.said("gang")
+
+
+def test_a_quota_that_was_made_smaller_bounds_what_is_left() -> None:
+    cluster = Cluster(2, 2)
+    gang(cluster, 4, 1, 2, 3)
+    before = cluster.placement
+    kept = [node_data(n) for n in before.nodes.values()], [job_data(j) for j in before.jobs.values()]
+    cluster.placement = restore(PlacementConfig(quotas={"ada": Quota(high_devices=2)}), facts_of(before), *kept)
+    cluster.feed(ev.NodeLost("n1"))
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB),) * 2))
+    assert len(cluster.where("gang")) == 2
+
+
+def test_a_gang_is_whole_again_when_its_devices_are_free() -> None:
+    cluster = Cluster(2, 2, rebalance_s=60.0)
+    gang(cluster, 4, 1, 2, 3)
+    cluster.feed(ev.NodeLost("n1"))
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB, 4),) * 2))
+    cluster.submit("other", HIGH)
+    assert cluster.where("other") == ["n1/0"]
+    cluster.wait(1000.0)
+    assert len(cluster.where("gang")) == 2
+    cluster.end("other")
+    stopped = [each for each in cluster.wait(120.0) if isinstance(each, ev.StopRank)]
+    assert len(stopped) == 2
+    assert all(each.keep for each in stopped)
+    assert len(cluster.where("gang")) == 4
+    assert "goes on with" not in cluster.said("gang")
+
+
 # ---- quotas, refusals, and what is said
 
 
@@ -364,6 +478,7 @@ EVENTS = st.one_of(
     st.builds(ev.JobCancelled, JOBS),
     st.builds(ev.JobFinished, JOBS, ATTEMPTS, st.sampled_from(["", "failed"])),
     st.builds(ev.StartFailed, JOBS, ATTEMPTS),
+    st.builds(ev.SizesKnown, JOBS, st.sampled_from([(), (1,), (1, 2, 7)])),
     st.builds(ev.RankStopped, ATTEMPTS, DEVICES),
     st.builds(ev.DeviceReserved, ATTEMPTS, DEVICES),
     st.builds(ev.DeviceConfirmed, ATTEMPTS, DEVICES),

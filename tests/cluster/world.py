@@ -21,7 +21,7 @@ import msgpack
 from gpumux.cluster import events as ev
 from gpumux.cluster.events import ClusterJob, DeviceChoice, DeviceFacts, DeviceId, JobOutcome, PlacementConfig, Quota
 from gpumux.cluster.explain import explain
-from gpumux.cluster.jobs import JobPhase
+from gpumux.cluster.jobs import JobPhase, PlacedJob
 from gpumux.cluster.placement import ClusterPlacement
 from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.cluster.shares import owners
@@ -91,6 +91,8 @@ class RunningJob:
     devices: tuple[DeviceId, ...] = ()
     began_at: float = 0.0
     here: set[DeviceId] = field(default_factory=set)  # with a rank that runs
+    sizes: tuple[int, ...] = ()  # with which it may go on, fewer than it asked for
+    placed: int = 0  # the newest attempt that was looked at
     ran: bool = False  # it ran, and was stopped
     dropped: bool = False  # without a snapshot
     submitted_at: float = 0.0
@@ -205,9 +207,21 @@ class World:
             self.later(random.uniform(0, 5), lambda name=f"n{index}": self.join(name))  # type: ignore[misc]
         for _ in range(random.randint(8, 30)):
             self.later(random.uniform(0, HORIZON_S), self.submit)
+        if random.random() < 0.3:
+            self._lose_from_gangs(sum(len(devices) for devices in self.shapes.values()))
         for _ in range(random.randint(0, 8)):
             act = random.choice((self.lose, self.drain, self.cancel, self.measure))
             self.later(random.uniform(0, HORIZON_S), act)
+
+    def _lose_from_gangs(self, devices: int) -> None:
+        """Gangs of all devices, or of some fewer, and nodes that die under them."""
+        random = self.random
+        for _ in range(2):
+            user, priority, count = random.choice(list(USERS)), random.choice(list(Priority)), max(2, devices)
+            count = random.randint(max(2, count - 2), count)
+            when = random.uniform(0, HORIZON_S / 2)
+            self.later(when, lambda u=user, p=priority, c=count: self._add(u, p, c, 8, 1.0))  # type: ignore[misc]
+            self.later(when + random.uniform(20, 200), self.lose)
 
     def _crowd(self) -> None:
         """Small jobs of four users, more than fit, and one large one of a fifth."""
@@ -452,7 +466,8 @@ class World:
     def _start(self, command: ev.StartJob) -> None:
         """The client opens the job on every device, under its reservations: on all of them or on none."""
         job = self.jobs[command.job]
-        assert len(set(command.devices)) == job.request.devices, f"{command} is not the whole job"
+        sizes = (job.request.devices, *(job.sizes if command.resumed else ()))
+        assert len(set(command.devices)) in sizes, f"{command} is not the whole job"
         found = []
         for name in command.devices:
             daemon = self.daemons.get(name)
@@ -480,6 +495,12 @@ class World:
             del daemon.reservations[command.attempt]
             daemon.ranks[command.attempt] = Rank(command.job, reservation.high, reservation.nbytes)
             daemon.check()
+        if len(command.devices) < job.request.devices:
+            self.met.add("made smaller")
+            if self.random.random() < 0.2:
+                self.later(self.random.uniform(0.0, 100.0), lambda: self._outgrow(job, len(command.devices)))
+        elif job.devices and len(job.devices) < len(command.devices):
+            self.met.add("whole again")
         job.attempt, job.devices, job.here, job.began_at = (
             command.attempt,
             command.devices,
@@ -487,10 +508,24 @@ class World:
             self.now,
         )
         job.started_at = min(job.started_at, self.now)
+        if job.request.devices > 1 and job.request.movable and not job.sizes and self.random.random() < 0.7:
+            least = self.random.randint(1, job.request.devices - 1)
+            job.sizes = tuple(range(least, job.request.devices))
+            self.feed(ev.SizesKnown(command.job, job.sizes))
         self.later(job.remaining, lambda: self._ended(job, command.attempt))
 
+    def _outgrow(self, job: RunningJob, size: int) -> None:
+        """The job has a step that does not go with so few devices."""
+        if job.request.id not in self.answers:
+            job.sizes = tuple(each for each in job.sizes if each != size)
+            self.met.add("outgrown")
+            self.feed(ev.SizesKnown(job.request.id, job.sizes))
+            placed = self.placement.jobs[job.request.id]
+            left = placed.phase is not JobPhase.RUNNING or len(placed.devices) != size
+            assert left, f"{job.request.id} runs with {size} devices, which are too few"
+
     def _whole(self, job: RunningJob) -> bool:
-        return len(job.here) == job.request.devices
+        return len(job.here) == len(job.devices)
 
     def _pause(self, job: RunningJob) -> None:
         """The job stops running, as a whole; what it did is in a snapshot, or was in one at the last interval."""
@@ -542,8 +577,41 @@ class World:
                 assert job.request.priority in device.facts.classes, f"{device.id} takes no such job as {job.id}"
                 if placement.nodes[device.id.node].draining:
                     assert job.phase in (JobPhase.RUNNING, JobPhase.STOPPING), f"{job.id} begins on a node that drains"
+        self._check_sizes()
         self._check_room()
         self._check_large()
+
+    def _check_sizes(self) -> None:
+        """A gang gets what it asked for; one that ran and that the cluster could not give that much, whatever runs
+        there, the most that it could, and never less than the gang allows."""
+        for job in self.placement.jobs.values():
+            known = self.jobs[job.id]
+            asked = known.request.devices
+            assert job.asked == asked, f"{job.id} asked for {asked} devices, not {job.asked}"
+            if job.attempt == known.placed:
+                continue
+            assert job.request.devices in (asked, *known.sizes), f"{job.id} has {job.request.devices} of {asked}"
+            known.placed = job.attempt
+            if job.holds:
+                due = self._size_due(job)
+                assert len(job.devices) == due, f"{job.id} gets {len(job.devices)} devices of {due}"
+
+    def _size_due(self, job: PlacedJob) -> int:
+        """With how many devices the job is to begin now."""
+        known, config = self.jobs[job.id], self.placement.config
+        request = known.request
+        most = sum(
+            request.priority in device.facts.classes and device.facts.memory_bytes >= request.memory_bytes
+            for device in self.placement.devices.values()
+            if not self.placement.nodes[device.id.node].draining
+        )
+        for quota in (config.quotas.get(request.user), config.group_quotas.get(request.group)):
+            if quota is not None and quota.devices is not None:
+                most = min(most, quota.devices)
+            if quota is not None and quota.high_devices is not None and request.priority is Priority.HIGH:
+                most = min(most, quota.high_devices)
+        fewer = [size for size in known.sizes if size <= most]
+        return max(fewer) if job.began and fewer and most < request.devices else request.devices
 
     def _check_room(self) -> None:
         """Nothing waits that could run on devices that are wholly free and kept for no other."""
@@ -561,7 +629,7 @@ class World:
                 if job.request.priority in device.facts.classes
                 if device.facts.memory_bytes >= job.request.memory_bytes
             ]
-            assert len(free) < job.request.devices, (
+            assert len(free) < self._size_due(job), (
                 f"{job.id} waits, and {[str(device.id) for device in free]} are free"
             )
 

@@ -261,6 +261,21 @@ def test_programs_are_remembered_by_the_jobs_name(cluster: Cluster):
     assert cluster.coordinator.placement.jobs[OTHER].request.programs == ("ab", "cd")  # type: ignore[index]
 
 
+def test_a_gang_goes_on_with_the_devices_that_are_left():
+    cluster = Cluster(nodes=3)
+    cluster.connect("s")
+    *_, placed = cluster.place("s", priority=1, devices=3)
+    assert isinstance(placed, msg.JobPlaced)
+    cluster.say("s", msg.GangSizes(JOB, [1, 2]))
+    cluster.happen(DaemonLeft("n2", "its node died"))
+    assert isinstance(cluster.told[-1][1], msg.VacateDevices)
+    (smaller,) = cluster.say("s", msg.DevicesVacated(JOB, placed.attempt))
+    assert isinstance(smaller, msg.JobPlaced)
+    assert (len(smaller.endpoints), smaller.resumed) == (2, True)
+    (job,) = cluster.coordinator.status(Peer(1000, 1000, 7))["jobs"]
+    assert (job["devices"], job["asked"], len(job["nodes"])) == (2, 3, 2)
+
+
 def test_a_client_that_leaves_ends_its_job_and_one_that_is_silent_may_come_back(cluster: Cluster):
     cluster.place("s")
     cluster.place("s", OTHER)

@@ -6,6 +6,7 @@ import logging
 import os
 import sqlite3
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ def rows(directory: Path) -> dict[tuple[str, str], bytes]:
 def open_and_load(directory: Path) -> Coordinator:
     with closing(Journal(directory)) as opened:
         return opened.load(CONFIG, names_of)
+
+
+def test_a_gang_that_was_made_smaller_is_so_still_and_what_was_kept_before_there_were_any_is_read(tmp_path: Path):
+    made = filled()
+    (job,) = made.placement.jobs.values()
+    job.request, job.asked, job.sizes = replace(job.request, devices=2), 3, (1, 2)
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(made)
+    (again,) = open_and_load(tmp_path).placement.jobs.values()
+    assert (again.request.devices, again.asked, again.sizes) == (2, 3, (1, 2))
+    (key,) = [key for key in rows(tmp_path) if key[0] == "jobs"]
+    about, kept = msgpack.unpackb(rows(tmp_path)[key])
+    del kept["asked"], kept["sizes"]
+    with closing(sqlite3.connect(tmp_path / NAME)) as file, file:
+        file.execute("UPDATE kept SET value = ? WHERE section = 'jobs'", [msgpack.packb([about, kept])])
+    (old,) = open_and_load(tmp_path).placement.jobs.values()
+    assert (old.request.devices, old.asked, old.sizes) == (2, 2, ())
 
 
 def test_what_was_kept_is_there_again(tmp_path: Path):

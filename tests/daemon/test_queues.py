@@ -130,6 +130,7 @@ FLOODS: dict[type, Sender] = {
     msg.PlaceJob: lambda i: (msg.PlaceJob(i, f"{i:032x}", "x", 0, 1, 100, [], 0, True, 0), []),
     msg.JobNotStarted: lambda i: (msg.JobNotStarted(JOB, i, 0, "why"), []),
     msg.ProgramsKnown: lambda i: (msg.ProgramsKnown(JOB, [f"{i}"]), []),
+    msg.GangSizes: lambda i: (msg.GangSizes(JOB, [i]), []),
     msg.DevicesVacated: lambda i: (msg.DevicesVacated(JOB, i), []),
     msg.PlacedJobEnded: lambda i: (msg.PlacedJobEnded(i, JOB, ""), []),
     msg.DrainNode: lambda i: (msg.DrainNode(i, f"n{i}", True), []),

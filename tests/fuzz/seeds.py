@@ -50,6 +50,7 @@ MESSAGES: tuple[tuple[m.Message, int], ...] = (
     (m.JobPlaced(JOB, 1, ["ipc:///x", "tcp://y:1"], ["a/0", "b/0"], True), 0),
     (m.JobNotStarted(JOB, 1, 1 << 30, "no room"), 0),
     (m.ProgramsKnown(JOB, ["ab", "cd"]), 0),
+    (m.GangSizes(JOB, [1, 2]), 0),
     (m.VacateDevices(JOB, 1, True, "it drains"), 0),
     (m.DevicesVacated(JOB, 1), 0),
     (m.PlacedJobEnded(1, JOB, ""), 0),

@@ -135,6 +135,7 @@ def requests(job: st.SearchStrategy[str]):
         ),
         st.tuples(st.builds(msg.JobNotStarted, job, NUMBERS, NUMBERS, st.sampled_from(["", "why"])), empty),
         st.tuples(st.builds(msg.ProgramsKnown, job, st.lists(st.sampled_from(["ab", "cd"]), max_size=3)), empty),
+        st.tuples(st.builds(msg.GangSizes, job, st.lists(NUMBERS, max_size=3)), empty),
         st.tuples(st.builds(msg.DevicesVacated, job, NUMBERS), empty),
         st.tuples(st.builds(msg.PlacedJobEnded, NUMBERS, job, st.sampled_from(["", "why"])), empty),
         st.tuples(st.builds(msg.DrainNode, NUMBERS, st.sampled_from(["", "n"]), st.booleans()), empty),

@@ -17,6 +17,7 @@ from gpumux.program.saved_plan import (
     PlanNetwork,
     PlanRow,
     SavedPlan,
+    SmallerPlan,
     check_rows,
     dumps,
     load,
@@ -43,6 +44,17 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert load(tmp_path / "plan.json") == plan()
     limited = plan(limit=2.0)
     assert loads(dumps(limited)) == limited
+
+
+def test_plans_for_fewer_gpus_are_read_and_older_files_have_none() -> None:
+    smaller = SmallerPlan(2, plan().rows)
+    wide = plan(gpus=4, fewer=(smaller,))
+    assert loads(dumps(wide)) == wide
+    body = json.loads(dumps(wide))
+    del body["fewer"]
+    assert loads(json.dumps(body)) == plan(gpus=4)
+    with pytest.raises(ConfigError, match=r"fewer\[0\] is for 2 GPUs"):
+        plan(fewer=(smaller,))
 
 
 def test_the_rows_of_any_placement_start_when_what_they_wait_for_has_ended() -> None:

@@ -209,13 +209,19 @@ def _promise(node: dict[str, Any]) -> str:
     return {None: "yes", True: "kept", False: "BROKEN"}[node["kept"]]
 
 
+def _devices(job: dict[str, Any]) -> str:
+    """How many it has or waits for, "3 of 4" of a gang that goes on with fewer than it was submitted for."""
+    count, asked = job["devices"], job.get("asked", job["devices"])
+    return str(count) if count == asked else f"{count} of {asked}"
+
+
 def _jobs(jobs: Sequence[dict[str, Any]]) -> str:
     if not jobs:
         return "the cluster has no jobs"
     rows = [
         [
             job["short"], printable(job["name"]) or "(another user's)", printable(job["user"]), job["priority"],
-            str(job["devices"]), f"{job['memory_bytes'] / GIB:.1f} GiB", job["state"], f"{job['since_s']:.0f} s",
+            _devices(job), f"{job['memory_bytes'] / GIB:.1f} GiB", job["state"], f"{job['since_s']:.0f} s",
             printable(job["why"]),
         ]
         for job in jobs

@@ -29,6 +29,7 @@ from gpumux.errors import (
     JobClosed,
     JobFailed,
     NotOwner,
+    TooFewRanks,
     from_code,
 )
 from gpumux.wire import messages as m
@@ -77,6 +78,8 @@ class CoordinatorLink:
         self._stop = threading.Event()
         self._told = threading.Event()  # the coordinator was told of the end, if it could be
         self._recovery: weakref.ref[Recovery] | None = None
+        self._has = request.devices  # how many devices it was opened on
+        self._sizes: list[int] = []  # on how many devices, fewer than asked for, it may go on
         self._unwanted = False  # the coordinator that came back refused it
         self._moving = False  # a thread does what was ordered
         self._ran = False  # it was opened at a daemon
@@ -135,6 +138,8 @@ class CoordinatorLink:
                 if session.dead is not None:
                     self._join()
                     pause, self._gone_since = FIRST_PAUSE_S, None
+                    with self._changed:
+                        self._post_sizes()
                     log.warning("job %r: its coordinator is back", self._request.name)
                     continue
                 session.wait(lambda: bool(self._inbox) or self._stop.is_set(), LOOK_S)
@@ -185,7 +190,13 @@ class CoordinatorLink:
                 self._changed.notify_all()
         self._move_if_ordered()
 
-    def _post(self, notices: Sequence[Notice | m.ProgramsKnown]) -> None:
+    def _post_sizes(self) -> None:
+        """Say with how many devices a gang may go on. Needs the lock."""
+        gang = self._request.devices > 1
+        if gang and self._session is not None and self._session.welcome.device.get("gang_sizes"):
+            self._post([m.GangSizes(self.job, self._sizes)])
+
+    def _post(self, notices: Sequence[Notice | m.ProgramsKnown | m.GangSizes]) -> None:
         """Send to the coordinator. One that is gone learns what it has to know from the next PlaceJob. Needs the
         lock."""
         for notice in notices:
@@ -260,13 +271,16 @@ class CoordinatorLink:
 
     # ---- JobPlace: what the job asks and says
 
-    def attach(self, recovery: Recovery) -> None:
-        """The job was submitted: from now on it may be moved."""
+    def attach(self, recovery: Recovery, sizes: list[int]) -> None:
+        """The job was submitted: from now on it may be moved, or go on with another number of devices."""
         self.opened()
         self._recovery = weakref.ref(recovery)
         weakref.finalize(recovery, self._inbox.append, None).atexit = False
         with self._changed:
             self._tell_programs()
+            if recovery.recorder is not None:  # otherwise it ends with its node
+                self._sizes = [size for size in sizes if size < self._request.devices]
+                self._post_sizes()
             if recovery.recorder is None and self._request.movable:
                 self._request = replace(self._request, movable=False)
                 log.warning(
@@ -309,7 +323,7 @@ class CoordinatorLink:
             if self._held is not None:
                 endpoints = self._held.local(state.nodes, endpoints)
         try:
-            if len(endpoints) != self._request.devices:
+            if len(endpoints) not in (self._request.devices, *self._sizes):
                 raise ConfigError(f"{len(endpoints)} daemons were given", f"give {self._request.devices}")
             fresh = self._connect(endpoints, CONNECT_S)
             why = self._unfit(fresh)
@@ -360,12 +374,20 @@ class CoordinatorLink:
         """The job runs at the daemon that `connect` gave a session with."""
         with self._changed:
             self._state.opened()
-        self._ran, self._tries = True, 0
+            count = len(self._state.endpoints)
+        if count != self._has:
+            log.warning(
+                "job %r goes on with %d of the %d devices that it asked for", self._request.name, count,
+                self._request.devices,
+            )  # fmt: skip
+        self._ran, self._tries, self._has = True, 0, count
 
     def refused(self, session: Session, error: GpumuxError) -> bool:
         """The job could not be opened on this session, or brought back. Whether it waits for other devices now."""
         nbytes = 0
-        if isinstance(error, AdmissionRefused):
+        if self._is_too_few(error):
+            self._drop_size()
+        elif isinstance(error, AdmissionRefused):
             if self._accepted and self._limited:
                 return False  # the user's limit is too low
             nbytes = 2 * self._request.nbytes if self._accepted else 0
@@ -379,6 +401,25 @@ class CoordinatorLink:
         session.close()
         self._not_started(nbytes, error.message)
         return True
+
+    def _is_too_few(self, error: GpumuxError) -> bool:
+        """Whether the job can't go on with as few devices as it was given, and could with more."""
+        wide = isinstance(error, AdmissionRefused) and self._accepted and self._limited  # a rank needs more memory
+        return len(self._state.endpoints) in self._sizes and (wide or isinstance(error, TooFewRanks))
+
+    def _drop_size(self) -> None:
+        """The job goes on with as few devices as it has no longer."""
+        with self._changed:
+            self._sizes.remove(len(self._state.endpoints))
+            self._post_sizes()
+
+    def outgrown(self) -> bool:
+        """See JobPlace."""
+        if not self._state.held or len(self._state.endpoints) not in self._sizes:
+            return False
+        self._drop_size()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state.order is not None, ANSWER_S)
 
     def _not_started(self, nbytes: int, why: str) -> None:
         log.warning(

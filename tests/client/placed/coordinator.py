@@ -50,7 +50,7 @@ class FakeCoordinator:
 
     def _listen(self) -> Router:
         router = Router([self.endpoint], self._directory, Limits())
-        router.device = {"kind": self._kind, "name": "a cluster"}
+        router.device = {"kind": self._kind, "name": "a cluster", "gang_sizes": True}
         return router
 
     def _run(self) -> None:

@@ -26,6 +26,7 @@ from microbench.daemon import running_daemon
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, plain
 from microbench.kills import Phoenix, Run, differences, undisturbed
 from tests.client.placed.coordinator import FakeCoordinator, coordinating, serving
+from tests.client.placed.trials import close, wide
 
 SEED = 23
 
@@ -389,6 +390,8 @@ def test_what_does_not_go_together():
     for given, says in (
         ({"gpus": 2}, "gpus= is given, and no cluster="),
         ({"urgency": 1}, "urgency= is given, and no cluster="),
+        ({"min_gpus": 2}, "min_gpus= is given, and no cluster="),
+        ({"cluster": "auto", "gpus": 2, "min_gpus": 3}, "min_gpus is 3"),
         ({"cluster": "auto", "endpoint": "ipc:///a"}, "cluster= and endpoint="),
         ({"cluster": "auto", "endpoints": ["ipc:///a"]}, "cluster= and endpoints="),
         ({"cluster": "auto", "devices": 2}, "cluster= and devices="),
@@ -561,6 +564,43 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
         alone = dropout_adam(SEED)
         assert differences(run.results, undisturbed(alone, run.turns, [first.endpoint, third.endpoint])) == 0
         assert differences(run.trial.state(), alone.state()) == 0
+
+
+@pytest.mark.slow
+def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinator: FakeCoordinator):
+    """Of three, one is lost. Then it has a batch that two don't divide, so it goes on with one, and later with three
+    again."""
+    odd: set[int] = set()
+    with ExitStack() as stack:
+        daemons = serving(stack, tmp_path, 3)
+        first, second, third = (daemon.endpoint for daemon in daemons)
+        coordinator.places = [[first, second, third]]
+        run = submit(wide(SEED, odd), coordinator, rng="client", gpus=3, priority="high")
+        torch.manual_seed(SEED)
+        assert coordinator.hear(m.GangSizes).sizes == [1, 2]
+        with run.job:
+            until_copied(run)
+            daemons[1].kill()
+            coordinator.place([first, third])
+            turns(run, 4)
+            assert len(run.job.stats()["ranks"]) == 2
+            odd.add(run.turns)
+            coordinator.places = [[third]]
+            moving = threading.Thread(target=lambda: (coordinator.hear(m.GangSizes, 2), coordinator.vacate()))
+            moving.start()
+            turns(run, 4)
+            moving.join()
+            assert coordinator.all(m.GangSizes)[-1].sizes == [1]
+            assert len(run.job.stats()["ranks"]) == 1
+            coordinator.places = [[first, second, third]]
+            coordinator.vacate_for_sure()
+            turns(run, 4)
+            assert len(run.job.stats()["ranks"]) == 3
+            run.finish()
+        alone = wide(SEED, odd)
+        torch.manual_seed(SEED)
+        close(run.results, plain(alone, run.turns))
+        close(run.trial.state(), alone.state())
 
 
 @pytest.mark.slow
