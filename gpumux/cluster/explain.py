@@ -123,6 +123,9 @@ def _why_not(placement: ClusterPlacement, device: ClusterDevice, job: PlacedJob)
         return f"take no {request.priority.name.lower()} jobs"
     if device.facts.memory_bytes < request.memory_bytes:
         return "have less memory than that"
+    refused = job.refusals.get(device.id)
+    if refused is not None and refused.until > placement.now:
+        return f"refused it {refused.in_a_row} times in a row (the coordinator's log says why)"
     if device.retry_at > placement.now:
         return "refused or did not answer just now"
     if request.priority is Priority.HIGH and device.high is not None:

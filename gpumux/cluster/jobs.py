@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from gpumux.cluster.events import ClusterJob, DeviceFacts, DeviceId, JobOutcome
 from gpumux.types import JobId, Priority
@@ -19,6 +20,13 @@ class JobPhase(Enum):
     CONFIRMING = "confirming"
     RUNNING = "running"
     STOPPING = "stopping"  # until all its ranks are gone
+
+
+class Refusals(NamedTuple):
+    """How often in a row a device's daemon refused a job, and until when the job is not tried there again."""
+
+    in_a_row: int
+    until: float
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +59,7 @@ class PlacedJob:
     keep: bool = True
     asked: int = field(init=False)
     sizes: tuple[int, ...] = ()
+    refusals: dict[DeviceId, Refusals] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.asked = self.request.devices

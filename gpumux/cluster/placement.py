@@ -23,10 +23,11 @@ from math import inf
 from gpumux.cluster import events as ev
 from gpumux.cluster.costs import LearnedCosts
 from gpumux.cluster.events import ClusterCommand, ClusterEvent, DeviceChoice, DeviceId, JobOutcome, PlacementConfig
-from gpumux.cluster.jobs import ClusterDevice, ClusterNode, JobPhase, PlacedJob, evictions
+from gpumux.cluster.jobs import ClusterDevice, ClusterNode, JobPhase, PlacedJob, Refusals, evictions
 from gpumux.cluster.shares import FairShares, QuotaUse, most_devices, owners, refuse
 from gpumux.types import JobId, Priority
 
+MOST_DOUBLED = 32  # times retry_s: the longest pause of a job that a device refuses again and again
 CROWDED = 0.5  # what a job more on a device counts, where devices are chosen by the number of jobs
 EVICTED = 0.5  # what a low job that has to leave counts
 OUTCOMES = {"": JobOutcome.DONE}  # by fault; any other is FAILED
@@ -104,6 +105,7 @@ class ClusterPlacement:
         waiting = [job for job in self.jobs.values() if not job.holds]
         if waiting:
             times += [device.retry_at for device in self.devices.values()]
+            times += [refused.until for job in waiting for refused in job.refusals.values()]
             times += [min(job.turn_at, job.blocked_at) + self.config.patience_s for job in waiting]
         if self.config.rebalance_s < inf and any(
             job.phase is JobPhase.RUNNING and (not job.high or job.request.devices < job.asked)
@@ -223,6 +225,7 @@ class ClusterPlacement:
             else:
                 for name in devices:
                     self.devices[name].retry_at = self.now + self.config.retry_s
+                    self._pause(job, name)
         elif job.phase is JobPhase.STOPPING:
             began = job.began
             job.waits_on.clear()
@@ -317,7 +320,15 @@ class ClusterPlacement:
         if job is None or job.phase not in (JobPhase.RESERVING, JobPhase.CONFIRMING) or name not in job.devices:
             return
         self.devices[name].retry_at = self.now + self.config.retry_s
+        self._pause(job, name)
         self._give_up(job)
+
+    def _pause(self, job: PlacedJob, name: DeviceId) -> None:
+        """Leave a device that refused the job to others, each time for twice as long: it would have low jobs make room
+        there again and again."""
+        before = job.refusals[name].in_a_row if name in job.refusals else 0
+        pause = self.config.retry_s * min(2.0**before, MOST_DOUBLED)
+        job.refusals[name] = Refusals(before + 1, self.now + pause)
 
     def _give_up(self, job: PlacedJob) -> None:
         """End an attempt that runs nothing: the job waits again."""
@@ -487,6 +498,8 @@ class ClusterPlacement:
         found = []
         for device in self.devices.values():
             if device.id in kept or not self._takes(device, request.priority) or device.retry_at > self.now:
+                continue
+            if device.id in job.refusals and job.refusals[device.id].until > self.now:
                 continue
             if job.high:
                 fits = device.high is None and evictions(device, request.memory_bytes) is not None

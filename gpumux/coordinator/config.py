@@ -33,6 +33,7 @@ from gpumux.cluster.events import DeviceChoice, PlacementConfig, Quota
 from gpumux.config import read_toml
 from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.errors import ConfigError
+from gpumux.scheduler.reservations import MOST_LEASE_S
 from gpumux.wire.endpoint import parse
 
 TABLES: Final = ("daemons", "placement", "quotas", "weights")
@@ -87,6 +88,8 @@ def load(path: Path, *, daemons: bool = True) -> ClusterFile:
     for name, value in values.items():
         if name != "choice" and not _is_number(value):
             raise ConfigError(f"{path}: [placement] {name} is {_short(value)}", "write a number")
+    if values.get("lease_s", 0.0) > MOST_LEASE_S:
+        raise ConfigError(f"{path}: [placement] lease_s is {values['lease_s']}", f"daemons allow {MOST_LEASE_S:g} s")
     weights = _table(tables, "weights", f"{path}: [weights]")
     for name, value in weights.items():
         if not _is_number(value) or not 1 / MOST_WEIGHT <= value <= MOST_WEIGHT:

@@ -44,6 +44,7 @@ MOST_NAMES: Final = 4096  # names whose programs are remembered, those used last
 MOST_ANSWERS: Final = 4096  # jobs whose answers are remembered, the newest
 SAME_MEMORY: Final = 0.2  # by how much the memory of one device may differ from one start of its daemon to the next
 MOST_TEXT: Final = 400  # characters of a name or a reason
+CLIENT_GONE: Final = "its client is gone"
 MOST_REASONS: Final = 100  # waiting jobs of which a status says why; each takes about a millisecond
 _JOB_ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _HEX: Final = frozenset("0123456789abcdef")
@@ -76,10 +77,11 @@ class DaemonFound:
 
 @dataclass(frozen=True, slots=True)
 class DaemonAway:
-    """A daemon can no longer be reached."""
+    """A daemon can't be reached, or no longer."""
 
     node: str
     reason: str
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,8 @@ class Coordinator:
                 daemon.kept, daemon.verdict = happening.kept, happening.verdict
             case DaemonLeft():
                 self._daemon_left(happening)
+            case ev.DeviceRefused():
+                self._device_refused(happening)
             case _:
                 self._feed(happening)
         self._give_up()
@@ -260,7 +264,7 @@ class Coordinator:
         """Take clients and daemons for gone that were away for too long."""
         now = self._now
         for job in [job for job in self.jobs.values() if job.away_since + self.config.rejoin_s <= now]:
-            self._over(job, "its client is gone")
+            self._over(job, CLIENT_GONE)
         for daemon in self.daemons.values():
             if daemon.away_since + self.config.lost_after_s <= now and daemon.node in self.placement.nodes:
                 self._note(f"node {daemon.node} is lost: {daemon.why_away}")
@@ -312,9 +316,12 @@ class Coordinator:
 
     def _lost_sight(self, away: DaemonAway) -> None:
         daemon = self.daemons.get(away.node)
-        if daemon is not None and daemon.away_since == inf:
-            daemon.away_since, daemon.why_away = self._now, away.reason
+        if daemon is None:
+            daemon = self.daemons[away.node] = DaemonRecord(away.node, away.host, ())
+        if daemon.away_since == inf:
+            daemon.away_since = self._now
             self._note(f"node {away.node} can't be reached: {away.reason}")
+        daemon.why_away = away.reason
 
     def _daemon_left(self, left: DaemonLeft) -> None:
         if self.daemons.pop(left.node, None) is None:
@@ -322,6 +329,13 @@ class Coordinator:
         self.drained.discard(left.node)
         self._note(f"node {left.node} left: {left.reason}")
         self._feed(ev.NodeLost(left.node))
+
+    def _device_refused(self, refused: ev.DeviceRefused) -> None:
+        """The reason is for the log alone: it may tell of other users' jobs, and of those outside the cluster."""
+        job = self.placement.attempts.get(refused.attempt)
+        if job is not None:
+            self._note(f"node {refused.device.node} refused job {job.id[:8]}: {refused.reason[:MOST_TEXT]}")
+        self._feed(refused)
 
     def endpoint_of(self, device: DeviceId, remote: bool) -> str:
         """Where a client opens its job on the device. `remote`: a client that reaches the coordinator by tcp, and so
@@ -380,13 +394,14 @@ class Coordinator:
         if known is not None:
             self._rejoin(session, known, m)
             return
-        if before is not None:
+        if before is not None and not (m.attempt and before.reason == CLIENT_GONE):
             self._tell(session, msg.Done(m.ref))
             self._tell(session, msg.JobAnswered(job, before.outcome, before.reason))
             return
         if m.attempt:
             raise UnknownJob(
-                "this coordinator does not know the job: it was taken to have ended, or what was kept of it is lost",
+                "this coordinator does not know the job: its client was away for so long that it was taken to have"
+                " ended, or what was kept of it is lost",
                 "it goes on where it runs, and is not moved; submit it again to have it placed",
             )
         request = self._request(peer, m)

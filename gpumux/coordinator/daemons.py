@@ -19,7 +19,7 @@ from gpumux.client.session import Session
 from gpumux.cluster import events as ev
 from gpumux.cluster.events import DeviceFacts, PairMeasured
 from gpumux.coordinator.core import DaemonAway, DaemonFound, Happening, Order, PromiseSeen
-from gpumux.errors import DaemonGone, GpumuxError
+from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import messages as msg
 from gpumux.wire.endpoint import parse
 
@@ -106,7 +106,7 @@ class DaemonLink:
                 session = Session.connect(self.address.endpoint, CONNECT_S, role="control")
             except GpumuxError as error:
                 if not said:
-                    log.warning("node %s can't be reached yet: %s", self.address.node, error.message)
+                    self._say(DaemonAway(self.address.node, str(error), self.address.host))
                 said = True
                 self._refuse_for(pause, error.message)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -115,7 +115,7 @@ class DaemonLink:
             try:
                 self._serve(session)
             except GpumuxError as error:
-                why = error.message
+                why = str(error)
             except Exception as error:
                 log.exception("node %s: its answers are not understood", self.address.node)
                 why = f"its answers are not understood: {type(error).__name__}: {error}"
@@ -155,6 +155,10 @@ class DaemonLink:
                 raise
 
     def _found(self, session: Session) -> DaemonFound:
+        if session.welcome.device.get("kind") == "cluster":
+            raise ConfigError(
+                f"{self.address.endpoint} is a coordinator's endpoint, and no daemon's", "name its daemons instead"
+            )
         body = session.call(msg.GetStatus(0), timeout=ANSWER_S)[0].body
         given, others = self.address.endpoint, [str(each) for each in body["daemon"]["endpoints"]]
         reachable = [each for each in others if each != given and "*" not in each and parse(each)]

@@ -45,6 +45,8 @@ class Journal:
             )
             self._file.execute("COMMIT")
             found: int = self._file.execute("PRAGMA user_version").fetchone()[0]
+            if found in (0, VERSION):
+                self._file.execute(f"PRAGMA user_version = {VERSION}")
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise EndpointBusy(
@@ -58,7 +60,6 @@ class Journal:
             raise ConfigError(
                 f"{self.path} is of version {found}", "use the gpumux that wrote it, or another --state-dir"
             )
-        self._file.execute(f"PRAGMA user_version = {VERSION}")
         self._written: dict[tuple[str, str], bytes] = {}  # what is in the file
 
     def load(

@@ -517,3 +517,60 @@ def test_a_node_that_is_lost_can_be_drained_before_it_is_back_and_has_no_drain_o
     cluster.happen(DaemonLeft("n0", "it is no longer one of the cluster's daemons"))
     cluster.found("n0")
     assert not cluster.coordinator.placement.nodes["n0"].draining
+
+
+def test_a_client_that_comes_back_after_it_was_given_up_keeps_its_job_where_it_runs(cluster: Cluster):
+    (placed,) = [m for m in cluster.place("s") if isinstance(m, msg.JobPlaced)]
+    cluster.happen(Closed(SessionId("s"), Peer(1000, 1000, 7), GONE))
+    cluster.pass_time(100.0)
+    assert not cluster.coordinator.jobs
+    cluster.connect("again")
+    (refused,) = cluster.place("again", attempt=placed.attempt)
+    assert isinstance(refused, msg.Refusal)  # and no answer that it failed, with which the client would end it
+    assert (refused.code, "goes on where it runs" in refused.remedy) == ("unknown_job", True)
+    assert [type(m) for m in cluster.place("again")] == [msg.Done, msg.JobAnswered]  # without devices it is over
+
+
+def test_a_refusal_and_its_reason_are_logged_and_not_told_to_the_user(cluster: Cluster):
+    cluster.agrees = False
+    cluster.place("s", priority=1)
+    (order,) = cluster.orders
+    cluster.happen(ev.DeviceRefused(order.attempt, order.device, f"job {OTHER} has 3 GiB"))
+    assert any(f"refused job {JOB[:8]}: job {OTHER} has 3 GiB" in note for note in cluster.notes)
+    (report,) = cluster.say("s", msg.ExplainJob(3, JOB))
+    assert isinstance(report, msg.Report)
+    assert OTHER not in str(report.body)
+
+
+def test_a_daemon_that_was_never_reached_is_shown_with_the_reason(cluster: Cluster):
+    cluster.happen(DaemonAway("n9", "no daemon answers", "h9"))
+    cluster.connect("root", 0)
+    (report,) = cluster.say("root", msg.GetStatus(3), 0)
+    assert isinstance(report, msg.Report)
+    (row,) = [node for node in report.body["nodes"] if node["name"] == "n9"]
+    assert (row["state"], row["why"], row["host"]) == ("lost", "no daemon answers", "h9")
+    cluster.pass_time(100.0)
+    cluster.found("n9")
+    assert "n9" in cluster.coordinator.placement.nodes
+
+
+def test_an_operator_cancels_the_job_of_another_user(cluster: Cluster):
+    cluster.place("s")
+    cluster.connect("t", 1001)
+    (refused,) = cluster.say("t", msg.CloseJob(2, JOB, False), 1001)
+    assert isinstance(refused, msg.Refusal)
+    assert refused.code == "not_owner"
+    cluster.connect("root", 0)
+    assert cluster.say("root", msg.CloseJob(3, JOB, False), 0) == [msg.Done(3)]
+    assert cluster.phase() == "stopping"
+
+
+def test_users_are_limited_each_by_itself():
+    cluster = Cluster(max_jobs=1)
+    cluster.connect("s")
+    cluster.connect("t", 1001)
+    cluster.place("s")
+    assert not [m for m in cluster.place("t", OTHER, 1001) if isinstance(m, msg.Refusal)]
+    (refused,) = cluster.place("s", f"{3:032x}")
+    assert isinstance(refused, msg.Refusal)
+    assert "1 jobs of this user" in refused.message

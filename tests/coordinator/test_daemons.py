@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ STATUS = {"daemon": {"endpoints": [HERE.endpoint]}, "memory": {"total_bytes": 1 
 class FakeSession:
     """Answers each question with what `bodies` has for it, or raises it."""
 
-    def __init__(self, bodies: dict[type[Any], Any]) -> None:
+    def __init__(self, bodies: dict[type[Any], Any], kind: str = "cpu") -> None:
         self.bodies = bodies
+        self.welcome = SimpleNamespace(device={"kind": kind})
         self.dead: DaemonGone | None = None
         self.closed = False
 
@@ -92,5 +94,11 @@ def test_one_that_can_not_be_reached_is_not_said_to_be_away_each_time(monkeypatc
         raise DaemonGone("no daemon answers")
 
     found, pauses = attempts(monkeypatch, refuse, 3)
-    assert found == []
+    assert found == [DaemonAway("n", "no daemon answers", "h")]
     assert pauses == [FIRST_PAUSE_S * 2**at for at in range(3)]
+
+
+def test_a_coordinator_is_no_daemon(monkeypatch: pytest.MonkeyPatch):
+    found, _ = attempts(monkeypatch, lambda: FakeSession({}, "cluster"), 2)
+    assert all(isinstance(each, DaemonAway) and "is a coordinator's endpoint" in each.reason for each in found)
+    assert found

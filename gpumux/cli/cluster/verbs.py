@@ -146,6 +146,8 @@ def _down(args: argparse.Namespace) -> int:
     if found.path is None:
         raise ConfigError(f"{found.text} may be on another machine", "stop it where it runs")
     pid = living_holder(found.path)
+    if pid is None and _listens(found):
+        raise ConfigError(f"the coordinator at {found.text} is another user's", "ask that user, or root")
     if pid is None:
         raise DaemonGone(f"no coordinator at {found.text}", START_COORDINATOR)
     try:
