@@ -116,7 +116,7 @@ def readiness(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
 Answer = tuple[str, str, bytes]  # the HTTP status, the type of the content, and the content
 
 
-class Site(Protocol):
+class PageSource(Protocol):
     """What a server shows beside /metrics. `process`: whose page it is, a daemon's or a coordinator's; `files`: of the
     page, by path: the name in page/ and the type of the content."""
 
@@ -137,10 +137,10 @@ class Site(Protocol):
         """What there is to say about a job, by its short id; None if there is no such job. Raises TimeoutError."""
 
 
-def _status(site: Site) -> Answer:
-    found = site.status()
+def _status(source: PageSource) -> Answer:
+    found = source.status()
     if found is None:
-        error = {"error": f"the {site.process} is starting, or does not answer"}
+        error = {"error": f"the {source.process} is starting, or does not answer"}
         return "503 Service Unavailable", _JSON, json.dumps(error).encode()
     return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
@@ -153,8 +153,8 @@ def _probe(answer: tuple[bool, str]) -> Answer:
 class _Explanations:
     """Explains jobs, as often as the loop's time allows."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, source: PageSource) -> None:
+        self._source = source
         self._next = 0.0
 
     def answer(self, query: str) -> Answer:
@@ -164,9 +164,9 @@ class _Explanations:
             return "429 Too Many Requests", _JSON, b'{"error":"explanations are asked for too often: try again"}'
         self._next = time.monotonic() + EXPLAIN_EVERY_S
         try:
-            found = self._site.explain(short)
+            found = self._source.explain(short)
         except TimeoutError:
-            error = {"error": f"the {self._site.process} does not answer; its log may say why"}
+            error = {"error": f"the {self._source.process} does not answer; its log may say why"}
             return "503 Service Unavailable", _JSON, json.dumps(error).encode()
         if found is None:
             text = f"no job is called {label_text(short)!r}: it has ended, or this is no short id"
@@ -174,13 +174,13 @@ class _Explanations:
         return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 
-def with_page(metrics: App, site: Site) -> App:
+def with_page(metrics: App, source: PageSource) -> App:
     """`metrics` at /metrics, with the page at / and its data at /status.json, explanations of jobs at
     /explain.json?job=j3, and /healthz and /readyz for probes; 404 for anything else."""
     page = files("gpumux.metrics").joinpath("page")
-    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in site.files.items()}
-    probes = {"/healthz": site.health, "/readyz": site.readiness}
-    explanations = _Explanations(site)
+    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in source.files.items()}
+    probes = {"/healthz": source.health, "/readyz": source.readiness}
+    explanations = _Explanations(source)
 
     def serve(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -192,7 +192,7 @@ def with_page(metrics: App, site: Site) -> App:
         if path in static:
             status, (kind, content) = "200 OK", static[path]
         elif path == "/status.json":
-            status, kind, content = _status(site)
+            status, kind, content = _status(source)
         elif path == "/explain.json":
             status, kind, content = explanations.answer(environ.get("QUERY_STRING", ""))
         elif path in probes:
@@ -332,15 +332,16 @@ def _no_job(short: str) -> None:
 
 
 class PageServer:
-    """Serves `registry` and the pages of `site` until `close()`. `port` is the one in use, also if 0 was asked for.
+    """Serves `registry` and the pages of `source` until `close()`. `port` is the one in use, also if 0 was asked for.
     Requests by a host name that is neither this machine's nor in `allowed_hosts` are refused. Raises EndpointBusy if
     another process has the port, ConfigError if it can't be had at all."""
 
     def __init__(
-        self, registry: CollectorRegistry, site: Site, *, host: str, port: int, allowed_hosts: Collection[str] = ()
+        self, registry: CollectorRegistry, source: PageSource, *, host: str, port: int,
+        allowed_hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
         try:
-            app = _one_at_a_time(with_page(make_wsgi_app(registry), site))
+            app = _one_at_a_time(with_page(make_wsgi_app(registry), source))
             app = for_allowed_hosts(app, [host, *allowed_hosts])
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
@@ -362,7 +363,7 @@ class PageServer:
         self._server.server_close()
 
 
-class DaemonSite:
+class DaemonSource:
     """The page of a daemon, of which there are no figures until `watch`."""
 
     process = "daemon"
@@ -399,10 +400,10 @@ class MetricsServer(PageServer):
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
     ) -> None:  # fmt: skip
-        self._site = DaemonSite()
-        super().__init__(registry, self._site, host=host, port=port, allowed_hosts=allowed_hosts)
+        self._source = DaemonSource()
+        super().__init__(registry, self._source, host=host, port=port, allowed_hosts=allowed_hosts)
 
     def watch(self, fetch: Fetch, silent_s: Silent | None = None, explain: Explain | None = None) -> None:
         """Set the source of the page's figures. silent_s: for how long it has left a question unanswered. explain: what
         it says of one job, by its short id; None if there is no such job; it may raise TimeoutError."""
-        self._site.watch(fetch, silent_s or _never_silent, explain or _no_job)
+        self._source.watch(fetch, silent_s or _never_silent, explain or _no_job)

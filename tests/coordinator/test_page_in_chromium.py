@@ -1,5 +1,5 @@
-"""A cluster's status page in a real browser: of no and many nodes and jobs, wide and narrow, light and dark, and when no
-answer comes. The coordinator is real; daemons and clients are played (microbench/cluster_page.py)."""
+"""A cluster's status page in a real browser: of no and many nodes and jobs, wide and narrow, light and dark, or with
+no answer. The coordinator is real; daemons and clients are played (microbench/cluster_page.py)."""
 
 from __future__ import annotations
 
