@@ -64,7 +64,7 @@ class CoordinatorLoop:
 
     @property
     def turning(self) -> bool:
-        """Whether it has begun to serve."""
+        """Whether it has begun to serve, and has not ended."""
         return self._turning
 
     @property
@@ -119,11 +119,16 @@ class CoordinatorLoop:
                 if self._links.current(link):  # one that has left may have found something just before
                     self._handle(happening)
             self._join_and_leave()
-            while self._questions:
-                self._questions[0][1]()
-                self._questions.popleft()  # until now it has not been answered
+            self._answer_questions()
             if self.now() >= self.coordinator.due:
                 self._handle(None)
+        self._turning = False
+        self._answer_questions()  # those that came before that are not left waiting
+
+    def _answer_questions(self) -> None:
+        while self._questions:
+            self._questions[0][1]()
+            self._questions.popleft()  # until now it has not been answered
 
     def close(self) -> None:
         """End the threads. Its owner closes the router and the journal."""

@@ -25,6 +25,9 @@ from gpumux.types import Priority
 
 NODE_STATES: Final = ("up", "away", "draining")
 OUTCOMES: Final = ("done", "failed", "cancelled", "refused")
+ASK_S: Final = 2.0  # how long the loop may take for an answer to the page or a probe
+FRESH_S: Final = 0.9  # an answer is used again for so long, so that many readers cost the loop no more than one
+T = TypeVar("T")
 
 
 class ClusterCollector(Collector):
@@ -89,11 +92,7 @@ def families(coordinator: Coordinator) -> list[Metric]:
     return [jobs, waits, nodes, held, memory, used, kept, submitted, answered, started, moved, pairs]
 
 
-ASK_S: Final = 2.0  # how long the loop may take for an answer to the page or a probe
-FRESH_S: Final = 0.9  # an answer is used again for so long, so that many readers cost the loop no more than one
-
-
-T = TypeVar("T")
+# ---- The status page and probes.
 
 
 class AskedLoop(Protocol):
@@ -139,7 +138,7 @@ class ClusterPage:
         loop = self._loop
         if self._last is not None and 0.0 <= time.time() - self._last[0] < FRESH_S:
             return self._last[1]
-        if loop is None or not loop.turning or loop.silent_s() > 0.0:
+        if loop is None or not loop.turning or loop.silent_s() >= ASK_S:
             return None
         try:
             found = loop.ask(lambda coordinator: page.body(coordinator, loop.now(), named=self._named), ASK_S)
@@ -158,11 +157,11 @@ class ClusterPage:
 
     def readiness(self) -> tuple[bool, str]:
         """Whether jobs may be submitted."""
+        if self._loop is not None and self._loop.leaving:
+            return False, f"leaving: {self._loop.leaving}"
         silent_s, begun = self._silent_s()
         if not begun:
             return False, "starting"
-        if self._loop is not None and self._loop.leaving:
-            return False, f"leaving: {self._loop.leaving}"
         return self.health() if silent_s else (True, "ok")
 
     def explain(self, short: str) -> dict[str, Any] | None:
@@ -173,11 +172,11 @@ class ClusterPage:
         return loop.ask(lambda coordinator: page.explanation(coordinator, short, named=self._named), ASK_S)
 
     def _silent_s(self) -> tuple[float, bool]:
-        """For how long the loop has left a question unanswered, and whether it has begun. Asks one if none is left."""
+        """For how long the loop has left a question unanswered, and whether it has begun."""
         loop = self._loop
         if loop is None or not loop.turning:
             return 0.0, False
-        if loop.silent_s() == 0.0:
+        if loop.silent_s() < ASK_S:  # else the last one has not been answered, and one is enough
             try:
                 loop.ask(lambda coordinator: None, ASK_S)
             except TimeoutError:
