@@ -39,7 +39,7 @@ def test_what_waits_stands_longest_first_with_its_reason(cluster: Cluster):
     cluster.now = 50.0
     found = see(cluster)
     assert [(job["short"], job["since_s"]) for job in found["waiting"]] == [(THIRD[:8], 30.0), (FOURTH[:8], 20.0)]
-    assert "2 devices with 15.0 GiB" in found["waiting"][1]["why"] or "holds" in found["waiting"][1]["why"]
+    assert "user ada holds 2 of 3 devices" in found["waiting"][1]["why"]
     assert {job["state"] for job in found["placed"]} == {"running"}
     assert found["counts"]["submitted"] == 4
 

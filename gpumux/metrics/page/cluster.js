@@ -114,7 +114,8 @@ function since(node) {
   return {mark: `${node.state.toUpperCase()}${then}`, text: `${time}${node.why ? `: ${node.why}` : ""}`};
 }
 function drawNodes(last) {
-  const place = node => (broken(node) ? 0 : node.high && node.state === "up" && node.kept === null ? 3 : ORDER[node.state]);
+  const unknown = node => node.high && node.state === "up" && node.kept === null;
+  const place = node => (broken(node) ? 0 : unknown(node) ? 3 : ORDER[node.state]);
   const nodes = last.nodes
     .filter(wantedNode)
     .sort((a, b) => place(a) - place(b) || b.high - a.high || a.name.localeCompare(b.name, "en", {numeric: true}))
@@ -128,7 +129,7 @@ function drawNodes(last) {
     return [
       {text: node.name, under: [state.mark, state.text].filter(Boolean).join(" ")},
       {mark: state.mark, text: state.text, className: "less"},
-      {mark: found.mark && problem ? `? ${found.mark.slice(2)} THEN` : found.mark, text: found.text},
+      {mark: problem && found.mark ? `? ${found.mark.slice(2)} THEN` : found.mark, text: found.text},
       {text: String(node.jobs), className: "n less"},
       {
         text: node.memory_bytes ? percent(part) : "-",
@@ -232,7 +233,8 @@ function pastLooks() {
   const looks = [];
   seen.forEach((now, i) => {
     const before = seen[i - 1];
-    if (before && (now.gap || now.when - before.when > GAP_S)) looks.push({when: (before.when + now.when) / 2, now: null});
+    if (before && (now.gap || now.when - before.when > GAP_S))
+      looks.push({when: (before.when + now.when) / 2, now: null});
     looks.push({when: now.when, now});
   });
   return looks;

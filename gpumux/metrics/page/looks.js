@@ -13,8 +13,8 @@ let problem = null; // {title, text, commands}: why what is shown is not of now
 
 function tell() {
   const leaving = !problem && seen.length && seen[seen.length - 1].leaving;
-  const found =
-    problem || (leaving ? {title: `The ${PAGE.process} is leaving and takes no more work.`, text: leaving, commands: []} : null);
+  const title = `The ${PAGE.process} is leaving and takes no more work.`;
+  const found = problem || (leaving ? {title, text: leaving, commands: []} : null);
   $("alert").hidden = !found;
   const text = found ? JSON.stringify(found) : "";
   if ($("alert").told === text) return; // a reader of the screen reads it once
