@@ -136,31 +136,31 @@ def pictures(browser: Browser, number: int, seconds: float, write: Callable[[str
         with clients(daemon, number):
             pages = [(width, dark, browser.open(f"{address}/", width, HEIGHT, dark=dark)) for width, dark in SCREENS]
             time.sleep(seconds if number else EMPTY_S)
-            _take(pages, str(number), write)
+            take(pages, str(number), write)
             if number:
                 for _, _, page in pages:
                     page.evaluate("explain(document.querySelector('#high button').ariaLabel.split(' ')[1])")
-                    _until(page, "document.querySelector('#explained-text .verdict')")
-                _take(pages, "explained" if number == NUMBERS[1] else f"explained_{number}", write, whole=False)
+                    until(page, "document.querySelector('#explained-text .verdict')")
+                take(pages, "explained" if number == NUMBERS[1] else f"explained_{number}", write, whole=False)
                 for _, _, page in pages:
                     page.evaluate("document.querySelector('#close').click()")
             if number == NUMBERS[1]:
                 for _, _, page in pages:
                     page.cut_off()
-                    _until(page, "problem")
-                _take(pages, "gone", write)
+                    until(page, "problem")
+                take(pages, "gone", write)
     for _, _, page in pages:
         page.close()
 
 
-def _take(
+def take(
     pages: Sequence[tuple[int, bool, Page]], state: str, write: Callable[[str, bytes], None], *, whole: bool = True
 ) -> None:
     for width, dark, page in pages:
         write(f"{state}_{width}_{'dark' if dark else 'light'}", page.picture(whole=whole))
 
 
-def _until(page: Page, condition: str) -> None:
+def until(page: Page, condition: str) -> None:
     end = time.monotonic() + STOP_S
     while not page.evaluate(f"Boolean({condition})"):
         if time.monotonic() > end:

@@ -42,7 +42,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "metrics": frozenset({"errors", "types", "gpumux"}),
     "device": SHARED,
     "daemon": SHARED | {"scheduler", "wire", "device", "metrics"},
-    "coordinator": SHARED | {"access", "cluster", "wire", "client", "daemon"},
+    "coordinator": SHARED | {"access", "cluster", "wire", "client", "daemon", "metrics"},
     "simulate": SHARED | {"scheduler", "device"},
     "plan": SHARED | {"device", "simulate", "fuse"},  # roofline and pictures; a captured step
     "capture": SHARED,

@@ -53,13 +53,15 @@ _HEX: Final = frozenset("0123456789abcdef")
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
     """rejoin_s: how long a client may be away before its job is taken to have ended. lost_after_s: how long a daemon
-    may be away before its jobs go elsewhere. max_jobs: jobs of one user that are not answered."""
+    may be away before its jobs go elsewhere. max_jobs: jobs of one user that are not answered. page: the address of
+    the status page; "" if there is none."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     access: Access = field(default_factory=Access)
     rejoin_s: float = 30.0
     lost_after_s: float = 15.0
     max_jobs: int = 1000
+    page: str = ""
 
 
 # ---- Happenings beside those of the router (Opened, Incoming, Closed) and answers of daemons, which are ClusterEvents.
@@ -188,6 +190,7 @@ class Coordinator:
         self.jobs = {job.id: job for job in jobs}
         self.answers: OrderedDict[JobId, Answered] = OrderedDict(answers or {})
         self.drained = set(drained)  # nodes, also those that are lost: they join again as they were
+        self.draining_since: dict[str, float] = {}  # of those that were drained since the start
         self.daemons: dict[str, DaemonRecord] = {}
         self.counts = {"submitted": 0, "started": 0, "moved": 0, "done": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._names = names
@@ -326,7 +329,7 @@ class Coordinator:
     def _daemon_left(self, left: DaemonLeft) -> None:
         if self.daemons.pop(left.node, None) is None:
             return
-        self.drained.discard(left.node)
+        self._undrain(left.node)
         self._note(f"node {left.node} left: {left.reason}")
         self._feed(ev.NodeLost(left.node))
 
@@ -550,12 +553,17 @@ class Coordinator:
             node = self.placement.nodes.get(name)
             if m.drain:
                 self.drained.add(name)
+                self.draining_since.setdefault(name, self._now)
                 self._feed(ev.NodeDraining(name))
             else:
-                self.drained.discard(name)
+                self._undrain(name)
             if not m.drain and node is not None:
                 facts = tuple(device.facts for device in node.devices)
                 self._feed(ev.NodeJoined(name, facts, node.host))
+
+    def _undrain(self, node: str) -> None:
+        self.drained.discard(node)
+        self.draining_since.pop(node, None)
 
     def _explain(self, session: SessionId, peer: Peer, m: msg.ExplainJob) -> None:
         job = self._governed(peer, m.job)
@@ -571,12 +579,16 @@ class Coordinator:
     def _redacted(self, peer: Peer, text: str) -> str:
         """The text with short ids of jobs, and without those of other users' where the peer may not know them."""
         operates = self.config.access.may_operate(peer)
+        return self.shortened(text, lambda job: operates or job.uid == peer.uid)
+
+    def shortened(self, text: str, may_know: Callable[[ClientJob], bool]) -> str:
+        """The text with short ids of jobs, where those may be known."""
 
         def name(found: re.Match[str]) -> str:
             job = self.jobs.get(JobId(found[0]))
             if job is None:
                 return found[0]
-            return job.short if operates or job.uid == peer.uid else "of another user"
+            return job.short if may_know(job) else "of another user"
 
         return _JOB_ID.sub(name, text)
 
@@ -593,6 +605,7 @@ class Coordinator:
                memory_bytes, state (gpumux/cluster/jobs.py, JobPhase), nodes, since_s (in that place, or in the queue),
                moves, why (it waits, or is where it is; of the first MOST_REASONS that the asker may know), mine}]; of
                others' jobs, job, name and why are ""
+        cluster  {nodes (how many), now (of the coordinator's clock), page (the status page's address; "": none)}
         counts of jobs since the start; pairs: of programs whose cost is known
         """
         now = self._now
@@ -624,8 +637,8 @@ class Coordinator:
                 }
             )
         return {
-            "cluster": {"nodes": len(self.placement.nodes), "now": now},
-            "nodes": [self._node(self.daemons[name]) for name in sorted(self.daemons)],
+            "cluster": {"nodes": len(self.placement.nodes), "now": now, "page": self.config.page},
+            "nodes": self.node_reports(),
             "jobs": jobs,
             "counts": dict(self.counts),
             "pairs": len(self.placement.costs),
@@ -639,6 +652,10 @@ class Coordinator:
                 waited = self._now - job.submitted_at
                 found[job.request.priority] = max(found[job.request.priority], waited)
         return found
+
+    def node_reports(self) -> list[dict[str, Any]]:
+        """The `nodes` of a status."""
+        return [self._node(self.daemons[name]) for name in sorted(self.daemons)]
 
     def _node(self, daemon: DaemonRecord) -> dict[str, Any]:
         node = self.placement.nodes.get(daemon.node)

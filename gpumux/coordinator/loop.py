@@ -44,7 +44,8 @@ class CoordinatorLoop:
         self._journal = journal
         self._clock = clock
         self._ahead = coordinator.placement.now - clock()
-        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._questions: deque[tuple[float, Callable[[], None]]] = deque()  # when each was asked; the oldest first
+        self._turning = False
         self._news: queue.SimpleQueue[tuple[DaemonLink, Happening]] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[Sequence[DaemonAddress]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
@@ -61,8 +62,25 @@ class CoordinatorLoop:
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
 
-    def ask(self, question: Callable[[Coordinator], T]) -> T:
-        """What the loop's thread finds for this question, for another thread. Raises TimeoutError after ASK_S."""
+    @property
+    def turning(self) -> bool:
+        """Whether it has begun to serve, and has not ended."""
+        return self._turning
+
+    @property
+    def leaving(self) -> str:
+        """Why it ends; "" while it goes on."""
+        return self._stop_reason or ""
+
+    def silent_s(self) -> float:
+        """For how long a question has not been answered; 0.0 if there is none. From any thread."""
+        try:
+            return max(0.0, self._clock() - self._questions[0][0])
+        except IndexError:
+            return 0.0
+
+    def ask(self, question: Callable[[Coordinator], T], limit_s: float = ASK_S) -> T:
+        """What the loop's thread finds for this question, for another thread. Raises TimeoutError after `limit_s`."""
         answer: Future[T] = Future()
 
         def find() -> None:
@@ -71,9 +89,9 @@ class CoordinatorLoop:
             except Exception as error:  # noqa: BLE001 - the asker gets it; no job hangs on it
                 answer.set_exception(error)
 
-        self._questions.put(find)
+        self._questions.append((self._clock(), find))
         self._wakeup.set()
-        return answer.result(ASK_S)
+        return answer.result(limit_s)
 
     def follow(self, daemons: Sequence[DaemonAddress]) -> None:
         """Have these be the cluster's daemons from now on, each node named once. From any thread. A node that is not
@@ -89,6 +107,7 @@ class CoordinatorLoop:
         """Serve until `stop`. Raises ConfigError if the state can no longer be kept."""
         self._join_and_leave()
         self._handle(None)
+        self._turning = True
         while self._stop_reason is None:
             self._wait()
             self._wakeup.clear()
@@ -100,10 +119,16 @@ class CoordinatorLoop:
                 if self._links.current(link):  # one that has left may have found something just before
                     self._handle(happening)
             self._join_and_leave()
-            while not self._questions.empty():
-                self._questions.get()()
-            if self._now() >= self.coordinator.due:
+            self._answer_questions()
+            if self.now() >= self.coordinator.due:
                 self._handle(None)
+        self._turning = False
+        self._answer_questions()  # those that came before that are not left waiting
+
+    def _answer_questions(self) -> None:
+        while self._questions:
+            self._questions[0][1]()
+            self._questions.popleft()  # until now it has not been answered
 
     def close(self) -> None:
         """End the threads. Its owner closes the router and the journal."""
@@ -119,7 +144,8 @@ class CoordinatorLoop:
             for node in [*left, *(node for node in self.coordinator.daemons if node not in nodes and node not in left)]:
                 self._handle(DaemonLeft(node, "it is no longer one of the cluster's daemons"))
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds, of the coordinator's clock. From any thread."""
         return max(self._clock() + self._ahead, self.coordinator.placement.now)
 
     def _wait(self) -> None:
@@ -131,7 +157,7 @@ class CoordinatorLoop:
     def _handle(self, happening: Happening | None) -> None:
         waiting = deque([happening])
         while waiting:
-            actions = self.coordinator.handle(waiting.popleft(), self._now())
+            actions = self.coordinator.handle(waiting.popleft(), self.now())
             if self._journal is not None:
                 self._journal.keep(self.coordinator)
             for action in actions:

@@ -20,7 +20,7 @@ from gpumux.coordinator.core import Coordinator, CoordinatorConfig
 from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.coordinator.journal import Journal
 from gpumux.coordinator.loop import CoordinatorLoop
-from gpumux.coordinator.metrics import serve_metrics
+from gpumux.coordinator.metrics import ClusterPage
 from gpumux.daemon import logs
 from gpumux.daemon.config_reload import wire_limits
 from gpumux.daemon.main import StopRequest, curve_keys, hangups, served, stop_signals
@@ -76,8 +76,13 @@ def serve(
     again: Callable[[], ClusterFile] | None, membership: Membership | None, ray: str,
 ) -> None:  # fmt: skip
     """Open the parts and serve. `stack` closes them, also after an error."""
+    page = serve_page(config, stack) if config.metrics_port >= 0 else None
     settings = CoordinatorConfig(
-        cluster.placement, Access(config.rules), rejoin_s=3 * config.lease_s, max_jobs=config.max_jobs_per_user
+        cluster.placement,
+        Access(config.rules),
+        rejoin_s=3 * config.lease_s,
+        max_jobs=config.max_jobs_per_user,
+        page="" if page is None else page.address,
     )
     texts = config.endpoint or (resolve_coordinator().text,)
     router = Router(texts, endpoint.runtime_dir(COORDINATOR), wire_limits(config), curve_keys(config))
@@ -96,8 +101,8 @@ def serve(
     loop = CoordinatorLoop(coordinator, router, None if membership else cluster.daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
-    if config.metrics_port >= 0:
-        serve_metrics(loop, config.metrics_host, config.metrics_port, stack)
+    if page is not None:
+        page.watch(loop)
     stack.enter_context(hangups(loop.stop, Reread(cluster, again, loop.follow).begin))
     if membership is not None:
         stack.enter_context(membership(loop.follow))
@@ -105,6 +110,19 @@ def serve(
     log.info("gpumux %s coordinates %s at %s", __version__, count, ", ".join(router.addresses))
     loop.run()
     log.info("stopped: %s", stop.reason)
+
+
+def serve_page(config: Config, stack: ExitStack) -> ClusterPage:
+    """Serve the status page and the metrics until `stack` closes. Raises EndpointBusy and ConfigError."""
+    page = ClusterPage(
+        config.metrics_host,
+        config.metrics_port,
+        allowed_hosts=config.allowed_hosts,
+        named=config.metrics_names == "shown",
+    )
+    stack.callback(page.close)
+    log.info("metrics at %s/metrics, the status page at %s/", page.address, page.address)
+    return page
 
 
 class Reread:

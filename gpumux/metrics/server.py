@@ -1,4 +1,4 @@
-"""/metrics, the status page and probes over HTTP, on threads that can't stall the daemon's loop.
+"""/metrics, a status page and probes over HTTP, on threads that can't stall the loop of a daemon or a coordinator.
 
 One page is rendered at a time, so that many scrapers cost no more interpreter time than one. Each connection has a
 thread of its own, so that a slow one does not delay others. There are MAX_OPEN at most; the next one replaces the
@@ -15,12 +15,12 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -53,15 +53,17 @@ _HEADERS = [
     ),
 ]
 _HTML, _JSON, _PLAIN = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
-FILES = {
-    "/": ("index.html", _HTML),
-    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
-    "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
+_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+SHARED_FILES = {
+    "/elements.js": ("elements.js", _SCRIPT),
+    "/chart.js": ("chart.js", _SCRIPT),
+    "/looks.js": ("looks.js", _SCRIPT),
+    "/page.css": ("page.css", _STYLE),
+    "/uplot.js": ("uplot/uPlot.iife.min.js", _SCRIPT),
+    "/uplot.css": ("uplot/uPlot.min.css", _STYLE),
 }
+FILES = {"/": ("index.html", _HTML), "/page.js": ("page.js", _SCRIPT), **SHARED_FILES}
+CLUSTER_FILES = {"/": ("cluster.html", _HTML), "/cluster.js": ("cluster.js", _SCRIPT), **SHARED_FILES}
 EXPLAIN_EVERY_S = 0.1  # the loop is asked for explanations no more often, however many ask
 
 
@@ -114,10 +116,33 @@ def readiness(figures: Figures | None, silent_s: float) -> tuple[bool, str]:
 Answer = tuple[str, str, bytes]  # the HTTP status, the type of the content, and the content
 
 
-def _status(figures: Figures | None, version: str, started: float) -> Answer:
-    if figures is None:
-        return "503 Service Unavailable", _JSON, b'{"error":"the daemon is starting, or does not answer"}'
-    return "200 OK", _JSON, json.dumps(body(figures, version, started), allow_nan=False).encode()
+class PageSource(Protocol):
+    """What a server shows beside /metrics. `process`: whose page it is, a daemon's or a coordinator's; `files`: of the
+    page, by path: the name in page/ and the type of the content."""
+
+    @property
+    def process(self) -> str: ...
+    @property
+    def files(self) -> Mapping[str, tuple[str, str]]: ...
+    def status(self) -> dict[str, Any] | None:
+        """The data of the page; None while there is none."""
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the process lives, and a word or sentence about it."""
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether the process takes work, and a word or sentence about it."""
+
+    def explain(self, short: str) -> dict[str, Any] | None:
+        """What there is to say about a job, by its short id; None if there is no such job. Raises TimeoutError."""
+
+
+def _status(source: PageSource) -> Answer:
+    found = source.status()
+    if found is None:
+        error = {"error": f"the {source.process} is starting, or does not answer"}
+        return "503 Service Unavailable", _JSON, json.dumps(error).encode()
+    return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 
 def _probe(answer: tuple[bool, str]) -> Answer:
@@ -128,8 +153,8 @@ def _probe(answer: tuple[bool, str]) -> Answer:
 class _Explanations:
     """Explains jobs, as often as the loop's time allows."""
 
-    def __init__(self, explain: Explain) -> None:
-        self._explain = explain
+    def __init__(self, source: PageSource) -> None:
+        self._source = source
         self._next = 0.0
 
     def answer(self, query: str) -> Answer:
@@ -139,22 +164,23 @@ class _Explanations:
             return "429 Too Many Requests", _JSON, b'{"error":"explanations are asked for too often: try again"}'
         self._next = time.monotonic() + EXPLAIN_EVERY_S
         try:
-            found = self._explain(short)
+            found = self._source.explain(short)
         except TimeoutError:
-            return "503 Service Unavailable", _JSON, b'{"error":"the daemon does not answer; its log may say why"}'
+            error = {"error": f"the {self._source.process} does not answer; its log may say why"}
+            return "503 Service Unavailable", _JSON, json.dumps(error).encode()
         if found is None:
-            text = f"no job is called {label_text(short)!r}: it has ended, or this is no short id such as j3"
+            text = f"no job is called {label_text(short)!r}: it has ended, or this is no short id"
             return "404 Not Found", _JSON, json.dumps({"error": text}).encode()
         return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 
-def with_page(metrics: App, fetch: Fetch, silent_s: Silent, explain: Explain, version: str) -> App:
+def with_page(metrics: App, source: PageSource) -> App:
     """`metrics` at /metrics, with the page at / and its data at /status.json, explanations of jobs at
     /explain.json?job=j3, and /healthz and /readyz for probes; 404 for anything else."""
     page = files("gpumux.metrics").joinpath("page")
-    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in FILES.items()}
-    probes = {"/healthz": health, "/readyz": readiness}
-    explanations, started = _Explanations(explain), time.time()
+    static = {path: (kind, page.joinpath(name).read_bytes()) for path, (name, kind) in source.files.items()}
+    probes = {"/healthz": source.health, "/readyz": source.readiness}
+    explanations = _Explanations(source)
 
     def serve(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -166,12 +192,11 @@ def with_page(metrics: App, fetch: Fetch, silent_s: Silent, explain: Explain, ve
         if path in static:
             status, (kind, content) = "200 OK", static[path]
         elif path == "/status.json":
-            status, kind, content = _status(fetch(), version, started)
+            status, kind, content = _status(source)
         elif path == "/explain.json":
             status, kind, content = explanations.answer(environ.get("QUERY_STRING", ""))
         elif path in probes:
-            figures = fetch()
-            status, kind, content = _probe(probes[path](figures, silent_s()))
+            status, kind, content = _probe(probes[path]())
         else:
             status, kind, content = "404 Not Found", _PLAIN, PLACES.encode()
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
@@ -306,26 +331,17 @@ def _no_job(short: str) -> None:
     """A daemon that is starting has no job to explain."""
 
 
-class MetricsServer:
-    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also if 0 was asked
-    for. Requests by a host name that is neither this machine's nor in `allowed_hosts` are refused. Raises EndpointBusy
-    if another process has the port, ConfigError if it can't be had at all."""
+class PageServer:
+    """Serves `registry` and the pages of `source` until `close()`. `port` is the one in use, also if 0 was asked for.
+    Requests by a host name that is neither this machine's nor in `allowed_hosts` are refused. Raises EndpointBusy if
+    another process has the port, ConfigError if it can't be had at all."""
 
     def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
+        self, registry: CollectorRegistry, source: PageSource, *, host: str, port: int,
+        allowed_hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self._fetch: Fetch = _nothing_yet
-        self._silent_s: Silent = _never_silent
-        self._explain: Explain = _no_job
         try:
-            page = with_page(
-                make_wsgi_app(registry),
-                lambda: self._fetch(),
-                lambda: self._silent_s(),
-                lambda short: self._explain(short),
-                __version__,
-            )
-            app = _one_at_a_time(page)
+            app = _one_at_a_time(with_page(make_wsgi_app(registry), source))
             app = for_allowed_hosts(app, [host, *allowed_hosts])
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
@@ -339,14 +355,55 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpumux-metrics", daemon=True)
         self._thread.start()
 
-    def watch(self, fetch: Fetch, silent_s: Silent | None = None, explain: Explain | None = None) -> None:
-        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered. explain: what
-        it says of one job, by its short id; None if there is no such job; it may raise TimeoutError."""
-        self._fetch, self._silent_s, self._explain = fetch, silent_s or _never_silent, explain or _no_job
-
     def close(self) -> None:
         """Stop serving and release the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.hang_up()
         self._server.server_close()
+
+
+class DaemonSource:
+    """The page of a daemon, of which there are no figures until `watch`."""
+
+    process = "daemon"
+    files = FILES
+
+    def __init__(self) -> None:
+        self._fetch: Fetch = _nothing_yet
+        self._silent_s: Silent = _never_silent
+        self._explain: Explain = _no_job
+        self._started = time.time()
+
+    def watch(self, fetch: Fetch, silent_s: Silent, explain: Explain) -> None:
+        self._fetch, self._silent_s, self._explain = fetch, silent_s, explain
+
+    def status(self) -> dict[str, Any] | None:
+        figures = self._fetch()
+        return None if figures is None else body(figures, __version__, self._started)
+
+    def health(self) -> tuple[bool, str]:
+        figures = self._fetch()
+        return health(figures, self._silent_s())
+
+    def readiness(self) -> tuple[bool, str]:
+        figures = self._fetch()
+        return readiness(figures, self._silent_s())
+
+    def explain(self, short: str) -> dict[str, Any] | None:
+        return self._explain(short)
+
+
+class MetricsServer(PageServer):
+    """A daemon's: serves `registry` until `close()`, and the page's figures from `watch` on."""
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, allowed_hosts: Collection[str] = ()
+    ) -> None:  # fmt: skip
+        self._source = DaemonSource()
+        super().__init__(registry, self._source, host=host, port=port, allowed_hosts=allowed_hosts)
+
+    def watch(self, fetch: Fetch, silent_s: Silent | None = None, explain: Explain | None = None) -> None:
+        """Set the source of the page's figures. silent_s: for how long it has left a question unanswered. explain: what
+        it says of one job, by its short id; None if there is no such job; it may raise TimeoutError."""
+        self._source.watch(fetch, silent_s or _never_silent, explain or _no_job)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -223,3 +224,32 @@ def test_a_daemon_that_is_not_there_yet_is_taken_when_it_comes(place: Path, new_
         client.end()
     assert coordinator.stop() == 0
     assert "nothing is kept over a restart" in coordinator.log.read_text()
+
+
+def test_the_status_page_says_what_is_so_and_status_names_its_address(
+    daemons: list[RunningDaemon], place: Path, new_client: NewClient
+):
+    made = RunningCoordinator([each.endpoint for each in daemons], place, state=False, flags=["--metrics-port", "0"])
+    try:
+        until_up(made)
+        client = new_client(made.endpoint)
+        client.place(priority=Priority.HIGH)
+        (node,) = client.wait_for(msg.JobPlaced).nodes
+        assert f"status page: http://{made.metrics}/\n" in command(made, "status").stdout
+
+        def ask(path: str) -> str:
+            with urlopen(f"http://{made.metrics}{path}", timeout=END_S) as answer:
+                return str(answer.read().decode())
+
+        assert (ask("/healthz"), ask("/readyz")) == ("ok\n", "ok\n")
+        body = json.loads(ask("/status.json"))
+        assert [each["state"] for each in body["nodes"]] == ["up", "up"]
+        assert [each["high"] for each in body["nodes"]] == [each["name"] == node for each in body["nodes"]]
+        (job,) = body["placed"]
+        assert (job["short"], job["name"], job["nodes"], job["state"]) == (client.job[:8], "", [node], "running")
+        assert [each["user"] for each in body["users"]] == [f"uid {os.getuid()}"]
+        said = json.loads(ask(f"/explain.json?job={job['short']}"))["sentences"]
+        assert said[0].startswith(f"It has run on {node}")
+        client.end()
+    finally:
+        assert made.stop() == 0, made.log.read_text()

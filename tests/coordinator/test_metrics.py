@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from contextlib import ExitStack
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumux.coordinator import metrics
 from gpumux.coordinator.core import DaemonAway, PromiseSeen
-from gpumux.coordinator.metrics import ClusterCollector, serve_metrics
+from gpumux.coordinator.metrics import ClusterCollector, ClusterPage
 from gpumux.errors import EndpointBusy
 from tests.coordinator.test_core import GIB, JOB, OTHER, Cluster
 from tests.metrics.contract import CLUSTER
@@ -82,23 +84,87 @@ def test_the_page_names_each_with_its_labels(cluster: Cluster):
 
 
 class Loop:
-    """As far as the metrics use one."""
+    """As far as the page and the metrics use one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.turning = True
+        self.leaving = ""
+        self.silent = 0.0
+        self.asked = 0
 
-    def ask(self, question):
+    def now(self) -> float:
+        return self.cluster.now
+
+    def silent_s(self) -> float:
+        return self.silent
+
+    def ask(self, question, limit_s=0.0):
+        self.asked += 1
+        if self.silent:
+            raise TimeoutError
         return question(self.cluster.coordinator)
 
 
-def test_they_are_served_and_a_port_that_is_taken_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO")
-    with ExitStack() as stack:
-        serve_metrics(Loop(cluster), "127.0.0.1", 0, stack)  # type: ignore[arg-type]
-        (address,) = re.findall(r"http://\S+/metrics", caplog.text)
-        with urlopen(address, timeout=10) as answer:
-            names = {family.name for family in text_string_to_metric_families(answer.read().decode())}
-        assert {"gpumux_cluster_jobs", "gpumux_build_info"} <= names
-        port = int(address.split(":")[2].split("/")[0])
-        with pytest.raises(EndpointBusy, match="can't be served"):
-            serve_metrics(Loop(cluster), "127.0.0.1", port, stack)  # type: ignore[arg-type]
+@pytest.fixture
+def served(cluster: Cluster):
+    page = ClusterPage("127.0.0.1", 0, allowed_hosts=(), named=False)
+    yield page
+    page.close()
+
+
+def ask(page: ClusterPage, path: str) -> tuple[int, str]:
+    try:
+        with urlopen(page.address + path, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_they_are_served_and_a_port_that_is_taken_is_named(cluster: Cluster, served: ClusterPage):
+    served.watch(Loop(cluster))
+    status, text = ask(served, "/metrics")
+    assert status == 200
+    assert {"gpumux_cluster_jobs", "gpumux_build_info"} <= {each.name for each in text_string_to_metric_families(text)}
+    with pytest.raises(EndpointBusy, match="can't serve metrics"):
+        ClusterPage("127.0.0.1", int(served.address.split(":")[2]), allowed_hosts=(), named=False)
+
+
+def test_the_status_page_its_data_and_explanations_are_served(
+    cluster: Cluster, served: ClusterPage, monkeypatch: pytest.MonkeyPatch
+):
+    loop = Loop(cluster)
+    assert ask(served, "/status.json")[0] == 503, "nothing is watched yet"
+    served.watch(loop)
+    assert "<title>gpumux cluster</title>" in ask(served, "/")[1]
+    monkeypatch.setattr(metrics, "FRESH_S", 1e6)
+    status, text = ask(served, "/status.json")
+    assert (status, len(json.loads(text)["nodes"])) == (200, 2)
+    assert ask(served, "/status.json")[1] == text
+    assert loop.asked == 1, "many readers cost no more than one"
+    status, explained = ask(served, f"/explain.json?job={f'{4:032x}'[:8]}")
+    assert status == 200
+    assert json.loads(explained)["sentences"]
+    monkeypatch.setattr(metrics, "FRESH_S", 0.0)
+    assert json.loads(ask(served, "/status.json")[1])["when"] > json.loads(text)["when"]
+    loop.silent = 3.0
+    assert ask(served, "/status.json") == (503, '{"error": "the coordinator is starting, or does not answer"}')
+
+
+def test_probes_tell_starting_turning_leaving_and_stuck(cluster: Cluster, served: ClusterPage):
+    probes = lambda: (ask(served, "/healthz"), ask(served, "/readyz"))  # noqa: E731
+    starting = ((200, "starting\n"), (503, "starting\n"))
+    assert probes() == starting
+    loop = Loop(cluster)
+    loop.turning = False
+    served.watch(loop)
+    assert probes() == starting
+    loop.turning = True
+    assert probes() == ((200, "ok\n"), (200, "ok\n"))
+    loop.silent = 3.0
+    assert [status for status, _ in probes()] == [200, 200]
+    loop.silent = 31.0
+    assert probes() == ((503, "the dispatch loop has not turned for 31 s\n"),) * 2
+    loop.silent, loop.leaving = 0.0, "told to stop"
+    assert probes() == ((200, "ok\n"), (503, "leaving: told to stop\n"))

@@ -27,7 +27,7 @@ ENDING = replace(BAN, left_s=0.04)
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 VERDICT = "mean 1.02 of 1.05, tail 2.36 of 1.10 in 80 steps: BROKEN for 12 s"
 PAGE = files("gpumux.metrics").joinpath("page")
-FILES = ("/", "/elements.js", "/chart.js", "/page.js", "/page.css", "/uplot.js", "/uplot.css")
+FILES = ("/", "/elements.js", "/chart.js", "/looks.js", "/page.js", "/page.css", "/uplot.js", "/uplot.css")
 
 
 def moving():

@@ -79,7 +79,7 @@ def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentPar
     up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
     up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
     up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
-    up.add_argument("--metrics-port", metavar="PORT", default="off", help="Prometheus metrics there (default: off)")
+    up.add_argument("--metrics-port", metavar="PORT", default="off", help="metrics and status page (default: off)")
     ray = up.add_argument_group("daemons on the nodes of a Ray cluster")
     ray.add_argument(
         "--ray", metavar="ADDRESS", nargs="?", const="auto",

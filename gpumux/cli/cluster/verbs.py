@@ -199,6 +199,9 @@ def _status(body: dict[str, Any]) -> str:
     running = sum(job["state"] == "running" for job in jobs)
     up = sum(node["state"] == "up" for node in nodes)
     first = f"{up} of {len(nodes)} nodes up, {running} jobs run, {waiting} wait, {body['pairs']} pairs measured"
+    page = body["cluster"].get("page", "")
+    if page:
+        first += f"\nstatus page: {printable(page)}/"
     if not rows:
         return first
     return first + "\n\n" + table(("NODE", "HOST", "STATE", "JOBS", "HIGH", "MEMORY", "WHERE, OR WHY NOT"), rows)

@@ -1,10 +1,6 @@
-// The status page: asks /status.json once a second, remembers what it saw, and draws it with elements.js and chart.js.
+// A daemon's status page: draws what looks.js saw with elements.js and chart.js.
 "use strict";
 
-const KEEP = 600; // looks that are remembered
-const EVERY_MS = 1000;
-const ANSWER_MS = 5000; // a request without an answer for so long has failed
-const GAP_S = 300; // between two looks: a line is not drawn across more (a page in the background looks once a minute)
 const MOST_LOW = 10; // low jobs in the table unless all are asked for
 const MOST_AREAS = 4; // low jobs with an area of their own
 const COLOURS = 8; // --c1 to --c8
@@ -23,9 +19,6 @@ const REASONS = {
   gap: "the next step is expected before it would end",
 };
 
-const seen = []; // answers of /status.json, oldest first
-let failed = false; // whether the newest look had no answer
-let problem = null; // {title, text, commands}: why what is shown is not of now
 const colours = new Map(); // high job -> index of its colour, for as long as it is open
 let areas = []; // low jobs with an area of their own
 let order = []; // low jobs as the table has them
@@ -87,13 +80,6 @@ function summary(high, guard) {
 
 // ---- Jobs
 
-function explainButton(job) {
-  const made = el("button", "", "Explain");
-  made.type = "button";
-  made.setAttribute("aria-label", `Explain ${job.short}`);
-  made.addEventListener("click", () => explain(job.short));
-  return made;
-}
 const word = () => $("filter").value.trim().toLowerCase();
 function wanted(job) {
   const held = job.held ? `held ${job.held}` : "";
@@ -450,161 +436,45 @@ function draw() {
   if (anything) drawCharts(last);
   drawTables(last);
 }
-function tell() {
-  const leaving = !problem && seen.length && seen[seen.length - 1].leaving;
-  const found =
-    problem || (leaving ? {title: "The daemon is leaving and takes no more work.", text: leaving, commands: []} : null);
-  $("alert").hidden = !found;
-  const text = found ? JSON.stringify(found) : "";
-  if ($("alert").told === text) return; // a reader of the screen reads it once
-  $("alert").told = text;
-  $("alert").replaceChildren(
-    ...(found
-      ? [
-          el("p", "", el("strong", "", found.title), ` ${found.text}`),
-          ...found.commands.map(command => el("p", "", el("code", "", command))),
-        ]
-      : []),
-  );
-}
-const shownUntil = () => (seen.length ? `What is below was seen at ${clock(seen[seen.length - 1].when)}.` : "");
-
-async function ask(path) {
-  const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS)}),
-    text = await answer.text();
-  let body = {};
-  try {
-    body = JSON.parse(text);
-  } catch {
-    body = {error: text.slice(0, 200)};
-  }
-  if (!answer.ok)
-    throw Object.assign(new Error(body.error || `HTTP ${answer.status}`), {answered: true, status: answer.status});
-  return body;
-}
-let asking = null;
-const look = () =>
-  (asking ||= lookOnce().finally(() => {
-    asking = null;
-  }));
-async function lookOnce() {
-  try {
-    const got = await ask("/status.json"),
-      last = seen[seen.length - 1];
-    if (last && got.started !== last.started) {
-      // A new daemon, whose j1 is another job.
-      seen.length = 0;
-      areas = [];
-      order = [];
-      colours.clear();
-    }
-    if (seen.length && got.when <= seen[seen.length - 1].when) {
-      problem = {
-        title: "The daemon's loop stands still.",
-        text: `It answers, but with nothing newer. ${shownUntil()} Its log may say why; on its machine:`,
-        commands: ["gpumux doctor"],
-      };
-    } else {
-      problem = null;
-      seen.push({...got, gap: failed});
-      failed = false;
-      if (seen.length > KEEP) seen.shift();
-    }
-  } catch (error) {
-    failed = true;
-    problem = error.answered
-      ? {
-          title: "The daemon has no answer yet.",
-          text: `${error.message}. ${shownUntil()} If this lasts, on its machine:`,
-          commands: ["gpumux doctor"],
-        }
-      : {
-          title: "No answer from the daemon.",
-          text:
-            `It has ended, hangs, or the connection to it is cut. ${shownUntil()} ` +
-            "This page goes on by itself when it is back. On its machine:",
-          commands: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"],
-        };
-  }
-  try {
-    if (seen.length) draw();
-    else if (problem) setText($("about"), "nothing was seen yet");
-    tell();
-  } catch (error) {
-    problem = {
-      title: "This page could not draw the answer.",
-      text: `${error.message}. Reload it: the daemon may be of another version. \`gpumux top\` shows the same.`,
-      commands: [],
-    };
-    setText($("summary"), "? Not known now");
-    $("summary").className = "";
-    document.title = "? not known now - gpumux";
-    tell();
-  }
-}
-async function goOn() {
-  await look();
-  setTimeout(goOn, EVERY_MS);
-}
-
-// ---- What `gpumux jobs explain` says, for one job
-
-let explained = "";
-const AGAIN_MS = 200; // after another reader has just asked; the daemon explains one job at a time
-async function askAbout(short) {
-  for (let tries = 1; ; tries++) {
-    try {
-      return await ask(`/explain.json?job=${encodeURIComponent(short)}`);
-    } catch (error) {
-      if (error.status !== 429 || tries === 10) throw error;
-      await new Promise(done => setTimeout(done, AGAIN_MS));
-    }
-  }
-}
-async function explain(short) {
-  explained = short;
-  setText($("explained"), short);
-  $("explained-text").replaceChildren(el("p", "faint", "asking ..."));
-  if (!$("explanation").open) $("explanation").showModal();
-  let parts;
-  try {
-    const found = await askAbout(short);
-    if (explained !== short) return; // another one was asked for meanwhile
-    setText($("explained"), `${label(found)} (${found.priority})`);
-    parts = [el("p", "verdict", found.verdict)];
-    if (found.causes.length)
-      parts.push(el("h3", "", "Why"), el("ul", "", ...found.causes.map(cause => el("li", "", cause))));
-    if (found.remedies.length)
-      parts.push(
-        el("h3", "", "What to do"),
-        el(
-          "ul",
-          "",
-          ...found.remedies.map(remedy =>
-            el("li", "", remedy.text, ...(remedy.command ? [el("code", "", remedy.command)] : [])),
-          ),
-        ),
-      );
-    parts.push(
+// What looks.js needs to know of this page.
+const PAGE = {
+  process: "daemon",
+  commands: ["gpumux doctor"], // where it answers but has nothing to say
+  restart: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"],
+  instead: "`gpumux top` shows the same.",
+  draw,
+  forget() {
+    areas = [];
+    order = [];
+    colours.clear();
+  },
+  explained(short, found) {
+    return [
+      el("p", "verdict", found.verdict),
+      ...listed("Why", found.causes),
+      ...(found.remedies.length
+        ? [
+            el("h3", "", "What to do"),
+            el(
+              "ul",
+              "",
+              ...found.remedies.map(remedy =>
+                el("li", "", remedy.text, ...(remedy.command ? [el("code", "", remedy.command)] : [])),
+              ),
+            ),
+          ]
+        : []),
       el("h3", "", "More"),
       el("p", "", "This page names no operators. Its owner and operators learn them, and all that is known, by"),
       el("code", "", `gpumux jobs explain ${short} --story`),
-    );
-  } catch (error) {
-    parts = [
-      el("p", "", `There is no explanation: ${error.message}.`),
-      el("p", "", "Ask again, or on the daemon's machine:"),
-      el("code", "", `gpumux jobs explain ${short}`),
     ];
-  }
-  if (explained === short) $("explained-text").replaceChildren(...parts);
-}
+  },
+  byCommand: short => `gpumux jobs explain ${short}`,
+};
 
 $("filter").addEventListener("input", () => seen.length && draw());
 $("more").addEventListener("click", () => {
   all = !all;
   draw();
 });
-$("again").addEventListener("click", () => explain(explained));
-$("close").addEventListener("click", () => $("explanation").close());
 goOn();
