@@ -192,6 +192,7 @@ class ScheduledJob:
     ready_entry: int = 0
     ready_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
+    asked_weight: float = 1.0  # by its client; of a grant's jobs only how they divide the grant's weight
     state: JobState = JobState.OPEN
     paused: bool = False
     end_sent: bool = False  # EndJob was sent
