@@ -103,6 +103,14 @@ class FakeKubelet:
         answer = self._call("Allocate")(request, timeout=LIMIT_S)
         return [_container(each) for number, each in fields(answer) if number == 1]
 
+    def refused(self, devices: list[str]) -> tuple[grpc.StatusCode, str]:
+        """The status with which an allocation is refused."""
+        try:
+            self.allocate(devices)
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        raise AssertionError(f"{devices} were allocated")
+
     def options(self) -> bytes:
         return self._call("GetDevicePluginOptions")(b"", timeout=LIMIT_S)
 

@@ -81,7 +81,7 @@ class DevicePlugin:
             log.warning("the kubelet does not answer: %s", _details(error))
             return
         except OSError as error:
-            log.warning("the kubelet is away: %s", error)
+            log.warning("the kubelet is away: %s", error.strerror)
             return
         with self._allocating:
             for grant in self._shares.release_unused(in_use, now):
@@ -156,7 +156,7 @@ class DevicePlugin:
             with self._allocating:
                 tokens = [self._shares.allocate(list(each.devices_ids)) for each in request.container_requests]
         except (ConfigError, AccessDenied) as error:
-            log.error("shares can't be granted: %s", error)
+            log.error("shares can't be granted: %s: %s", error.message, error.remedy)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.message}: {error.remedy}")
         return api.MESSAGES["AllocateResponse"](container_responses=[self._container(token) for token in tokens])
 
