@@ -20,6 +20,7 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ class GrantDirectory:
                 os.fsync(fd)
             scratch.replace(target)
         except OSError as error:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink()
             raise ConfigError(
                 f"can't write the grant {target}: {error.strerror}", "run it as root, or as the daemon's user"
             ) from error
