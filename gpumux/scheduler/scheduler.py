@@ -61,7 +61,6 @@ from gpumux.types import (
     JobId,
     JobReleased,
     LaunchId,
-    Peer,
     PieceDone,
     PieceFailed,
     Priority,
@@ -159,9 +158,8 @@ def finish_change(state: SchedulerState, job: ScheduledJob) -> None:
 
 
 def _set_priority(state: SchedulerState, job: ScheduledJob, priority: Priority) -> None:
-    state.windows.set_priority(job, priority)
+    state.windows.set_priority(job, priority, state.jobs.values())
     record(state, job.id, None, "changes", priority.name.lower())
-    divide_grant(state, job.peer)
     if state.guard is not None:
         state.guard.forget(job, state.now)
         request_cut(state, job)
@@ -210,29 +208,9 @@ def close(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | 
         refresh_arena(state, job, job.arena)
 
 
-def divide_grant(state: SchedulerState, peer: Peer) -> None:
-    """Divide a grant's weight among its open jobs of each class, in proportion to the weights they ask for: opening
-    more jobs gives its holder no more of the device. Does nothing for others."""
-    grant = peer.grant
-    if grant is None:
-        return
-    for priority in Priority:
-        jobs = [
-            job
-            for job in state.jobs.values()
-            if job.peer.uid == peer.uid and job.priority is priority and job.state is not JobState.CLOSING
-        ]
-        total = sum([job.asked_weight for job in jobs])
-        for job in jobs:
-            weight = max(admission.WEIGHTS[0], grant.weight * job.asked_weight / total)
-            if weight != job.weight:
-                state.windows.set_weight(job, weight)
-                record(state, job.id, None, "weighs", weight)
-
-
 def _unload(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
     job.state = JobState.CLOSING
-    divide_grant(state, job.peer)
+    state.windows.weigh(job, state.jobs.values())
     if state.guard is not None:
         state.guard.forget(job, state.now)
     if tell is not None:
@@ -302,14 +280,13 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
         return refuse(state, RefuseJob(event.session, event.job, fault), fault)
     spec = event.spec
     job = ScheduledJob(event.job, session.id, session.peer, spec, state.now, spec.priority, spec.weight)
-    job.asked_weight = spec.weight
     state.jobs[job.id] = job
     session.jobs.add(job.id)
     state.ledger.add_job(job)
     if job.id in state.ledger.reservations.by_job:
         state.ledger.take_up(job)
-    record(state, job.id, None, "opened", spec.priority.name.lower(), spec.weight)
-    divide_grant(state, job.peer)
+    state.windows.weigh(job, state.jobs.values())
+    record(state, job.id, None, "opened", job.priority.name.lower(), job.weight)
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
 
@@ -420,11 +397,8 @@ def change_requested(state: SchedulerState, event: ev.ChangeRequested) -> None:
     if job is None:
         return
     if event.weight is not None:
-        job.asked_weight = event.weight
-        if job.peer.grant is None:
-            state.windows.set_weight(job, event.weight)
-            record(state, job.id, None, "weighs", event.weight)
-        divide_grant(state, job.peer)
+        state.windows.weigh(job, state.jobs.values(), event.weight)
+        record(state, job.id, None, "weighs", job.weight)
     if event.priority is not None:
         job.new_priority = event.priority
         state.windows.update(job)
