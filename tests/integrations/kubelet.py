@@ -91,9 +91,11 @@ class FakeKubelet:
         if self._channel is not None:
             self._channel.close()
             self._watcher.join(LIMIT_S)
-            self._channel = None
-        self._server.stop(0).wait()
-        self._pool.shutdown()
+        if self._server is not None:
+            self._server.stop(0).wait()
+            self._pool.shutdown()
+        # The server's handlers refer to this object: it would stay, and grpc's descriptors with it, until a collection.
+        self._channel = self._watcher = self._server = self._pool = None
         for name in ("kubelet.sock", "pods.sock"):
             (self.place / name).unlink(missing_ok=True)
 

@@ -61,12 +61,13 @@ class Ready:
 
 @pytest.fixture(scope="module", autouse=True)
 def grpc_runs(tmp_path_factory):
-    """What grpc opens once in a process is open before the first test is watched for leaks."""
+    """What grpc opens once in a process is open before the first test is watched for leaks, until the last."""
     kubelet = FakeKubelet(tmp_path_factory.mktemp("first"))
     node = Node(kubelet.place / "grants", "ipc:///x/y", "", kubelet.place, kubelet.place / "pods.sock")
     plugin = DevicePlugin(Offer(), node)
     plugin.step(0.0)
     kubelet.allocate(["share-0"])
+    yield
     plugin.close()
     kubelet.stop()
 
