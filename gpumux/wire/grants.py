@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,9 +80,8 @@ class GrantDirectory:
                 "this daemon knows no such grant: it was never made, or was released",
                 f"start from a pod or job that asks for a share, which sets {TOKEN}",
             )
-        return Grant(
-            record.name, record.shares, record.of, memory_bytes * record.shares // record.of, record.max_priority
-        )
+        max_bytes = max(1, memory_bytes * record.shares // record.of)  # 0 would mean no limit
+        return Grant(record.name, record.shares, record.of, max_bytes, record.max_priority)
 
     def holds(self, name: str) -> bool:
         """Whether the grant is there."""
@@ -138,7 +137,7 @@ class GrantDirectory:
         return True
 
     def records(self) -> list[GrantRecord]:
-        """All grants that can be read, by name."""
+        """All grants, by name. Raises what `read` does, and ConfigError if the directory can't be read."""
         try:
             names = sorted(name.removesuffix(".json") for name in os.listdir(self.path) if name.endswith(".json"))
         except FileNotFoundError:
@@ -153,15 +152,17 @@ class GrantDirectory:
         if not _NAME.fullmatch(name):
             return None
         try:
-            _check_owner(self.path, os.stat(self.path))
+            _check_owner(self.path, os.stat(self.path), stat.S_ISDIR)
             fd = os.open(self.path / f"{name}.json", _READ)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise AccessDenied(f"the grant can't be read: {error.strerror}", "ask the operator") from error
-        with os.fdopen(fd, "rb") as file:
-            _check_owner(self.path / f"{name}.json", os.fstat(fd))
-            data = file.read(_MOST_BYTES + 1)
+        try:
+            _check_owner(self.path / f"{name}.json", os.fstat(fd), stat.S_ISREG)
+            data = os.read(fd, _MOST_BYTES)
+        finally:
+            os.close(fd)
         try:
             return _parsed(name, json.loads(data))
         except (ValueError, KeyError, TypeError) as error:
@@ -188,9 +189,8 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _check_owner(path: Path, info: os.stat_result) -> None:
-    kind = stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)
-    if not kind or info.st_uid not in {0, os.geteuid()} or info.st_mode & 0o022:
+def _check_owner(path: Path, info: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    if not is_kind(info.st_mode) or info.st_uid not in {0, os.geteuid()} or info.st_mode & 0o022:
         raise AccessDenied(
             "this daemon trusts no grants: others may write to where they lie",
             f"ask the operator: {path.name} must belong to root or to the daemon's user, and be closed to others",

@@ -193,6 +193,16 @@ def test_nothing_is_released_while_the_kubelet_does_not_say_what_is_used(plugin,
     assert len(grants.records()) == 1
 
 
+def test_a_directory_of_grants_that_others_may_write_to_stops_no_plugin(plugin, kubelet, grants):
+    plugin.step(0.0)
+    kubelet.allocate(IDS[:25])
+    grants.path.chmod(0o777)
+    plugin.step(5.0)
+    assert "others may write" in kubelet.refused(IDS[30:31])[1]
+    grants.path.chmod(0o755)
+    assert len(kubelet.allocate(IDS[30:31])) == 1
+
+
 def test_a_plugin_that_restarts_knows_the_grants_it_made(grants):
     before = NodeShares(Offer(), grants)
     before.allocate(IDS[:2])

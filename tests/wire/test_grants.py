@@ -81,6 +81,20 @@ def test_what_others_could_have_written_is_not_trusted(grants, loose):
         grants.grant_of(token, MEMORY)
 
 
+@pytest.mark.parametrize("other", ["directory", "pipe"])
+def test_what_is_no_file_is_no_grant(grants, other):
+    token = grants.make("one", 25, 100, max_priority=Priority.LOW)
+    path = grants.path / "one.json"
+    path.unlink()
+    path.mkdir(0o755) if other == "directory" else os.mkfifo(path, 0o644)
+    with pytest.raises(AccessDenied, match="others may write"):
+        grants.grant_of(token, MEMORY)
+
+
+def test_the_smallest_share_of_the_smallest_device_is_a_limit(grants):
+    assert grants.grant_of(grants.make("one", 1, 1000, max_priority=Priority.LOW), 10).max_bytes == 1
+
+
 def test_a_link_is_no_grant(grants, tmp_path):
     token = grants.make("one", 25, 100, max_priority=Priority.LOW)
     (grants.path / "one.json").rename(tmp_path / "one.json")

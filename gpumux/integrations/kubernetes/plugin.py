@@ -83,9 +83,12 @@ class DevicePlugin:
         except OSError as error:
             log.warning("the kubelet is away: %s", error.strerror)
             return
-        with self._allocating:
-            for grant in self._shares.release_unused(in_use, now):
-                log.info("grant %s released: its container is gone", grant)
+        try:
+            with self._allocating:
+                for grant in self._shares.release_unused(in_use, now):
+                    log.info("grant %s released: its container is gone", grant)
+        except (ConfigError, AccessDenied) as error:
+            log.error("grants can't be released: %s: %s", error.message, error.remedy)
 
     def close(self) -> None:
         """Stop serving. Grants stay: containers that run keep theirs while the plugin is away. Idempotent."""
