@@ -32,11 +32,12 @@ class Rule:
     max_bytes: int = 0
     max_weight: float = 0.0
     operator: bool = False
+    share: str = ""  # of a grant's rule: "25 of 100"
 
     @property
     def where(self) -> str:
-        """The rule's place in the configuration, for messages to refused users."""
-        return f"[access.rules.{self.name}]"
+        """What sets the rule, for messages to refused users: its place in the configuration, or the grant."""
+        return f"the grant {self.name}" if self.share else f"[access.rules.{self.name}]"
 
 
 BUILT_IN = Rule(DEFAULT)
@@ -49,7 +50,11 @@ class Access:
     rules: tuple[Rule, ...] = ()
 
     def rule_for(self, peer: Peer) -> Rule:
-        """The one rule that applies to the peer."""
+        """The one rule that applies to the peer: its grant, if it has one."""
+        if peer.grant is not None:
+            grant = peer.grant
+            share = f"{grant.shares} of {grant.of}"
+            return Rule(grant.name, max_priority=grant.max_priority, max_bytes=grant.max_bytes, share=share)
         default = BUILT_IN
         by_group: Rule | None = None
         groups = {peer.gid, *peer.groups} if not peer.key else set()

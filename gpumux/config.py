@@ -204,7 +204,15 @@ TABLES = ("daemon", "limits", "access", "gangs")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
-    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CLUSTER", "GPUMUX_CLUSTER_JOB", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
+    {
+        ENV_CONFIG,
+        "GPUMUX_CORE",
+        "GPUMUX_CLUSTER",
+        "GPUMUX_CLUSTER_JOB",
+        "GPUMUX_CURVE_KEY",
+        "GPUMUX_CURVE_SERVER",
+        "GPUMUX_GRANT",
+    }  # fmt: skip
 )
 GIB = 1 << 30
 _OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload
@@ -326,6 +334,12 @@ class Config:
     allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
     curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")
     curve_client_keys: str = _setting("", "directory of CURVE public keys that may connect", table="access")
+    grants: str = _setting(
+        "", "directory of grants, for pods and Slurm jobs that ask for a share of the device", table="access"
+    )
+    grants_endpoint: str = _setting(
+        "", "ipc:// endpoint where programs with a grant connect, and no others", table="access"
+    )
     metrics_names: str = _setting(
         "hidden",
         "whether /metrics and the status page, which ask for no password, name jobs",
@@ -498,6 +512,13 @@ def _together(config: Config) -> None:
             raise ConfigError(
                 f"the endpoint {endpoint!r} names no known transport", "write ipc://PATH or tcp://HOST:PORT"
             )
+    if bool(config.grants) is not bool(config.grants_endpoint):
+        raise ConfigError(
+            "[access] grants and grants_endpoint belong together",
+            "set both: the directory that grants lie in, and the ipc:// endpoint for programs that have one",
+        )
+    if config.grants_endpoint and not config.grants_endpoint.startswith("ipc://"):
+        raise ConfigError(f"grants_endpoint {config.grants_endpoint!r} is not on this machine", "write ipc://PATH")
     if any(e.startswith("tcp://") for e in config.endpoint) and not (
         config.curve_secret_key and config.curve_client_keys
     ):

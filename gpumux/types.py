@@ -31,15 +31,33 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    """A part of the device for the holder of a secret token. `max_bytes` of device memory bound its open jobs together;
+    its jobs of one class together weigh `weight`, the part of the device that was granted (0 to 1)."""
+
+    name: str
+    shares: int
+    of: int
+    max_bytes: int
+    max_priority: Priority
+
+    @property
+    def weight(self) -> float:
+        return self.shares / self.of
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """The other end of a connection, as the kernel reports it; `groups` are its supplementary ones. Over tcp each
-    client key has a negative uid of its own, `key` is the name of its file, and gid and pid are -1."""
+    client key has a negative uid of its own, `key` is the name of its file, and gid and pid are -1. So has each
+    grant; its holders have no groups."""
 
     uid: int
     gid: int
     pid: int
     groups: tuple[int, ...] = ()
     key: str = ""
+    grant: Grant | None = None
 
 
 @dataclass(frozen=True, slots=True)

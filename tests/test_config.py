@@ -132,3 +132,18 @@ def test_every_default_passes_its_own_check():
 
 def test_tables_are_the_documented_ones():
     assert {spec.metadata["table"] for spec in fields(Config)} == set(config.TABLES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"GPUMUX_GRANTS": "/run/grants"}, "belong together"),
+        ({"GPUMUX_GRANTS_ENDPOINT": "ipc:///run/x"}, "belong together"),
+        ({"GPUMUX_GRANTS": "/run/grants", "GPUMUX_GRANTS_ENDPOINT": "tcp://127.0.0.1:7"}, "not on this machine"),
+    ],
+)
+def test_grants_have_a_directory_and_an_endpoint_of_this_machine(settings, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        load({}, settings)
+    assert error.value.remedy
+    load({}, {"GPUMUX_GRANTS": "/run/grants", "GPUMUX_GRANTS_ENDPOINT": "ipc:///run/x", "GPUMUX_GRANT": "a.token"})

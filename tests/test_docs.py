@@ -120,7 +120,7 @@ def missing_options(text: str) -> set[str]:
     }
 
 
-NO_METRICS = {"gpumux_version", "gpumux_node"}  # a field of the protocol, and a custom resource of Ray
+NO_METRICS = {"gpumux_version", "gpumux_node", "gpumux_share"}  # a field of the protocol, resources of Ray and of Slurm
 
 
 def missing_metrics(text: str) -> set[str]:

@@ -146,6 +146,9 @@ ARGUMENTS: dict[str, str] = {
     "tune": "sweep:factory --space space.toml --trials 2 --steps 5",
     "deploy": "systemd -o written",
     "completion": "bash",
+    "grants make": "--dir grants pod 25",
+    "grants list": "--dir grants",
+    "grants release": "--dir grants pod",
     "keys": "laptop",
     "jobs priority": "j1 high",
     "jobs weight": "j1 2",
@@ -156,7 +159,10 @@ ARGUMENTS: dict[str, str] = {
     "cluster drain": "n1",
     **{f"jobs {verb}": "j1" for verb in ("pause", "resume", "stop", "explain")},
 }
-ALONE = {"version", "simulate", "plan gpus", "completion", "deploy", "config", "keys"}  # need no torch and no daemon
+# Need no torch and no daemon.
+ALONE = {
+    "version", "simulate", "plan gpus", "completion", "deploy", "config", "keys", "grants make", "grants list",
+}  # fmt: skip
 NEED_TORCH = {
     "serve", "plan burst", "plan profile", "plan network", "plan batch", "plan memory", "plan servers", "tune",
 }  # fmt: skip
@@ -177,6 +183,8 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert "torch is not installed" in done.stdout
     elif command in ALONE:
         assert (done.returncode, done.stderr) == (0, "")
+    elif command == "grants release":
+        assert (done.returncode, done.stderr.splitlines()[0]) == (1, "gpumux: there is no grant pod in grants")
     elif command == "cluster up":
         assert done.returncode == 78
         assert done.stderr.startswith("gpumux: can't read the cluster's file none.toml")
@@ -325,7 +333,7 @@ def test_deploy_replaces_no_file_that_was_changed_unless_told_to(
     assert f"different: {tmp_path / 'gpumux.conf'}" in capsys.readouterr().err
     assert not (tmp_path / "epilog.sh").exists()  # nothing is written where something is in the way
     assert main([*command, "--force"]) == 0
-    assert "2 files written, 3 there already" in capsys.readouterr().out
+    assert "2 files written, 6 there already" in capsys.readouterr().out
     assert (tmp_path / "gpumux.conf").read_bytes() == (ROOT / "deploy/slurm/gpumux.conf").read_bytes()
 
 

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Epilog= in slurm.conf: as root, on each node, after a job. Stops the daemons that no other job uses. The job's
-# processes are gone by now, and the daemon has dropped what they left.
+# Epilog= in slurm.conf: as root, on each node, after a job. Releases the job's grant, which ends what is left of it in
+# the daemon, and stops the daemons that no other job uses.
 set -euo pipefail
-PATH=/usr/sbin:/usr/bin:/sbin:/bin # Slurm sets none
+PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # Slurm sets none
 GPUMUX_MARKS=/run/gpumux-slurm
 conf=${GPUMUX_SLURM_CONF:-/etc/gpumux/slurm.conf}
 [[ -r $conf ]] && source "$conf"
@@ -11,8 +11,10 @@ conf=${GPUMUX_SLURM_CONF:-/etc/gpumux/slurm.conf}
 exec 9>"$GPUMUX_MARKS/lock"
 flock 9
 status=0
+# A grant is its file (gpumux grants release does the same): nothing here may fail for want of a package.
+rm -f "$GPUMUX_MARKS"/grants/*/"slurm-${SLURM_JOB_ID:?}.json" "$GPUMUX_MARKS/tokens/$SLURM_JOB_ID"
 for place in "$GPUMUX_MARKS"/gpu*/; do
-  mark=$place${SLURM_JOB_ID:?}
+  mark=$place$SLURM_JOB_ID
   [[ -e $mark ]] || continue
   rm "$mark"
   gpu=$(basename "$place")

@@ -17,6 +17,7 @@ from gpumux.wire import endpoint as endpoints
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.endpoint import check_listening, unanswered
+from gpumux.wire.grants import with_token
 from gpumux.wire.messages import Record, unpack
 from gpumux.wire.peers import client_curve, secure_client
 
@@ -61,7 +62,8 @@ class Control:
             if found.path is None:
                 secure_client(self._socket, client_curve())
             self._socket.connect(found.text)
-            hello = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
+            plain = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
+            hello = with_token(plain)
             self._send(hello)
             # A connection may be cut before it was read (by a daemon flooded by this user, or by the process). libzmq
             # then reconnects silently and drops what it had sent.

@@ -23,7 +23,7 @@ from gpumux import __version__, config
 from gpumux.cli import arguments
 from gpumux.cli.cluster import arguments as cluster
 from gpumux.cli.completion import SHELLS
-from gpumux.cli.setup import installation
+from gpumux.cli.setup import grants, installation
 from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
 from gpumux.cli.text import emit, emit_json
 from gpumux.config import ENV_CONFIG
@@ -449,6 +449,7 @@ def build_parser() -> argparse.ArgumentParser:
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
     keys.add_argument("-o", "--out", metavar="DIR", default=".", help="where to write them (default here)")
+    grants.add(_add(subparsers, "grants", "give programs shares of a daemon's device", grants.ABOUT), _Parser)
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     completion.set_defaults(parser=parser)
@@ -513,6 +514,7 @@ _ELSEWHERE = {
     "deploy": ("setup.deploy", "run"),
     "config": ("setup.settings", "run"),
     "keys": ("setup.keys", "run"),
+    "grants": ("setup.grants", "run"),
     "cluster": ("cluster.verbs", "run"),
 }
 

@@ -25,6 +25,7 @@ from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_
 from gpumux.wire.channel import PACKET, ClientChannel
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.endpoint import Endpoint, check_private, resolve, unanswered
+from gpumux.wire.grants import with_token
 from gpumux.wire.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Hello, Message, Refusal, Welcome
 from gpumux.wire.peers import ClientCurve, secure_client
 
@@ -281,7 +282,7 @@ class Connection:
 
 
 def hello(role: str, inline: bool) -> Hello:
-    return Hello(
+    greeting = Hello(
         protocol=PROTOCOL_VERSION,
         gpumux_version=gpumux.__version__,
         role=role,
@@ -289,6 +290,7 @@ def hello(role: str, inline: bool) -> Hello:
         torch_version=_torch_version(),
         inline=inline,
     )
+    return with_token(greeting)
 
 
 def _torch_version() -> str:

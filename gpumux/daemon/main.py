@@ -45,6 +45,7 @@ from gpumux.program.profile import load as load_profile
 from gpumux.scheduler import RUNS
 from gpumux.scheduler.policy import POLICIES
 from gpumux.wire import endpoint
+from gpumux.wire.grants import GrantDirectory
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.peers import ServerCurve
 from gpumux.wire.router import Router
@@ -184,7 +185,10 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     state = open_state(config, stack)
     crashes = keep_crashes(config, state, stack)
     texts = config.endpoint or (endpoint.default_endpoint(config.gpu),)
-    router = Router(texts, endpoint.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
+    grants = GrantDirectory(Path(config.grants)) if config.grants else None
+    if grants is not None:
+        texts = (config.grants_endpoint, *texts)
+    router = Router(texts, endpoint.runtime_dir(config.gpu), wire_limits(config), curve_keys(config), grants=grants)
 
     def leave() -> None:
         router.close(stop.reason or "the daemon failed; see its log")

@@ -382,6 +382,8 @@ def _alone(job: ScheduledJob, charge: Charge) -> int:
 
 def _limited(rule: Rule, own: int, setting: str, general: str) -> tuple[str, str]:
     """What a limit applies to, and what sets it: the rule, if it has a limit of its `own`, or the [limits]."""
+    if own and rule.share:
+        return f"your share of the device ({rule.share})", "the share that is asked for"
     return (f"a user under rule {rule.name!r}", f"{setting} in {rule.where}") if own else ("one user", general)
 
 

@@ -192,6 +192,7 @@ class ScheduledJob:
     ready_entry: int = 0
     ready_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
+    asked_weight: float = field(init=False)  # by its client; jobs of a grant divide the grant's weight by it
     state: JobState = JobState.OPEN
     paused: bool = False
     end_sent: bool = False  # EndJob was sent
@@ -212,6 +213,9 @@ class ScheduledJob:
     held_s: dict[str, float] = field(default_factory=dict)  # by reason, of holds that are over
     arena: SharedArena | None = None  # in which its temporaries lie, if it shares one
     left_bytes: int = 0  # of that arena, held until the device has released the job
+
+    def __post_init__(self) -> None:
+        self.asked_weight = self.weight
 
     def busy(self) -> bool:
         """Whether something submitted is not answered yet."""

@@ -158,7 +158,7 @@ def finish_change(state: SchedulerState, job: ScheduledJob) -> None:
 
 
 def _set_priority(state: SchedulerState, job: ScheduledJob, priority: Priority) -> None:
-    state.windows.set_priority(job, priority)
+    state.windows.set_priority(job, priority, state.jobs.values())
     record(state, job.id, None, "changes", priority.name.lower())
     if state.guard is not None:
         state.guard.forget(job, state.now)
@@ -210,6 +210,7 @@ def close(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | 
 
 def _unload(state: SchedulerState, job: ScheduledJob, fault: Fault, tell: Fault | None) -> None:
     job.state = JobState.CLOSING
+    state.windows.weigh(job, state.jobs.values())
     if state.guard is not None:
         state.guard.forget(job, state.now)
     if tell is not None:
@@ -284,7 +285,8 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
     state.ledger.add_job(job)
     if job.id in state.ledger.reservations.by_job:
         state.ledger.take_up(job)
-    record(state, job.id, None, "opened", spec.priority.name.lower(), spec.weight)
+    state.windows.weigh(job, state.jobs.values())
+    record(state, job.id, None, "opened", job.priority.name.lower(), job.weight)
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
 
@@ -395,8 +397,8 @@ def change_requested(state: SchedulerState, event: ev.ChangeRequested) -> None:
     if job is None:
         return
     if event.weight is not None:
-        state.windows.set_weight(job, event.weight)
-        record(state, job.id, None, "weighs", event.weight)
+        state.windows.weigh(job, state.jobs.values(), event.weight)
+        record(state, job.id, None, "weighs", job.weight)
     if event.priority is not None:
         job.new_priority = event.priority
         state.windows.update(job)

@@ -6,12 +6,13 @@ grow with the number of jobs, so an event costs O(log jobs).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from gpumux.scheduler.jobs import JobStep, ScheduledJob
+from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
 from gpumux.types import LaunchId, Priority
 
 # ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
@@ -31,6 +32,7 @@ Entry: TypeAlias = tuple[float, int, ScheduledJob]  # key, number of the entry, 
 
 # Pieces that take no time by the clock still use a turn, or a job of them would always be first.
 MIN_COST_S: Final = 1e-6
+LEAST_WEIGHT: Final = 1e-3  # of a grant's job, as of any
 
 # How far a job may fall behind virtual time, in virtual seconds, because its own predictions were too long. It may
 # catch up that much; without a bound it could then keep the device for as long as its predictions were bad.
@@ -329,6 +331,27 @@ class Windows:
                 return launch
         return None
 
+    def weigh(self, job: ScheduledJob, jobs: Collection[ScheduledJob], asked: float | None = None) -> None:
+        """Give a job that was opened, changed or is closing the weight that it asks for, from now on `asked` if that is
+        given. A grant's `jobs` of each class divide the grant's weight instead, by what they ask for: more of them get
+        no more of the device."""
+        if asked is not None:
+            job.asked_weight = asked
+        grant = job.peer.grant
+        if grant is None:
+            if job.weight != job.asked_weight:
+                self.set_weight(job, job.asked_weight)
+            return
+        for priority in Priority:
+            open_jobs = [
+                each
+                for each in jobs
+                if each.peer.uid == job.peer.uid and each.priority is priority and each.state is not JobState.CLOSING
+            ]
+            total = sum([each.asked_weight for each in open_jobs])
+            for each in open_jobs:
+                self.set_weight(each, max(LEAST_WEIGHT, grant.weight * each.asked_weight / total))
+
     def set_weight(self, job: ScheduledJob, weight: float) -> None:
         """Give the job another weight. Launches that are out count by the new one, and what was served by the old."""
         self.ready[job.priority].remove(job)
@@ -336,14 +359,15 @@ class Windows:
         job.weight = weight
         self.update(job)
 
-    def set_priority(self, job: ScheduledJob, priority: Priority) -> None:
-        """Put the job into another class, level with the jobs there. None of its pieces may be out."""
+    def set_priority(self, job: ScheduledJob, priority: Priority, jobs: Collection[ScheduledJob]) -> None:
+        """Put the job, one of `jobs`, into another class, level with the jobs there. None of its pieces may be out."""
         assert not job.outstanding, f"job {job.id} changes class with {job.outstanding} pieces out"
         self.ready[job.priority].purge(job)
         if job.active:
             self.active_jobs[job.priority] -= 1
             self.active_jobs[priority] += 1
         job.priority, job.served, job.pending = priority, 0.0, 0.0
+        self.weigh(job, jobs)
 
     def drop_launches(self, job: ScheduledJob) -> list[LaunchId]:
         """Remove all launches of a job of which the device holds nothing any more, and return their ids."""

@@ -22,6 +22,7 @@ from gpumux.wire import messages
 from gpumux.wire.messages import (
     PROTOCOL_VERSION,
     REGISTRY,
+    GrantedHello,
     Hello,
     LoadProgram,
     Message,
@@ -264,7 +265,7 @@ def _one_field(getter: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]
 
 _BY_TAG: dict[int, _Spec] = {tag: _spec(tag, cls) for tag, cls in REGISTRY.items()}
 _BY_CLASS: dict[type[Any], _Spec] = {cls: _BY_TAG[tag] for tag, cls in REGISTRY.items()}
-_HANDSHAKE = frozenset(spec.tag for cls, spec in _BY_CLASS.items() if cls in (Hello, Welcome, OpenChannel))
+_HANDSHAKE = frozenset(_BY_CLASS[cls].tag for cls in (Hello, GrantedHello, Welcome, OpenChannel))
 
 
 def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:

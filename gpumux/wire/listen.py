@@ -430,7 +430,8 @@ _POLLIN = int(zmq.POLLIN)
 class Sockets:
     """ZeroMQ's sockets, and the listener for local channels. Raises the errors that Router names.
 
-    `epoll` watches the open channels. The loop may have it watch other descriptors, too.
+    `epoll` watches the open channels. The loop may have it watch other descriptors, too. `first_for_all`: processes of
+    any user that its directory lets in may connect to the first endpoint, and to the channels' socket beside it.
     """
 
     channels: ChannelListener
@@ -441,6 +442,8 @@ class Sockets:
         runtime_dir: Path,
         limits: Limits,
         curve: ServerCurve | None,
+        *,
+        first_for_all: bool = False,
     ) -> None:
         self.listening: list[Listening] = []
         self.gatekeeper: Gatekeeper | None = None
@@ -460,6 +463,10 @@ class Sockets:
             self._channel_lock = EndpointLock(path)
             remove_stale(path)
             self.channels = ChannelListener(path)
+            if first_for_all:
+                for open_to_all in (parsed[0].path, path):
+                    if open_to_all is not None:
+                        open_to_all.chmod(0o666)  # connecting takes write permission
         except BaseException:
             self._close_rest()
             raise

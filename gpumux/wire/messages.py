@@ -180,6 +180,13 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantedHello(Hello):
+    """Hello of a program that was granted a part of the device. `grant`: the secret token (gpumux/wire/grants.py)."""
+
+    grant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The answer to Hello: the session is open. `channel` is the AF_UNIX path of the local channel, "" for an inline
     session; `nonce` opens this session's (OpenChannel). `device` is types.DeviceInfo as a map."""
@@ -694,7 +701,7 @@ Message = (
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
     | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
-    | ClusterMessage
+    | ClusterMessage | GrantedHello
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -708,6 +715,7 @@ REGISTRY: dict[int, type[Any]] = {
     **SNAPSHOT_REGISTRY,
     49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
     **CLUSTER_REGISTRY,
+    62: GrantedHello,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
@@ -715,7 +723,7 @@ FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
      GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT,
-     *CLUSTER_FROM_CLIENT}
+     *CLUSTER_FROM_CLIENT, GrantedHello}
 )  # fmt: skip
 
 

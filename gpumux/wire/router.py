@@ -7,6 +7,7 @@ of a client ends its own session and nothing else:
     a malformed message, or one only daemons send     Refusal, session over
     too many messages or bytes                        Refusal, session over, connection cut
     too many connections                              the newest cut
+    a grant that was released                         session over
     a full send queue, a vanished connection          session over
     silence for lease_s                               session over
     a closed channel                                  session over
@@ -38,17 +39,19 @@ from typing import Any, NamedTuple
 import zmq
 
 import gpumux
-from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError, ProtocolError
+from gpumux.errors import AccessDenied, AdmissionRefused, DaemonGone, GpumuxError, ProtocolError
 from gpumux.types import Peer, SessionId
 from gpumux.wire.channel import FROM_DAEMON, PACKET, DaemonChannel, decode_packet
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.connections import RESERVED_SESSIONS, Connection
+from gpumux.wire.grants import TOKEN, GrantDirectory, holder
 from gpumux.wire.limits import Limits
 from gpumux.wire.listen import FULL, TRUSTED, Listening, Route, Sockets, check_descriptors
 from gpumux.wire.messages import (
     FROM_CLIENT,
     PROTOCOL_VERSION,
     Goodbye,
+    GrantedHello,
     Heartbeat,
     Hello,
     Leaving,
@@ -200,6 +203,7 @@ class RouterSession:
 
     id: SessionId
     peer: Peer
+    process: Peer  # the same as the kernel or CURVE names it: the holder of a grant is a user of its own
     name: str  # the peer_name that each frame of the session must have
     route: tuple[int, bytes]  # which listening socket, routing id
     welcome: Welcome
@@ -216,13 +220,14 @@ class RouterSession:
         cls,
         session: SessionId,
         peer: Peer,
+        process: Peer,
         name: str,
         route: tuple[int, bytes],
         welcome: Welcome,
         limits: Limits,
         now: float,
     ) -> RouterSession:
-        return cls(session, peer, name, route, welcome, Allowance(limits, now), now, now, not welcome.channel)
+        return cls(session, peer, process, name, route, welcome, Allowance(limits, now), now, now, not welcome.channel)
 
 
 def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
@@ -265,6 +270,8 @@ class Router:
     """Binds `endpoints` (texts) and a socket for local channels beside the first ipc one, or in `runtime_dir` if all
     are tcp. Raises ConfigError if an endpoint can't be bound, and EndpointBusy if another daemon serves there.
 
+    `grants`: the first endpoint is for holders of these grants alone, whatever user they run as; None: no endpoint is.
+
     `device` holds the facts about the device in Welcome (types.DeviceInfo as a map); set it before the first `receive`.
     `counters` counts refusals and ends of sessions by reason.
     """
@@ -275,8 +282,11 @@ class Router:
         runtime_dir: Path,
         limits: Limits | None = None,
         curve: ServerCurve | None = None,
+        *,
+        grants: GrantDirectory | None = None,
     ) -> None:
         self.limits = limits or Limits()
+        self._grants = grants
         self.device: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self._sessions: dict[SessionId, RouterSession] = {}
@@ -287,7 +297,7 @@ class Router:
         self._behind = False  # the last receive() stopped before the sockets were empty
         self._next_check = float("-inf")
         self._by_fd: dict[int, RouterSession] = {}  # sessions with an open channel, by its descriptor
-        self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve)
+        self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, first_for_all=grants is not None)
 
     # ---- calls of the loop -----------------------------------------------------------------------
 
@@ -430,7 +440,7 @@ class Router:
         if session.id not in self._sessions:
             return
         if not self._allow(session, sum(map(len, parts)), now):
-            cut(first, session.peer)
+            cut(first, session.process)
             return
         try:
             message, frames = decode(parts, self.limits.max_control_bytes)
@@ -482,19 +492,42 @@ class Router:
     def _open_session(
         self, route: Route, name: str, peer: Peer, hello: Hello, first: zmq.Frame, over_ipc: bool, now: float
     ) -> None:
+        process = peer
+        peer = self._granted(route, peer, hello, over_ipc)
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
         check_descriptors()
-        peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
+        if peer.grant is None:
+            peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
         session = SessionId(secrets.token_hex(8))
         nonce, path = b"", ""
         if over_ipc and not hello.inline:
-            nonce, path = self.sockets.channels.expect(session, peer.uid), str(self.sockets.channels.path)
+            nonce, path = self.sockets.channels.expect(session, process.uid), str(self.sockets.channels.path)
         welcome = make_welcome(session, path, nonce, self.limits, self.device)
-        record = self._sessions[session] = RouterSession.begin(session, peer, name, route, welcome, self.limits, now)
+        record = self._sessions[session] = RouterSession.begin(
+            session, peer, process, name, route, welcome, self.limits, now
+        )
         record.connection = self.sockets.named_by(route, first)
         self._routes[route] = record
         self._arrivals.append(Opened(session, peer, hello, hello.inline))
         self.send(session, welcome)
+
+    def _granted(self, route: Route, peer: Peer, hello: Hello, over_ipc: bool) -> Peer:
+        """The holder of the grant that was said, where grants count; the peer itself elsewhere. Raises AccessDenied for
+        a grant in the wrong place, an unknown one, and none where one is needed."""
+        grants = self._grants if route[0] == 0 else None
+        if not isinstance(hello, GrantedHello):
+            if grants is None:
+                return peer
+            raise AccessDenied(
+                "this socket is for programs that were granted a share of the device",
+                f"ask for a share in the pod or job, which sets {TOKEN}, or use another of the daemon's sockets",
+            )
+        if grants is None:
+            raise AccessDenied(
+                "grants don't count at this endpoint",
+                f"use the GPUMUX_ENDPOINT that came with the grant, or unset {TOKEN} to come as the user that you are",
+            )
+        return holder(peer, grants.grant_of(hello.grant, int(self.device["memory_bytes"])))
 
     # ---- channels --------------------------------------------------------------------------------
 
@@ -609,6 +642,12 @@ class Router:
         return self.sockets.send(route, encode(msg))
 
     def _check_silence(self, record: RouterSession, now: float) -> None:
+        grant = record.peer.grant
+        if grant is not None and self._grants is not None and not self._grants.holds(grant.name):
+            self.counters["grant_released"] += 1
+            released = AccessDenied(f"the grant {grant.name} was released", "ask for a share anew")
+            self._refuse_session(record.id, released)
+            return
         # Unread messages may be heartbeats, so a client is not silent while the router is behind.
         if now - record.heard >= self.limits.lease_s and not self._behind:
             self.counters["expired"] += 1

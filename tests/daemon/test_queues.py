@@ -142,7 +142,7 @@ FLOODS: dict[type, Sender] = {
     msg.ReadSnapshot: lambda i: (msg.ReadSnapshot(i, f"{i:032x}", [1]), []),
     msg.Replay: lambda i: (msg.Replay(i, JOB, 1, 1), [bytes(GENERATOR_BYTES)]),
 }
-OF_THE_ROUTER = {msg.Hello, msg.Heartbeat, msg.Goodbye, msg.OpenChannel}
+OF_THE_ROUTER = {msg.Hello, msg.GrantedHello, msg.Heartbeat, msg.Goodbye, msg.OpenChannel}
 FEW = 200  # objects more or less, by what is cached and counted
 
 

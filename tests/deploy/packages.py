@@ -12,8 +12,10 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
+import zipfile
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
@@ -64,6 +66,21 @@ def npm(package: str, version: str, integrity: str) -> Path:
                 _fetch_npm(f"{package}@{version}", integrity, home)
             except Unavailable as error:
                 pytest.skip(f"needs the npm package {package}: {error}")
+    return home
+
+
+def wheel(package: str, version: str, sha256: str) -> Path:
+    """The folder of a package of the Python index below .debs/, unpacked unless it is there, or skip the test. For
+    those of which tests need a part, and that are too large to be installed with every environment."""
+    home = STORE / f"wheel-{package}-{version}"
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"wheel-{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.is_dir():
+            try:
+                _fetch_wheel(f"{package}=={version}", sha256, home)
+            except Unavailable as error:
+                pytest.skip(f"needs the Python package {package}: {error}")
     return home
 
 
@@ -143,6 +160,19 @@ def _fetch_npm(package: str, integrity: str, home: Path) -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")
         Path(scratch, "package").rename(home)
+
+
+def _fetch_wheel(requirement: str, sha256: str, home: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=STORE) as scratch:
+        said = _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", requirement], scratch, INSTALL_S)
+        found = list(Path(scratch).glob("*.whl"))
+        if said or not found:
+            raise Unavailable(f"pip download failed: {said or 'no wheel came'}")
+        digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+        assert digest == sha256, f"{requirement} is not what was expected: {digest}"
+        with zipfile.ZipFile(found[0]) as packed:
+            packed.extractall(Path(scratch, "tree"))
+        Path(scratch, "tree").rename(home)
 
 
 def _apt(arguments: list[str], cwd: str, limit_s: float = LIMIT_S) -> str:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import configparser
+import os
+import pwd
+import re
 import subprocess
+import sys
 
 import pytest
 
+from gpumux.config import load
+from gpumux.errors import AccessDenied
+from gpumux.types import Priority
 from gpumux.wire import endpoint
+from gpumux.wire.grants import GrantDirectory
 
 from .packages import ROOT
 
@@ -22,12 +31,33 @@ class Node:
         tools = place / "tools"
         tools.mkdir()
         (tools / "systemctl").write_text(f'#!/bin/bash\necho "$@" >> "{self._told}"\n[[ "$*" != *@13 ]]\n')
-        (tools / "systemctl").chmod(0o755)
-        given = (HOME / "gpumux.conf").read_text().replace("/run/gpumux-slurm", str(self._marks))
+        # Jobs and what Slurm says of them.
+        self.resources = place / "resources"
+        self.resources.mkdir()
+        (tools / "scontrol").write_text(
+            f'#!/bin/bash\n[[ "$1 $2 $3 $4" == "--oneliner --details show job" ]] && cat "{self.resources}/$5"\n'
+        )
+        (tools / "gpumux").write_text(f'#!/bin/bash\nexec "{sys.executable}" -m gpumux "$@"\n')
+        for tool in tools.iterdir():
+            tool.chmod(0o755)
+        given = (HOME / "gpumux.conf").read_text()
+        self.shares = place / "shares"
+        for default, here in (
+            ("/run/gpumux-slurm", self._marks),
+            ("/run/gpumux-shares", self.shares),
+            ("/opt/gpumux/bin/gpumux", tools / "gpumux"),
+            ("GPUMUX_USER=gpumux", f"GPUMUX_USER={pwd.getpwuid(os.getuid()).pw_name}"),
+        ):
+            given = given.replace(default, str(here))
         self._conf.write_text(f"{given}PATH={tools}:$PATH\n")
+        self.grants = GrantDirectory(self._marks / "grants" / "0")
 
     def run(self, script, job, gpus="0", partition="shared"):
+        said = self.resources / str(job)
+        if not said.exists():
+            said.write_text(f"JobId={job} JobState=RUNNING TresPerNode=(null)\n")
         env = {"SLURM_JOB_ID": str(job), "SLURM_JOB_PARTITION": partition, "GPUMUX_SLURM_CONF": str(self._conf)}
+        env |= {"SLURM_JOB_UID": str(os.getuid()), "PYTHONPATH": str(ROOT)}
         if gpus:
             env["SLURM_JOB_GPUS"] = gpus
         return subprocess.run(["/bin/bash", HOME / script], env=env, capture_output=True, text=True, timeout=LIMIT_S)
@@ -108,6 +138,114 @@ def test_tasks_find_the_daemon_of_their_first_gpu_where_it_listens(node, monkeyp
     expected = endpoint.default_endpoint(2, {}).replace(str(tmp_path), "/run")
     assert said == [f"export GPUMUX_ENDPOINT={expected}", "export CUDA_VISIBLE_DEVICES="]
     assert node.run("taskprolog.sh", 1, partition="batch").stdout == ""
+
+
+# ---- Jobs that ask for shares.
+
+
+def asking(node, job, resources):
+    (node.resources / str(job)).write_text(f"JobId={job} UserId=ann(1000) {resources} Command=train.sh\n")
+
+
+def task(node, job):
+    said = node.run("taskprolog.sh", job, gpus="").stdout.splitlines()
+    return dict(line.removeprefix("export ").split("=", 1) for line in said)
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpu", "shares"),
+    [
+        ("TresPerNode=gres:gpumux_share:25", 0, 25),
+        ("TresPerNode=gres/gpumux_share:25", 0, 25),
+        ("TresPerNode=gres/gpumux_share=25", 0, 25),
+        ("TresPerNode=gres:gpumux_share", 0, 1),
+        ("Nodes=n1 CPU_IDs=0-1 Mem=0 GRES=gpumux_share:25(CNT:25) TresPerNode=gres:gpumux_share:25", 0, 25),
+        ("Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpumux_share:gpu1:30 TresPerNode=gres:gpumux_share:30", 1, 30),
+        ("TresPerNode=gres:license_server:3,gpumux_share:gpu1:7", 1, 7),
+    ],
+)
+def test_a_job_gets_the_shares_that_slurm_says_it_has(node, resources, gpu, shares):
+    asking(node, 17, resources)
+    node.prolog(17, gpus="")
+    assert node.told() == [f"start gpumux@{gpu}"]
+    environ = task(node, 17)
+    assert environ["GPUMUX_ENDPOINT"] == f"ipc://{node.shares}/{gpu}/gpumux.sock"
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+    grants = GrantDirectory(node.grants.path.with_name(str(gpu)))
+    grant = grants.grant_of(environ["GPUMUX_GRANT"], 10_000)
+    assert (grant.name, grant.max_bytes, grant.max_priority) == ("slurm-17", 100 * shares, Priority.LOW)
+    assert (node.shares / str(gpu)).stat().st_mode & 0o777 == 0o755, "jobs of any user come in"
+    node.epilog(17, gpus="")
+    assert node.told() == [f"stop gpumux@{gpu}"]
+    with pytest.raises(AccessDenied):
+        grants.grant_of(environ["GPUMUX_GRANT"], 10_000)
+    assert task(node, 17) == {}
+
+
+def test_the_token_is_for_the_jobs_user_alone(node):
+    asking(node, 17, "TresPerNode=gres:gpumux_share:25")
+    node.prolog(17, gpus="")
+    (token,) = node.grants.path.parents[1].glob("tokens/*")
+    assert token.stat().st_mode & 0o777 == 0o600
+    place = node.grants.path
+    assert [each.stat().st_mode & 0o777 for each in (place, *place.parents[:2])] == [0o755] * 3, "the daemon reads it"
+    assert token.stat().st_uid == os.getuid()
+
+
+def test_jobs_of_one_gpu_have_a_grant_each(node):
+    for job in (1, 2):
+        asking(node, job, f"TresPerNode=gres:gpumux_share:{job}0")
+        node.prolog(job, gpus="")
+    assert [(record.name, record.shares) for record in node.grants.records()] == [("slurm-1", 10), ("slurm-2", 20)]
+    node.told()
+    node.epilog(1, gpus="")
+    assert [record.name for record in node.grants.records()] == ["slurm-2"]
+    assert node.told() == []
+
+
+def test_more_shares_than_a_gpu_has_fail_the_prolog_and_leave_nothing(node):
+    asking(node, 17, "TresPerNode=gres:gpumux_share:101")
+    done = node.run("prolog.sh", 17, gpus="")
+    assert done.returncode == 1
+    assert "101 of 100 shares" in done.stderr
+    assert (node.marks(), node.grants.records()) == ([], [])
+    assert not list(node.grants.path.parents[1].glob("tokens/*"))
+
+
+def test_slurms_lines_name_what_the_scripts_and_the_daemon_use(monkeypatch):
+    """GresTypes, Gres, Name, Type, Count and Flags are Slurm's keys; the files of this directory agree on the rest."""
+    settings = dict(line.split("=", 1) for line in lines("slurm.conf"))
+    assert settings.pop("GresTypes") == "gpumux_share"
+    assert set(settings) == {"Prolog", "Epilog", "TaskProlog", "PrologFlags", "NodeName", "PartitionName"}
+    for key in ("Prolog", "Epilog", "TaskProlog"):
+        assert (HOME / settings[key].rpartition("/")[2]).is_file()
+    nodes = dict(word.split("=", 1) for word in f"NodeName={settings['NodeName']}".split())
+    gres = [dict(word.split("=", 1) for word in line.split()) for line in lines("gres.conf")]
+    assert gres == [{"Name": "gpumux_share", "Count": "100", "Flags": "CountOnly"}]
+    assert nodes["Gres"] == "gpumux_share:100"
+    of = re.search(r"^GPUMUX_SHARES_OF_A_GPU=(\d+)$", (HOME / "gpumux.conf").read_text(), re.MULTILINE)[1]
+    assert of == gres[0]["Count"]
+    unit = configparser.ConfigParser(strict=False, interpolation=None, dict_type=Repeated)
+    unit.optionxform = str
+    unit.read(HOME / "gpumux@.service.d" / "shares.conf")
+    environ = dict(line.replace("%i", "0").split("=", 1) for line in unit["Service"]["Environment"].splitlines())
+    config = load({}, environ)
+    assert config.grants == "/run/gpumux-slurm/grants/0"
+    assert config.grants_endpoint == "ipc:///run/gpumux-shares/0/gpumux.sock"
+
+
+class Repeated(dict):
+    """Keys that stand several times in a unit's section add up."""
+
+    def __setitem__(self, key, value):
+        if isinstance(value, list) and key in self:
+            self[key].extend(value)
+        else:
+            super().__setitem__(key, value)
+
+
+def lines(name):
+    return [line for line in (HOME / name).read_text().splitlines() if line and not line.startswith("#")]
 
 
 def test_scripts_can_be_run():

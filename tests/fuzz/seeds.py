@@ -13,6 +13,7 @@ JOB = "0123456789abcdef" * 2
 
 MESSAGES: tuple[tuple[m.Message, int], ...] = (
     (m.Hello(m.PROTOCOL_VERSION, "0.1.0", "client", 7, "2.13", False), 0),
+    (m.GrantedHello(m.PROTOCOL_VERSION, "0.1.0", "client", 7, "2.13", False, "name.secret"), 0),
     (m.Welcome(1, "0.1.0", "s", "/run/x", b"n" * 32, 2.0, 10.0, 1 << 28, {"a": [1, 2.0, None], "b": {"c": "d"}}), 0),
     (m.Refusal(1, "refused", "no", "ask"), 0),
     (m.OpenJob(1, JOB, "name", 1, 1.0, 1.1, None, 2, 2**64 - 1), 0),

@@ -144,6 +144,13 @@ def requests(job: st.SearchStrategy[str]):
         st.tuples(st.builds(keeping.FindKept, NUMBERS, st.sampled_from(["liar", "../..", ""])), empty),
         st.tuples(st.builds(keeping.ReadSnapshot, NUMBERS, job, lists), empty),
         st.tuples(st.builds(keeping.Replay, NUMBERS, job, NUMBERS, st.just(1)), st.sampled_from(GENERATORS)),
+        st.tuples(
+            st.builds(
+                msg.GrantedHello, st.just(msg.PROTOCOL_VERSION), st.just("0.1.0"), st.just("client"), NUMBERS,
+                st.just(""), st.booleans(), st.sampled_from(["", "a.b", "../../a.b"]),
+            ),
+            empty,
+        ),
         st.tuples(st.builds(msg.Heartbeat, FLOATS), empty),
         st.tuples(st.builds(msg.CloseJob, NUMBERS, job, st.booleans()), empty),
     )  # fmt: skip

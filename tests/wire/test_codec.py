@@ -54,7 +54,7 @@ def test_tags_are_frozen():
         "PrepareSnapshot TakeSnapshot SnapshotSaved SnapshotWanted FindKept KeptFound ReadSnapshot SnapshotRead Replay "
         "Reserve ConfirmReservation ReleaseReservation "
         "PlaceJob JobPlaced JobNotStarted ProgramsKnown VacateDevices DevicesVacated PlacedJobEnded JobAnswered "
-        "DrainNode GangSizes"
+        "DrainNode GangSizes GrantedHello"
     )
     assert names == (
         "Hello Welcome Refusal JobOpened LoadProgram ProgramLoaded Step StepDone StepFailed OpenTransfer "

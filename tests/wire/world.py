@@ -137,10 +137,10 @@ def step(number: int, scalars: list[float] | None = None) -> m.Step:
 class LocalClient:
     """A session with its channel."""
 
-    def __init__(self, world: World, client: RawClient) -> None:
+    def __init__(self, world: World, client: RawClient, hello: m.Hello = LOCAL_HELLO) -> None:
         self.world = world
         self.client = client
-        self.opened = world.open(client, LOCAL_HELLO)
+        self.opened = world.open(client, hello)
         self.sock = client.connect_channel()
         while not select.select([self.sock], [], [], 0.01)[0]:
             assert world.router.receive(world.now) == []
