@@ -90,7 +90,6 @@ class ClusterPlacement:
                 pass
         self._late()
         self._reserve_claimed()
-        self._resize()
         self._place()
         self._rebalance()
         self._say_empty()
@@ -432,6 +431,7 @@ class ClusterPlacement:
         freed = False
         quotas = QuotaUse(self.config, self.jobs.values())
         for priority in Priority.HIGH, Priority.LOW:
+            self._resize()  # for low jobs again: one that a high job took the devices from waits since
             blocked: dict[str, PlacedJob] = {}  # by owner: the first job that its quota is too small for
             no_room: set[tuple[int, int, bool]] = set()  # kinds of jobs that found none
             first = True
