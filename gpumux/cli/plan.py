@@ -16,10 +16,10 @@ from gpumux.cli.setup import installation
 from gpumux.cli.text import counted, emit, emit_json, milliseconds, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
+from gpumux.pictures import check
 from gpumux.plan.layers import ModelProfile, save
 from gpumux.plan.network import measured, ranks
 from gpumux.plan.network.measured import MeasuredNetwork
-from gpumux.simulate.result import check
 
 if TYPE_CHECKING:
     from gpumux.plan.memory.ways import MemoryComparison

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from gpumux import config
+from gpumux import config, files, pictures
 from gpumux.cli.text import counted, emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
@@ -21,7 +22,7 @@ from gpumux.simulate import workload
 from gpumux.simulate.cluster import ClusterSimulation
 from gpumux.simulate.comparison import ClusterCase, Comparison, LowJob, picture
 from gpumux.simulate.daemon import DaemonSettings
-from gpumux.simulate.result import Result, check, timelines
+from gpumux.simulate.result import Result, timelines
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
 from gpumux.types import Priority
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
     if args.plot:
-        check(Path(args.plot))
+        pictures.check(Path(args.plot))
     results: list[Result] = []
     for policy in policies:
         results.append(_simulate(jobs, spec, policy, args))
@@ -264,11 +265,9 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if not args.low and (args.plot or args.trace):
         raise ConfigError("a picture of a plan alone", "name low jobs with --low, or use `gpumux plan burst --plot`")
     if args.plot:
-        check(Path(args.plot))
+        pictures.check(Path(args.plot))
     if args.trace:
-        from gpumux.cli import trace  # which talks to daemons, and so loads zmq
-
-        trace.check_writable(Path(args.trace))
+        files.check_writable(Path(args.trace))
     asked = [_parse(text, Priority.LOW) for text in args.low]
     low = _workloads(asked, spec, args.max_slowdown)
     compared = Comparison(
@@ -312,7 +311,10 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if args.plot and ran:
         picture(ran, Path(args.plot))
     if args.trace and ran:
-        trace.write(Path(args.trace), trace.cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}"))
+        from gpumux.cli import trace  # which talks to daemons, and so loads zmq
+
+        content = trace.cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}")
+        files.write_text(Path(args.trace), json.dumps(content, separators=(",", ":")))
     return EX_INTERRUPTED if interrupted else 0
 
 
