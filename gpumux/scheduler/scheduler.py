@@ -964,6 +964,10 @@ class Scheduler:
         """The bans in force."""
         return report.banned(self._state)
 
+    def load(self, job: JobId) -> report.JobLoad:
+        """How many steps the job has waiting and under way, and what it is charged."""
+        return report.load(self._state, job)
+
     def operators(self, job: JobId, program: ProgramId) -> tuple[str, ...]:
         """The names of a program's operators, in captured order, where the device gives them."""
         return report.operators(self._state, job, program)
