@@ -46,7 +46,7 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
         steps = [_step(r) for r in own if isinstance(r, StepRan)]
         marks = [_mark(r, seconds) for r in own if isinstance(r, Happened)]
         flows.begin(job.job, tracks.add(JOBS, f"{label}: steps", steps, marks))
-        tracks.events += [each for r in own if isinstance(r, LoadSeen) for each in _counters(r, label, seconds)]
+        tracks.events += [each for r in own if isinstance(r, LoadSeen) for each in _counters(r, seconds)]
         tracks.add(JOBS, f"{label}: held", [_hold(r) for r in own if isinstance(r, WasHeld)])
         bans = [_ban(r) for r in found if isinstance(r, WasBanned) and r.low == job.job]
         tracks.add(JOBS, f"{label}: banned", bans)
@@ -127,13 +127,13 @@ class _Flows:
         return found
 
 
-def _counters(load: LoadSeen, label: str, seconds: float) -> list[Event]:
+def _counters(load: LoadSeen, seconds: float) -> list[Event]:
     """The job's steps without and with a launched piece, and its memory, from a moment on."""
     at = {"cat": "load", "ph": "C", "ts": round(min(load.when, seconds) * 1e6, 3)}
     steps = {"queued": load.queued, "running": load.running}
     return [
-        {**at, "name": f"{label}: steps", "pid": JOBS, "args": steps},
-        {**at, "name": f"{label}: memory (MiB)", "pid": DEVICE, "args": {"charged": load.memory_bytes / 2**20}},
+        {**at, "name": f"{load.job} steps", "pid": JOBS, "args": steps},
+        {**at, "name": f"{load.job} memory (MiB)", "pid": DEVICE, "args": {"charged": load.memory_bytes / 2**20}},
     ]
 
 

@@ -79,9 +79,10 @@ class Recording:
                 for launch in [launch for launch, (piece, _, _) in self._out.items() if piece.job == command.job]:
                     self._over(launch, now, "dropped")
         self._look(now)
-        changed = {getattr(each, "job", None) for each in (event, *commands)}
-        for job in changed & self._records.jobs.keys():
-            self._load(job, now)
+        for each in (event, *commands):
+            job: JobId | None = getattr(each, "job", None)
+            if job is not None and job in self._records.jobs:
+                self._load(job, now)
 
     def end(self, now: float) -> None:
         """End the recording. Spans that are open end at the same time."""

@@ -79,8 +79,8 @@ def test_counters_show_each_jobs_queue_and_memory():
     check(content)
     counters = {e["name"]: (e["ts"], e["args"]) for e in content["traceEvents"] if e["ph"] == "C"}
     assert counters == {
-        "j10 bert (high): steps": (250_000.0, {"queued": 3, "running": 1}),
-        "j10 bert (high): memory (MiB)": (250_000.0, {"charged": 5.0}),
+        "j10 steps": (250_000.0, {"queued": 3, "running": 1}),
+        "j10 memory (MiB)": (250_000.0, {"charged": 5.0}),
     }
 
 
