@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
 from gpumux import config, files, pictures
-from gpumux.cli.text import counted, emit, emit_json, printable, table
+from gpumux.cli.text import ProgressLine, counted, emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -30,7 +28,6 @@ from gpumux.types import Priority
 EX_INTERRUPTED = 130
 DEFAULT_STEPS, DEFAULT_WARMUP = 500, 200
 DEFAULT_ITERATIONS = 60  # of a plan, and as many to warm up: each is a step for every part of it
-PROGRESS_S = 2.0
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -142,18 +139,18 @@ def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argpar
     steps = DEFAULT_STEPS if args.steps is None and args.seconds is None else args.steps
     warmup = DEFAULT_WARMUP if args.warmup is None else args.warmup
     simulation = Simulation(jobs, spec, policy, seed=args.seed, timeline=bool(args.plot))
-    shown_at = time.monotonic()
+    line = ProgressLine()
 
     def progress(now: Simulation) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            counted = [c for c in now.clients if c.high] or now.clients
-            done = min(len(client.step_seconds) for client in counted)
-            of = "" if steps is None else f" of {steps + warmup}"
-            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done}{of} steps\n")
+        counted = [c for c in now.clients if c.high] or now.clients
+        done = min(len(client.step_seconds) for client in counted)
+        of = "" if steps is None else f" of {steps + warmup}"
+        line.say(f"{policy}: {now.now:.3f} s simulated, {done}{of} steps")
 
-    return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=warmup, progress=progress)
+    try:
+        return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=warmup, progress=progress)
+    finally:
+        line.end()
 
 
 # ---- the results
@@ -282,16 +279,16 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
         seed=args.seed,
         settings=DaemonSettings(timeline=bool(args.plot or args.trace)),
     )
-    shown_at = time.monotonic()
+    line = ProgressLine()
 
     def progress(policy: str, now: ClusterSimulation) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            done, of = len(now.gang.iterations), compared.iterations + compared.warmup
-            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done} of {of} iterations\n")
+        done, of = len(now.gang.iterations), compared.iterations + compared.warmup
+        line.say(f"{policy}: {now.now:.3f} s simulated, {done} of {of} iterations")
 
-    cases = list(compared.cases(progress))
+    try:
+        cases = list(compared.cases(progress))
+    finally:
+        line.end()
     interrupted = any(case.result is not None and case.result.interrupted for case in cases)
     notes = _plan_notes(plan, spec, asked)
     if args.json:
