@@ -37,7 +37,7 @@ LOOK_S = 1.0  # between two looks of `gpumux top`
 LOOKS = 40  # until its charts are full
 WARM_S = 8.0  # until the jobs run and what they cost is known
 RECORD_S = 0.5
-HEIGHT = 800  # pixels, for the tracks of three jobs
+HEIGHT = 840  # pixels, for the tracks of three jobs
 LOAD_S = 120.0
 STOP_S = 30.0
 # The step of a low job that began next to the middle of the recording.

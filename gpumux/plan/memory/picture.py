@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Rectangle
 
-SHADES = dict(zip(PHASES, (("#ffffff", ""), ("#d0d0d0", ""), ("#ececec", "////")), strict=True))  # greyscale, hatch
+SHADES = dict(zip(PHASES, (("white", ""), ("lightgrey", ""), ("whitesmoke", "////")), strict=True))  # shade, hatch
 GIB = 2**30
 
 
@@ -47,7 +47,7 @@ def draw(found: MemoryComparison, path: Path) -> None:
 def shade(axes: Axes, phase: str, begin: float, end: float) -> Rectangle:
     """Mark the time of a phase behind what is drawn."""
     color, hatch = SHADES[phase]
-    return axes.axvspan(begin, end, facecolor=color, hatch=hatch, edgecolor="#b0b0b0", lw=0, zorder=0)
+    return axes.axvspan(begin, end, facecolor=color, hatch=hatch, edgecolor="darkgrey", lw=0, zorder=0)
 
 
 def stretches(way: StepMemory) -> list[tuple[str, int, int]]:
