@@ -122,8 +122,8 @@ class Journal:
         for name, answer in coordinator.answers.items():
             key = "answers", str(name)
             found[key] = self._written.get(key) or pack(asdict(answer))  # an answer never changes
-        for name in coordinator.drained:
-            found["drained", name] = pack(None)
+        for drained in coordinator.drained:
+            found["drained", drained] = pack(None)
         return found
 
 

@@ -38,7 +38,7 @@ def _curves(axes: Axes, found: SweepResult) -> None:
     for name, color, dashes in (
         (f"trial {best}, the best", BLUE, "-"),
         ("completed", ORANGE, "--"),
-        ("ended", GREY, ":"),
+        ("ended early", GREY, ":"),
     ):
         if best is not None or color != BLUE:
             axes.plot([], [], color=color, ls=dashes, marker="o", ms=3, label=name)

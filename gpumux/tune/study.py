@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 SAMPLERS = ("random", "tpe")
+PANEL = 1.9  # inches, for what the axis of a hyper-parameter says
 _SETTINGS, _WALL = "gpumux", "gpumux_wall_s"
 
 
@@ -217,19 +218,16 @@ def _short(value: Any) -> str:
 
 def pictures(storage: str, name: str, path: Path) -> list[Path]:
     """Draw a stored study with optuna.visualization.matplotlib, in files whose names begin like `path`: scores by
-    trial, scores over steps, scores over each hyper-parameter. Returns the files. Raises ConfigError if one can't be
-    written, and without Optuna or matplotlib."""
+    trial, scores over each hyper-parameter. Its plot of scores over steps tells trials by colour alone, which that of
+    gpumux.tune.plot does not. Returns the files. Raises ConfigError if one can't be written, and without Optuna or
+    matplotlib."""
     optuna = _import()
     figure(1.0, 1.0)  # an error that names matplotlib
     from matplotlib import pyplot, rc_context
 
     study = optuna.load_study(study_name=name, storage=storage)
     draws = optuna.visualization.matplotlib
-    kinds = {
-        "history": draws.plot_optimization_history,
-        "steps": draws.plot_intermediate_values,
-        "parameters": draws.plot_slice,
-    }
+    kinds = {"history": draws.plot_optimization_history, "parameters": draws.plot_slice}
     made = []
     for kind, draw in kinds.items():
         before = set(pyplot.get_fignums())
@@ -238,7 +236,7 @@ def pictures(storage: str, name: str, path: Path) -> list[Path]:
             draw(study)
             (number,) = set(pyplot.get_fignums()) - before
             drawn = pyplot.figure(number)
-            drawn.set_size_inches(WIDE, 4.5)
+            drawn.set_size_inches(max(WIDE, PANEL * len(drawn.axes)), 4.5)
             drawn.set_layout_engine("constrained")
             made.append(path.with_name(f"{path.stem}-{kind}{path.suffix}"))
             save(drawn, made[-1])
