@@ -22,7 +22,7 @@ def check_writable(path: Path) -> None:
         raise not_written(path, "it is a directory")
     if not path.parent.is_dir():
         raise not_written(path, f"there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if _is_special(path) else path.parent, os.W_OK):
         raise not_written(path, "no permission")
 
 
@@ -30,20 +30,26 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, atomically if it is a plain one: a reader sees the old content until all of the new is there.
     Raises ConfigError if that fails."""
     try:
-        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+        if _is_special(path):
             path.write_text(text)
             return
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+        target = path.resolve()  # a symbolic link stays one
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
             try:
                 out.write(text)
                 out.flush()
                 os.chmod(out.name, 0o666 & ~_umask())
-                os.replace(out.name, path)
+                os.replace(out.name, target)
             except BaseException:
                 os.unlink(out.name)
                 raise
     except OSError as error:
         raise not_written(path, error.strerror) from error
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device, such as /dev/stdout, which can't be replaced."""
+    return path.exists() and not path.is_file()
 
 
 def _umask() -> int:

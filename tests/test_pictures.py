@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from gpumux import pictures
+from gpumux import files, pictures
 from gpumux.errors import ConfigError
 from microbench import redraw
 
@@ -51,6 +52,25 @@ def test_a_picture_that_can_not_be_written_is_refused_before_and_after(tmp_path)
             pictures.check(path)
         with pytest.raises(ConfigError, match=f"can't write {path}"):
             pictures.save(pictures.figure(1.0, 1.0), path)
+
+
+def test_text_replaces_a_file_whole_and_leaves_links_and_pipes_what_they_are(tmp_path):
+    kept, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
+    kept.write_text("old")
+    link.symlink_to(kept)
+    files.check_writable(link)
+    files.write_text(link, "new")
+    assert link.is_symlink()
+    assert kept.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.check_writable(pipe)
+    files.write_text(pipe, "through")
+    assert os.read(reader, 10) == b"through"
+    os.close(reader)
+    assert sorted(os.listdir(tmp_path)) == ["kept", "link", "pipe"]
+    with pytest.raises(ConfigError, match="can't write"):
+        files.write_text(kept / "below", "new")
 
 
 def test_the_manual_shows_every_picture_and_each_diagram_can_be_drawn_again(tmp_path, capsys):

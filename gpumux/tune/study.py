@@ -238,6 +238,8 @@ def pictures(storage: str, name: str, path: Path) -> list[Path]:
             drawn = pyplot.figure(number)
             drawn.set_size_inches(max(WIDE, PANEL * len(drawn.axes)), 4.5)
             drawn.set_layout_engine("constrained")
+            for axes in drawn.axes:
+                axes.tick_params(axis="x", which="minor", labelbottom=False)  # those of a logarithm overlap
             made.append(path.with_name(f"{path.stem}-{kind}{path.suffix}"))
             save(drawn, made[-1])
             pyplot.close(number)
