@@ -929,10 +929,7 @@ class Scheduler:
         self._state.hidden = hidden
         try:
             known = self._state.jobs.get(job)
-            if known is not None:
-                return explain.explain(self._state, known)
-            last = explain.story(self._state, job)[-1:]
-            return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
+            return explain.explain(self._state, known) if known is not None else explain.gone(self._state, job)
         finally:
             self._state.hidden = nothing_hidden
 
