@@ -108,11 +108,15 @@ def main(argv: list[str] | None = None) -> int:
     plain = {key: [row.figures() for row in found[key]] for key in ("rows", "oracle")}
     common.report("ablation", args.out, {"device": args.device, "max_slowdown": args.max_slowdown, **found, **plain})
     if args.png:
-        title = (
-            f"techniques one by one, on {(args.gpu_model or 'a100') + ' ' if args.device == 'sim' else ''}{args.device}"
-        )
-        charts.stacked_bars(args.png, title, [r.label for r in rows], [r.high for r in rows], [r.low for r in rows])
+        on = f"{args.gpu_model or 'a100'} {args.device}" if args.device == "sim" else args.device
+        draw(args.png, plain["rows"], on)
     return 0
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]], on: str) -> None:
+    """A bar a technique; `on`: the device."""
+    names, high, low = ([row[key] for row in rows] for key in ("label", "high", "low"))
+    charts.stacked_bars(path, f"techniques one by one, on {on}", names, high, low)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from gpumux.errors import ConfigError
 from microbench import charts, fusionfile
 
 WAYS = {
-    "serial": ("one after another", "#555555"),
-    "captured": ("captured, one after another", "#8c8c8c"),
-    "processes": ("a process each", "#dd8452"),
-    "vmap": ("vmap", "#64b5cd"),
-    "compiled": ("vmap, compiled", "#8172b3"),
-    "hand": ("fused by hand", "#55a868"),
-    "fused": ("array", "#c44e52"),
-    "fused-compiled": ("array, compiled", "#4c72b0"),
+    "fused": "array",
+    "vmap": "vmap",
+    "hand": "fused by hand",
+    "processes": "a process each",
+    "compiled": "vmap, compiled",
+    "fused-compiled": "array, compiled",
+    "serial": "one after another",
+    "captured": "captured, one after another",
 }
 
 
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.throughput is not None:
             title = f"Training throughput over one model after another{of}"
-            _draw(args.throughput, title, throughput(result), "models' steps a second, over serial")
+            _draw(args.throughput, title, throughput(result), "models' steps/s over serial (times)")
         if args.memory is not None:
-            _draw(args.memory, f"Memory beside the libraries'{of}", memory(result), "MiB")
+            _draw(args.memory, f"Memory beside the libraries'{of}", memory(result), "memory (MiB)")
     except ConfigError as error:
         print(f"fusionplot: {error}", file=sys.stderr)
         return 1

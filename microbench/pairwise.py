@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpumux import config
@@ -121,9 +122,15 @@ def main(argv: list[str] | None = None) -> int:
         result |= {"compared": compared}
     common.report("pairwise", args.out, {**result, "throughput": values, "below": exceptions})
     if args.png:
-        title = f"high kernel's throughput over alone, {args.policy} on {args.device}"
-        charts.heat_map(args.png, title, labels, labels, values, ("high kernel", "low kernel"))
+        draw(args.png, labels, values, f"{args.policy} on {args.device}")
     return 0
+
+
+def draw(path: Path, labels: Sequence[str], values: Sequence[Sequence[float]], how: str) -> None:
+    """A cell for each pair: how much of its throughput alone the high kernel keeps. `how`: policy and device."""
+    title = f"high kernel's throughput over alone, {how}"
+    names = ("high kernel", "low kernel")
+    charts.heat_map(path, title, labels, labels, values, names, "high throughput over alone (times)")
 
 
 def on_cuda(args: argparse.Namespace) -> tuple[Sequence[Kind], list[list[float]], dict[str, Any]]:

@@ -36,9 +36,18 @@ COLUMNS, LINES = 118, 22
 LOOK_S = 1.0  # between two looks of `gpumux top`
 LOOKS = 40  # until its charts are full
 WARM_S = 8.0  # until the jobs run and what they cost is known
-RECORD_S = 0.25
+RECORD_S = 0.5
+HEIGHT = 840  # pixels, for the tracks of three jobs
 LOAD_S = 120.0
 STOP_S = 30.0
+# The step of a low job that began next to the middle of the recording.
+SELECT = """(async () => {
+    const found = await app.trace.engine.query(`
+        select s.id as id from slice s join thread_track t on s.track_id = t.id join thread using (utid)
+        where s.category = 'step' and thread.name like '%(low)%'
+        order by abs(s.ts - (trace_start() + trace_end()) / 2) limit 1`);
+    if (found.numRows() > 0) app.trace.selection.selectSqlEvent("slice", found.firstRow({id: 0}).id);
+})()"""
 JOBS = (("cnn-serve", "high"), ("lr-sweep", "low"), ("ablation", "low"))
 
 
@@ -140,15 +149,20 @@ def perfetto(trace: Path) -> Iterator[str]:
 
 
 def recording(browser: Browser, trace: Path) -> bytes:
-    """A picture of a recording as Perfetto shows it, all tracks opened."""
+    """A picture of a recording as Perfetto shows it: all tracks open, and a low step selected, which shows the arrows
+    to its pieces."""
     with perfetto(trace) as address:
-        page = browser.open(address, 1400, 530)
+        page = browser.open(address, 1400, HEIGHT)
         _until(
             lambda: page.evaluate("!!(globalThis.app && app.trace && document.title.startsWith('localtrace'))"),
             "Perfetto",
         )
         page.evaluate("waitForPerfettoIdle(2000)")
         page.evaluate("app.commands.runCommand('dev.perfetto.ExpandAllGroups')")
+        page.evaluate("waitForPerfettoIdle(2000)")
+        page.evaluate(SELECT)
+        page.evaluate("waitForPerfettoIdle(2000)")
+        page.evaluate("app.commands.runCommand('dev.perfetto.ToggleDrawer')")
         page.evaluate("waitForPerfettoIdle(2000)")
         return page.picture()
 

@@ -354,7 +354,12 @@ def draw(path: Path, found: Sequence[dict[str, Any]], max_slowdown: float) -> No
     labels = ("mean step time", "99th percentile")
     title = f"{len(feasible)} random pairs, max_slowdown {max_slowdown:.2f}"
     charts.scatter(
-        path, title, clouds, labels, ("harvest over the oracle's", "high step time over alone"), max_slowdown
+        path,
+        title,
+        clouds,
+        labels,
+        ("harvest over the oracle's (times)", "high step time over alone (times)"),
+        max_slowdown,
     )
 
 

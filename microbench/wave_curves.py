@@ -24,14 +24,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from gpumux.errors import ConfigError
-from gpumux.simulate.result import check
+from gpumux.pictures import check
 from microbench import charts, common
 from tests.waves.reference import WaveReference
 
 WAYS = {
-    "waves": ("two waves", "#c44e52"),
-    "doubled": ("synchronous, batch doubled", "#4c72b0"),
-    "single": ("synchronous, same batch", "#55a868"),
+    "waves": "two waves",
+    "doubled": "synchronous, batch doubled",
+    "single": "synchronous, same batch",
 }
 RATES, MOMENTA = (0.05, 0.1, 0.3), (0.0, 0.9)
 BATCH, TRAINED = 32, 1408  # of 1,797 samples
@@ -192,7 +192,7 @@ def draw(path: Path, cells: Sequence[dict[str, Any]], seeds: int) -> None:
         f"digits: accuracy on samples left out, at equal numbers of samples (mean and range of {seeds} seeds)",
         [charts.Panel(f"momentum {m:g}, learning rate {rate:g}", each) for (m, rate), each in panels.items()],
         WAYS,
-        ("epoch", "%"),
+        ("epoch", "accuracy (%)"),
         columns=len(RATES),
         doubling=False,
         bottom=None,

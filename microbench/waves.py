@@ -647,7 +647,6 @@ def _shown(title: str, run: Outcome, rests: Sequence[int], window: tuple[float, 
 
 
 def draw(path: Path, shown: Sequence[dict[str, Any]]) -> None:
-    colors = ("#c44e52", "#4c72b0", "#55a868", "#8172b2")
     panels = []
     for each in shown:
         curves = {}
@@ -655,8 +654,10 @@ def draw(path: Path, shown: Sequence[dict[str, Any]]) -> None:
             at = [(i + 0.5) / len(values) * each["seconds"] for i in range(len(values))]
             curves[f"GPU {gpu}"] = [(x, y / 1024, y / 1024, y / 1024) for x, y in zip(at, values, strict=True)]
         panels.append(charts.Panel(each["title"], curves))
-    kinds = {f"GPU {gpu}": (f"GPU {gpu}", color) for gpu, color in enumerate(colors)}
-    charts.curves(path, "simulated memory over time", panels, kinds, ("seconds", "GiB"), columns=2, doubling=False)
+    kinds = {f"GPU {gpu}": f"GPU {gpu}" for gpu in range(max((len(each["mib"]) for each in shown), default=0))}
+    charts.curves(
+        path, "simulated memory over time", panels, kinds, ("time (s)", "memory (GiB)"), columns=2, doubling=False
+    )
 
 
 if __name__ == "__main__":

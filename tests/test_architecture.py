@@ -23,7 +23,7 @@ SMALL = 60  # lines; a smaller module that one other in its folder imports, and 
 
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
 BASE = frozenset(
-    {"errors", "types", "access", "config", "hostmemory", "gpumux"}
+    {"errors", "types", "access", "config", "files", "hostmemory", "pictures", "gpumux"}
 )  # "gpumux": the package itself, for its version
 SHARED = BASE | {"program"}
 ARROWS: dict[str, frozenset[str]] = {
@@ -33,9 +33,11 @@ ARROWS: dict[str, frozenset[str]] = {
     "config": frozenset({"errors", "types", "access", "gpumux"}),
     "compiled": frozenset({"errors"}),  # whether the scheduler runs compiled
     "compile_core": frozenset({"errors", "compiled"}),
+    "files": frozenset({"errors"}),
     "hostmemory": frozenset({"errors"}),
+    "pictures": frozenset({"errors", "files"}),
     "notebook": frozenset(),
-    "program": frozenset({"errors", "types"}),
+    "program": frozenset({"errors", "types", "files"}),
     "scheduler": frozenset({"errors", "types", "access", "compiled"}),
     "cluster": frozenset({"errors", "types"}),
     "wire": frozenset({"errors", "types", "hostmemory", "gpumux"}),

@@ -4,6 +4,7 @@ tree and without a network."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import venv
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -307,6 +309,28 @@ def test_mypy_sees_the_types_through_an_editable_installation(
     found = [line for line in done.stdout.splitlines() if "script.py" in line and ": error:" in line]
     assert len(found) == len(errors), done.stdout + done.stderr
     assert all(what in line for what, line in zip(errors, found, strict=True)), found
+
+
+@pytest.mark.skipif(find_spec("basedpyright") is None, reason="pip install basedpyright")
+def test_pyright_sees_them_too(editable: Path, tmp_path: Path) -> None:
+    """As editors have it. One run for all scripts; basedpyright brings the node that it needs."""
+    scripts = {
+        "right": SCRIPT,
+        "priority": SCRIPT.replace("priority='low'", "priority='hgih'"),
+        "arguments": SCRIPT.replace("job.step(1)", "job.step('1')").replace("more(1)", "more('1')"),
+        "name": SCRIPT.replace("gpumux.submit(", "gpumux.sumbit("),
+    }
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    options = ("--outputjson", "--level", "error", "--pythonpath", editable, "--project", tmp_path)
+    done = execute(sys.executable, "-m", "basedpyright", *options, cwd=tmp_path)
+    found: dict[str, list[int]] = {name: [] for name in scripts}
+    for each in json.loads(done.stdout)["generalDiagnostics"]:
+        found[Path(each["file"]).stem].append(each["range"]["start"]["line"])
+    submitted = SCRIPT.split("\n").index("with gpumux.submit(step, example=(1,), priority='low') as job:")
+    expected = {"right": [], "priority": [submitted], "arguments": [submitted + 1, submitted + 3], "name": [submitted]}
+    assert found == expected, done.stdout
 
 
 # ---- `gpumux deploy`.

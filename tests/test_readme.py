@@ -47,6 +47,8 @@ def test_the_example_trains_and_equals_the_plain_loop(
         losses, state = run(train, capsys)
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
+    said = [float(text) for text in re.findall(r"^epoch \d: loss ([\d.]+)$", README, re.MULTILINE)]
+    assert losses == pytest.approx(said, rel=0.05), "what the README says it prints, on another processor"
 
     @contextmanager
     def plain(step: Any, **_: Any) -> Iterator[PlainJob]:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gpumux import pictures
 from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json, milliseconds, printable, table
-from gpumux.simulate import result as pictures
 
 DIGITS = 8  # of a content hash
 
@@ -102,33 +102,27 @@ def _ranges(pairs: list[dict[str, Any]]) -> str:
 def heat_map(pairs: list[dict[str, Any]], path: Path) -> None:
     """A row for each high program, a column for each low one and share: how many times as long the high one takes.
     Raises ConfigError if matplotlib is missing or the file can't be written."""
-    highs = sorted({_plain(label(pair["high"])) for pair in pairs})
+    highs = sorted({pictures.literal(label(pair["high"])) for pair in pairs})
     lows = sorted({_column(pair) for pair in pairs})
     cells = [[float("nan")] * len(lows) for _ in highs]
     for pair in pairs:
-        cells[highs.index(_plain(label(pair["high"])))][lows.index(_column(pair))] = pair["slowdown"]
+        cells[highs.index(pictures.literal(label(pair["high"])))][lows.index(_column(pair))] = pair["slowdown"]
     drawn = pictures.figure(3.5 + 0.9 * len(lows), 2.6 + 0.5 * len(highs))
     axes = drawn.subplots()
     most = max(1.1, max(pair["slowdown"] for pair in pairs))
     image = axes.imshow(cells, cmap="cividis", vmin=1.0, vmax=most, aspect="auto")
-    axes.set_xticks(range(len(lows)), lows, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(highs)), highs, fontsize=8)
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
             if value == value:  # measured
                 color = "black" if value > (1.0 + most) / 2 else "white"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
-    axes.set_xlabel("beside this low program", fontsize=8)
-    axes.set_ylabel("high program", fontsize=8)
-    drawn.colorbar(image).set_label("times as long as alone", fontsize=8)
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=pictures.TEXT)
+    pictures.label(axes, "beside this low program", "high program")
+    axes.set_xticks(range(len(lows)), lows, rotation=45, ha="right")
+    axes.set_yticks(range(len(highs)), highs)
+    drawn.colorbar(image).set_label("times as long as alone", fontsize=pictures.TEXT)
     pictures.save(drawn, path)
 
 
 def _column(pair: dict[str, Any]) -> str:
     share = f" on {pair['share']:g}" if pair["share"] < 1.0 else ""
-    return _plain(label(pair["low"])) + share
-
-
-def _plain(text: str) -> str:
-    """Text of users as it is, where matplotlib would take what stands between dollar signs for mathematics."""
-    return text.replace("$", r"\$")
+    return pictures.literal(label(pair["low"])) + share

@@ -23,11 +23,12 @@ from gpumux import __version__, config
 from gpumux.cli import arguments
 from gpumux.cli.cluster import arguments as cluster
 from gpumux.cli.completion import SHELLS
+from gpumux.cli.setup import deploy as deployment
 from gpumux.cli.setup import grants, installation
-from gpumux.cli.setup.deploy import KINDS as DEPLOYMENTS
 from gpumux.cli.text import emit, emit_json
 from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.types import WEIGHTS
 from gpumux.wire.endpoint import parse
 from gpumux.wire.messages import PROTOCOL_VERSION
 
@@ -222,7 +223,8 @@ examples:
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
 """
 _DEPLOY = """\
-README.md among the files has the commands that put them to use, from a directory with these names.
+README.md among the files has the commands that put them to use, from a directory with these names. Manual pages need
+none.
 
 examples:
   gpumux deploy systemd -o deploy/systemd          a hardened unit, its users and directories, gpumux.toml
@@ -230,6 +232,7 @@ examples:
   gpumux deploy grafana -o deploy/grafana          the dashboard
   gpumux deploy kubernetes -o deploy/kubernetes    a daemon on every GPU node
   gpumux deploy slurm -o deploy/slurm              prolog and epilog scripts
+  gpumux deploy man -o ~/.local/share/man          gpumux(1) and gpumux.toml(5)
 
 exit codes: 0 done, 64 wrong usage, 78 a file is there and differs, or can't be written
 """
@@ -434,9 +437,13 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     arguments.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
     deploy = _add(
-        subparsers, "deploy", "write the files for systemd, Prometheus, Grafana, Kubernetes or Slurm", _DEPLOY
+        subparsers,
+        "deploy",
+        "write the files for systemd, Prometheus, Grafana, Kubernetes or Slurm, or man pages",
+        _DEPLOY,
     )
-    deploy.add_argument("kind", choices=DEPLOYMENTS, metavar="|".join(DEPLOYMENTS), help="what they are for")
+    kinds = (*deployment.KINDS, deployment.MAN)
+    deploy.add_argument("kind", choices=kinds, metavar="|".join(kinds), help="what they are for")
     deploy.add_argument("-o", "--out", metavar="DIR", required=True, help="where to write them")
     deploy.add_argument("--force", action="store_true", help="replace files that are there and differ")
     settings = _add(subparsers, "config", "show the settings of a daemon", _CONFIG)
@@ -445,14 +452,16 @@ def build_parser() -> argparse.ArgumentParser:
     instead.add_argument("--defaults", action="store_true", help="a file with all of them, commented out")
     instead.add_argument("--reference", action="store_true", help="docs/configuration.md")
     instead.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    settings.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
+    for sub in (settings, deploy):
+        sub.set_defaults(flags={name: f"--{name.replace('_', '-')}" for name in SETTINGS})
     keys = _add(subparsers, "keys", "make CURVE keys, for daemons that are reached over TCP", _KEYS)
     keys.add_argument("name", metavar="NAME", help="whose keys: laptop makes laptop.key and laptop.key_secret")
     keys.add_argument("-o", "--out", metavar="DIR", default=".", help="where to write them (default here)")
     grants.add(_add(subparsers, "grants", "give programs shares of a daemon's device", grants.ABOUT), _Parser)
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
-    completion.set_defaults(parser=parser)
+    for sub in (completion, deploy):
+        sub.set_defaults(parser=parser)
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, top, pairs, trace, jobs, doctor, *verbs):
         kind = str if sub is doctor else _endpoint  # the doctor reports a bad one as a finding
@@ -478,7 +487,9 @@ def _job_verbs(jobs: argparse.ArgumentParser) -> list[_Parser]:
         if name != "list":
             verb.add_argument("job", metavar="JOB", help="its id, the beginning of one, its short id (j3) or its name")
     made["priority"].add_argument("value", choices=("low", "high"), help="from its next launch on")
-    made["weight"].add_argument("value", metavar="NUMBER", type=_weight, help="above 0; 1 is the usual one")
+    made["weight"].add_argument(
+        "value", metavar="NUMBER", type=_weight, help=f"{WEIGHTS[0]:g} to {WEIGHTS[1]:g}; 1 is the usual one"
+    )
     made["stop"].add_argument("--drain", action="store_true", help="answer what was submitted first")
     made["profile"].add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     made["profile"].add_argument("--program", metavar="N", type=int, help="of which program, if not the busiest one")
@@ -490,12 +501,13 @@ def _job_verbs(jobs: argparse.ArgumentParser) -> list[_Parser]:
 
 def _weight(text: str) -> str:
     """A job's weight, as it was written."""
+    least, most = WEIGHTS
     try:
-        if 0 < float(text) < float("inf"):
+        if least <= float(text) <= most:
             return text
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} to {most:g}")
 
 
 def exit_code(error: GpumuxError) -> int:
@@ -522,6 +534,7 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of jobs and files need not fit a terminal's encoding
     parser = build_parser()
@@ -552,6 +565,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_OK
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null as each of the three streams that the caller has closed. Otherwise a socket would get its number,
+    and what Python or a library writes to the stream would go to a daemon."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it takes the lowest free number: the stream's
 
 
 # ---- `gpumux serve` and `gpumux version`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +12,19 @@ from typing import TYPE_CHECKING
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
 from gpumux.cli.setup import installation
-from gpumux.cli.text import counted, emit, emit_json, milliseconds, size, table
+from gpumux.cli.text import ProgressLine, counted, emit, emit_json, milliseconds, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
+from gpumux.pictures import check
 from gpumux.plan.layers import ModelProfile, save
 from gpumux.plan.network import measured, ranks
 from gpumux.plan.network.measured import MeasuredNetwork
-from gpumux.simulate.result import check
 
 if TYPE_CHECKING:
     from gpumux.plan.memory.ways import MemoryComparison
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
-PROGRESS_S = 1.0
 MEASURING = ("device", "repeats", "threads", "algorithms")  # options that only apply to measuring
 
 
@@ -43,23 +41,8 @@ def _new_file(name: str) -> Path:
     return out
 
 
-def _progress(verb: str) -> Callable[[int, int, str], None]:
-    """Says on stderr how far it is, at most once a PROGRESS_S unless that is a terminal."""
-    shown_at = time.monotonic()
-
-    def progress(done: int, whole: int, what: str) -> None:
-        nonlocal shown_at
-        if sys.stderr.isatty() or time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            end = "\r" if sys.stderr.isatty() else "\n"
-            sys.stderr.write(f"gpumux: {done} of {whole} {verb}, now {what}".ljust(78) + end)
-
-    return progress
-
-
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
+def _progress(line: ProgressLine, verb: str) -> Callable[[int, int, str], None]:
+    return lambda done, whole, what: line.say(f"{done} of {whole} {verb}, now {what}")
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -117,10 +100,11 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
     before = torch.get_num_threads()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    line = ProgressLine()
     try:
         loaded = find(args.model, args.input, device=device)
         batches, repeats = args.batches or BATCHES, args.repeats or REPEATS
-        progress = _progress("measured")
+        progress = _progress(line, "measured")
         found = measure.profile(
             loaded, device=device, batches=batches, repeats=repeats, whole=args.whole, progress=progress
         )
@@ -132,7 +116,7 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         return replace(found, algorithms=timed)
     finally:
         torch.set_num_threads(before)
-        _end_progress()
+        line.end()
 
 
 # ---- `gpumux plan network`.
@@ -150,14 +134,15 @@ def _network(args: argparse.Namespace) -> int:
     installation.check_torch()  # the ranks import it
     out = None if args.out is None else _new_file(args.out)
     asked = ranks.Measurement(args.ranks, args.device, int(args.largest), args.rounds, args.limit)
-    progress = _progress("rounds")
+    line = ProgressLine()
+    progress = _progress(line, "rounds")
     try:
         if args.rank is None:
             found: MeasuredNetwork | None = ranks.measure_here(asked, progress)
         else:
             found = ranks.measure_as(asked, args.rank, args.store, progress)
     finally:
-        _end_progress()
+        line.end()
     if found is None or out is None:
         return 0
     link = found.network(out.stem)  # refuses a measurement without lines before a file is written
@@ -217,10 +202,11 @@ def _memory(args: argparse.Namespace) -> int:
 
     loaded = find(args.model, args.input, device="cpu")
     spec = preset(args.gpu_model or DEFAULT_GPU)
+    line = ProgressLine()
     try:
-        found = ways.compare(loaded, args.batch, spec, optimizer=args.optimizer, progress=_progress("ways"))
+        found = ways.compare(loaded, args.batch, spec, optimizer=args.optimizer, progress=_progress(line, "ways"))
     finally:
-        _end_progress()
+        line.end()
     if args.plot is not None:
         picture.draw(found, Path(args.plot))
     if args.json:

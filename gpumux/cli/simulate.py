@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from gpumux import config
-from gpumux.cli.text import counted, emit, emit_json, printable, table
+from gpumux import config, files, pictures
+from gpumux.cli.text import ProgressLine, counted, emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -21,7 +20,7 @@ from gpumux.simulate import workload
 from gpumux.simulate.cluster import ClusterSimulation
 from gpumux.simulate.comparison import ClusterCase, Comparison, LowJob, picture
 from gpumux.simulate.daemon import DaemonSettings
-from gpumux.simulate.result import Result, check, timelines
+from gpumux.simulate.result import Result, timelines
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
 from gpumux.types import Priority
@@ -29,7 +28,6 @@ from gpumux.types import Priority
 EX_INTERRUPTED = 130
 DEFAULT_STEPS, DEFAULT_WARMUP = 500, 200
 DEFAULT_ITERATIONS = 60  # of a plan, and as many to warm up: each is a step for every part of it
-PROGRESS_S = 2.0
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
     if args.plot:
-        check(Path(args.plot))
+        pictures.check(Path(args.plot))
     results: list[Result] = []
     for policy in policies:
         results.append(_simulate(jobs, spec, policy, args))
@@ -141,18 +139,18 @@ def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argpar
     steps = DEFAULT_STEPS if args.steps is None and args.seconds is None else args.steps
     warmup = DEFAULT_WARMUP if args.warmup is None else args.warmup
     simulation = Simulation(jobs, spec, policy, seed=args.seed, timeline=bool(args.plot))
-    shown_at = time.monotonic()
+    line = ProgressLine()
 
     def progress(now: Simulation) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            counted = [c for c in now.clients if c.high] or now.clients
-            done = min(len(client.step_seconds) for client in counted)
-            of = "" if steps is None else f" of {steps + warmup}"
-            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done}{of} steps\n")
+        counted = [c for c in now.clients if c.high] or now.clients
+        done = min(len(client.step_seconds) for client in counted)
+        of = "" if steps is None else f" of {steps + warmup}"
+        line.say(f"{policy}: {now.now:.3f} s simulated, {done}{of} steps")
 
-    return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=warmup, progress=progress)
+    try:
+        return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=warmup, progress=progress)
+    finally:
+        line.end()
 
 
 # ---- the results
@@ -264,11 +262,9 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if not args.low and (args.plot or args.trace):
         raise ConfigError("a picture of a plan alone", "name low jobs with --low, or use `gpumux plan burst --plot`")
     if args.plot:
-        check(Path(args.plot))
+        pictures.check(Path(args.plot))
     if args.trace:
-        from gpumux.cli import trace  # which talks to daemons, and so loads zmq
-
-        trace.check_writable(Path(args.trace))
+        files.check_writable(Path(args.trace))
     asked = [_parse(text, Priority.LOW) for text in args.low]
     low = _workloads(asked, spec, args.max_slowdown)
     compared = Comparison(
@@ -283,16 +279,16 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
         seed=args.seed,
         settings=DaemonSettings(timeline=bool(args.plot or args.trace)),
     )
-    shown_at = time.monotonic()
+    line = ProgressLine()
 
     def progress(policy: str, now: ClusterSimulation) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= PROGRESS_S:
-            shown_at = time.monotonic()
-            done, of = len(now.gang.iterations), compared.iterations + compared.warmup
-            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done} of {of} iterations\n")
+        done, of = len(now.gang.iterations), compared.iterations + compared.warmup
+        line.say(f"{policy}: {now.now:.3f} s simulated, {done} of {of} iterations")
 
-    cases = list(compared.cases(progress))
+    try:
+        cases = list(compared.cases(progress))
+    finally:
+        line.end()
     interrupted = any(case.result is not None and case.result.interrupted for case in cases)
     notes = _plan_notes(plan, spec, asked)
     if args.json:
@@ -312,7 +308,10 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
     if args.plot and ran:
         picture(ran, Path(args.plot))
     if args.trace and ran:
-        trace.write(Path(args.trace), trace.cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}"))
+        from gpumux.cli import trace  # which talks to daemons, and so loads zmq
+
+        content = trace.cluster_trace(ran, f"{plan.model} on {plan.gpus} simulated {spec.name}")
+        files.write_text(Path(args.trace), json.dumps(content, separators=(",", ":")))
     return EX_INTERRUPTED if interrupted else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from gpumux.errors import GpumuxError
 
 MOST_VERDICTS = 4
+REWRITE_S, QUIET_S = 0.1, 10.0
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -69,6 +71,29 @@ def emit(text: str) -> None:
 def emit_json(body: Any) -> None:
     """Print JSON; infinite values become null, since JSON has none."""
     emit(json.dumps(_finite(body), indent=2, sort_keys=True, default=str, allow_nan=False))
+
+
+class ProgressLine:
+    """Says on stderr how far long work is: in a line that is overwritten on a terminal, elsewhere in a line every
+    QUIET_S at most. `end` it, so that what follows begins on a line of its own."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._said = time.monotonic()
+        self._open = False
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._said < (REWRITE_S if self._terminal else QUIET_S):
+            return
+        self._said, self._open = now, self._terminal
+        sys.stderr.write(f"\rgpumux: {text}\x1b[K" if self._terminal else f"gpumux: {text}\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._open:
+            self._open = False
+            sys.stderr.write("\n")
 
 
 def _finite(value: Any) -> Any:

@@ -1,28 +1,26 @@
 """Records of a recording as Chrome trace events, the JSON that Perfetto and chrome://tracing open.
 
 Two groups of tracks: the device, with a track for each job's stream (what ran, by operators), and the jobs, each with
-its steps from arrival to answer, when it was held and for whom, and the bans against it. Spans that overlap within a
-track (steps in flight together) get further tracks of the same name. Times are microseconds since the recording began.
+its steps from arrival to answer, when it was held and for whom, and the bans against it. Arrows lead from each step
+to its pieces, one after another; counters show each job's queue and memory. Spans that overlap within a track (steps in
+flight together) get further tracks of the same name. Times are microseconds since the recording began.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpumux import __version__
+from gpumux import __version__, files
 from gpumux.cli.control import Control, Recorded
 from gpumux.cli.text import counted, emit, emit_json, printable
-from gpumux.errors import GpumuxError
 from gpumux.simulate.comparison import ClusterCase
-from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
+from gpumux.wire.messages import Happened, JobSeen, LoadSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
 
 DEVICE, JOBS = 1, 2  # process ids, which viewers show as groups of tracks
 MOST_NAMES = 16  # operators listed with a piece
@@ -36,15 +34,19 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
     operators = {(r.job, r.program): r.operators for r in found if isinstance(r, ProgramSeen)}
     tracks = _Tracks(seconds * 1e6)
     ordered = sorted(jobs.values(), key=lambda job: (job.priority != "high", _number(job.job)))
+    flows = _Flows()
     for job in ordered:
         own = [record for record in found if getattr(record, "job", None) == job.job]
-        tracks.add(DEVICE, _label(job), [_piece(r, operators) for r in own if isinstance(r, PieceRan)])
+        pieces = [r for r in own if isinstance(r, PieceRan)]
+        placed = tracks.add(DEVICE, _label(job), [_piece(r, operators) for r in pieces])
+        flows.lead(job.job, placed)
     for job in ordered:
         own = [record for record in found if getattr(record, "job", None) == job.job]
         label = _label(job)
         steps = [_step(r) for r in own if isinstance(r, StepRan)]
         marks = [_mark(r, seconds) for r in own if isinstance(r, Happened)]
-        tracks.add(JOBS, f"{label}: steps", steps, marks)
+        flows.begin(job.job, tracks.add(JOBS, f"{label}: steps", steps, marks))
+        tracks.events += [each for r in own if isinstance(r, LoadSeen) for each in _counters(r, seconds)]
         tracks.add(JOBS, f"{label}: held", [_hold(r) for r in own if isinstance(r, WasHeld)])
         bans = [_ban(r) for r in found if isinstance(r, WasBanned) and r.low == job.job]
         tracks.add(JOBS, f"{label}: banned", bans)
@@ -53,7 +55,7 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
     return {
         "displayTimeUnit": "ms",
         "otherData": {**about, "seconds": seconds},
-        "traceEvents": [*groups, *tracks.events],
+        "traceEvents": [*groups, *tracks.events, *flows.events()],
     }
 
 
@@ -65,8 +67,10 @@ class _Tracks:
         self._end = round(end_us, 3)
         self._made = groups  # a track with its group's number would be called the main thread
 
-    def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> None:
-        """Add one track, or as many as overlapping spans need; none if there is nothing to show."""
+    def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> list[Event]:
+        """Add one track, or as many as overlapping spans need; none if there is nothing to show. Returns the spans as
+        they were placed, by time."""
+        made = []
         lanes: list[tuple[int, float]] = []  # track, and the end of its newest span
         for span in sorted(spans, key=lambda event: (event["ts"], event["dur"])):
             start, end = self._inside(span["ts"]), self._inside(span["ts"] + span["dur"])
@@ -75,10 +79,12 @@ class _Tracks:
                 lanes.append((self._track(group, name), 0.0))
             lanes[at] = lanes[at][0], end
             placed = {"ph": "X", "pid": group, "tid": lanes[at][0], "ts": start, "dur": round(end - start, 3)}
-            self.events.append({**span, **placed})
+            made.append({**span, **placed})
+        self.events += made
         if marks and not lanes:
             lanes.append((self._track(group, name), 0.0))
         self.events += [{**mark, "ph": "i", "s": "t", "pid": group, "tid": lanes[0][0]} for mark in marks]
+        return made
 
     def _inside(self, when: float) -> float:
         """A time within the recording, to a nanosecond: finer differences are rounding errors."""
@@ -89,6 +95,46 @@ class _Tracks:
         self.events.append(_name(group, self._made, "thread_name", name))
         self.events.append(_order(group, self._made, "thread_sort_index", self._made))
         return self._made
+
+
+class _Flows:
+    """Arrows from each step to its pieces, in the order in which these began."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[str, int], list[Event]] = {}
+        self._steps: dict[tuple[str, int], Event] = {}
+
+    def lead(self, job: str, pieces: Sequence[Event]) -> None:
+        for piece in pieces:
+            self._pieces.setdefault((job, piece["args"]["step"]), []).append(piece)
+
+    def begin(self, job: str, steps: Sequence[Event]) -> None:
+        self._steps |= {(job, step["args"]["step"]): step for step in steps}
+
+    def events(self) -> list[Event]:
+        """The arrows of steps of which both the span and pieces were recorded. An arrow starts and ends at the start of
+        a span, by whose track and time viewers find it."""
+        found = []
+        for number, (key, step) in enumerate(self._steps.items()):
+            later = [piece for piece in self._pieces.get(key, ()) if piece["ts"] >= step["ts"]]
+            spans = [step, *later] if later else []
+            for place, span in enumerate(spans):
+                phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
+                arrow = {"name": "step", "cat": "step", "ph": phase, "id": number}
+                found.append({**arrow, **{at: span[at] for at in ("pid", "tid", "ts")}})
+                if phase == "f":
+                    found[-1]["bp"] = "e"  # it ends at the span around its time, and not at the next one
+        return found
+
+
+def _counters(load: LoadSeen, seconds: float) -> list[Event]:
+    """The job's steps without and with a launched piece, and its memory, from a moment on."""
+    at = {"cat": "load", "ph": "C", "ts": round(min(load.when, seconds) * 1e6, 3)}
+    steps = {"queued": load.queued, "running": load.running}
+    return [
+        {**at, "name": f"{load.job} steps", "pid": JOBS, "args": steps},
+        {**at, "name": f"{load.job} memory (MiB)", "pid": DEVICE, "args": {"charged": load.memory_bytes / 2**20}},
+    ]
 
 
 def _name(group: int, track: int, kind: str, name: str) -> Event:
@@ -147,7 +193,11 @@ def _piece(piece: PieceRan, operators: dict[tuple[str, int], list[str]]) -> Even
 
 
 def _step(step: StepRan) -> Event:
-    args = {"queued (ms)": round(step.queue_s * 1e3, 6), "device (ms)": round(step.device_s * 1e3, 6)}
+    args = {
+        "step": step.step,
+        "queued (ms)": round(step.queue_s * 1e3, 6),
+        "device (ms)": round(step.device_s * 1e3, 6),
+    }
     return _span(f"step {step.step}", "step", step.submitted, step.answered, **args)
 
 
@@ -207,7 +257,7 @@ def cluster_trace(cases: Sequence[ClusterCase], title: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     path = Path(args.out)
-    check_writable(path)
+    files.check_writable(path)
     started = time.time()
     with Control(args.endpoint, args.timeout) as control:
         device = f"{control.welcome.device['kind']}, {control.welcome.device['name']}"
@@ -215,7 +265,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(f"recording for {args.seconds:g} s; Ctrl-C ends it early\n")
         made = control.record(args.seconds)
     about = {"gpumux": __version__, "device": device, "started (Unix time)": started, "cut": made.reason}
-    write(path, trace(made.records, made.seconds, printable(device), about))
+    content = trace(made.records, made.seconds, printable(device), about)
+    files.write_text(path, json.dumps(content, separators=(",", ":")))
     if made.reason:
         sys.stderr.write(f"gpumux: the recording is shorter than asked: {made.reason}\n")
     counts = {
@@ -234,38 +285,3 @@ def describe(made: Recorded, counts: dict[str, int], out: str) -> str:
     nouns = {"pieces": "piece", "held": "held span", "bans": "ban"}
     what = ", ".join(counted(counts[name], noun) for name, noun in nouns.items())
     return f"{out}: {what} in {made.seconds:.2f} s; open it at https://ui.perfetto.dev"
-
-
-def check_writable(path: Path) -> None:
-    """Raise GpumuxError, before a recording, if its file can't be written."""
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise GpumuxError(f"can't write {path}: {why}", "name a file with -o")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise GpumuxError(f"can't write {path}: no permission", "name another file with -o")
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically: a viewer sees the old content until then. Raises GpumuxError."""
-    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
-        with path.open("w") as out:
-            json.dump(content, out, separators=(",", ":"))
-        return
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
-            try:
-                json.dump(content, out, separators=(",", ":"))
-                out.flush()
-                os.chmod(out.name, 0o666 & ~_umask())
-                os.replace(out.name, path)
-            except BaseException:
-                os.unlink(out.name)
-                raise
-    except OSError as error:
-        raise GpumuxError(f"can't write {path}: {error.strerror}", "name another file with -o") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -6,23 +6,25 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gpumux import files, pictures
 from gpumux.cli.text import emit, emit_json, printable, table
-from gpumux.errors import ConfigError
-from gpumux.tune import report
+from gpumux.tune import plot, report, study
 from gpumux.tune.report import ProgressReporter
 from gpumux.tune.run import Budget, SweepResult, read_space, tune
+
+if TYPE_CHECKING:
+    from gpumux.tune.task import Task
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in filter(None, (args.plot, args.save)):
-        _writable(Path(path))
+    if args.save:
+        files.check_writable(Path(args.save))
     if args.plot:
-        from gpumux.tune import plot
-
-        plot.check(Path(args.plot))
+        pictures.check(Path(args.plot))
     space = read_space(Path(args.space))
     budget = Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
     budget.make()  # refuses invalid settings before the user's code runs
@@ -48,11 +50,21 @@ def run(args: argparse.Namespace) -> int:
         return EX_INTERRUPTED
     _show(found, as_json=args.json)
     if args.plot:
-        plot.draw(found, Path(args.plot))
+        for path in _pictures(found, task, args):
+            sys.stderr.write(f"gpumux: wrote {path}\n")
     if args.save and found.best is not None:
         state = found.state()
         torch.save({**state, "config": dict(found.best.config), "score": found.best.score}, args.save)
     return 0 if found.best is not None else EX_FAILED
+
+
+def _pictures(found: SweepResult, task: Task, args: argparse.Namespace) -> list[Path]:
+    """Draw the sweep; of a stored one, beside that picture, what Optuna draws of its studies. Returns the files."""
+    path = Path(args.plot)
+    plot.draw(found, path)
+    if args.storage is None:
+        return [path]
+    return [path, *study.pictures(args.storage, args.study or task.name, path)]
 
 
 def _after(args: argparse.Namespace, scored: int) -> str:
@@ -72,10 +84,3 @@ def _show(found: SweepResult, *, as_json: bool) -> None:
 
 def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def _writable(path: Path) -> None:
-    """Raise ConfigError before a long search if its result can't be written to `path`."""
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise ConfigError(f"can't write {path}: {why}", "choose a file in a directory you may write")

@@ -22,7 +22,7 @@ from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import SavedPlan, load
-from gpumux.types import MAX_JOB_NAME, JobSpec, Priority
+from gpumux.types import MAX_JOB_NAME, WEIGHTS, JobSpec, Priority
 from gpumux.wire.codec import MAX_INT
 from gpumux.wire.endpoint import default_endpoint
 
@@ -37,7 +37,8 @@ def job_spec(
     if priority not in ("high", "low"):
         raise ConfigError(f"priority is {priority!r}", 'use "high" or "low"')
     level = Priority.HIGH if priority == "high" else Priority.LOW
-    share = number("weight", weight, lambda w: 0 < w <= 1e6, "use a number above 0, at most 1e6")
+    least, most = WEIGHTS
+    share = number("weight", weight, lambda w: least <= w <= most, f"use a number from {least:g} to {most:g}")
     slowdown = number(
         "max_slowdown", max_slowdown, lambda s: 1.0 <= s <= 100, "use 1.0 to 100: 1.10 allows 10 % longer steps"
     )

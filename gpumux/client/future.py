@@ -18,6 +18,7 @@ from gpumux.capture.batch.effects import write_back
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
+from gpumux.notebook import facts_table
 from gpumux.types import StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
@@ -93,6 +94,15 @@ class StepFuture:
             return repr(self.result())
         except GpumuxError as error:
             return f"<StepFuture failed: {error.message}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the value, and where the step's time went. It waits, as `repr` does."""
+        facts = {"result": repr(self)}
+        if self._times is not None:
+            for name, seconds in (("queued", self._times.queue_s), ("device", self._times.device_s)):
+                facts[name] = f"{seconds * 1e3:.3f} ms"
+            facts["submitted to answered"] = f"{self._times.total_s * 1e3:.3f} ms"
+        return facts_table(f"gpumux step {self._step}", facts)
 
     # ---- in the place of the value
 

@@ -15,7 +15,7 @@ from gpumux.errors import AdmissionRefused, InternalError, ProtocolError
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
-from gpumux.scheduler.report import BannedRange, HeldJob, LaunchInfo
+from gpumux.scheduler.report import BannedRange, HeldJob, JobLoad, LaunchInfo
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import CollectiveEnded, JobId, LaunchId, PieceDone, PieceFailed, ProgramId, SessionId, StepId
 from gpumux.wire import messages
@@ -40,9 +40,12 @@ class Recording:
         self._ended: dict[JobId, float] = {}  # end of each job's newest piece
         self._held: dict[JobId, tuple[HeldJob, float]] = {}  # held jobs, each with the time since when for this reason
         self._bans: dict[BannedRange, None] = {}
+        self._loads: dict[JobId, JobLoad] = {}
         for piece in scheduler.all_out():
             self._out[piece.launch] = piece, UNKNOWN_STREAM, begin
         self._look(begin)
+        for job in list(records.jobs):
+            self._load(job, begin)
 
     # ---- looking on
 
@@ -76,6 +79,10 @@ class Recording:
                 for launch in [launch for launch, (piece, _, _) in self._out.items() if piece.job == command.job]:
                     self._over(launch, now, "dropped")
         self._look(now)
+        for each in (event, *commands):
+            job: JobId | None = getattr(each, "job", None)
+            if job is not None and job in self._records.jobs:
+                self._load(job, now)
 
     def end(self, now: float) -> None:
         """End the recording. Spans that are open end at the same time."""
@@ -159,6 +166,14 @@ class Recording:
         short, own = self._job(job_id)
         if short:
             self.records.append(messages.Happened(short, self._at(now), what, message if own else ""))
+
+    def _load(self, job: JobId, now: float) -> None:
+        """Record the job's load if it has changed."""
+        load = self._scheduler.load(job)
+        if self._loads.get(job) != load:
+            short, _ = self._job(job)
+            self._loads[job] = load
+            self.records.append(messages.LoadSeen(short, self._at(now), *load))
 
     # ---- holds and bans
 

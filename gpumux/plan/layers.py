@@ -29,6 +29,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from gpumux import files
 from gpumux.errors import ConfigError
 from gpumux.program import reading
 from gpumux.program.profile import FORMAT as STEP_FORMAT
@@ -208,7 +209,7 @@ class ModelProfile:
 
 def save(profile: ModelProfile, path: Path) -> None:
     """Write a profile, one layer a line. Raises ConfigError if the file can't be written."""
-    reading.write_text(path, dumps(profile))
+    files.write_text(path, dumps(profile))
 
 
 def dumps(profile: ModelProfile) -> str:

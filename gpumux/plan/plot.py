@@ -8,12 +8,25 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumux.pictures import (
+    BLUE,
+    DENSE,
+    LINE_COLOR,
+    LOOKS,
+    NARROW,
+    SKY,
+    TEXT,
+    VERMILION,
+    WIDE,
+    figure,
+    label,
+    save,
+)
 from gpumux.plan.baselines import STRATEGIES, SampleEfficiency, Scaled, scaled
 from gpumux.plan.graph import LayerGraph
 from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
 from gpumux.program.saved_plan import PlanRow
-from gpumux.simulate.result import HIGH_COLOR, LINE_COLOR, LOW_COLOR, figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,10 +112,13 @@ def layer_speedups(query: PlanQuery) -> list[list[float]]:
 # ---- Drawing.
 
 
-COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3"}
-LINES = dict(zip(STRATEGIES, (LOW_COLOR, "#55a868", "#ccb974", HIGH_COLOR), strict=True))
-WIDTHS = dict(zip(STRATEGIES, (4.0, 1.5, 1.5, 1.5), strict=True))  # a line below another shows at its sides
-SMALL = 8
+# A part's colour, hatch and name; idle time is white.
+PARTS = {
+    "comp": (BLUE, "", "computation"),
+    "comm": (VERMILION, "xxxx", "samples moved"),
+    "sync": (SKY, "....", "gradients summed"),
+}
+LINES = dict(zip(STRATEGIES, LOOKS, strict=False))
 LABELLED = 40  # layers; more labels would overlap
 
 
@@ -113,22 +129,28 @@ def available() -> None:
 
 def timeline(plan: BurstPlan, path: Path) -> None:
     """The layers on each GPU over time; white is idle. A GPU's row is as high as there is room."""
-    drawn = figure(11.0, 4.0)
+    drawn = figure(WIDE, 4.0)
     axes = drawn.subplots()
-    for part, color in COLORS.items():
+    for part, (color, hatch, name) in PARTS.items():
         bars = [(row, _begin(row, part), getattr(row, part)) for row in plan.rows if getattr(row, part) > 0]
         for row, begin, seconds in bars:
             axes.broken_barh(
-                [(begin * 1e3, seconds * 1e3)], (row.first, row.gpus), facecolor=color, edgecolor="white", lw=0.2
+                [(begin * 1e3, seconds * 1e3)],
+                (row.first, row.gpus),
+                facecolor=color,
+                edgecolor="white",
+                lw=0.2,
+                hatch=hatch,
             )
-        axes.broken_barh([], (0, 0), facecolor=color, label=part)
+        axes.broken_barh([], (0, 0), facecolor=color, edgecolor="white", hatch=hatch, label=name)
     axes.set_ylim(0, plan.gpus)
     axes.set_xlim(0, plan.seconds * 1e3)
-    axes.set_ylabel("GPU", fontsize=SMALL)
     idle = plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
     title = f"{plan.graph.name}, {plan.algorithm}: {plan.gpus} GPUs, batch {plan.batch}, {idle:.0%} idle"
-    _finish(axes, "ms", title, legend=False)
-    drawn.legend(loc="outside upper right", ncols=len(COLORS), fontsize=7, frameon=False)  # bars may be anywhere inside
+    label(axes, "time (ms)", "GPU", title)
+    drawn.legend(
+        loc="outside lower center", ncols=len(PARTS), fontsize=TEXT, frameon=False
+    )  # bars may be anywhere inside
     save(drawn, path)
 
 
@@ -140,7 +162,7 @@ def _begin(row: PlanRow, part: str) -> float:
 def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
     """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU chosen by batch-optimal
     scaling."""
-    drawn = figure(11.0, 4.0)
+    drawn = figure(WIDE, 4.0)
     speedups, samples = drawn.subplots(1, 2)
     sizes = sorted({each.gpus for each in found})
     speedups.plot(sizes, sizes, color=LINE_COLOR, ls=":", lw=1, label="linear")
@@ -148,22 +170,20 @@ def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
         some = [each for each in found if each.strategy == strategy]
         _line(speedups, strategy, [(float(s.gpus), s.speedup) for s in some])
     chosen = [each for each in found if each.strategy == "batch-optimal"]
-    samples.plot([s.gpus for s in chosen], [s.samples_a_gpu for s in chosen], marker=".", color=LINES["batch-optimal"])
+    _line(samples, "batch-optimal", [(float(s.gpus), s.samples_a_gpu) for s in chosen])
     for axes in (speedups, samples):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(sizes, list(map(str, sizes)))
         axes.yaxis.set_major_formatter("{x:g}")
-    speedups.set_ylabel("speed-up to accuracy", fontsize=SMALL)
-    samples.set_ylabel("samples a GPU", fontsize=SMALL)
-    _finish(speedups, "GPUs", f"{name}: ways to scale")
-    _finish(samples, "GPUs", "what batch-optimal scaling chooses", legend=False)
+    label(speedups, "GPUs", "speed-up to accuracy (times)", f"{name}: ways to scale", legend=True)
+    label(samples, "GPUs", "samples a GPU", "what batch-optimal scaling chooses")
     save(drawn, path)
 
 
 def networks(found: Sequence[tuple[float, Scaled]], name: str, path: Path) -> None:
     """Figure 3: speed-up to accuracy over network speeds."""
-    drawn = figure(6.5, 4.0)
+    drawn = figure(NARROW, 4.2)
     axes = drawn.subplots()
     for strategy in STRATEGIES:
         _line(axes, strategy, [(rate * 8e-9, each.speedup) for rate, each in found if each.strategy == strategy])
@@ -173,55 +193,60 @@ def networks(found: Sequence[tuple[float, Scaled]], name: str, path: Path) -> No
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.axhline(1, color=LINE_COLOR, ls=":", lw=1)
-    axes.set_ylabel("speed-up to accuracy", fontsize=SMALL)
     gpus = found[0][1].gpus if found else 0
-    _finish(axes, "network, Gb/s a GPU", f"{name}: {gpus} GPUs over one")
+    label(
+        axes, "network (Gb/s a GPU)", "speed-up to accuracy (times)", f"{name}: {gpus} GPUs over one", legend=True
+    )  # fmt: skip
     save(drawn, path)
 
 
 def layers(graph: LayerGraph, speedups: Sequence[Sequence[float]], counts: Sequence[int], path: Path) -> None:
     """Figure 5: the speed-up of each layer's computation over numbers of GPUs."""
-    drawn = figure(11.0, 4.0)
+    drawn = figure(WIDE, 4.0)
     axes = drawn.subplots()
     last = [each[-1] for each in speedups]
-    axes.bar(range(len(last)), last, color=HIGH_COLOR)
+    axes.bar(range(len(last)), last, color=BLUE)
     axes.axhline(counts[-1], color=LINE_COLOR, ls=":", lw=1)
     names = [layer.name for layer in graph.layers]
-    if len(names) <= LABELLED:
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
-    axes.set_ylabel(f"speed-up on {counts[-1]} GPUs", fontsize=SMALL)
-    _finish(
-        axes,
-        "layer" if len(names) <= LABELLED else "layer, by its place in the model",
-        f"{graph.name}: computation alone",
-        legend=False,
-    )
+    few = len(names) <= LABELLED
+    title = f"{graph.name}: computation alone (dotted: as many times as GPUs)"
+    label(axes, "layer" if few else "layer, by its place in the model", f"speed-up on {counts[-1]} GPUs (times)", title)
+    if few:
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=DENSE)
     save(drawn, path)
 
 
 def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
     """Figure 10: the cluster's throughput over the speed-up of the foreground job."""
-    drawn = figure(6.5, 4.0)
+    drawn = figure(NARROW, 4.2)
     axes = drawn.subplots()
-    kinds = (("limit", "burst, idle time shared", HIGH_COLOR), ("partition", "partition", LOW_COLOR))
-    for prefix, label, color in kinds:
+    kinds = (("limit", "burst, idle time shared", LOOKS[0]), ("partition", "partition", LOOKS[1]))
+    for prefix, meaning, look in kinds:
         line = sorted((p.speedup, p.throughput) for p in points if p.name.startswith(prefix))
-        axes.plot([x for x, _ in line], [y for _, y in line], marker="o", color=color, label=label)
+        axes.plot(
+            [x for x, _ in line],
+            [y for _, y in line],
+            marker=look.marker,
+            ls=look.dashes,
+            color=look.color,
+            label=meaning,
+        )
     axes.margins(x=0.15)
-    near = [0.03 * (high - low) for low, high in (axes.get_xlim(), axes.get_ylim())]
-    for prefix, _, color in kinds:
+    near = [0.04 * (high - low) for low, high in (axes.get_xlim(), axes.get_ylim())]
+    for prefix, _, _ in kinds:
         some = [(p.speedup, p.throughput, p.name.split()[1]) for p in points if p.name.startswith(prefix)]
         for (x, y), text in _together(some, *near).items():
-            axes.annotate(text, (x, y), fontsize=6, xytext=(3, 4), textcoords="offset points", color=color)
-    axes.set_ylabel("samples a second, all jobs", fontsize=SMALL)
-    _finish(axes, "foreground speed-up", f"{name}: amplification limits, and GPUs given to the foreground")
+            axes.annotate(text, (x, y), fontsize=DENSE, xytext=(5, 5), textcoords="offset points")
+    title = f"{name}: amplification limits, and GPUs given to the foreground"
+    label(axes, "foreground speed-up (times)", "all jobs (samples/s)", title, legend=True)
     save(drawn, path)
 
 
 def _line(axes: Axes, strategy: str, points: Sequence[tuple[float, float]]) -> None:
+    look = LINES[strategy]
     axes.plot(
-        [x for x, _ in points], [y for _, y in points], marker=".", color=LINES[strategy], lw=WIDTHS[strategy],
-        label=strategy
+        [x for x, _ in points], [y for _, y in points], marker=look.marker, ms=5, color=look.color, ls=look.dashes,
+        lw=1.5, label=strategy,
     )  # fmt: skip
 
 
@@ -232,11 +257,3 @@ def _together(points: Sequence[tuple[float, float, str]], wide: float, high: flo
         near = next((at for at in found if abs(at[0] - x) <= wide and abs(at[1] - y) <= high), (x, y))
         found.setdefault(near, []).append("none" if text == "inf" else text)
     return {at: texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}" for at, texts in found.items()}
-
-
-def _finish(axes: Axes, xlabel: str, title: str, *, legend: bool = True) -> None:
-    axes.set_xlabel(xlabel, fontsize=SMALL)
-    axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=SMALL)
-    if legend:
-        axes.legend(fontsize=7)

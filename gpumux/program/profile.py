@@ -22,6 +22,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from gpumux import files
 from gpumux.errors import ConfigError
 from gpumux.program import reading
 from gpumux.program.ir import ITEM_BYTES, Arg, Label, Op, Out, Program, TensorRef
@@ -175,7 +176,7 @@ def _flat(out: Out) -> Iterator[int]:
 
 def save(profile: StepProfile, path: Path) -> None:
     """Write a profile, one operator a line. Raises ConfigError if the file can't be written."""
-    reading.write_text(path, dumps(profile))
+    files.write_text(path, dumps(profile))
 
 
 def dumps(profile: StepProfile) -> str:

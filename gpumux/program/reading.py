@@ -24,16 +24,6 @@ def read_text(path: Path, what: str) -> str:
         raise ConfigError(f"can't read {path}: {error.strerror}", f"give the path of {what}") from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file. Raises ConfigError if that fails."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            f"can't write {path}: {error.strerror}", "choose a file in a directory you may write"
-        ) from None
-
-
 def header(
     text: str, kind: str, version: int, units: Mapping[str, str], remedy: str, what: str = "profile"
 ) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpumux import files
 from gpumux.errors import ConfigError
 from gpumux.program import reading
 
@@ -171,7 +172,7 @@ def check_rows(where: str, rows: Sequence[PlanRow], layers: int, gpus: int) -> N
 
 def save(plan: SavedPlan, path: Path) -> None:
     """Write a plan, one row a line. Raises ConfigError if the file can't be written."""
-    reading.write_text(path, dumps(plan))
+    files.write_text(path, dumps(plan))
 
 
 def dumps(plan: SavedPlan) -> str:

@@ -19,6 +19,7 @@ from gpumux.scheduler.jobs import ScheduledJob, SharedArena
 from gpumux.scheduler.reservations import MOST_LEASE_S, Reservation, Reservations
 from gpumux.types import (
     MAX_JOB_NAME,
+    WEIGHTS,
     Fault,
     Footprint,
     JobId,
@@ -116,7 +117,6 @@ def too_many_transfers(job: JobId, transfer: TransferId, limit: int) -> Fault:
 # ---- What is charged
 
 
-WEIGHTS = (1e-3, 1e3)  # beyond these, a device can't keep shares
 MAX_MODELS = 1 << 16  # trained by one step
 
 

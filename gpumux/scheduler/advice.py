@@ -47,7 +47,7 @@ def advise(state: SchedulerState, job: ScheduledJob) -> Advice:
         return Advice("paused", [], [Remedy("let it go on", f"gpumux jobs resume {job.id}")])
     if guard is None:
         why = f"Policy {state.config.policy} has no guard: nothing is measured and no job is held for another."
-        better = Remedy("keep promises: serve with the default policy, guarded", "gpumux serve --policy guarded")
+        better = Remedy("keep promises: restart the daemon with the default policy", "gpumux serve --policy guarded")
         return Advice(explain.doing(state, job), [why], [better] if job.priority is Priority.HIGH else [])
     return _high(state, guard, job) if job.priority is Priority.HIGH else _low(state, guard, job)
 

@@ -31,6 +31,12 @@ MOST_BANS = 8
 NAMES = 3  # operators of a range that are named
 
 
+def gone(state: SchedulerState, job: JobId) -> list[str]:
+    """Sentences about a job that has ended, or never was: the end of its history."""
+    last = story(state, job)[-1:]
+    return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
+
+
 def explain(state: SchedulerState, job: ScheduledJob) -> list[str]:
     """Sentences about a job, the most important first."""
     subject = f"Job {name_of(state, job.id)} ({job.priority.name.lower()})"

@@ -173,6 +173,15 @@ class HeldJob(NamedTuple):
     since: float
 
 
+class JobLoad(NamedTuple):
+    """Steps of a job that have no piece launched yet, steps that have and are not answered, and the bytes that the job
+    is charged."""
+
+    queued: int
+    running: int
+    memory_bytes: int
+
+
 class BannedRange(NamedTuple):
     """`low` may not run while operators [first, end) of `high` do, or the collective before `first` where both are the
     same; see guard/bans.py."""
@@ -229,6 +238,19 @@ def banned(state: SchedulerState) -> list[BannedRange]:
     ]
 
 
+def load(state: SchedulerState, job_id: JobId) -> JobLoad:
+    """The job's load, which is zero for a job that is not known."""
+    job = state.jobs.get(job_id)
+    if job is None:
+        return JobLoad(0, 0, 0)
+    queued = _queued(job)
+    return JobLoad(queued, job.inflight - queued, state.ledger.charges[job.id].total)
+
+
+def _queued(job: ScheduledJob) -> int:
+    return sum(1 for item in job.queue if isinstance(item, JobStep) and not item.launched)
+
+
 def operators(state: SchedulerState, job_id: JobId, program: ProgramId) -> tuple[str, ...]:
     """The program's operators by name, in captured order; empty where the device does not give them."""
     job = state.jobs.get(job_id)
@@ -283,7 +305,7 @@ def _gang(job: ScheduledJob) -> dict[str, Any] | None:
 def _job(state: SchedulerState, job: ScheduledJob) -> dict[str, Any]:
     """`queued` steps have no piece launched yet, `running` ones do; `outstanding` counts pieces."""
     charge = state.ledger.charges[job.id]
-    queued = sum(1 for item in job.queue if isinstance(item, JobStep) and not item.launched)
+    queued = _queued(job)
     return {
         "job": job.id,
         "name": job.spec.name,

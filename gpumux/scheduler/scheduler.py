@@ -931,10 +931,7 @@ class Scheduler:
         self._state.hidden = hidden
         try:
             known = self._state.jobs.get(job)
-            if known is not None:
-                return explain.explain(self._state, known)
-            last = explain.story(self._state, job)[-1:]
-            return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
+            return explain.explain(self._state, known) if known is not None else explain.gone(self._state, job)
         finally:
             self._state.hidden = nothing_hidden
 
@@ -965,6 +962,10 @@ class Scheduler:
     def banned(self) -> list[report.BannedRange]:
         """The bans in force."""
         return report.banned(self._state)
+
+    def load(self, job: JobId) -> report.JobLoad:
+        """How many steps the job has waiting and under way, and what it is charged."""
+        return report.load(self._state, job)
 
     def operators(self, job: JobId, program: ProgramId) -> tuple[str, ...]:
         """The names of a program's operators, in captured order, where the device gives them."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
+from gpumux.pictures import BLUE, LOW_COLOR, LOW_HATCH, SKY, TEXT, VERMILION, WIDE, figure, label, save
 from gpumux.program.saved_plan import PlanRow, SavedPlan
 from gpumux.simulate.cluster import ClusterResult, ClusterSimulation, parts_of
 from gpumux.simulate.daemon import DaemonSettings
-from gpumux.simulate.result import HIGH_COLOR, LOW_COLOR, figure, save
 from gpumux.simulate.run import solo
 from gpumux.simulate.workload import Workload
 
@@ -196,7 +196,9 @@ def _width(rows: Sequence[PlanRow]) -> int:
 # ---- Pictures.
 
 
-COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3", "low": LOW_COLOR}
+# Colour and hatch of each kind of work; idle time is white.
+KINDS = {"comp": (BLUE, ""), "comm": (VERMILION, "xxxx"), "sync": (SKY, "...."), "low": (LOW_COLOR, LOW_HATCH)}
+MEANT = {"comp": "computation", "comm": "samples moved", "sync": "gradients summed", "low": "low work"}
 ITERATIONS_SHOWN = 2
 
 
@@ -206,12 +208,15 @@ def picture(cases: Sequence[ClusterCase], path: Path) -> None:
     if not shown:
         raise ConfigError("no low work was simulated, so there is nothing to draw", "name low jobs with --low")
     gpus = max(case.result.gpus for case in shown if case.result)
-    drawn = figure(11.0, len(shown) * (0.9 + 0.32 * gpus))
+    drawn = figure(WIDE, len(shown) * (0.9 + 0.32 * gpus))
     for axes, case in zip(drawn.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
         assert case.result is not None
         _lanes(axes, case, case.result)
-    handles = [drawn.axes[0].broken_barh([], (0, 0), facecolor=color, label=kind) for kind, color in COLORS.items()]
-    drawn.legend(handles=handles, loc="outside upper right", ncols=len(COLORS), fontsize=7, frameon=False)
+    handles = [
+        drawn.axes[0].broken_barh([], (0, 0), facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=MEANT[kind])
+        for kind, (color, hatch) in KINDS.items()
+    ]
+    drawn.legend(handles=handles, loc="outside upper center", ncols=len(KINDS), fontsize=TEXT, frameon=False)
     save(drawn, path)
 
 
@@ -220,19 +225,23 @@ def _lanes(axes: Axes, case: ClusterCase, result: ClusterResult) -> None:
     seconds = ITERATIONS_SHOWN * (case.iteration_s if case.iteration_s < inf else last)
     first = max(0.0, last - seconds)
     for gpu, rows in enumerate(result.timeline):
-        for kind, color in COLORS.items():
+        for kind, (color, hatch) in KINDS.items():
             height = 0.4 if kind == "low" else 0.42
             bars = [
                 ((max(row.started, first) - first) * 1e3, (row.ended - max(row.started, first)) * 1e3)
                 for row in rows
                 if row.kind == kind and row.ended > first
             ]
-            axes.broken_barh(bars, (gpu if kind == "low" else gpu - 0.44, height), facecolor=color, lw=0)
+            axes.broken_barh(
+                bars,
+                (gpu if kind == "low" else gpu - 0.44, height),
+                facecolor=color,
+                hatch=hatch,
+                edgecolor="white",
+                lw=0,
+            )
     axes.set_ylim(result.gpus - 0.45, -0.6)
     axes.set_xlim(0, (last - first) * 1e3)
     axes.set_yticks(range(result.gpus))
-    axes.set_ylabel("GPU", fontsize=8)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.tick_params(labelsize=8)
     title = f"{case.name}: iteration {case.iteration_s * 1e3:.2f} ms, slowdown {case.slowdown:.2f}"
-    axes.set_title(f"{title}, low work of {case.low_throughput:.2f} GPUs", fontsize=9)
+    label(axes, "time (ms)", "GPU", f"{title}, low work of {case.low_throughput:.2f} GPUs")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumux.device.sim.gpu import Busy
-from gpumux.errors import ConfigError
+from gpumux.pictures import HIGH_COLOR, LINE_COLOR, LOOKS, LOW_COLOR, TEXT, WIDE, figure, label, literal, save
 from gpumux.types import Priority
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 class LaunchRow(NamedTuple):
@@ -180,94 +179,63 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else float("nan")
 
 
-# ---- Pictures of simulations. matplotlib is an extra that is imported here, when a picture is drawn, and nowhere else.
+# ---- Pictures of simulations.
 
 
-HIGH_COLOR, LOW_COLOR, LINE_COLOR = "#c44e52", "#4c72b0", "#555555"
 STEPS_SHOWN = 6  # of the slowest high job, in a timeline
-DPI = 110
 MOST_EDGED = 150  # bars; with more, only their edges would be visible
-
-
-def figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches. Raises ConfigError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("pictures need matplotlib", "pip install matplotlib") from None
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-
-
-def check(path: Path) -> None:
-    """Check a picture's path before a long run. Raises ConfigError if `figure` or `save` would."""
-    figure(1.0, 1.0)
-    why = "" if path.parent.is_dir() else f"there is no directory {path.parent}"
-    if path.is_dir():
-        why = "it is a directory"
-    elif not why and not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "no permission"
-    if why:
-        raise ConfigError(f"can't write {path}: {why}", "choose a file in a directory you may write")
-
-
-def save(drawn: Figure, path: Path) -> None:
-    """Write a PNG, or an SVG where the path ends so, with the same bytes for the same picture. Raises ConfigError if
-    the file can't be written."""
-    from matplotlib import rc_context
-
-    svg = path.suffix == ".svg"
-    try:
-        with rc_context({"svg.hashsalt": "gpumux", "svg.fonttype": "none"}):
-            drawn.savefig(path, format="svg" if svg else "png", metadata={"Date" if svg else "Software": None})
-    except OSError as error:
-        raise ConfigError(
-            f"can't write {path}: {error.strerror}", "choose a file in a directory you may write"
-        ) from None
 
 
 def timelines(results: Sequence[Result], path: Path) -> None:
     """For each run: its high jobs' slowdown step by step, and its latest launches as bars, a lane a job."""
     lanes = max(len(result.jobs) for result in results)
-    drawn = figure(10.0, len(results) * (1.9 + 0.35 * lanes))
+    drawn = figure(WIDE, len(results) * (1.9 + 0.35 * lanes))
     axes = drawn.subplots(len(results), 2, squeeze=False, width_ratios=(1, 2))
     for row, result in zip(axes, results, strict=True):
-        _slowdowns(row[0], result)
+        _slowdowns(row[0], result, legend=result is results[0])
         _launches(row[1], result)
     save(drawn, path)
 
 
-def _slowdowns(axes: Axes, result: Result) -> None:
-    axes.set_title(f"{result.policy}: slowdown of high steps", fontsize=9)
-    for job in result.of(Priority.HIGH) or result.jobs:
-        axes.plot([seconds / job.solo.step_s for seconds in job.step_seconds], lw=0.8, label=job.name)
-        axes.axhline(job.max_slowdown, color=LINE_COLOR, ls=":", lw=0.8)
+def _slowdowns(axes: Axes, result: Result, *, legend: bool) -> None:
+    jobs = result.of(Priority.HIGH) or result.jobs
+    for job, look in zip(jobs, cycle(LOOKS), strict=False):
+        slowdowns = [seconds / job.solo.step_s for seconds in job.step_seconds]
+        axes.plot(
+            slowdowns, lw=0.9, color=look.color, ls=look.dashes if len(jobs) > 1 else "-", label=literal(job.name)
+        )
+        axes.axhline(job.max_slowdown, color=LINE_COLOR, ls=":", lw=1.2)
         if job.warmup:
-            axes.axvspan(0, job.warmup, color=LINE_COLOR, alpha=0.1, lw=0)
+            axes.axvspan(0, job.warmup, color=LINE_COLOR, alpha=0.12, lw=0)
+    axes.plot([], [], color=LINE_COLOR, ls=":", lw=1.2, label="promised")
     axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
-    axes.set_xlabel("step (shaded: left out of the figures)", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.legend(fontsize=7)
+    label(
+        axes,
+        "step (shaded: warm-up)",
+        "step over alone",
+        f"{result.policy}: high steps",
+        legend=legend or len(jobs) > 1,
+    )
 
 
 def _launches(axes: Axes, result: Result) -> None:
     """Draw the end of the run, long enough for a few steps of the high job."""
-    axes.set_title(f"{result.policy}: launches, the last few steps", fontsize=9)
     shown = _shown_seconds(result.of(Priority.HIGH) or result.jobs)
     last = max((row.ended for row in result.timeline), default=0.0)
     first = max(0.0, last - shown)
     for lane, job in enumerate(result.jobs):
         rows = [row for row in result.timeline if row.job == job.name and row.ended > first]
-        color = HIGH_COLOR if job.priority is Priority.HIGH else LOW_COLOR
+        high = job.priority is Priority.HIGH
         for share in sorted({row.share for row in rows}):
             bars = [((r.started - first) * 1e3, (r.ended - r.started) * 1e3) for r in rows if r.share == share]
             height = 0.8 * share  # a launch confined to half of the device is drawn half as high
             edge = {"edgecolor": "white", "lw": 0.4} if len(bars) < MOST_EDGED else {"lw": 0}
-            axes.broken_barh(bars, (lane - height / 2, height), facecolor=color, **edge)
-    axes.set_yticks(range(len(result.jobs)), [job.name for job in result.jobs], fontsize=8)
+            axes.broken_barh(bars, (lane - height / 2, height), facecolor=HIGH_COLOR if high else LOW_COLOR, **edge)
+    names = [f"{literal(job.name)}\n({job.priority.name.lower()})" for job in result.jobs]
     axes.set_ylim(len(result.jobs) - 0.4, -0.6)
     axes.set_xlim(0, max(last - first, 1e-9) * 1e3)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.tick_params(labelsize=8)
+    label(axes, "time (ms)", "", f"{result.policy}: launches, the last few steps")
+    axes.set_yticks(range(len(result.jobs)), names, fontsize=TEXT)
 
 
 def _shown_seconds(jobs: Sequence[JobResult]) -> float:

@@ -9,11 +9,14 @@ and without storage.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gpumux.errors import ConfigError
+from gpumux.pictures import WIDE, figure, save
 from gpumux.tune.space import Choices, Config, Parameter, Range, Space, Value
 from gpumux.tune.sweep import LedgerTrial, State, TrialRecord
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 
 SAMPLERS = ("random", "tpe")
+PANEL = 1.9  # inches, for what the axis of a hyper-parameter says
 _SETTINGS, _WALL = "gpumux", "gpumux_wall_s"
 
 
@@ -207,3 +211,36 @@ def _ends(domain: Range) -> tuple[float, float]:
 def _short(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---- Optuna's own pictures of a study.
+
+
+def pictures(storage: str, name: str, path: Path) -> list[Path]:
+    """Draw a stored study with optuna.visualization.matplotlib, in files whose names begin like `path`: scores by
+    trial, scores over each hyper-parameter. Its plot of scores over steps tells trials by colour alone, which that of
+    gpumux.tune.plot does not. Returns the files. Raises ConfigError if one can't be written, and without Optuna or
+    matplotlib."""
+    optuna = _import()
+    figure(1.0, 1.0)  # an error that names matplotlib
+    from matplotlib import pyplot, rc_context
+
+    study = optuna.load_study(study_name=name, storage=storage)
+    draws = optuna.visualization.matplotlib
+    kinds = {"history": draws.plot_optimization_history, "parameters": draws.plot_slice}
+    made = []
+    for kind, draw in kinds.items():
+        before = set(pyplot.get_fignums())
+        with rc_context(), warnings.catch_warnings():  # Optuna sets a style, and says that its pictures may change
+            warnings.simplefilter("ignore")
+            draw(study)
+            (number,) = set(pyplot.get_fignums()) - before
+            drawn = pyplot.figure(number)
+            drawn.set_size_inches(max(WIDE, PANEL * len(drawn.axes)), 4.5)
+            drawn.set_layout_engine("constrained")
+            for axes in drawn.axes:
+                axes.tick_params(axis="x", which="minor", labelbottom=False)  # those of a logarithm overlap
+            made.append(path.with_name(f"{path.stem}-{kind}{path.suffix}"))
+            save(drawn, made[-1])
+            pyplot.close(number)
+    return made

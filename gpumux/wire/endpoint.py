@@ -294,9 +294,18 @@ def check_listening(endpoint: Endpoint, remedy: str, what: str = "daemon") -> No
             return  # a process listens, but is busy; or ZeroMQ will report the error
 
 
+# CURVE tells a client nothing: a connection that is refused looks like one that nothing listens to.
+REFUSED_KEYS = (
+    "; if one runs there, it refuses the keys: the public half of GPUMUX_CURVE_KEY belongs into its curve_client_keys, "
+    "and GPUMUX_CURVE_SERVER has to be the public half of its curve_secret_key"
+)
+
+
 def unanswered(endpoint: Endpoint, remedy: str, what: str = "daemon") -> DaemonGone:
     """The error for a daemon that did not answer in time; it may be running and stuck. `what`: in its place."""
     holder = None if endpoint.path is None else living_holder(endpoint.path)
+    if endpoint.path is None:
+        return DaemonGone(f"no {what} answers at {endpoint.text}", f"{remedy}{REFUSED_KEYS}")
     if holder is None:
         return DaemonGone(f"no {what} answers at {endpoint.text}", remedy)
     return DaemonGone(

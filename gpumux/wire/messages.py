@@ -819,9 +819,20 @@ class Happened(NamedTuple):
     message: str
 
 
-Record = JobSeen | ProgramSeen | PieceRan | StepRan | WasHeld | WasBanned | Happened
+class LoadSeen(NamedTuple):
+    """From `when` on the job had so many steps without a launched piece, and so many with one that were not answered,
+    and was charged so many bytes of device memory. There is one for each job at first, and one for each change."""
+
+    job: str
+    when: float
+    queued: int
+    running: int
+    memory_bytes: int
+
+
+Record = JobSeen | ProgramSeen | PieceRan | StepRan | WasHeld | WasBanned | Happened | LoadSeen
 KINDS: dict[int, type[Any]] = {
-    1: JobSeen, 2: ProgramSeen, 3: PieceRan, 4: StepRan, 5: WasHeld, 6: WasBanned, 7: Happened,
+    1: JobSeen, 2: ProgramSeen, 3: PieceRan, 4: StepRan, 5: WasHeld, 6: WasBanned, 7: Happened, 8: LoadSeen,
 }  # fmt: skip
 _TAGS = {kind: tag for tag, kind in KINDS.items()}
 _FIELDS = {kind: tuple(get_type_hints(kind).values()) for kind in _TAGS}

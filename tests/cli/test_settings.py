@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,7 +17,10 @@ import pytest
 from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, SETTINGS, main
 from gpumux.cli.setup import settings
+from gpumux.client.arguments import job_spec
 from gpumux.config import FILE_ONLY, Config
+from gpumux.errors import ConfigError
+from gpumux.scheduler.admission import refuse_weight
 from gpumux.wire.peers import allowed_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +143,56 @@ def test_what_can_not_be_written_is_said_in_a_sentence():
     assert (done.returncode, done.stderr) == (
         EX_FAILED, "gpumux: can't write the output: No space left on device\n  make room, or send it elsewhere\n",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.0009, 1e-3, 1.0, 1e3, 1000.1, float("nan"), float("inf")])
+def test_command_client_and_daemon_allow_the_same_weights(weight, capsys):
+    good = refuse_weight(weight) is None
+    code = main(["jobs", "weight", "j1", str(weight), "--endpoint", "ipc:///nowhere"])
+    assert code == (EX_FAILED if good else EX_USAGE)
+    assert good or "from 0.001 to 1000" in capsys.readouterr().err
+    with nullcontext() if good else pytest.raises(ConfigError, match=r"use a number from 0\.001 to 1000"):
+        job_spec(print, "low", "a", weight, 1.1, None, 2, 0)
+
+
+def test_a_closed_output_is_no_error():
+    closed = '"$0" -m gpumux version >&-'
+    done = subprocess.run(["sh", "-c", closed, sys.executable], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumux", "config", "--defaults"], stdout=write, stderr=subprocess.PIPE, text=True,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trace", "-o", "{}"],
+        ["deploy", "slurm", "-o", "{}"],
+        ["keys", "laptop", "-o", "{}"],
+        ["simulate", "--high", "vgg16-b4", "--plot", "{}"],
+        ["interference", "--plot", "{}"],
+        ["plan", "memory", "resnet50", "--batch", "2", "--plot", "{}"],
+        ["plan", "burst", "vgg16", "--gpus", "2", "--global-batch", "2", "--plot", "{}"],
+        ["tune", "tests.tune.toy:factory", "--space", "none.toml", "--steps", "1", "--save", "{}"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_what_can_not_be_written_has_one_exit_code(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    target = str(tmp_path / "file" / "below.png")
+    assert main([word.format(target) for word in words]) == EX_CONFIG
+    said = capsys.readouterr().err
+    assert f"can't write {target}" in said or "ot a directory" in said or "is no directory" in said
+    assert said.count("\n") == 2, "what is wrong, and what to do"
 
 
 def test_what_a_terminal_has_no_characters_for_is_escaped(tmp_path):

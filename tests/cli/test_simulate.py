@@ -12,6 +12,7 @@ import pytest
 
 from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
+from gpumux.cli.text import ProgressLine
 from gpumux.device.sim.spec import PRESETS, preset
 from gpumux.program.profile import OpProfile, StepProfile, save
 from gpumux.program.saved_plan import PlannedLayer, PlanNetwork, PlanRow, SavedPlan
@@ -104,11 +105,29 @@ def _interrupt() -> None:
 def test_progress_of_a_long_run_is_shown_on_stderr(
     measured: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumux.cli.simulate.PROGRESS_S", 0.0)
+    monkeypatch.setattr("gpumux.cli.text.QUIET_S", 0.0)
     assert main(["simulate", "--high", measured, "--steps", "300", "--warmup", "0", "--policy", "fifo"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert told
     assert all(line.startswith("gpumux: fifo: ") and line.endswith(" of 300 steps") for line in told)
+
+
+def test_a_line_of_progress_is_overwritten_on_a_terminal_and_rare_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("gpumux.cli.text.time.monotonic", lambda: clock[0])
+    for terminal, said in ((False, "gpumux: 20\ngpumux: 40\n"), (True, "\rgpumux: 1\x1b[K\rgpumux: 2\x1b[K")):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        line = ProgressLine()
+        for number in range(1, 51):
+            clock[0] += 0.5
+            line.say(f"{number}")
+        found = capsys.readouterr().err
+        assert found.startswith(said)
+        assert terminal or found == said
+        line.end()
+        assert capsys.readouterr().err == ("\n" if terminal else "")
 
 
 @pytest.mark.parametrize("model", config.SIMULATED_GPUS)

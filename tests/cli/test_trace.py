@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.cli.control import Recorded
-from gpumux.cli.main import EX_FAILED, EX_USAGE, main
+from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
 from gpumux.cli.trace import trace
-from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, StepRan, WasBanned, WasHeld
+from gpumux.wire.messages import Happened, JobSeen, LoadSeen, PieceRan, ProgramSeen, StepRan, WasBanned, WasHeld
 
 from .tracks import check
 
@@ -60,6 +60,28 @@ def test_high_jobs_come_first_and_each_track_says_whose_it_is():
     assert (ban["name"], ban["args"]["ratio"]) == ("banned from operators [1, 3) of j10", 1.7)
     (mark,) = found["j2 sweep (low): steps"]
     assert (mark["ph"], mark["name"]) == ("i", "paused")
+
+
+def test_arrows_lead_from_each_step_to_its_pieces():
+    content = made(
+        piece(first=3, end=4, started=0.2, ended=0.3, number=1), piece(), StepRan("j10", 5, 0.05, 0.35, 0.05, 0.1),
+        StepRan("j10", 6, 0.4, 0.5, 0.05, 0.1), piece("j2", 0, 0),
+    )  # fmt: skip
+    check(content)
+    arrows = [event for event in content["traceEvents"] if event["ph"] in "stf"]
+    assert [(a["ph"], a["ts"]) for a in arrows] == [("s", 50_000.0), ("t", 100_000.0), ("f", 200_000.0)]
+    assert len({a["id"] for a in arrows}) == 1
+    assert [a["pid"] for a in arrows] == [2, 1, 1], "from the job's steps to the device"
+
+
+def test_counters_show_each_jobs_queue_and_memory():
+    content = made(LoadSeen("j10", 0.25, 3, 1, 5 << 20))
+    check(content)
+    counters = {e["name"]: (e["ts"], e["args"]) for e in content["traceEvents"] if e["ph"] == "C"}
+    assert counters == {
+        "j10 steps": (250_000.0, {"queued": 3, "running": 1}),
+        "j10 memory (MiB)": (250_000.0, {"charged": 5.0}),
+    }
 
 
 def test_steps_in_flight_together_get_a_track_each():
@@ -117,7 +139,7 @@ def test_the_file_is_written_whole_and_a_cut_is_said_and_kept(cut, tmp_path, mon
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_recorded(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gpumux.cli.trace.Control", lambda *args: pytest.fail("it recorded"))
     for target in (tmp_path, tmp_path / "none" / "t.json"):
-        assert main(["trace", "-o", str(target)]) == EX_FAILED
+        assert main(["trace", "-o", str(target)]) == EX_CONFIG
         assert "can't write" in capsys.readouterr().err
 
 

@@ -9,6 +9,10 @@ REQUIRED = {
     "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
     "i": {"name", "cat", "ph", "pid", "tid", "ts", "s", "args"},
     "M": {"name", "ph", "pid", "tid", "args"},
+    "C": {"name", "cat", "ph", "pid", "ts", "args"},
+    "s": {"name", "cat", "ph", "id", "pid", "tid", "ts"},
+    "t": {"name", "cat", "ph", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "ph", "id", "pid", "tid", "ts", "bp"},
 }
 SLACK_US = 2e-3  # of rounding
 
@@ -21,14 +25,21 @@ def check(content: dict) -> dict[str, list[dict]]:
         assert set(event) == REQUIRED[event["ph"]], event
     groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans, tracks = defaultdict(list), defaultdict(list)
+    spans, tracks, arrows = defaultdict(list), defaultdict(list), defaultdict(list)
     for event in events:
         if event["ph"] == "M":
             continue
         assert event["pid"] in groups
+        if event["ph"] == "C":
+            assert 0.0 <= event["ts"] <= end + SLACK_US
+            assert all(value >= 0 for value in event["args"].values())
+            continue
         where = event["pid"], event["tid"]
         assert where in names, "a track without a name"
         assert 0.0 <= event["ts"] <= end + SLACK_US
+        if event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+            continue
         tracks[names[where]].append(event)
         if event["ph"] == "X":
             assert event["dur"] >= 0.0
@@ -38,4 +49,10 @@ def check(content: dict) -> dict[str, list[dict]]:
         placed.sort()
         for (_, before), (after, _) in pairwise(placed):
             assert before <= after + SLACK_US, "spans of one track overlap, and a viewer would nest them"
+    for chain in arrows.values():
+        assert [e["ph"] for e in chain] == ["s", *["t"] * (len(chain) - 2), "f"]
+        assert all(before["ts"] <= after["ts"] for before, after in pairwise(chain)), "an arrow leads back in time"
+        for event in chain:
+            starts = [start for start, _ in spans[event["pid"], event["tid"]]]
+            assert event["ts"] in starts, "an arrow that begins or ends at no span is not shown"
     return dict(tracks)

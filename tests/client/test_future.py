@@ -296,9 +296,9 @@ def test_backward_says_where_it_belongs(value: Any) -> None:
 
 
 def test_protocols_are_not_asked_of_the_value() -> None:
-    """Or displaying a future would wait for it twice."""
+    """Looking whether a future has them would wait for it."""
     future = future_of((torch.tensor(1.0),))
-    for name in ("_repr_html_", "__dlpack__", "__cuda_array_interface__", "__array_interface__"):
+    for name in ("_repr_png_", "__dlpack__", "__cuda_array_interface__", "__array_interface__"):
         assert not hasattr(future, name)
     assert not future.done()
 
@@ -408,3 +408,15 @@ def test_a_number_that_the_step_computes_is_a_number(endpoint: str) -> None:
 def test_a_logger_takes_it() -> None:
     summary = pytest.importorskip("torch.utils.tensorboard.summary")
     assert summary.scalar("loss", future_of(torch.tensor(0.25))).value[0].simple_value == 0.25
+
+
+def test_a_notebook_shows_the_value_and_where_the_time_went() -> None:
+    future = TensorFuture(lambda predicate, timeout, step: predicate(), 7, torch.empty(()), torch.device("cpu"))
+    future._finish(torch.tensor(0.25), StepTimes(0.001, 0.0025, 0.004))
+    shown = future._repr_html_()
+    for text in ("gpumux step 7", "tensor(0.2500)", "1.000 ms", "2.500 ms", "4.000 ms"):
+        assert text in shown
+    assert "&lt;script&gt;" in future_of({"<script>": 1})._repr_html_()
+    future = future_of(0.5)
+    future._fail(JobFailed("the job's process died"))
+    assert "StepFuture failed: the job&#x27;s process died" in future._repr_html_()

@@ -336,6 +336,7 @@ def test_the_users_own_error_keeps_its_line_and_kind_and_local_state_survives(en
     [
         ({"priority": "urgent"}, "priority"),
         ({"weight": 0.0}, "weight"),
+        ({"weight": 1001.0}, "weight is 1001.0"),
         ({"max_slowdown": 0.9}, "max_slowdown"),
         ({"max_inflight": 0}, "max_inflight"),
         ({"memory_limit": 0}, "memory_limit"),

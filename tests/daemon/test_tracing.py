@@ -13,7 +13,7 @@ from gpumux.config import Config
 from gpumux.daemon import tracing
 from gpumux.daemon.tracing import Recording
 from gpumux.scheduler.events import Tick
-from gpumux.scheduler.report import BannedRange, HeldJob
+from gpumux.scheduler.report import BannedRange, HeldJob, JobLoad
 from gpumux.types import Priority
 from gpumux.wire import messages as msg
 from gpumux.wire import messages as rec
@@ -87,8 +87,7 @@ def test_a_step_is_there_with_its_piece_by_operator_and_its_times(running):
     run(running, "s", JOB, 1)
     last, found = rest(running)
     assert (last.reason, last.seconds) == ("", pytest.approx(11.004))
-    (job,) = kind(found, rec.JobSeen)
-    assert job == ("j1", "important", "high", True)
+    assert kind(found, rec.JobSeen) == [("j1", "important", "high", True), ("j2", "", "low", False)]
     assert kind(found, rec.ProgramSeen) == [("j1", 0, ["aten.add.Tensor"])]
     (piece,) = kind(found, rec.PieceRan)
     assert (piece.job, piece.stream, piece.step, piece.piece, piece.first, piece.end) == ("j1", 1, 1, 0, 0, 1)
@@ -99,11 +98,43 @@ def test_a_step_is_there_with_its_piece_by_operator_and_its_times(running):
     assert is_off(running)
 
 
+def test_the_load_of_each_job_is_there_at_first_and_whenever_it_changes(running):
+    begin(running)
+    running.say("s", msg.PauseJob(running.ref(), JOB))
+    running.say("s", step(1))
+    running.now += 0.25
+    running.say("s", msg.ResumeJob(running.ref(), JOB))
+    running.now += 0.25
+    while running.device.work:
+        running.device.finish(running.now - 0.1)
+        running.turn()
+    _, found = rest(running)
+    loads = {job: [load for load in kind(found, rec.LoadSeen) if load.job == job] for job in ("j1", "j2")}
+    charged = loads["j1"][0].memory_bytes
+    assert charged > 0
+    assert [(load.when, load.queued, load.running) for load in loads["j1"]] == [
+        (0.0, 0, 0), (0.0, 1, 0), (0.25, 0, 1), (0.5, 0, 0),
+    ]  # fmt: skip
+    assert {load.memory_bytes for load in loads["j1"]} == {charged}
+    assert [(load.queued, load.running) for load in loads["j2"]] == [(0, 0)]
+    records = [record for record in found if isinstance(record, rec.JobSeen | rec.LoadSeen)]
+    assert [type(record) for record in records[:4]] == 2 * [rec.JobSeen, rec.LoadSeen], "a job's name comes first"
+
+
+def test_the_load_of_a_job_that_ends_is_nothing(running):
+    begin(running)
+    running.say("s", msg.CloseJob(running.ref(), JOB, False))
+    running.turn()
+    _, found = rest(running)
+    last = [load for load in kind(found, rec.LoadSeen) if load.job == "j1"][-1]
+    assert (last.queued, last.running, last.memory_bytes) == (0, 0, 0)
+
+
 def test_of_another_users_job_there_are_times_and_no_operators(running):
     begin(running)
     run(running, "t", OTHER, 1)
     _, found = rest(running)
-    assert kind(found, rec.JobSeen) == [("j2", "", "low", False)]
+    assert ("j2", "", "low", False) in kind(found, rec.JobSeen)
     assert kind(found, rec.ProgramSeen) == []
     (piece,) = kind(found, rec.PieceRan)
     assert (piece.job, piece.first, piece.end) == ("j2", 0, 0)
@@ -161,20 +192,22 @@ def test_records_leave_in_parts_and_the_bound_ends_it_with_a_note(running, monke
     monkeypatch.setattr(tracing, "PART", 4)
     monkeypatch.setattr(tracing, "MAX_RECORDS", 11)
     begin(running)
-    answers, most = [], 0
+    most, before = 0, len(running.router.sent)
     for number in range(1, 20):
         running.say("s", step(number))
         running.device.finish(running.now)
-        answers += running.hear("w")
+        running.turn()
         recording = running.loop._tracing._recording
         most = max(most, len(recording.records) if recording else 0)
-    assert most < 4 + 2  # what a step adds at once
+    assert most < 4 + 4  # what a step adds at once
+    answers = [(message, frames) for to, message, frames in running.router.sent[before:] if to == "w"]
     parts = [part for part, _ in answers]
     assert [part.last for part in parts] == [False, False, True]
     assert parts[-1].reason.endswith("it reached the bound of 11 records; record a shorter time")
     assert 11 <= len(records_of(answers)) <= 11 + 4
     assert is_off(running)
-    assert running.device.work or running.say("s", step(50)) == []  # and steps go on
+    running.say("s", step(50))
+    assert running.device.work, "steps go on"
 
 
 def test_a_daemon_that_leaves_sends_what_there_is_first(running):
@@ -274,6 +307,9 @@ class FakeScheduler:
 
     def banned(self):
         return self.now_banned
+
+    def load(self, job):
+        return JobLoad(0, 0, 0)
 
 
 reasons = st.sampled_from(["tail", "gap"])

@@ -70,6 +70,7 @@ RECORDS: list[r.Record] = [
     r.WasHeld("j2", "j1", "tail", 0.0, 0.1),
     r.WasBanned("j1", "j2", 0, 1, 1.0, 2.0, "tail", 0.0, 0.1),
     r.Happened("j1", 0.1, "paused", ""),
+    r.LoadSeen("j1", 0.1, 1, 1, 1 << 20),
 ]
 
 

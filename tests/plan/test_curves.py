@@ -131,9 +131,9 @@ def test_a_timeline_has_a_bar_for_all_that_takes_time(drawn: Callable[[], Figure
             seconds = getattr(row, part)
             if seconds:
                 box = (begin * 1e3, row.first, seconds * 1e3, row.gpus)
-                wanted.add((to_hex(plot.COLORS[part]), *(round(float(each), 6) for each in box)))
+                wanted.add((to_hex(plot.PARTS[part][0]), *(round(float(each), 6) for each in box)))
             begin += seconds
-    assert {each[0] for each in wanted} == {to_hex(each) for each in plot.COLORS.values()}  # all kinds are there
+    assert {each[0] for each in wanted} == {to_hex(color) for color, _, _ in plot.PARTS.values()}  # all kinds are there
     assert bars == wanted
     assert axes.get_xlim() == (0, plan.seconds * 1e3)
     assert axes.get_ylim() == (0, 4)

@@ -208,3 +208,4 @@ def test_without_a_guard_nothing_is_known_and_that_is_said():
     advice = world.scheduler.advise("a")
     assert "Policy paced has no guard" in advice.causes[0]
     assert commands(advice) == ["gpumux serve --policy guarded"]
+    assert "restart the daemon" in advice.remedies[0].text, "it runs already, under another policy"

@@ -154,8 +154,11 @@ def test_ctrl_c_without_storage_says_so(
 
 def test_a_diverged_trial_fails_alone(space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     asked = ["tune", "tests.tune.toy:diverges", "--space", space, "--scheduler", "serial", "--json"]
-    assert main([*asked, "--trials", "6", "--steps", "3", "--storage", f"sqlite:///{tmp_path}/t.db"]) == 0
+    stored = ["--storage", f"sqlite:///{tmp_path}/t.db", "--plot", str(tmp_path / "a.png")]
+    assert main([*asked, "--trials", "6", "--steps", "3", *stored]) == 0
     body = as_json(capsys)
+    drawn = {path.name: path.read_bytes()[:4] for path in tmp_path.glob("*.png")}
+    assert drawn == dict.fromkeys(("a.png", "a-history.png", "a-parameters.png"), b"\x89PNG")
     for trial in body["trials"]:
         assert (trial["state"] == "failed") == (trial["config"]["optimizer"] == "sgd") == (trial["score"] is None)
     assert body["best"]["config"]["optimizer"] == "adam"

@@ -199,3 +199,12 @@ def test_only_sockets_are_stale(tmp_path: Path):
     (tmp_path / "dangling").symlink_to(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no socket"):
         remove_stale(tmp_path / "dangling")
+
+
+def test_a_silent_tcp_endpoint_may_have_refused_the_keys():
+    error = endpoint.unanswered(endpoint.parse("tcp://10.0.0.1:9400"), "start one there")
+    assert error.message == "no daemon answers at tcp://10.0.0.1:9400"
+    assert error.remedy.startswith("start one there; if one runs there, it refuses the keys")
+    assert "GPUMUX_CURVE_KEY" in error.remedy
+    assert "GPUMUX_CURVE_SERVER" in error.remedy
+    assert "CURVE" not in endpoint.unanswered(endpoint.parse("ipc:///nowhere/gpumux.sock"), "start one").remedy

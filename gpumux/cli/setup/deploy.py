@@ -1,36 +1,46 @@
-"""`gpumux deploy`: write the files that run gpumux as a service, watch it, or share it among a cluster's users."""
+"""`gpumux deploy`: write the files that run gpumux as a service, watch it, or share it among a cluster's users; and the
+manual pages."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+from collections.abc import Mapping
 from pathlib import Path
 
+from gpumux.cli.setup import man
 from gpumux.cli.setup.installation import deployment_files
 from gpumux.cli.text import counted, emit
 from gpumux.errors import ConfigError
 
 KINDS = ("systemd", "prometheus", "grafana", "kubernetes", "slurm")
+MAN = "man"  # made from the command line and the settings; all else is copied
 
 
 def run(args: argparse.Namespace) -> int:
-    written, same = write(deployment_files() / args.kind, Path(args.out), force=args.force)
+    target = Path(args.out)
+    if args.kind == MAN:
+        content = man.pages(args.parser, args.flags)
+        use = f"read them with `man -l {target}/man1/gpumux.1`, or make {target} part of MANPATH"
+    else:
+        source = deployment_files() / args.kind
+        files = sorted(path for path in source.rglob("*") if path.is_file())
+        content = {str(path.relative_to(source)): path.read_bytes() for path in files}
+        use = f"{target / 'README.md'} has the commands that use them"
+    written, same = write({target / name: body for name, body in content.items()}, target, force=args.force)
     for path in written:
         emit(str(path))
     unchanged = f", {len(same)} there already" if same else ""
-    readme = Path(args.out) / "README.md"
-    emit(f"{counted(len(written), 'file')} written{unchanged}; {readme} has the commands that use them")
+    emit(f"{counted(len(written), 'file')} written{unchanged}; {use}")
     return 0
 
 
-def write(source: Path, target: Path, *, force: bool = False) -> tuple[list[Path], list[Path]]:
-    """Copy the files below `source` into the directory `target`, made if it is not there; returns (files written, files
-    that were there already with the same content).
+def write(content: Mapping[Path, bytes], target: Path, *, force: bool = False) -> tuple[list[Path], list[Path]]:
+    """Write files below the directory `target`, made if it is not there; returns (files written, files that were there
+    already with the same content).
 
     Raises ConfigError, before anything is written, if a file is there with other content and not `force`; and if a file
     can't be written."""
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    content = {target / path.relative_to(source): path.read_bytes() for path in files}
     place = target
     try:
         there = {path: path.read_bytes() for path in content if path.exists()}

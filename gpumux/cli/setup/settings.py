@@ -85,8 +85,8 @@ def defaults() -> str:
         for each in declared(table):
             lines += [
                 "",
-                *_comment(f"{_sentence(each)}{_allowed(each, '; ')}"),
-                f"# {each.name} = {_toml(each.default)}",
+                *_comment(f"{sentence(each)}{allowed(each, '; ')}"),
+                f"# {each.name} = {toml(each.default)}",
             ]
     lines += [
         "", "# Access rules, one table each; `default` is for everybody that no other rule names.",
@@ -105,8 +105,8 @@ def reference(flags: Mapping[str, str]) -> str:
         for each in declared(table):
             other = f"`{ENV_PREFIX}{each.name.upper()}`" + (f", `{flags[each.name]}`" if each.name in flags else "")
             reload = "yes" if each.metadata["reload"] else ""
-            name, default = f"`{each.name}`<br>{other}", f"`{_toml(each.default)}`"
-            cells = (name, default, _allowed(each), reload, each.metadata["meaning"])
+            name, default = f"`{each.name}`<br>{other}", f"`{toml(each.default)}`"
+            cells = (name, default, allowed(each), reload, each.metadata["meaning"])
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     parts.append(RULES_HEAD)
     parts += [f"| `{name}` | {meaning} |\n" for name, meaning in RULE_SETTINGS.items()]
@@ -159,12 +159,12 @@ def _comment(text: str) -> list[str]:
     return [*lines, line]
 
 
-def _sentence(each: Field[Any]) -> str:
+def sentence(each: Field[Any]) -> str:
     meaning = each.metadata["meaning"]
     return str(meaning[0].upper() + meaning[1:])
 
 
-def _allowed(each: Field[Any], before: str = "") -> str:
+def allowed(each: Field[Any], before: str = "") -> str:
     """Which values a setting may have, after `before`; "" if any of its type."""
     meta = each.metadata
     words = "".join(f" or {word}" for word in meta["words"])
@@ -183,12 +183,12 @@ def _allowed(each: Field[Any], before: str = "") -> str:
 def _written(each: Field[Any], value: Any) -> str:
     """A setting's value as the file has it, with the word that stands for it, if there is one that is not a choice."""
     words = [word for word, meant in each.metadata["words"].items() if meant == value and not each.metadata["choices"]]
-    return _toml(words[0] if words else value)
+    return toml(words[0] if words else value)
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, tuple):
-        return f"[{', '.join(_toml(each) for each in value)}]"
+        return f"[{', '.join(toml(each) for each in value)}]"
     # JSON escapes characters beyond 16 bits in a way that TOML does not know; of the others TOML refuses DEL unescaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

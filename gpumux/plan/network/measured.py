@@ -21,6 +21,7 @@ from math import exp, isfinite, log, sqrt
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from gpumux import files
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import Network, SumCost
 from gpumux.program import reading
@@ -173,7 +174,7 @@ class MeasuredNetwork:
 
 def save(network: MeasuredNetwork, path: Path) -> None:
     """Write a network, one series a line. Raises ConfigError if the file can't be written."""
-    reading.write_text(path, dumps(network))
+    files.write_text(path, dumps(network))
 
 
 def dumps(network: MeasuredNetwork) -> str:
