@@ -212,7 +212,7 @@ ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and
         "GPUMUX_CURVE_KEY",
         "GPUMUX_CURVE_SERVER",
         "GPUMUX_GRANT",
-    }  # fmt: skip
+    }
 )
 GIB = 1 << 30
 _OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload
