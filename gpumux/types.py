@@ -21,6 +21,7 @@ TransferId = NewType("TransferId", int)  # chosen by the client, unique within i
 GENERATOR_BYTES = 8192
 
 MAX_JOB_NAME = 200  # characters
+MOST_LEASE_S = 120.0  # of a reservation
 WEIGHTS = (1e-3, 1e3)  # of a job, the least and the most; beyond these, a device can't keep shares
 
 

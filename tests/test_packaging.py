@@ -156,6 +156,7 @@ ARGUMENTS: dict[str, str] = {
     "jobs weight": "j1 2",
     "jobs profile": "j1 -o profile.json",
     "cluster up": "none.toml",
+    "cluster run": "train.py",
     "cluster explain": "j1",
     "cluster cancel": "j1",
     "cluster drain": "n1",
@@ -187,6 +188,8 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert (done.returncode, done.stderr) == (0, "")
     elif command == "grants release":
         assert (done.returncode, done.stderr.splitlines()[0]) == (1, "gpumux: there is no grant pod in grants")
+    elif command == "cluster run":
+        assert (done.returncode, done.stderr.startswith("gpumux: no coordinator answers at ")) == (1, True)
     elif command == "cluster up":
         assert done.returncode == 78
         assert done.stderr.startswith("gpumux: can't read the cluster's file none.toml")

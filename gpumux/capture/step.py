@@ -912,15 +912,9 @@ class StepFunction:
         return True
 
     def _trace_once(
-        self,
-        case: Case,
-        args: Any,
-        kwargs: Any,
-        state: State,
-        may_change: bool = False,
-        symbols: bool = False,
+        self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool = False, symbols: bool = False,
         expected: Collection[str] = (),
-    ) -> RawTrace:
+    ) -> RawTrace:  # fmt: skip
         lifted = case.fingerprint.lifted
         # What the first trace changed for good may be such a number, which would be counted once too often.
         settled = not self._parts and not self._first_changes

@@ -27,7 +27,7 @@ from gpumux.cluster.jobs import ClusterDevice, ClusterNode, JobPhase, PlacedJob,
 from gpumux.cluster.shares import FairShares, QuotaUse, most_devices, owners, refuse
 from gpumux.types import JobId, Priority
 
-MOST_DOUBLED = 32  # times retry_s: the longest pause of a job that a device refuses again and again
+MOST_DOUBLED = 16  # times retry_s: the longest pause of a job that a device refuses again and again
 CROWDED = 0.5  # what a job more on a device counts, where devices are chosen by the number of jobs
 EVICTED = 0.5  # what a low job that has to leave counts
 OUTCOMES = {"": JobOutcome.DONE}  # by fault; any other is FAILED
@@ -323,8 +323,8 @@ class ClusterPlacement:
         self._give_up(job)
 
     def _pause(self, job: PlacedJob, name: DeviceId) -> None:
-        """Leave a device that refused the job to others, each time for twice as long: it would have low jobs make room
-        there again and again."""
+        """Leave a device that refused the job to others, each time for twice as long: they would make room for it there
+        again and again."""
         before = job.refusals[name].in_a_row if name in job.refusals else 0
         pause = self.config.retry_s * min(2.0**before, MOST_DOUBLED)
         job.refusals[name] = Refusals(before + 1, self.now + pause)

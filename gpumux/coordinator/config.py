@@ -33,7 +33,7 @@ from gpumux.cluster.events import DeviceChoice, PlacementConfig, Quota
 from gpumux.config import read_toml
 from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.errors import ConfigError
-from gpumux.scheduler.reservations import MOST_LEASE_S
+from gpumux.types import MOST_LEASE_S
 from gpumux.wire.endpoint import parse
 
 TABLES: Final = ("daemons", "placement", "quotas", "weights")

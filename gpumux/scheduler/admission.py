@@ -16,9 +16,10 @@ from gpumux.access import Rule, refuse_submit
 from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.jobs import ScheduledJob, SharedArena
-from gpumux.scheduler.reservations import MOST_LEASE_S, Reservation, Reservations
+from gpumux.scheduler.reservations import Reservation, Reservations
 from gpumux.types import (
     MAX_JOB_NAME,
+    MOST_LEASE_S,
     WEIGHTS,
     Fault,
     Footprint,

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
 
 from gpumux.types import JobId, Peer, Priority
-
-MOST_LEASE_S: Final = 120.0
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -529,3 +531,35 @@ def test_a_pair_is_what_was_measured_last_or_the_mean_of_its_programs(
             means.append(sum(each.low_speed for each in of) / len(of))
     assert found.low_speed == pytest.approx(sum(means) / len(means) if means else UNKNOWN.low_speed)
     assert len(costs) == len(newest)
+
+
+def test_low_jobs_do_not_make_room_again_and_again_for_a_job_that_is_refused_then() -> None:
+    """Its memory may be used by what the cluster knows nothing of."""
+    cluster = Cluster(1)
+    cluster.submit("low", gib=60)
+    tried: list[float] = []
+    ran = 0.0
+
+    def give(event: ev.ClusterEvent) -> None:
+        for command in cluster.placement.handle(event, cluster.now):
+            match command:
+                case ev.ReserveDevice(priority=Priority.HIGH):
+                    tried.append(cluster.now)
+                    give(ev.DeviceRefused(command.attempt, command.device, "no"))
+                case ev.ReserveDevice():
+                    give(ev.DeviceReserved(command.attempt, command.device))
+                case ev.ConfirmDevice():
+                    give(ev.DeviceConfirmed(command.attempt, command.device))
+                case ev.StopRank():
+                    give(ev.RankStopped(command.attempt, command.device))
+
+    give(ev.JobSubmitted(ClusterJob(JobId("high"), "ben", "group", HIGH, 1, 60 * GIB)))
+    while cluster.placement.due <= 3600.0:
+        before, cluster.now = cluster.now, cluster.placement.due
+        ran += (cluster.now - before) * ("low" in cluster.running())
+        give(ev.TimePassed())
+    pauses = [b - a for a, b in pairwise(tried)]
+    assert pauses[:4] == [5.0, 10.0, 20.0, 40.0]
+    assert set(pauses[4:]) == {80.0}
+    assert ran > 0.9 * 3600.0
+    assert "refused it" in cluster.said("high")

@@ -628,7 +628,10 @@ class World:
                 if not placement.nodes[device.id.node].draining and device.id not in kept
                 if job.request.priority in device.facts.classes
                 if device.facts.memory_bytes >= job.request.memory_bytes
+                if device.id not in job.refusals or job.refusals[device.id].until <= self.now
             ]
+            for refused in job.refusals.values():
+                assert refused.until - self.now <= 16 * placement.config.retry_s, f"{job.id} is left out for {refused}"
             assert len(free) < self._size_due(job), (
                 f"{job.id} waits, and {[str(device.id) for device in free]} are free"
             )

@@ -97,6 +97,7 @@ ONE = '[[daemons]]\nendpoint = "tcp://a:1"\n'
         (ONE + "[placement]\nretry_s = true", "write a number"),
         (ONE + "[placement]\nmoves_at_once = -1", "whole number of moves"),
         (ONE + "[placement]\nmoves_at_once = 1.5", "whole number of moves"),
+        (ONE + "[placement]\nlease_s = 1000", "daemons allow 120 s"),
         (ONE + "[placement]\nmove_gain = inf", "a gain of 0 or more"),
         (ONE + 'name = "a\\u0007"', "printable"),
         (ONE + 'name = ""', "printable"),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from gpumux.config import Config
 from gpumux.program import codec
-from gpumux.scheduler.reservations import MOST_LEASE_S
-from gpumux.types import Fault
+from gpumux.types import MOST_LEASE_S, Fault
 from gpumux.wire import messages as msg
 from tests.program import samples
 

@@ -7,8 +7,7 @@ import pytest
 from gpumux.access import Access, Rule
 from gpumux.scheduler import events as cmd
 from gpumux.scheduler import events as ev
-from gpumux.scheduler.reservations import MOST_LEASE_S
-from gpumux.types import Fault, Footprint, JobSpec, Priority
+from gpumux.types import MOST_LEASE_S, Fault, Footprint, JobSpec, Priority
 from tests.scheduler.world import GIB, World
 
 MIB = 1 << 20
