@@ -451,7 +451,8 @@ class ClusterPlacement:
                     freed = freed or bool(job.kept)
                     self._begin(job, devices)
                     continue
-                no_room.add(kind)
+                if not job.refusals:  # others of its kind may have been refused nowhere
+                    no_room.add(kind)
                 if not self.overdue(job):
                     if first and self.possible(job):
                         job.turn_at = min(job.turn_at, self.now)
@@ -499,7 +500,7 @@ class ClusterPlacement:
         for device in self.devices.values():
             if device.id in kept or not self._takes(device, request.priority) or device.retry_at > self.now:
                 continue
-            if device.id in job.refusals and job.refusals[device.id].until > self.now:
+            if self._paused(job, device):
                 continue
             if job.high:
                 fits = device.high is None and evictions(device, request.memory_bytes) is not None
@@ -508,6 +509,9 @@ class ClusterPlacement:
             if fits:
                 found.append(device)
         return found
+
+    def _paused(self, job: PlacedJob, device: ClusterDevice) -> bool:
+        return device.id in job.refusals and job.refusals[device.id].until > self.now
 
     def _takes(self, device: ClusterDevice, priority: Priority) -> bool:
         return priority in device.facts.classes and not self.nodes[device.id.node].draining
@@ -561,6 +565,8 @@ class ClusterPlacement:
             high = None if job.high else device.high
             room = device.facts.memory_bytes - (0 if high is None else high.request.memory_bytes)
             places = device.facts.max_jobs - (high is not None)
+            if self._paused(job, device):
+                continue
             if self._takes(device, request.priority) and room >= request.memory_bytes and places > 0:
                 found.append(device)
         return found
