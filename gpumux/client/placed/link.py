@@ -45,6 +45,7 @@ JOIN_S: Final = 60.0  # for the answer to PlaceJob; long, since a session that e
 ANSWER_S: Final = 10.0  # for answers of the coordinator, without which the job goes on
 PATIENCE_S: Final = 60.0  # how long a verb of the user's may keep a job from moving
 MOST_TRIES: Final = 8  # placements in a row that came to nothing for one cause, after which that is the job's
+MOST_UNREACHED: Final = 4  # daemons that a job that has not run tries to reach, before its submit is given up
 MOST_TEXT: Final = 250  # characters of a reason that a message carries
 START_IT = "start it (gpumux cluster up), or name another with cluster= or GPUMUX_CLUSTER"
 
@@ -85,6 +86,7 @@ class CoordinatorLink:
         self._ran = False  # it was opened at a daemon
         self._accepted = False  # the daemon where it is being opened has accepted it
         self._tries = 0
+        self._unreached = 0  # daemons that were given and could not be reached
         self._kind = ""  # of the devices that it was traced for
         self._waits_since = self._explained = time.monotonic()
 
@@ -330,6 +332,13 @@ class CoordinatorLink:
         except GpumuxError as error:
             if running:
                 raise  # it may come back there
+            self._unreached += 1
+            if not self._ran and self._unreached >= MOST_UNREACHED:
+                raise DaemonGone(
+                    f"none of the daemons that the cluster gave could be reached: {error.message}",
+                    "see `gpumux cluster status`; over tcp they have the coordinator's key (GPUMUX_CURVE_SERVER), and"
+                    " know this client's (GPUMUX_CURVE_KEY)",
+                ) from error
             self._not_started(0, str(error))
             return None
         if why:

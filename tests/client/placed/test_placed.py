@@ -272,6 +272,17 @@ def test_a_cancelled_job_ends_where_it_runs(daemons: list[Phoenix], coordinator:
         run.turn()
 
 
+def test_a_submit_that_reaches_none_of_the_daemons_that_it_is_given_says_so(
+    coordinator: FakeCoordinator, tmp_path: Path
+):
+    coordinator.places = [f"ipc://{tmp_path}/{at}/gpumux.sock" for at in range(link.MOST_UNREACHED + 1)]
+    with pytest.raises(DaemonGone, match="could be reached") as caught:
+        submit(dropout_adam(SEED), coordinator)
+    assert "GPUMUX_CURVE_SERVER" in caught.value.remedy
+    assert len(coordinator.all(m.JobNotStarted)) == link.MOST_UNREACHED - 1
+    assert "could be reached" in coordinator.hear(m.PlacedJobEnded).fault
+
+
 def test_a_job_that_is_given_up_while_it_runs_ends(daemons: list[Phoenix], coordinator: FakeCoordinator):
     """As one that may not move, and whose node the coordinator has lost, though it is there for the client."""
     trial = dropout_adam(SEED)
