@@ -125,9 +125,13 @@ class PlacementConfig:
                 f"leases of {self.lease_s:g} s, with answers within {self.answer_s:g} s",
                 "give a lease of more than twice the time for an answer: a gang reserves, and then confirms",
             )
-        times = (self.retry_s, self.patience_s, self.urgency_s, self.advance_s, self.rebalance_s)
-        if not all(each > 0.0 for each in times) or not all(0.0 < each < inf for each in self.weights.values()):
-            raise ConfigError("a time or a weight that is not above 0", "give each a positive number")
+        times = ("retry_s", "patience_s", "urgency_s", "advance_s", "rebalance_s")
+        for name, value in [(each, getattr(self, each)) for each in times]:
+            if not value > 0.0:
+                raise ConfigError(f"{name} is {value}, which is not above 0", "give a positive number of seconds")
+        for user, weight in self.weights.items():
+            if not 0.0 < weight < inf:
+                raise ConfigError(f"the weight of {user} is {weight}, which is not above 0", "give a positive number")
         if self.moves_at_once not in range(1 << 31) or not 0.0 <= self.move_gain < inf:
             raise ConfigError(
                 f"moves_at_once {self.moves_at_once}, move_gain {self.move_gain}",

@@ -97,12 +97,15 @@ def load(path: Path, *, daemons: bool = True) -> ClusterFile:
                 f"{path}: [weights] {name} is {_short(value)}",
                 f"write a number from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}",
             )
-    placement = PlacementConfig(
-        **values,
-        quotas=_quotas(quotas, "users", path),
-        group_quotas=_quotas(quotas, "groups", path),
-        weights={name: float(value) for name, value in weights.items()},
-    )
+    try:
+        placement = PlacementConfig(
+            **values,
+            quotas=_quotas(quotas, "users", path),
+            group_quotas=_quotas(quotas, "groups", path),
+            weights={name: float(value) for name, value in weights.items()},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: [placement]: {error.message}", error.remedy) from error
     return ClusterFile(_distinct(addresses), placement)
 
 

@@ -23,6 +23,7 @@ from gpumux.types import JobId, Peer
 
 NAME: Final = "cluster.sqlite"
 VERSION: Final = 1
+MOVE_AWAY: Final = "move it away: jobs that run go on, and have to be submitted again to be placed anew"
 SECTIONS: Final = ("facts", "nodes", "jobs", "answers", "drained")
 
 
@@ -52,9 +53,10 @@ class Journal:
                 raise EndpointBusy(
                     f"another coordinator uses {self.path}", "stop it first, or give this one another --state-dir"
                 ) from error
+            damaged = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
             raise ConfigError(
                 f"{self.path} can't be opened: {error}",
-                "see that it is this user's, and that there is room on the disk",
+                MOVE_AWAY if damaged else "see that it is this user's, and that there is room on the disk",
             ) from error
         if found not in (0, VERSION):
             raise ConfigError(
@@ -86,7 +88,7 @@ class Journal:
         except (sqlite3.Error, KeyError, TypeError, ValueError, IndexError, msgpack.UnpackException) as error:
             raise ConfigError(
                 f"{self.path} can't be read: {type(error).__name__}: {error}",
-                "move it away: jobs that run go on, and have to be submitted again to be placed anew",
+                MOVE_AWAY,
             ) from error
 
     def keep(self, coordinator: Coordinator) -> None:

@@ -193,6 +193,7 @@ def test_down_stops_it_and_what_is_wrong_is_said(coordinator: RunningCoordinator
         (("up", "a.toml", daemons[0].endpoint), "name all of them in the file"),
         (("up", daemons[0].endpoint, daemons[0].endpoint), "name each daemon once"),
         (("up", "/nowhere/cluster.toml"), "can't read the cluster's file"),
+        (("up", "10.0.0.1:7777"), "write tcp://10.0.0.1:7777"),
     ):
         found = command(coordinator, *words)
         assert found.returncode != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ def _up(args: argparse.Namespace) -> int:
 
     ray = _ray_settings(args)
     files = [each for each in args.daemons if "://" not in each]
+    for each in files:
+        if not Path(each).exists() and re.fullmatch(r"[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", each):
+            raise ConfigError(f"{each} is neither an endpoint nor a file", f"write tcp://{each}")
     if len(files) > 1 or (files and len(args.daemons) > 1):
         raise ConfigError("a cluster's file beside other daemons", "name all of them in the file, or none")
     if ray is not None and len(files) < len(args.daemons):
