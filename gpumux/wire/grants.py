@@ -4,7 +4,7 @@ Kubernetes, a prolog of Slurm).
 A grant is a file NAME.json in a directory that only root and the daemon's user may write to. It holds the SHA-256 of
 the token's secret, never the secret. The token is "NAME.SECRET". A daemon reads the file when a client says it, and
 looks again while the session lasts: a grant that is removed ends its sessions, and so its jobs. So grants outlive a
-restart of the daemon without a word to it, and whoever may make them needs no session.
+restart of the daemon without a word to it, and what makes them needs no session.
 
 Programs with a grant come by a socket of their own, where nothing else is let in: root in a container is root for the
 kernel's credentials, and would be an operator at the daemon's other sockets.
