@@ -76,7 +76,9 @@ def test_two_jobs_fit_that_do_not_fit_beside_each_other(daemon: RunningDaemon, o
         second, two = submit(daemon, name="two", memory="shared")
         with two:
             status = daemon.status()
-            charged = [job["memory_bytes"] for job in status["jobs"]]
+            charged = [
+                job["memory_bytes"] for job in status["jobs"] if job["name"] != "alone"
+            ]  # it may still be closing
             used = status["memory"]["total_bytes"] - status["memory"]["free_bytes"]
             assert len(charged) == 2
             assert max(charged) <= used < sum(charged) - LIMIT / 3, "what both need in turns counts once"
