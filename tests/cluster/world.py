@@ -631,7 +631,7 @@ class World:
                 if device.id not in job.refusals or job.refusals[device.id].until <= self.now
             ]
             for refused in job.refusals.values():
-                assert refused.until - self.now <= 16 * placement.config.retry_s, f"{job.id} is left out for {refused}"
+                assert refused.until - self.now <= 16.001 * placement.config.retry_s, f"{job.id}: {refused}"
             assert len(free) < self._size_due(job), (
                 f"{job.id} waits, and {[str(device.id) for device in free]} are free"
             )
