@@ -36,7 +36,7 @@ from typing import Any
 
 from gpumux.access import DEFAULT, Rule
 from gpumux.errors import ConfigError
-from gpumux.types import Priority
+from gpumux.types import PRIORITIES, Priority
 
 # ---- The tables [access.rules.NAME] of a configuration file as access rules, with every name checked.
 #
@@ -55,7 +55,6 @@ from gpumux.types import Priority
 MAX_RULES = 1024
 MAX_ID = 2**32 - 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 
 
 def read(tables: Any, where: str) -> tuple[Rule, ...]:
@@ -147,9 +146,9 @@ def _flag(value: Any, where: str) -> bool:
 
 
 def _priority(value: Any, where: str) -> Priority:
-    if not isinstance(value, str) or value not in _PRIORITIES:
+    if not isinstance(value, str) or value not in PRIORITIES:
         raise ConfigError(f"{where} can't be {value!r}", 'choose "low" or "high"')
-    return _PRIORITIES[value]
+    return PRIORITIES[value]
 
 
 def _count(value: Any, where: str) -> int:

@@ -32,6 +32,9 @@ class Priority(IntEnum):
     HIGH = 1
 
 
+PRIORITIES = {priority.name.lower(): priority for priority in Priority}  # by the names that people write
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """A part of the device for the holder of a secret token. `max_bytes` of device memory bound its open jobs together;

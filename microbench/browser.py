@@ -15,6 +15,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -182,3 +184,13 @@ class Page:
     def close(self) -> None:
         """End the tab."""
         self._browser.ask("Target.closeTarget", targetId=self._target)
+
+
+def writer(directory: Path) -> Callable[[str, bytes], None]:
+    """What writes a picture to NAME.png there, and says so."""
+
+    def write(name: str, png: bytes) -> None:
+        (directory / f"{name}.png").write_bytes(png)
+        print(f"{directory / name}.png: {len(png)} bytes", flush=True)
+
+    return write

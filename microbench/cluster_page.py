@@ -35,7 +35,7 @@ from gpumux.coordinator.metrics import ClusterPage
 from gpumux.types import Peer, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Incoming, Opened
-from microbench.browser import Browser, BrowserFailed, find
+from microbench.browser import Browser, BrowserFailed, find, writer
 from microbench.status_page import HEIGHT, SCREENS, sheet, take, until
 
 GIB = 2**30
@@ -190,11 +190,7 @@ def main() -> int:
     if args.sheet and (not args.sheet.is_dir() or not {"small", "large"} <= set(args.sizes)):
         made.error("--sheet takes a directory that is there, and pictures of small and large")
     args.out.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, png: bytes) -> None:
-        (args.out / f"{name}.png").write_bytes(png)
-        print(f"{args.out / name}.png: {len(png)} bytes", flush=True)
-
+    write = writer(args.out)
     try:
         with Browser(find()) as browser:
             for size in args.sizes:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from microbench.browser import Browser, BrowserFailed, Page, find
+from microbench.browser import Browser, BrowserFailed, Page, find, writer
 from microbench.daemon import RunningDaemon, running_daemon
 
 NUMBERS = (0, 3, 30)
@@ -204,11 +204,7 @@ def main() -> int:
     if args.sheets and (not args.sheets.is_dir() or set(NUMBERS) - set(args.jobs)):
         made.error("--sheets takes a directory that is there, and pictures of 0, 3 and 30 jobs")
     args.out.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, png: bytes) -> None:
-        (args.out / f"{name}.png").write_bytes(png)
-        print(f"{args.out / name}.png: {len(png)} bytes", flush=True)
-
+    write = writer(args.out)
     try:
         with Browser(find()) as browser:
             for number in args.jobs:

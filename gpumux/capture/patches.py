@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.source import by_numbers, reader, user_line
 from gpumux.capture.swapping import here, swapped
-from gpumux.capture.symbols import Scope, is_lifted, is_symbol
+from gpumux.capture.symbols import Scope, is_lifted, is_symbol, of_enumeration
 from gpumux.errors import CaptureError, DataDependent
 
 Known = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -105,7 +104,7 @@ _HASH: Callable[[Any], int] = torch.SymFloat.__hash__
 def _operand_of_symbols(node: Any, number: Any) -> Any:
     """Replaces torch's to_node, for which members of an IntEnum are no numbers: a lifted number would equal none of
     them."""
-    return _TO_NODE(node, int(number) if isinstance(number, Enum) and isinstance(number, int) else number)
+    return _TO_NODE(node, of_enumeration(number))
 
 
 _TO_NODE = sym_node.to_node

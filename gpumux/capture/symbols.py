@@ -154,7 +154,7 @@ class Scope:
             if node.scope is not self:
                 raise _kept()
             return node.expr
-        return self.const(int(value) if isinstance(value, Enum) and isinstance(value, int) else value)
+        return self.const(of_enumeration(value))
 
 
 class HostNode:
@@ -402,6 +402,11 @@ def is_number(value: Any) -> bool:
     """Whether a value is a float or an int that may be lifted. A member of an enumeration is not: Python decides by
     which one it is, also with `is`."""
     return isinstance(value, (int, float)) and not isinstance(value, (bool, Enum))
+
+
+def of_enumeration(value: Any) -> Any:
+    """The number that a member of an IntEnum or IntFlag is; anything else as it is."""
+    return int(value) if isinstance(value, Enum) and isinstance(value, int) else value
 
 
 def _plain(value: Any) -> Any:

@@ -550,16 +550,15 @@ class Coordinator:
             raise AdmissionRefused(f"the cluster has no node {m.node[:80]!r}", "`gpumux cluster status` lists them")
         self._tell(session, msg.Done(m.ref))
         for name in names:
-            node = self.placement.nodes.get(name)
             if m.drain:
                 self.drained.add(name)
                 self.draining_since.setdefault(name, self._now)
                 self._feed(ev.NodeDraining(name))
             else:
                 self._undrain(name)
-            if not m.drain and node is not None:
-                facts = tuple(device.facts for device in node.devices)
-                self._feed(ev.NodeJoined(name, facts, node.host))
+                if (node := self.placement.nodes.get(name)) is not None:
+                    facts = tuple(device.facts for device in node.devices)
+                    self._feed(ev.NodeJoined(name, facts, node.host))
 
     def _undrain(self, node: str) -> None:
         self.drained.discard(node)

@@ -104,7 +104,7 @@ class CoordinatorLoop:
         self._wakeup.set()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises ConfigError if the state can no longer be kept."""
+        """Serve until `stop`. Raises StateNotKept if the state can no longer be kept."""
         self._join_and_leave()
         self._handle(None)
         self._turning = True

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.errors import AccessDenied, ConfigError
-from gpumux.types import Grant, Peer, Priority
+from gpumux.types import PRIORITIES, Grant, Peer, Priority
 from gpumux.wire.messages import GrantedHello, Hello
 
 TOKEN = "GPUMUX_GRANT"  # environment: the client's token
@@ -34,7 +34,6 @@ MOST_SHARES = 1000  # of a device: a job's weight can't be less than a thousandt
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MOST_BYTES = 65_536  # of a file
-_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -204,4 +203,4 @@ def _parsed(name: str, body: Any) -> GrantRecord:
         raise ValueError("numbers of shares")
     if type(digest) is not str or not _DIGEST.fullmatch(digest) or not all(type(each) is str for each in devices):
         raise ValueError("no digest, or no names")
-    return GrantRecord(name, digest, shares, of, _PRIORITIES[body["max_priority"]], devices)
+    return GrantRecord(name, digest, shares, of, PRIORITIES[body["max_priority"]], devices)

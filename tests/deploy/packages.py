@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import zipfile
 from base64 import b64encode
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -58,14 +59,7 @@ def npm(package: str, version: str, integrity: str) -> Path:
     """The folder of an npm package below .debs/, fetched unless it is there, or skip the test. Nothing of it is run.
     `integrity`: "sha512-" and the hash of the archive, as npm gives it."""
     home = STORE / f"npm-{package}-{version}"
-    STORE.mkdir(exist_ok=True)
-    with (STORE / f"npm-{package}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not home.is_dir():
-            try:
-                _fetch_npm(f"{package}@{version}", integrity, home)
-            except Unavailable as error:
-                pytest.skip(f"needs the npm package {package}: {error}")
+    _kept(home, f"npm package {package}", lambda: _fetch_npm(f"{package}@{version}", integrity, home))
     return home
 
 
@@ -73,15 +67,20 @@ def wheel(package: str, version: str, sha256: str) -> Path:
     """The folder of a package of the Python index below .debs/, unpacked unless it is there, or skip the test. For
     those of which tests need a part, and that are too large to be installed with every environment."""
     home = STORE / f"wheel-{package}-{version}"
+    _kept(home, f"Python package {package}", lambda: _fetch_wheel(f"{package}=={version}", sha256, home))
+    return home
+
+
+def _kept(home: Path, what: str, fetch: Callable[[], None]) -> None:
+    """Have the folder be there, or skip the test. Two test runs at once fetch once."""
     STORE.mkdir(exist_ok=True)
-    with (STORE / f"wheel-{package}.lock").open("w") as lock:
+    with (STORE / f"{home.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not home.is_dir():
             try:
-                _fetch_wheel(f"{package}=={version}", sha256, home)
+                fetch()
             except Unavailable as error:
-                pytest.skip(f"needs the Python package {package}: {error}")
-    return home
+                pytest.skip(f"needs the {what}: {error}")
 
 
 def libraries(program: str) -> dict[str, str]:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from gpumux.cli.text import emit, emit_json
 from gpumux.errors import Refused
-from gpumux.types import Priority
+from gpumux.types import PRIORITIES
 from gpumux.wire.grants import TOKEN, GrantDirectory
 
-PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 VERBS = {
     "make": "grant a share of the device, and print its token",
     "list": "list the grants there are",

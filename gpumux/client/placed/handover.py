@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from gpumux.errors import ConfigError
+from gpumux.types import Priority
 from gpumux.wire.messages import PlaceJob
 
 ENVIRONMENT: Final = "GPUMUX_CLUSTER_JOB"
-PRIORITIES: Final = ("low", "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,11 @@ class Handover:
     def check(self, request: PlaceJob) -> None:
         """Raises ConfigError if the job that is submitted needs other devices than those that are held."""
         if (request.priority, request.devices) != (self.priority, self.devices):
+            asked, held = Priority(request.priority).name.lower(), Priority(self.priority).name.lower()
             raise ConfigError(
-                f"the job {request.name!r} is a {PRIORITIES[request.priority]} one with gpus={request.devices}, and"
-                f" `gpumux cluster run` holds --gpus {self.devices} for a {PRIORITIES[self.priority]} one",
-                f"run it with --priority {PRIORITIES[request.priority]} --gpus {request.devices}",
+                f"the job {request.name!r} is a {asked} one with gpus={request.devices}, and"
+                f" `gpumux cluster run` holds --gpus {self.devices} for a {held} one",
+                f"run it with --priority {asked} --gpus {request.devices}",
             )
         if request.nbytes > self.nbytes:
             raise ConfigError(

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumux.errors import ConfigError
-from gpumux.types import Priority
+from gpumux.types import PRIORITIES
 
 EX_CONFIG = 78
-PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 ABOUT = """\
 The daemon needs [access] grants and grants_endpoint, and this process the kubelet's directories: deploy/kubernetes has
 both. It runs until SIGTERM, and follows restarts of the kubelet.
