@@ -132,7 +132,8 @@ class PlacementConfig:
         for user, weight in self.weights.items():
             if not 0.0 < weight < inf:
                 raise ConfigError(f"the weight of {user} is {weight}, which is not above 0", "give a positive number")
-        if self.moves_at_once not in range(1 << 31) or not 0.0 <= self.move_gain < inf:
+        whole = isinstance(self.moves_at_once, int) and 0 <= self.moves_at_once < 1 << 31
+        if not whole or not 0.0 <= self.move_gain < inf:
             raise ConfigError(
                 f"moves_at_once {self.moves_at_once}, move_gain {self.move_gain}",
                 "give a whole number of moves, and a gain of 0 or more",
