@@ -401,7 +401,8 @@ number  on validation data,  direction = "maximize" or "minimize",  and, for a s
   choices = [32, 64]    infusible: changes operators or shapes, so it parts trials into arrays
 
 --scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `serial` one after
-another. It changes what a sweep costs, not what it finds. With --storage a sweep that was ended, or killed, goes on
+another, `auto` as arrays where that is expected to end sooner, else one after another. It changes what a sweep costs,
+not what it finds. With --storage a sweep that was ended, or killed, goes on
 when the same command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
 
 examples:
@@ -446,20 +447,25 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
     flag(
         "--sampler", choices=("random", "tpe"), default="random", help="where configurations come from (default random)"
     )
-    flag("--scheduler", choices=("serial", "concurrent", "fused"), default="fused", help="default fused")
+    flag("--scheduler", choices=("auto", "serial", "concurrent", "fused"), default="auto", help="default auto")
     flag("--seed", metavar="N", type=int, default=0, help="of configurations, weights and random draws (default 0)")
     flag("--storage", metavar="URL", help="an Optuna storage: sqlite:///FILE (pip install optuna)")
     flag("--study", metavar="NAME", help="the sweep's name in the storage (default: MODULE:FACTORY)")
     flag("--checkpoints", metavar="DIR", help="where trials' states are kept between rungs (default beside --storage)")
-    flag("--max-array", metavar="N", type=whole, help="fused: models of an array at most")
-    flag("--memory", metavar="SIZE", type=size, help="fused: of an array at most (default: half of what is free)")
+    flag("--max-array", metavar="N", type=whole, help="auto and fused: models of an array at most")
+    flag(
+        "--memory",
+        metavar="SIZE",
+        type=size,
+        help="auto and fused: of an array at most (default: half of what is free)",
+    )
     flag("--concurrent", metavar="N", type=whole, default=4, help="concurrent: jobs at a time (default 4)")
     flag(
         "--endpoint",
         metavar="URL",
-        help="which daemon (concurrent: default GPUMUX_ENDPOINT, GPU 0; fused: default none)",
+        help="which daemon (concurrent: default GPUMUX_ENDPOINT, GPU 0; auto and fused: default none)",
     )
-    flag("--threads", metavar="N", type=whole, help="serial and fused: torch's threads on the CPU")
+    flag("--threads", metavar="N", type=whole, help="auto, serial and fused: torch's threads on the CPU")
     flag("--plot", metavar="FILE.png", help="draw scores over steps and time (pip install matplotlib)")
     flag("--save", metavar="FILE.pt", help="write the best trial's state (torch.save)")
     flag("--json", action="store_true", help="print JSON, for scripts")

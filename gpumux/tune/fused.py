@@ -7,6 +7,7 @@ trials are spread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -89,11 +90,22 @@ def reorder(results: Mapping[int, T], trials: Sequence[int]) -> dict[int, T]:
 SETTLED = 2  # steps after which an array's Programs are made and their memory is touched
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayCosts:
+    """What an array took: seconds until it could train, and of a step of all its models."""
+
+    models: int
+    making_s: float
+    step_s: float
+
+
 class FusedTrainer:
     """Trains arrays of trials. most: models of an array at most. memory: bytes of an array at most; default: see
     `default_limit`. endpoint: arrays are jobs of the daemon there, else they train in this process. An array's device
     seconds are shared evenly by its trials. A trial that is alone in its array trains as `serial` (with an endpoint
-    `concurrent`) trains it."""
+    `concurrent`) trains it.
+
+    capture_s: seconds that capturing one trial of a partition took. took: what the partition's last array took."""
 
     name = "fused"
 
@@ -109,6 +121,8 @@ class FusedTrainer:
             if self._daemon
             else SerialTrainer(task, checkpoints)
         )
+        self.capture_s: dict[Key, float] = {}
+        self.took: dict[Key, ArrayCosts] = {}
         self._captured: dict[Key, CapturedStep] = {}
         self._memory: dict[Key, MemoryModel] = {}
         self._measured: MemoryMeasurement | None = None
@@ -118,25 +132,27 @@ class FusedTrainer:
         by_trial = {work.trial: work for work in works}
         parts = partition({work.trial: work.config for work in works}, self._space)
         for part in parts:
-            self._check_partition(part, [by_trial[trial] for trial in part.trials])
-        for _, members in arrays(parts, self._capacity):
+            self.prepare(part, [by_trial[trial] for trial in part.trials])
+        for part, members in arrays(parts, self._capacity):
             group = [by_trial[trial] for trial in members]
             self._sizes.append(len(group))
             if len(group) == 1:
                 yield from self._alone.train(group, watch)
             else:
-                yield from self._train_as_one(group, watch)
+                yield from self._train_as_one(part.key, group, watch)
 
     # ---- before training ---------------------------------------------------------------------------
 
-    def _check_partition(self, part: Partition, works: Sequence[TrialWork]) -> None:
-        """Capture and check a partition of several trials before any trial of the rung trains, so that errors show
-        early."""
+    def prepare(self, part: Partition, works: Sequence[TrialWork]) -> None:
+        """Capture and check a partition of several trials, unless that was done, before any trial of the rung trains,
+        so that errors show early. Raises what `capture` and `check` raise."""
         if part.key in self._captured or len(works) < 2:
             return
         first = works[0]
         batch = next(self._task.data(first.trial, first.config, first.start, first.start + 1))
+        began = time.perf_counter()
         captured = capture(self._task, first, first.config, batch)
+        self.capture_s[part.key] = time.perf_counter() - began
         check(self._task, self._space, works, captured, batch)
         self._captured[part.key] = captured
 
@@ -161,13 +177,15 @@ class FusedTrainer:
 
     # ---- an array ----------------------------------------------------------------------------------
 
-    def _train_as_one(self, works: Sequence[TrialWork], watch: Watch) -> Iterator[Outcome]:
+    def _train_as_one(self, key: Key, works: Sequence[TrialWork], watch: Watch) -> Iterator[Outcome]:
         task, start, steps = self._task, works[0].start, works[0].steps
         meter = MemoryMeter() if self._measured is None and not self._daemon else None
         feed = BatchFeed(task, works, set(self._space.fusible(works[0].config)))
         made: list[Any] = []
         trials = tuple(work.trial for work in works)
+        began = time.perf_counter()
         with self._open(works, made, feed.example) as running:
+            making_s = time.perf_counter() - began
             for k in range(start, steps):
                 batch = feed.next()
                 for work, (_, _, optimizer) in zip(works, made, strict=True):
@@ -178,6 +196,7 @@ class FusedTrainer:
                     self._measured, meter = meter.read(array_bytes(running.programs())), None
                 watch(TrainingProgress(trials, k + 1, steps))
             seconds = running.finish()
+        self.took[key] = ArrayCosts(len(works), making_s, seconds / (steps - start))
         for work, (_, model, optimizer) in zip(works, made, strict=True):
             self._checkpoints.save(work.trial, work.steps, read_state(model, optimizer))
             yield Outcome(work.trial, task.rate(work.trial, model, work.config), seconds / len(works))

@@ -28,7 +28,7 @@ from gpumux.tune.task import Task, find
 from gpumux.tune.trainer import Checkpoints, Trainer
 
 ALGORITHMS = ("random", "hyperband")
-SCHEDULERS = ("serial", "concurrent", "fused")
+SCHEDULERS = ("auto", "serial", "concurrent", "fused")
 DEPTH = 3  # rungs below the last one in Hyperband's largest bracket, if min_steps is not given
 
 
@@ -119,7 +119,7 @@ def read_space(path: Path) -> Space:
 
 def tune(
     task: Task | str, space: Space | Mapping[str, Any] | str | Path, *, steps: int, trials: int | None = None,
-    algorithm: str = "random", scheduler: str = "fused", min_steps: int | None = None, eta: int = 3, skip_last: int = 0,
+    algorithm: str = "random", scheduler: str = "auto", min_steps: int | None = None, eta: int = 3, skip_last: int = 0,
     sampler: str = "random", seed: int = 0, storage: str | None = None, study: str | None = None,
     checkpoints: str | Path | None = None, concurrent: int = 4, endpoint: str | None = None,
     max_array: int | None = None, memory: int | None = None, listener: Listener | None = None,
@@ -129,9 +129,10 @@ def tune(
     task: "module:factory", or a Task (gpumux.tune.task says what the module provides).
     steps: training steps of a configuration (at most, with Hyperband). trials: number of configurations.
     algorithm: "random", or "hyperband" (min_steps, eta, skip_last: see gpumux.tune.algorithms.hyperband).
-    scheduler: "serial", one trial after another in this process; "concurrent", up to `concurrent` jobs at a time of the
-        daemon at `endpoint`; "fused", arrays of trials that train as one, of at most `max_array` models and `memory`
-        bytes; with an `endpoint` each array is a job of that daemon.
+    scheduler: "auto", "fused" for trials that are expected to end sooner so, and "serial" for others (with an
+        `endpoint`, "fused"); "serial", one trial after another in this process; "concurrent", up to `concurrent` jobs
+        at a time of the daemon at `endpoint`; "fused", arrays of trials that train as one, of at most `max_array`
+        models and `memory` bytes; with an `endpoint` each array is a job of that daemon.
     sampler: "random", or "tpe" (Optuna's; needs storage). seed: of configurations, weights and random draws.
     storage: URL of an Optuna storage, such as sqlite:///sweep.db. A sweep of the same name (`study`) in it is resumed:
         finished trials are not trained again.
@@ -212,8 +213,12 @@ def _trainer(
         from gpumux.tune.concurrent import ConcurrentTrainer
 
         return ConcurrentTrainer(task, kept, most=concurrent, endpoint=endpoint)
-    if scheduler == "fused":
+    if scheduler == "fused" or (scheduler == "auto" and endpoint is not None):  # a job is captured in any case
         from gpumux.tune.fused import FusedTrainer
 
         return FusedTrainer(task, space, kept, most=max_array, memory=memory, endpoint=endpoint)
+    if scheduler == "auto":
+        from gpumux.tune.auto import AutoTrainer
+
+        return AutoTrainer(task, space, kept, most=max_array, memory=memory)
     raise ConfigError(f"no scheduler is called {scheduler!r}", f"choose from {', '.join(SCHEDULERS)}")
