@@ -159,7 +159,10 @@ class FusionEmitter(TorchDispatchMode):
         fargs, fkwargs = value(args), {k: value(v) for k, v in kwargs.items()}
         gradients = torch.is_grad_enabled()  # some operators do something else where they are on
         with self._bookkeeping(), torch.set_grad_enabled(gradients):
-            out = fake_call(func, fargs, fkwargs, self.device)
+            try:
+                out = fake_call(func, fargs, fkwargs, self.device)
+            except ValueError as error:  # of the check of the sizes and layouts that kernels rely on
+                raise Declined(str(error)) from error
         schema = schema_of(func)
         outs = (out,) if len(func._schema.returns) == 1 else tuple(out or ())
         fresh = self._new_outputs(outs)

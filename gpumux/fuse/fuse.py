@@ -195,10 +195,17 @@ class Fuser:
         return "per-model", reason
 
     def _run_apart(self, call: Call) -> None:
-        """Run an operator once a model. Some kernels that run no other way need dense tensors."""
-        if call.target in rules.PER_MODEL:
-            for operand in call.operands():
-                self.placements.use_template_layout(operand.view)
+        """Run an operator once a model, on tensors of the template's layout where the kernel needs that: some read
+        tensors as they lie in memory, and those of a fused operator are parts of a larger one."""
+        if call.target not in rules.PER_MODEL:
+            saved = self.placements.save()
+            try:
+                self.run_per_model(call)
+                return
+            except Declined:
+                self.placements.restore(saved)
+        for operand in call.operands():
+            self.placements.use_template_layout(operand.view)
         self.run_per_model(call)
 
     def is_alike(self, call: Call) -> bool:

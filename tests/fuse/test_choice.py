@@ -202,3 +202,29 @@ def test_a_plan_needs_a_step():
         array.plan()
     with pytest.raises(ConfigError, match="choose is 'best'"):
         fuse.Array(steady(mlp), configs(), batches(6, 5)[0], choose="best")  # type: ignore[arg-type]
+
+
+class Mixed(nn.Module):
+    """Layers whose backward kernels read tensors as they lie in memory, behind one whose fused result has the models
+    among the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.group, self.layer = nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm([4, 4])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.group(self.first(x))
+        pooled = nn.functional.adaptive_max_pool2d(nn.functional.max_pool2d(out, 2), 2)
+        return self.layer(pooled.flatten(2))
+
+
+@pytest.mark.parametrize(
+    "apart",
+    ["max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward", "native_group_norm_backward",
+     "native_layer_norm_backward", "max_pool2d_with_indices"],
+)  # fmt: skip
+def test_one_operator_runs_once_a_model_between_fused_ones(apart: str):
+    name = f"aten.{apart}.default"
+    array = check(steady(Mixed), batches(3, 2, 8, 8, count=2), per_model_operators=[name])
+    assert ways(array)[name] == {"per-model"}
+    assert ways(array)["aten.convolution.default"] == {"rule"}
