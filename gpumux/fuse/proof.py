@@ -377,44 +377,47 @@ def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) ->
     wide = [in_float64(f.program) for f in (fused, each)]
     if wide[0] is not None and wide[1] is not None:
         fused, each = replace(fused, program=wide[0]), replace(each, program=wide[1])
-    found, wanted, near = _ran(fused, values), _ran(each, values), _ran(each, values, perturbed=True)
-    for what, *tensors in zip(("result", "tensor"), found, wanted, near, strict=True):
-        for number, (a, b, c) in enumerate(zip(*tensors, strict=True)):
-            _same(a, b, c, f"{what} {number} of the {'step' if what == 'result' else 'state'}", fused)
+    found, wanted = _ran(fused, values), _ran(each, values)
+    unsure = {name: (found[name], b) for name, b in wanted.items() if not _same(found[name], b)}
+    del found, wanted  # each run holds the state of all models
+    if not unsure:
+        return
+    near = _ran(each, values, perturbed=True)
+    for name, (a, b) in unsure.items():
+        if not _same(a, b, near[name]):
+            rules = sorted({d.target for d in fused.decisions if d.how == "fused"})
+            raise NotFusible(
+                f"for all models at once, {name} comes out otherwise than for one model after another",
+                f"one of these operators is fused wrongly: {', '.join(rules)}. Report it with the step's code; until "
+                "then give those of which you think so as per_model_operators=[...]",
+            )
 
 
-def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, what: str, fused: Fused) -> None:
-    """Raise NotFusible if `a` differs from `b`. `c` is `b` computed from inputs perturbed in their last digits. If that
+def _same(a: torch.Tensor, b: torch.Tensor, near: torch.Tensor | None = None) -> bool:
+    """Whether `a` is `b` but for rounding. `near` is `b` computed from inputs perturbed in their last digits: if that
     alone makes a difference (a gradient that is truly zero is only rounding), `a` may differ as much."""
     if torch.equal(a, b):
-        return
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        limit = _TOLERANCE.get(a.dtype, _LOOSE)
-        wide = torch.complex128 if a.dtype.is_complex else torch.float64
-        a, b, c = a.to(wide), b.to(wide), c.to(wide)
-        both = torch.isfinite(a) & torch.isfinite(b)
-        if torch.equal(torch.isfinite(a), torch.isfinite(b)):
-            away = (a - b)[both].abs()
-            noise = (c - b)[both & torch.isfinite(c)].abs()
-            if _largest(away) <= limit * max(_largest(b[both].abs()), 1e-30) + _NOISE_FACTOR * _largest(noise):
-                return
-    rules = sorted({d.target for d in fused.decisions if d.how == "fused"})
-    raise NotFusible(
-        f"for all models at once, {what} comes out otherwise than for one model after another",
-        f"one of these operators is fused wrongly: {', '.join(rules)}. Report it with the step's code; until then give "
-        "those of which you think so as per_model_operators=[...]",
-    )
+        return True
+    if not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return False
+    limit = _TOLERANCE.get(a.dtype, _LOOSE)
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    both = torch.isfinite(a) & torch.isfinite(b)
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return False
+    away = _largest((a - b)[both].abs())
+    noise = 0.0 if near is None else _largest((near.to(wide) - b)[both & torch.isfinite(near)].abs())
+    return away <= limit * max(_largest(b[both].abs()), 1e-30) + _NOISE_FACTOR * noise
 
 
 def _largest(values: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _ran(
-    fused: Fused, values: Sequence[Sequence[float | int]], perturbed: bool = False
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(results, state) after a step from synthetic numbers, equal for Programs of equal state. perturbed: perturb those
-    numbers in their last digits."""
+def _ran(fused: Fused, values: Sequence[Sequence[float | int]], perturbed: bool = False) -> dict[str, torch.Tensor]:
+    """Results and state, by name, after a step from synthetic numbers, equal for Programs of equal state. perturbed:
+    perturb those numbers in their last digits."""
     program = fused.program
     dtypes = _slot_dtypes(program)
     slots = sorted((s.slot, s.nbytes) for s in program.storages if s.kind == "state")
@@ -435,7 +438,9 @@ def _ran(
         target.copy_(rows)
     results = runner.run([values[model][index] for model, index in fused.scalars])
     typed = [_typed(b, dtypes[slot]) for b, (slot, _) in zip(buffers, slots, strict=True)]
-    return results, typed
+    return {f"result {i} of the step": each for i, each in enumerate(results)} | {
+        f"tensor {i} of the state": each for i, each in enumerate(typed)
+    }
 
 
 def _slot_dtypes(program: Program) -> dict[int, torch.dtype]:
