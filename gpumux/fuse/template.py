@@ -66,6 +66,30 @@ def align(programs: Sequence[Program], differs: frozenset[int] = frozenset(), la
     )  # fmt: skip
 
 
+def first_models(template: Template, models: int) -> Template:
+    """The template of its first models; itself where it has no more, or where operators belong to single models."""
+    if template.models <= models or any(owner is not None for owner in template.owners):
+        return template
+
+    def fewer(arg: Any) -> Any:
+        if isinstance(arg, Varying):
+            return Varying(arg.values[:models])
+        return tuple(map(fewer, arg)) if isinstance(arg, tuple) else arg
+
+    ops = tuple(
+        replace(op, args=fewer(op.args), kwargs=tuple((name, fewer(value)) for name, value in op.kwargs))
+        for op in template.ops
+    )
+    return replace(
+        template,
+        models=models,
+        ops=ops,
+        consts=tuple(each[:models] for each in template.consts),
+        randoms=tuple(each[:models] for each in template.randoms),
+        slots=tuple(each[:models] for each in template.slots),
+    )
+
+
 def layer_name(label: Label | None) -> str:
     if label is None:
         return "outside the modules"

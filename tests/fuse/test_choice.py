@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from gpumux import fuse
 from gpumux.errors import ConfigError, NotFusible
+from gpumux.fuse import fuse as fuse_module
 from gpumux.fuse import proof, rules
+from gpumux.fuse.emit import Declined
 from gpumux.fuse.variants import END, Timed, cheapest
 from gpumux.program.ir import Program, ProgramBuilder
 from tests.fuse.serial import array_of, batches, check, configs, steady, ways
@@ -146,6 +148,45 @@ def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(rules.RULES, "aten.tanh.default", lambda call: torch.tanh(call["self"].all()) * 1.01)
     with pytest.raises(NotFusible, match=r"result 0 .* fused wrongly: .*aten\.tanh\.default"):
         fuse.Array(steady(mlp), configs(), batches(6, 5)[0])
+
+
+def test_of_many_models_three_are_compared(monkeypatch: pytest.MonkeyPatch):
+    """And the third shows what is wrong by its position alone."""
+    with_times(monkeypatch, by_operator())
+    compared = []
+    right = proof.check
+    monkeypatch.setattr(proof, "check", lambda fused, *rest: (compared.append(fused.models), right(fused, *rest)))
+    check(steady(mlp), batches(6, 5, count=2), given=configs(5), choose="measured")
+    assert compared == [3]
+
+    def wrong(call: Any) -> Any:
+        made = torch.tanh(call["self"].all())
+        return torch.cat([made[:2], made[2:] * 1.01])
+
+    monkeypatch.setitem(rules.RULES, "aten.tanh.default", wrong)
+    with pytest.raises(NotFusible, match="fused wrongly"):
+        fuse.Array(steady(mlp), configs(5), batches(6, 5)[0])
+
+
+def test_an_operator_that_runs_otherwise_for_fewer_models_is_compared_for_all(monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator())
+    compared = []
+    right = proof.check
+    monkeypatch.setattr(proof, "check", lambda fused, *rest: (compared.append(fused.models), right(fused, *rest)))
+
+    name = "aten.tanh.default"
+
+    def rule(call: Any) -> Any:
+        if len(call["self"].all()) < 5:
+            raise Declined("few models")
+        return torch.tanh(call["self"].all())
+
+    ways_of = fuse_module._ways
+    monkeypatch.setattr(fuse_module, "_ways", lambda call: [("rule", rule)] if call.target == name else ways_of(call))
+    monkeypatch.setitem(rules.PER_MODEL, name, "few models")
+    array = check(steady(mlp), batches(6, 5, count=2), given=configs(5), choose="measured")
+    assert ways(array)[name] == {"rule"}
+    assert compared == [5]
 
 
 def normed() -> nn.Module:
