@@ -17,6 +17,7 @@ NAME = "gpumux-torch"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What a checkout holds beside its own files.
 OTHERS = {".git", ".venv", "build", "dist", "shared", "results", "node_modules", "__pycache__", "__compiled__"}
+OTHERS |= {".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}  # hundreds of megabytes that tools made
 INSTALLS = re.compile(r"\binstall\b([^\n`#;&|]*)")
 OTHER_PROJECT = re.compile(r"gpumux(\[.*)?([<>=!~@].*)?", re.S)
 EXTRA_OF_IT = re.compile(r"(?<![\w/-])gpumux\\?\[")  # in a regular expression as well

@@ -8,9 +8,7 @@ import pytest
 
 from microbench.daemon import running_daemon
 from tests.client.parity import THREADS
-
-# The compiler tries no instruction sets and prepares no headers: that takes longer than compiling a step.
-COMPILER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+from tests.compiler import COMPILER
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(actions)
 def test_any_conversation_is_answered_and_leaves_nothing(script):
     daemon = Daemon(Config(max_programs_per_job=3))

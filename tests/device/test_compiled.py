@@ -19,6 +19,7 @@ from gpumux.device.run.operands import Liveness
 from gpumux.program.cut import units
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, contiguous_strides
 from gpumux.types import ProgramReady
+from tests.compiler import COMPILER
 from tests.device.cuda.fake import fake_device, poll_wait
 from tests.device.harness import Case, Driver, select_wait
 from tests.program import samples
@@ -65,6 +66,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("code")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        for name, value in COMPILER.items():
+            patch.setenv(name, value)
         with suppress(ImportError):
             from tqdm import tqdm
 

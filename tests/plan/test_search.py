@@ -95,7 +95,7 @@ def test_what_is_worked_out_a_bit_at_a_time_is_the_same(monkeypatch: pytest.Monk
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_the_optimum_is_exact_for_whatever_graph(data: st.DataObject):
     random = data.draw(st.randoms(use_true_random=False))
     counts = data.draw(st.sampled_from(COUNTS))
@@ -106,7 +106,7 @@ def test_the_optimum_is_exact_for_whatever_graph(data: st.DataObject):
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(LIMITS), st.sampled_from((0.0, 0.5)))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_costs_of_the_network_model_are_searched_exactly_too(random: Random, limit: float, overlap: float):
     """Whole numbers again: they stay exact under powers of two. This is the way of few counts and no blocks."""
     layers = tuple(

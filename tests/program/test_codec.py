@@ -61,7 +61,7 @@ def exact(value: object) -> object:
     return (type(value), value)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(programs())
 def test_round_trip_is_exact(program):
     data = encode(program)
@@ -335,7 +335,7 @@ def test_limits_hold(limits, program):
         decode(encode(program), limits)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_mutated_bytes_never_do_more_than_raise_program_error(data):
     program = data.draw(st.one_of(programs(max_ops=4), st.sampled_from([f() for f in samples.ALL.values()])))
@@ -354,7 +354,7 @@ def test_mutated_bytes_never_do_more_than_raise_program_error(data):
     _must_be_closed(bytes(raw))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200))
 @example(b"")
 def test_arbitrary_bodies_never_do_more_than_raise_program_error(noise):

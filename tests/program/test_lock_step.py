@@ -74,7 +74,7 @@ def held(planned: ArenaPlan, clock: list[int], begins: list[int], now: int) -> l
     return found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(programs(max_ops=10), st.data())
 def test_no_byte_of_two_waves_overlaps_in_an_arena_of_that_height(program, data):
     seconds = data.draw(st.lists(st.integers(1, 9), min_size=len(program.ops), max_size=len(program.ops)))

@@ -45,7 +45,7 @@ def alive(program: Program, storage: int, index: int) -> bool:
     return used_before and (any(touches(i) for i in range(index, count)) or in_results)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(programs(max_ops=10))
 def test_intervals_are_what_brute_force_finds(program):
     live = intervals(program)
@@ -70,7 +70,7 @@ def overlapping(program: Program, planned: ArenaPlan) -> list[tuple[int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(programs(max_ops=12), st.data())
 def test_nothing_alive_overlaps_in_any_plan_and_the_peak_is_honest(program, data):
     temps = [i for i, s in enumerate(program.storages) if s.kind == "temp"]

@@ -36,7 +36,7 @@ OP = ADD.ops[0]
 CONST = Program((Storage("const", 3, 0),), (View(0, "uint8", (3,), (1,)),), (), (), (0,), consts=(b"abc",))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(programs())
 def test_well_formed_programs_pass(program):
     validate(program)

@@ -124,9 +124,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("rate", [20.0, 100.0, 400.0])
-@pytest.mark.parametrize("other", list(OTHERS))
-def test_the_promise_holds_where_steps_come_at_random(rate: float, other: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "rate"), [("short", 100.0), ("short", 400.0), ("long", 20.0), ("long", 100.0), ("long", 400.0)]
+)
+def test_the_promise_holds_where_steps_come_at_random(other: str, rate: float) -> None:
     """Of random gaps two neighbours are nearly always far enough apart for a low piece to end between them."""
     simulation = simulated(high((FULL,) * 5, rate=rate), OTHERS[other])
     job = simulation.run(steps=500, warmup_steps=300).job("high")
@@ -211,7 +212,7 @@ def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it
     simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
     simulation.run(steps=8)
     assert chain(simulation, "short") == [4, 10], "three of 30 us each"
-    result = simulation.run(steps=250, warmup_steps=250)
+    result = simulation.run(steps=150, warmup_steps=150)
     assert chain(simulation, "short") == [4, 10, 30]
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
@@ -252,6 +253,6 @@ def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_
 
 
 def test_steps_that_come_at_random_but_can_bear_to_meet_low_work_leave_it_most_of_the_time() -> None:
-    result = simulated(high((FULL,) * 50, rate=60.0), OTHERS["short"]).run(steps=200, warmup_steps=200)
+    result = simulated(high((FULL,) * 50, rate=60.0), OTHERS["short"]).run(steps=120, warmup_steps=120)
     assert result.job("high").p99_slowdown <= 1.10
     assert result.job("short").relative_throughput > 0.5

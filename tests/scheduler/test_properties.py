@@ -340,7 +340,7 @@ def test_promises_hold_in_every_life(policy: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=300 if policy == "guarded" else 100,
+            max_examples=150 if policy == "guarded" else 60,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

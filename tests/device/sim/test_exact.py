@@ -37,7 +37,7 @@ SHARED = replace(SPEC, launch_queue="shared")
 FEW_CHANNELS = replace(SPEC, channels=2)
 # No two of its times are a nanosecond apart: to the engine that is one instant, and to a float perhaps another.
 CALM = replace(SPEC, graph_s=0.0, graph_node_s=0.0, call_s=0.0, transmit_s=0.0, launch_gap_s=0.0, node_gap_s=0.0)
-LONG = settings(deadline=None, max_examples=120)
+LONG = settings(deadline=None, max_examples=60)
 
 kernels = st.builds(
     lambda blocks, us, per_sm, load, sensitivity, issue, cached: Kernel(
