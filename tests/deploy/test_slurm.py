@@ -166,7 +166,7 @@ def on_nodes(*groups):
         ("TresPerNode=gres/gpumux_share:25", 0, 25),
         ("TresPerNode=gres/gpumux_share=25", 0, 25),
         ("TresPerNode=gres:gpumux_share", 0, 1),
-        (f"JOB_GRES=gpumux_share:25 {on_nodes(('n1', 'gpumux_share(CNT:25)'))} TresPerNode=gres:gpumux_share:25", 0, 25),
+        (f"{on_nodes(('n1', 'gpumux_share(CNT:25)'))} TresPerNode=gres:gpumux_share:20", 0, 25),
         (f"JOB_GRES=gpumux_share:60 {on_nodes(('n[1-2]', 'gpumux_share(CNT:30)'))}", 0, 30),
         (f"JOB_GRES=gpumux_share:gpu0:0,gpumux_share:gpu1:80 {on_nodes(('n1', 'gpumux_share:gpu1(CNT:80)'))}", 1, 80),
         (on_nodes(("n2", "gpumux_share:gpu0(CNT:8)"), ("n1", "gpumux_share:gpu1(CNT:7)"), ("n3", "")), 1, 7),
