@@ -207,7 +207,7 @@ def test_of_shares_of_several_gpus_the_most_count_and_the_job_is_told(node):
 
 
 def test_a_job_without_shares_on_this_node_has_no_grant(node):
-    asking(node, 17, on_nodes(("n2", "gpumux_share(CNT:30)"), ("n1", "license_server(CNT:1)")))
+    asking(node, 17, on_nodes(("n1", "license_server(CNT:1)"), ("n2", "gpumux_share(CNT:30)"), ("n11", "gpumux_share")))
     node.prolog(17, gpus="")
     assert (node.told(), node.marks()) == ([], [])
 

@@ -213,6 +213,16 @@ def test_a_plugin_that_restarts_knows_the_grants_it_made(grants):
     assert grants.records() == []
 
 
+def test_a_grant_in_use_again_has_its_time_anew(grants):
+    shares = NodeShares(Offer(), grants)
+    shares.allocate(IDS[:2])
+    shares.release_unused([], 0.0)
+    shares.release_unused([("gpumux.dev/share", IDS[1])], GRACE_S - 1)
+    assert shares.release_unused([], GRACE_S) == []
+    assert shares.release_unused([], 2 * GRACE_S - 1) == []
+    assert len(shares.release_unused([], 2 * GRACE_S)) == 1
+
+
 def test_grants_of_a_larger_offer_are_released_after_it_was_made_smaller(grants):
     NodeShares(Offer(), grants).allocate(["share-10", "share-99"])
     smaller = NodeShares(Offer(shares=60), grants)
