@@ -70,7 +70,12 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 } | {
     ("gpumux", f"gpumux.{name}"): "names for users and type checkers, loaded at first use"
     for name in (
-        "client", "fuse", "client.future.StepFuture", "client.job.Job", "client.submit.submit", "fuse.job.submit_array",
+        "client",
+        "fuse",
+        "client.future.StepFuture",
+        "client.job.Job",
+        "client.submit.submit",
+        "fuse.job.submit_array",
     )
 }
 
