@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpumux import client as client
     from gpumux import fuse as fuse
-    from gpumux.client import Job as Job
-    from gpumux.client import StepFuture as StepFuture
-    from gpumux.client import submit as submit
-    from gpumux.client import submit_array as submit_array
+
+    # each from its own module: mypy may take gpumux.client.submit for the module of that name
+    from gpumux.client.future import StepFuture as StepFuture
+    from gpumux.client.job import Job as Job
+    from gpumux.client.submit import submit as submit
+    from gpumux.fuse.job import submit_array as submit_array
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, NewType
+from typing import Any, Literal, NamedTuple, NewType, NotRequired, TypedDict, final
 
 JobId = NewType("JobId", str)  # chosen by the client: 32 hex digits
 SessionId = NewType("SessionId", str)  # chosen by the daemon, one a client connection
@@ -236,3 +236,83 @@ class JobReleased:
     """`unload` has ended: the device has released the job's memory."""
 
     job: JobId
+
+
+# ---- What users are told of a job: Job.stats(), and `gpumux jobs --json` but for the first part.
+
+
+@final
+class HighPromise(TypedDict):
+    """How a high job's promise stands over the window that is judged. Ratios are to the step alone; None: not measured
+    yet."""
+
+    verdict: str
+    slowdown: float | None
+    slowdown_p99: float | None
+    promised: float
+    promised_p99: float
+    steps: int
+    kept: bool | None
+    steps_over: int
+    broken_for_s: float
+    solo_step_s: float | None
+    bans: int
+
+
+@final
+class LowPromise(TypedDict):
+    """What a low job is held for now, if `held` is a reason and not ""; `held_s`: seconds held by now, by reason;
+    `too_long`: its piece that fits into no gap of a high job, and what would fit."""
+
+    held: str
+    held_by: str
+    held_by_name: NotRequired[str]
+    held_by_job: NotRequired[str]
+    held_for_s: float
+    held_s: dict[str, float]
+    too_long: dict[str, Any] | None
+    bans: int
+
+
+class JobStatistics(TypedDict):
+    """Job.stats(). Sizes are in bytes, times in seconds.
+
+    `exactness`, `because`, `tolerance` (by dtype, relative to a tensor's largest element) and `microbatches` (parts, by
+    function) say how results compare with the reference run's; the last three are there for "equivalent" results only.
+    `promise` is None under policies without a guard. `ranks` has the statistics of each rank of a job over several
+    devices, `waves` is there for a job in waves.
+    """
+
+    exactness: Literal["bit-equal", "equivalent"]
+    because: NotRequired[list[str]]
+    tolerance: NotRequired[dict[str, float]]
+    microbatches: NotRequired[dict[str, int]]
+    waves: NotRequired[int]
+    ranks: NotRequired[list[dict[str, Any]]]
+    rng: Literal["client", "own"]
+
+    job: str
+    short: str
+    name: str
+    uid: int
+    pid: int
+    priority: Literal["high", "low"]
+    weight: float
+    state: str
+    paused: bool
+    queued: int
+    running: int
+    outstanding: int
+    memory_bytes: int
+    measured_bytes: int
+    device_busy_s: float
+    steps_done: int
+    steps_failed: int
+    programs: int
+    transfers: int
+    opened_s_ago: float
+    max_slowdown: float
+    models: int
+    gang: dict[str, Any] | None
+    promise: HighPromise | LowPromise | None
+    mine: bool

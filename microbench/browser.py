@@ -138,6 +138,10 @@ class Browser:
         return found
 
 
+# Keys that are no letters: their code, and the character they type.
+KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, "")}
+
+
 class Page:
     """One tab, until it or its browser is closed."""
 
@@ -163,6 +167,14 @@ class Page:
     def point(self, x: float, y: float) -> None:
         """Move the mouse there, in pixels of the window."""
         self._browser.ask("Input.dispatchMouseEvent", self._session, type="mouseMoved", x=x, y=y)
+
+    def press(self, key: str) -> None:
+        """Press a key and let it go: a letter, or one of `KEYS`. The page has dealt with it on return."""
+        code, character = KEYS.get(key, (ord(key.upper()[0]), key))
+        said = {"key": key, "windowsVirtualKeyCode": code}
+        down = {"type": "keyDown", "text": character} if character else {"type": "rawKeyDown"}
+        for event in (down, {"type": "keyUp"}):
+            self._browser.ask("Input.dispatchKeyEvent", self._session, **said, **event)
 
     def cut_off(self) -> None:
         """Have every request fail from now on, as without a network."""

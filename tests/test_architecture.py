@@ -69,7 +69,14 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "users look for it beside submit; nothing of the client uses it",
 } | {
     ("gpumux", f"gpumux.{name}"): "names for users and type checkers, loaded at first use"
-    for name in ("client", "fuse", "client.Job", "client.StepFuture", "client.submit", "client.submit_array")
+    for name in (
+        "client",
+        "fuse",
+        "client.future.StepFuture",
+        "client.job.Job",
+        "client.submit.submit",
+        "fuse.job.submit_array",
+    )
 }
 
 CLIENT = {"client", "capture"}
@@ -157,9 +164,10 @@ def test_the_scheduler_and_the_placement_are_pure():
 
 
 def test_only_the_package_imports_the_module_that_a_users_verb_is_named_after():
-    """An import of gpumux.client.submit past the package would put the module where users find the function."""
+    """An import of gpumux.client.submit past the package would put the module where users find the function. The one in
+    gpumux is read by type checkers alone."""
     direct = [i for i in all_imports() if i.imported.startswith("gpumux.client.submit.")]
-    assert {i.importer for i in direct} == {"gpumux.client"}
+    assert {i.importer for i in direct} == {"gpumux", "gpumux.client"}
 
 
 def test_every_part_has_its_arrows():

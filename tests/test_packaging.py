@@ -200,6 +200,23 @@ def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
         assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("jobs --help", 0, ""),
+        ("grants list --dir grants", 0, ""),
+        ("status", 78, "gpumux: pyzmq is not installed\n  pip install 'pyzmq>=26'\n"),
+    ],
+)
+def test_without_any_package_too(command: str, code: int, said: str, wheel: Path, tmp_path: Path) -> None:
+    """As `pip install --no-deps` leaves it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("GPUMUX", "PYTHON"))}
+    done = execute(
+        sys.executable, "-S", "-m", "gpumux", *command.split(), cwd=tmp_path, env={**env, "PYTHONPATH": str(wheel)}
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_what_is_missing_is_named_as_the_project_asks_for_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert sorted(installation.REQUIREMENTS.values()) == sorted(project["dependencies"])
@@ -275,6 +292,7 @@ def test_an_editable_installation_is_a_plain_path(editable: Path, tmp_path: Path
 
 SCRIPT = """\
 import gpumux
+from gpumux.client import SubmitOptions
 
 def step(x: int) -> int:
     return x
@@ -284,44 +302,69 @@ with gpumux.submit(step, example=(1,), priority='low') as job:
     more = job.add(step, example=(1,))
     more(1)
     job.sync()
+    stats = job.stats()
+    print(stats["exactness"], stats.get("tolerance", {}).get("float32"), stats["steps_done"] + 1)
+
+options: SubmitOptions = {"priority": "high", "max_slowdown": 1.05}
+gpumux.submit(step, example=(1,), **options)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "errors"),
-    [
-        ({}, []),
-        ({"priority='low'": "priority='hgih'"}, ['"priority"']),
-        ({"job.step(1)": "job.step('1')", "more(1)": "more('1')"}, ['"step"', "Argument 1"]),
-        ({"gpumux.submit(": "gpumux.sumbit("}, ['"sumbit"']),
-    ],
-)
-def test_mypy_sees_the_types_through_an_editable_installation(
-    changes: dict[str, str], errors: list[str], editable: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nignore_missing_imports = true\n")
-    script = tmp_path / "script.py"
+STATISTICS = {'stats["steps_done"]': 'stats["step_done"]', 'print(stats["exactness"]': 'print(stats["exact"]'}
+OPTIONS = {'"max_slowdown"': '"max_slowdwon"'}
+
+
+def changed(changes: dict[str, str]) -> str:
     text = SCRIPT
     for right, wrong in changes.items():
         assert right in text
         text = text.replace(right, wrong)
-    script.write_text(text)
+    return text
+
+
+SCRIPTS: dict[str, tuple[dict[str, str], list[str]]] = {  # what is wrong, and what mypy says of it
+    "right": ({}, []),
+    "priority": ({"priority='low'": "priority='hgih'"}, ['"priority"']),
+    "arguments": ({"job.step(1)": "job.step('1')", "more(1)": "more('1')"}, ['"step"', "Argument 1"]),
+    "name": ({"with gpumux.submit(": "with gpumux.sumbit("}, ['"sumbit"']),
+    "figures": (STATISTICS, ['"exact"', '"step_done"']),
+    "options": (OPTIONS, ['"max_slowdwon"']),
+}
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_types_through_an_editable_installation(editable: Path, tmp_path: Path) -> None:
+    """One run for all scripts, as mypy reads gpumux and torch first."""
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nignore_missing_imports = true\n")
+    for name, (changes, _) in SCRIPTS.items():
+        (tmp_path / f"{name}.py").write_text(changed(changes))
     options = ["--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path / "cache"]
-    done = execute(sys.executable, "-m", "mypy", *options, "--python-executable", editable, script, cwd=tmp_path)
-    found = [line for line in done.stdout.splitlines() if "script.py" in line and ": error:" in line]
-    assert len(found) == len(errors), done.stdout + done.stderr
-    assert all(what in line for what, line in zip(errors, found, strict=True)), found
+    scripts = [f"{name}.py" for name in SCRIPTS]
+    done = execute(sys.executable, "-m", "mypy", *options, "--python-executable", editable, *scripts, cwd=tmp_path)
+    found: dict[str, list[str]] = {name: [] for name in SCRIPTS}
+    for line in done.stdout.splitlines():
+        name = line.partition(".py:")[0]
+        if name in found and ": error:" in line:
+            found[name].append(line)
+    for name, (_, errors) in SCRIPTS.items():
+        assert len(found[name]) == len(errors), done.stdout + done.stderr
+        assert all(what in line for what, line in zip(errors, found[name], strict=True)), found[name]
+
+
+FRAMEWORK = """\
+from gpumux.integrations.huggingface import on_gpumux
+
+on_gpumux(object(), priority="hgih").__class__
+"""
 
 
 @pytest.mark.skipif(find_spec("basedpyright") is None, reason="pip install basedpyright")
 def test_pyright_sees_them_too(editable: Path, tmp_path: Path) -> None:
     """As editors have it. One run for all scripts; basedpyright brings the node that it needs."""
     scripts = {
-        "right": SCRIPT,
-        "priority": SCRIPT.replace("priority='low'", "priority='hgih'"),
-        "arguments": SCRIPT.replace("job.step(1)", "job.step('1')").replace("more(1)", "more('1')"),
-        "name": SCRIPT.replace("gpumux.submit(", "gpumux.sumbit("),
+        **{name: changed(changes) for name, (changes, _) in SCRIPTS.items()},
+        "key": changed({'stats.get("tolerance", {})': 'stats["tolerance"]'}),
+        "framework": FRAMEWORK,
     }
     for name, text in scripts.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -331,8 +374,19 @@ def test_pyright_sees_them_too(editable: Path, tmp_path: Path) -> None:
     found: dict[str, list[int]] = {name: [] for name in scripts}
     for each in json.loads(done.stdout)["generalDiagnostics"]:
         found[Path(each["file"]).stem].append(each["range"]["start"]["line"])
-    submitted = SCRIPT.split("\n").index("with gpumux.submit(step, example=(1,), priority='low') as job:")
-    expected = {"right": [], "priority": [submitted], "arguments": [submitted + 1, submitted + 3], "name": [submitted]}
+    lines = SCRIPT.split("\n")
+    submitted = lines.index("with gpumux.submit(step, example=(1,), priority='low') as job:")
+    (printed,) = [at for at, line in enumerate(lines) if line.startswith("    print(")]
+    expected = {
+        "right": [],
+        "priority": [submitted],
+        "arguments": [submitted + 1, submitted + 3],
+        "name": [submitted],
+        "figures": [printed, printed],
+        "key": [printed],  # only there for results that are equivalent
+        "options": [printed + 2],
+        "framework": [2],
+    }
     assert found == expected, done.stdout
 
 

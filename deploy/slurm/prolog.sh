@@ -19,17 +19,40 @@ fail() {
 }
 
 # Slurm's environment says which GPUs a job has (gres/gpu, gres/shard), and nothing of other resources: those are asked for.
-shares="" gpus=()
+shares="" gpus=() note=""
 if [[ -n ${SLURM_JOB_GPUS:-} ]]; then
   IFS=, read -ra gpus <<<"$SLURM_JOB_GPUS"
 else
-  # On this node (GRES=), or, where that is not shown, on each (TresPerNode=).
   if ! job=$("$GPUMUX_SCONTROL" --oneliner --details show job "${SLURM_JOB_ID:?}"); then
     fail "scontrol does not show job $SLURM_JOB_ID"
   fi
-  if [[ $job =~ (GRES|TresPerNode)=[^[:space:]]*gpumux_share(:gpu([0-9]+))?([:=]([0-9]+))? ]]; then
-    gpus=("${BASH_REMATCH[3]:-0}") shares=${BASH_REMATCH[5]:-1}
+  # What the job has on this node: a GRES= for each group of nodes with equal parts. JOB_GRES= is the sum over all nodes.
+  held="" rest=$job
+  while [[ $rest =~ [[:space:]]Nodes=([^[:space:]]+)[[:space:]]+CPU_IDs=[^[:space:]]*[[:space:]]+Mem=[^[:space:]]*[[:space:]]+GRES=([^[:space:]]*)(.*)$ ]]; do
+    nodes=${BASH_REMATCH[1]} parts=${BASH_REMATCH[2]} rest=${BASH_REMATCH[3]}
+    if "$GPUMUX_SCONTROL" show hostnames "$nodes" | grep -xF "${SLURMD_NODENAME:-$(hostname -s)}" >/dev/null; then
+      held=$parts
+    fi
+  done
+  # Releases that don't show it say what the job asked for on each node.
+  if [[ -z $held && $job =~ [[:space:]]TresPerNode=([^[:space:]]+) ]]; then
+    held=${BASH_REMATCH[1]}
   fi
+  # Slurm splits a request without a type over the GPUs of a node. A job has one daemon, so the largest part counts.
+  IFS=, read -ra parts <<<"$held"
+  for part in "${parts[@]}"; do
+    if [[ $part =~ ^(gres[:/])?gpumux_share(:gpu([0-9]+))?([:=]([0-9]+))?(\(CNT:([0-9]+)\))?$ ]]; then
+      gpu=${BASH_REMATCH[3]:-0} count=${BASH_REMATCH[7]:-${BASH_REMATCH[5]:-1}}
+      if [[ -n $shares ]]; then
+        note="gpumux: Slurm gave this job shares of several GPUs ($held), of which the most of one are used; ask for one GPU's, such as --gres=gpumux_share:gpu0:25"
+      fi
+      if [[ -z $shares ]] || ((count > shares)); then
+        gpus=("$gpu") shares=$count
+      fi
+    elif [[ $part == *gpumux_share* ]]; then
+      fail "scontrol says $part of job $SLURM_JOB_ID, which is no number of shares"
+    fi
+  done
 fi
 [[ ${#gpus[@]} -gt 0 ]] || exit 0
 
@@ -58,6 +81,6 @@ if [[ -n $shares ]]; then
     --max-priority "$GPUMUX_MAX_PRIORITY" "slurm-$SLURM_JOB_ID" "$shares" >"$token" 9>&-; then
     fail "the share can't be granted"
   fi
-  echo "ipc://$GPUMUX_SHARES/${gpus[0]}/gpumux.sock" >>"$token"
+  printf '%s\n' "ipc://$GPUMUX_SHARES/${gpus[0]}/gpumux.sock" "$note" >>"$token"
   chown "${SLURM_JOB_UID:?}" "$token"
 fi

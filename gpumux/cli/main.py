@@ -30,7 +30,6 @@ from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.types import WEIGHTS
 from gpumux.wire.endpoint import parse
-from gpumux.wire.messages import PROTOCOL_VERSION
 
 # ---- Errors in usage or configuration. A daemon that is to log JSON reports them as a line of its log, where a log
 # collector finds them and can parse them.
@@ -596,6 +595,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_version(args: argparse.Namespace) -> int:
+    from gpumux.wire.messages import PROTOCOL_VERSION
+
     facts = {"gpumux": __version__, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
     if args.json:
         emit_json(facts)

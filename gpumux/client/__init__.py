@@ -10,17 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpumux.client.arguments import SubmitOptions
     from gpumux.client.future import StepFuture
     from gpumux.client.job import Job
     from gpumux.client.submit import submit
     from gpumux.fuse.job import submit_array
+    from gpumux.types import JobStatistics
 
 
-__all__ = ["Job", "StepFuture", "submit", "submit_array"]
+__all__ = ["Job", "JobStatistics", "StepFuture", "SubmitOptions", "submit", "submit_array"]
 
 _HOME = {
     "Job": "gpumux.client.job",
+    "JobStatistics": "gpumux.types",
     "StepFuture": "gpumux.client.future",
+    "SubmitOptions": "gpumux.client.arguments",
     "submit": "gpumux.client.submit",
     "submit_array": "gpumux.fuse.job",
 }

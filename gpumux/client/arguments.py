@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
+from gpumux.burst.norms import BatchNorm
 from gpumux.burst.placement import (
     MOST_RANKS,
     RankPlacement,
@@ -25,6 +26,37 @@ from gpumux.program.saved_plan import SavedPlan, load
 from gpumux.types import MAX_JOB_NAME, WEIGHTS, JobSpec, Priority
 from gpumux.wire.codec import MAX_INT
 from gpumux.wire.endpoint import default_endpoint
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The optional arguments of submit(), for those that pass them on: a dictionary of them, and **options."""
+
+    priority: Literal["high", "low"]
+    name: str | None
+    endpoint: str | None
+    weight: float
+    max_slowdown: float
+    memory_limit: int | None
+    max_inflight: int
+    seed: int | None
+    max_variants: int | None
+    microbatches: int
+    compile: bool
+    rng: Literal["client", "own"] | None
+    resume: str | None
+    replay_bytes: int
+    reconnect_s: float
+    plan: str | Path | SavedPlan | RankPlacement | None
+    endpoints: Sequence[str] | None
+    devices: int | None
+    peers_timeout_s: float
+    batch_norm: BatchNorm
+    waves: int
+    memory: Literal["own", "shared"]
+    cluster: str | None
+    gpus: int | None
+    min_gpus: int
+    urgency: int
 
 
 def job_spec(

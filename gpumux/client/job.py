@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -51,7 +51,7 @@ from gpumux.client.transport import Shield
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.notebook import facts_table
 from gpumux.program import operators
-from gpumux.types import JobSpec, Priority
+from gpumux.types import JobSpec, JobStatistics, Priority
 from gpumux.waves.steps import Waves
 from gpumux.waves.trace import LANES, adds_to_gradients
 from gpumux.wire import messages as m
@@ -545,7 +545,7 @@ class Job(Generic[Batch]):
         self._persist(lambda: self._remote.call(m.ResumeJob))
         self._recovery.paused = False
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> JobStatistics:
         """The daemon's figures for the job: steps, queue and device seconds, memory in bytes, outstanding launches.
         `rng` says which random generator the job draws from (submit()). `exactness` is "bit-equal" (README,
         "Equal results") or "equivalent": then `because` gives the reasons, and `tolerance` how far a step's results may
@@ -557,7 +557,7 @@ class Job(Generic[Batch]):
         ranks = 1 if self._over is None else self._over.ranks
         waves = {} if self._waves is None else {"waves": len(LANES)}
         same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks) | waves
-        return {**same, **rng, **reply.body}
+        return cast(JobStatistics, {**same, **rng, **reply.body})
 
     @property
     def bytes_copied_in(self) -> int:

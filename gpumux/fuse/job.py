@@ -33,7 +33,7 @@ from gpumux.fuse.member import STREAM, keys_of
 from gpumux.fuse.template import Fused
 from gpumux.fuse.variants import Options, Variant
 from gpumux.program.ir import ITEM_BYTES, Program, Storage, aligned
-from gpumux.types import JobSpec
+from gpumux.types import JobSpec, JobStatistics
 from gpumux.wire.codec import MAX_INT
 from gpumux.wire.messages import MAX_NOTES
 
@@ -329,7 +329,7 @@ class ArrayJob(BaseArray):
         for member, choice in zip(self._members, choices, strict=True):
             member.advance(choice)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> JobStatistics:
         """The daemon's statistics of the job. Results are "equivalent": a batched product may be rounded in another
         order than each model's own, to a relative difference of about 1e-6 a step in float32 and 1e-15 in float64."""
         return {**self.job.stats(), "exactness": "equivalent"}

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from gpumux.client import submit
+from gpumux.client.arguments import SubmitOptions
 from gpumux.client.job import Job
 from gpumux.errors import ConfigError
 
+Trainer = TypeVar("Trainer")
 
-def on_gpumux(trainer: Any, **options: Any) -> Any:
+
+def on_gpumux(trainer: Trainer, **options: Unpack[SubmitOptions]) -> Trainer:
     """Have `trainer.train()` run its steps in a daemon; returns the same trainer. `options` are those of
     gpumux.client.submit (priority, name, endpoint, weight, ...). Subclasses keep their methods, including
     `compute_loss`. One that overrides `training_step` is refused, as that is what gpumux replaces.
@@ -43,8 +46,9 @@ def on_gpumux(trainer: Any, **options: Any) -> Any:
             "override compute_loss, or use gpumux.client.submit in a loop of your own",
         )
     _check(trainer)
-    trainer.__class__ = type(f"{cls.__name__}OnGpumux", (OnGpumux, cls), {})
-    trainer._gpumux = Steps(trainer, options)
+    moved: Any = trainer
+    moved.__class__ = type(f"{cls.__name__}OnGpumux", (OnGpumux, cls), {})
+    moved._gpumux = Steps(trainer, options)
     return trainer
 
 
@@ -67,7 +71,7 @@ def _check(trainer: Any) -> None:
 class Steps:
     """A Trainer's steps as a job, opened at the first step."""
 
-    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, options: SubmitOptions) -> None:
         self._trainer = trainer
         self._options = options
         self.job: Job[Any] | None = None

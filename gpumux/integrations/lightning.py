@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from gpumux.client import submit
+from gpumux.client.arguments import SubmitOptions
 from gpumux.client.job import Job
 from gpumux.errors import CaptureError, ConfigError
 
@@ -43,7 +44,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     strategy_name = "gpumux"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[SubmitOptions]) -> None:
         super().__init__(device="cpu")
         self._options = options
         self._job: Job[Any] | None = None

@@ -231,12 +231,12 @@ def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
             color=look.color,
             label=meaning,
         )
-    axes.margins(x=0.15)
+    axes.margins(x=0.2, y=0.1)
     near = [0.04 * (high - low) for low, high in (axes.get_xlim(), axes.get_ylim())]
-    for prefix, _, _ in kinds:
+    for (prefix, _, _), offset in zip(kinds, (5, -13), strict=True):  # each line's labels on a side of their own
         some = [(p.speedup, p.throughput, p.name.split()[1]) for p in points if p.name.startswith(prefix)]
         for (x, y), text in _together(some, *near).items():
-            axes.annotate(text, (x, y), fontsize=DENSE, xytext=(5, 5), textcoords="offset points")
+            axes.annotate(text, (x, y), fontsize=DENSE, xytext=(5, offset), textcoords="offset points")
     title = f"{name}: amplification limits, and GPUs given to the foreground"
     label(axes, "foreground speed-up (times)", "all jobs (samples/s)", title, legend=True)
     save(drawn, path)

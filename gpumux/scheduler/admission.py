@@ -304,7 +304,7 @@ class AdmissionLedger:
         more = self._held(job, after) - self._held(job, before)
         if job.arena is not None:
             more += max(0, after.transient - job.arena.nbytes)
-        fault = self._refuse_bytes(job.peer, more, f"job {job.id} would hold {describe(after)}; that")
+        fault = self._refuse_bytes(job.peer, more, f"job {job.id} would hold {describe(after)}; it")
         if fault is not None:
             return fault
         free = self.capacity - self.used - self.reservations.total_bytes()
@@ -325,7 +325,7 @@ class AdmissionLedger:
             return None
         holder, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
         return admission(
-            f"{what}; with your other jobs and reservations that is {size(mine + more)}, and the most {holder} "
+            f"{what} comes to {size(mine + more)} with your other jobs and reservations, and the most {holder} "
             f"may have is {size(most)}",
             f"close a job, use a smaller batch or model, or raise {setting}",
         )

@@ -23,11 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumux.errors import AccessDenied, ConfigError
 from gpumux.types import PRIORITIES, Grant, Peer, Priority
-from gpumux.wire.messages import GrantedHello, Hello
+
+if TYPE_CHECKING:  # `gpumux grants`, and so every --help, works without msgpack
+    from gpumux.wire.messages import Hello
 
 TOKEN = "GPUMUX_GRANT"  # environment: the client's token
 MOST_SHARES = 1000  # of a device: a job's weight can't be less than a thousandth
@@ -43,6 +45,8 @@ def with_token(hello: Hello, environ: Mapping[str, str] | None = None) -> Hello:
     token = (os.environ if environ is None else environ).get(TOKEN, "")
     if not token or hello.inline:
         return hello
+    from gpumux.wire.messages import GrantedHello
+
     return GrantedHello(
         hello.protocol, hello.gpumux_version, hello.role, hello.pid, hello.torch_version, hello.inline, token[:256]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NotRequired, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from gpumux import client, errors
 from gpumux.capture.microbatch.split import TOLERANCE
 from gpumux.plan.memory import ways
 from gpumux.program.memory import plan
+from gpumux.types import JobStatistics
 from tests.client.parity import Work, batches, plain, simple_loop, through
 
 
@@ -588,6 +589,9 @@ def test_stats_say_equivalent_and_one_microbatch_changes_nothing(endpoint: str) 
         assert stats["exactness"] == "equivalent"
         assert stats["tolerance"] == TOLERANCE
         assert list(stats["microbatches"].values()) == [4]
+        hints = get_type_hints(JobStatistics, include_extras=True)  # what type checkers read
+        required = {key for key, hint in hints.items() if get_origin(hint) is not NotRequired}
+        assert stats.keys() == required | {"because", "tolerance", "microbatches"}
 
 
 def work(program: Any) -> list[int]:

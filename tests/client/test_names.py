@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -16,9 +17,18 @@ from tests.fuse.serial import array_of, batches, configs, training
 
 NAMES = {
     "gpumux": {"Job", "StepFuture", "client", "fuse", "submit", "submit_array"},
-    "gpumux.client": {"Job", "StepFuture", "submit", "submit_array"},
+    "gpumux.client": {"Job", "JobStatistics", "StepFuture", "SubmitOptions", "submit", "submit_array"},
     "gpumux.fuse": {"Array", "ArrayJob", "submit_array"},
 }
+
+
+def test_the_options_to_pass_on_are_those_of_submit():
+    taken = {
+        name: parameter.annotation
+        for name, parameter in inspect.signature(gpumux.submit).parameters.items()
+        if name not in ("step", "example", "model", "optimizer")
+    }
+    assert taken == {name: hint.__forward_arg__ for name, hint in client.SubmitOptions.__annotations__.items()}
 
 
 @pytest.mark.parametrize("package", NAMES)

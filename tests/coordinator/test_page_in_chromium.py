@@ -14,7 +14,7 @@ from gpumux.metrics.server import CLUSTER_FILES
 from microbench.browser import Browser, Page
 from microbench.cluster_page import BROKEN, SIZES, PlayedCluster, served
 from microbench.status_page import SCREENS
-from tests.metrics.chromium import chromium, outside, until, violations
+from tests.metrics.chromium import chromium, focused, outside, reachable, tabbed, until, violations
 
 pytestmark = pytest.mark.slow
 
@@ -201,4 +201,25 @@ def test_focus_and_rows_stay_while_figures_go_on(browser: Browser):
         before, looks = opened.evaluate("[document.activeElement.getAttribute('aria-label'), seen.length]")
         look(opened, looks + 2)
         assert opened.evaluate("document.activeElement.getAttribute('aria-label')") == before
+        opened.close()
+
+
+def test_without_a_mouse_each_part_is_reached_in_the_order_it_stands_and_why_a_job_waits_is_read(browser: Browser):
+    cluster = PlayedCluster(*SIZES["small"])
+    with served(cluster) as page:
+        opened = browser.open(f"{page.address}/", 1280, 900)
+        look(opened)
+        stands = reachable(opened)
+        assert "filter" in stands
+        assert sum(name.startswith("Explain ") for name in stands) >= 2
+        assert tabbed(opened) == stands
+        while not focused(opened).startswith("Explain "):
+            opened.press("Tab")
+        asked = focused(opened)
+        opened.press("Enter")
+        until(opened, "document.querySelector('#explained-text .verdict')")
+        assert opened.evaluate("document.querySelector('#explanation').contains(document.activeElement)")
+        opened.press("Escape")
+        until(opened, "!document.querySelector('#explanation').open")
+        assert focused(opened) == asked
         opened.close()

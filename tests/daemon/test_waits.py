@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpumux.config import Config
-from gpumux.types import Peer, SessionId
+from gpumux.types import HighPromise, JobStatistics, LowPromise, Peer, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Opened
 from tests.program import samples
@@ -92,6 +92,15 @@ def test_a_client_learns_for_which_of_its_jobs_a_step_is_held_and_for_how_long(d
     promise = report.body["promise"]
     assert (promise["held_by_name"], promise["held_by_job"]) == ("important", HIGH)
     assert promise["held"] in promise["held_s"]
+
+
+def test_what_clients_learn_is_what_type_checkers_read(daemon: Daemon) -> None:
+    held(daemon, Peer(1000, 1000, 8))
+    for name, job, kind in (("high", HIGH, HighPromise), ("low", LOW, LowPromise)):
+        ((report, _),) = daemon.say(name, msg.JobStats(daemon.ref(), job))
+        assert report.body["promise"].keys() == kind.__annotations__.keys()
+        of_the_client = {"exactness", "because", "tolerance", "microbatches", "waves", "ranks", "rng"}
+        assert report.body.keys() == JobStatistics.__annotations__.keys() - of_the_client
 
 
 def test_the_status_page_learns_it_too(daemon: Daemon) -> None:

@@ -260,9 +260,16 @@ def test_the_charts_values_reach_the_plugins_and_mistakes_are_refused():
     for wrong in (
         {"offers": [{"resource": "gpumux.dev/share", "shares": 101, "maxPriority": "low"}]},
         {"offers": [{"resource": "gpumux.dev/share", "shares": 1, "maxPriority": "top"}]},
+        {"offers": [{"resource": "gpumux.dev/-share", "shares": 1, "maxPriority": "low"}]},
+        {"gpuResource": None},
+        {"resources": {"limits": "64Gi"}},
         {"share": 10},
     ):
         assert helm(**wrong)[0], wrong
+    one = {"shares": 1, "maxPriority": "low"}
+    for names in (("a.dev/share", "b.dev/share"), ("a.dev/gpumux",), ("a.dev/Share", "a.dev/share")):
+        (said,) = helm(offers=[{"resource": name, **one} for name in names])[0]
+        assert "is no name for another container" in said
 
 
 def test_labels_ports_and_times_fit():

@@ -35,7 +35,9 @@ class Node:
         self.resources = place / "resources"
         self.resources.mkdir()
         (tools / "scontrol").write_text(
-            f'#!/bin/bash\n[[ "$1 $2 $3 $4" == "--oneliner --details show job" ]] && cat "{self.resources}/$5"\n'
+            f'#!/bin/bash\nif [[ "$1 $2" == "show hostnames" ]]; then\n'
+            f'  [[ $3 == "n[1-2]" ]] && printf "n1\\nn2\\n" || echo "$3"\n'
+            f'else\n  [[ "$1 $2 $3 $4" == "--oneliner --details show job" ]] && cat "{self.resources}/$5"\nfi\n'
         )
         (tools / "gpumux").write_text(f'#!/bin/bash\nexec "{sys.executable}" -m gpumux "$@"\n')
         for tool in tools.iterdir():
@@ -57,7 +59,7 @@ class Node:
         if not said.exists():
             said.write_text(f"JobId={job} JobState=RUNNING TresPerNode=(null)\n")
         env = {"SLURM_JOB_ID": str(job), "SLURM_JOB_PARTITION": partition, "GPUMUX_SLURM_CONF": str(self._conf)}
-        env |= {"SLURM_JOB_UID": str(os.getuid()), "PYTHONPATH": str(ROOT)}
+        env |= {"SLURM_JOB_UID": str(os.getuid()), "SLURMD_NODENAME": "n1", "PYTHONPATH": str(ROOT)}
         if gpus:
             env["SLURM_JOB_GPUS"] = gpus
         return subprocess.run(["/bin/bash", HOME / script], env=env, capture_output=True, text=True, timeout=LIMIT_S)
@@ -149,7 +151,12 @@ def asking(node, job, resources):
 
 def task(node, job):
     said = node.run("taskprolog.sh", job, gpus="").stdout.splitlines()
-    return dict(line.removeprefix("export ").split("=", 1) for line in said)
+    return dict(line.removeprefix("export ").partition("=")[::2] for line in said)
+
+
+def on_nodes(*groups):
+    """As `scontrol --details show job` of Slurm 22.05 says it; each group is nodes and what the job has on each."""
+    return " ".join(f"  Nodes={nodes} CPU_IDs=0 Mem=0 GRES={held} MinCPUsNode=1" for nodes, held in groups)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +166,13 @@ def task(node, job):
         ("TresPerNode=gres/gpumux_share:25", 0, 25),
         ("TresPerNode=gres/gpumux_share=25", 0, 25),
         ("TresPerNode=gres:gpumux_share", 0, 1),
-        ("Nodes=n1 CPU_IDs=0-1 Mem=0 GRES=gpumux_share:25(CNT:25) TresPerNode=gres:gpumux_share:25", 0, 25),
-        ("Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpumux_share:gpu1:30 TresPerNode=gres:gpumux_share:30", 1, 30),
-        ("TresPerNode=gres:license_server:3,gpumux_share:gpu1:7", 1, 7),
+        (f"{on_nodes(('n1', 'gpumux_share(CNT:25)'))} TresPerNode=gres:gpumux_share:20", 0, 25),
+        (f"JOB_GRES=gpumux_share:60 {on_nodes(('n[1-2]', 'gpumux_share(CNT:30)'))}", 0, 30),
+        (f"JOB_GRES=gpumux_share:gpu0:0,gpumux_share:gpu1:80 {on_nodes(('n1', 'gpumux_share:gpu1(CNT:80)'))}", 1, 80),
+        (on_nodes(("n2", "gpumux_share:gpu0(CNT:8)"), ("n1", "gpumux_share:gpu1(CNT:7)"), ("n3", "")), 1, 7),
+        (on_nodes(("n1", "license_server(CNT:3),gpumux_share:gpu1(CNT:7)")), 1, 7),
+        ("TresPerNode=gres:license_server:3,gres:gpumux_share:gpu1:7", 1, 7),
+        (f"{on_nodes(('n1', ''))} TresPerNode=gres:license_server:3,gpumux_share:gpu1:7", 1, 7),
     ],
 )
 def test_a_job_gets_the_shares_that_slurm_says_it_has(node, resources, gpu, shares):
@@ -180,6 +191,32 @@ def test_a_job_gets_the_shares_that_slurm_says_it_has(node, resources, gpu, shar
     with pytest.raises(AccessDenied):
         grants.grant_of(environ["GPUMUX_GRANT"], 10_000)
     assert task(node, 17) == {}
+
+
+def test_of_shares_of_several_gpus_the_most_count_and_the_job_is_told(node):
+    asking(node, 17, on_nodes(("n1", "gpumux_share:gpu0(CNT:10),gpumux_share:gpu1(CNT:20),gpumux_share:gpu2(CNT:5)")))
+    node.prolog(17, gpus="")
+    assert node.told() == ["start gpumux@1"]
+    grants = GrantDirectory(node.grants.path.with_name("1"))
+    assert [(record.name, record.shares) for record in grants.records()] == [("slurm-17", 20)]
+    (said,) = [line for line in task(node, 17) if line.startswith("print ")]
+    assert "shares of several GPUs" in said
+    asking(node, 18, on_nodes(("n1", "gpumux_share:gpu0(CNT:10)")))
+    node.prolog(18, gpus="")
+    assert not [line for line in task(node, 18) if line.startswith("print ")]
+
+
+def test_a_job_without_shares_on_this_node_has_no_grant(node):
+    asking(node, 17, on_nodes(("n1", "license_server(CNT:1)"), ("n2", "gpumux_share(CNT:30)"), ("n11", "gpumux_share")))
+    node.prolog(17, gpus="")
+    assert (node.told(), node.marks()) == ([], [])
+
+
+def test_shares_that_are_no_number_fail_the_prolog(node):
+    asking(node, 17, on_nodes(("n1", "gpumux_share:a100:30")))
+    done = node.run("prolog.sh", 17, gpus="")
+    assert (done.returncode, node.marks()) == (1, [])
+    assert "gpumux_share:a100:30 of job 17, which is no number of shares" in done.stderr
 
 
 def test_the_token_is_for_the_jobs_user_alone(node):

@@ -213,6 +213,45 @@ def test_a_plugin_that_restarts_knows_the_grants_it_made(grants):
     assert grants.records() == []
 
 
+def test_a_grant_in_use_again_has_its_time_anew(grants):
+    shares = NodeShares(Offer(), grants)
+    shares.allocate(IDS[:2])
+    shares.release_unused([], 0.0)
+    shares.release_unused([("gpumux.dev/share", IDS[1])], GRACE_S - 1)
+    assert shares.release_unused([], GRACE_S) == []
+    assert shares.release_unused([], 2 * GRACE_S - 1) == []
+    assert len(shares.release_unused([], 2 * GRACE_S)) == 1
+
+
+def test_grants_of_a_larger_offer_are_released_after_it_was_made_smaller(grants):
+    NodeShares(Offer(), grants).allocate(["share-10", "share-99"])
+    smaller = NodeShares(Offer(shares=60), grants)
+    smaller.release_unused([], 0.0)
+    assert len(smaller.release_unused([], GRACE_S)) == 1
+    assert grants.records() == []
+
+
+def test_a_port_that_speaks_no_http_is_a_daemon_that_is_not_ready(kubelet, grants):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/readyz"
+
+        def answer():
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"220 mail\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        node = Node(grants.path, "ipc:///x/y", url, kubelet.place, kubelet.place / "pods.sock")
+        plugin = DevicePlugin(Offer(), node)
+        try:
+            plugin.step(0.0)
+            assert healths(kubelet) == "Unhealthy"
+        finally:
+            thread.join(LIMIT_S)
+            plugin.close()
+
+
 def test_two_offers_of_one_device_leave_each_others_grants_alone(grants):
     low = NodeShares(Offer(shares=60), grants)
     high = NodeShares(Offer("gpumux.dev/high-share", 40, 100, Priority.HIGH), grants)
@@ -241,8 +280,12 @@ def test_grants_never_overlap_and_never_exceed_the_device(tmp_path_factory, allo
 
 
 @pytest.mark.parametrize(
-    "wrong", [("share", 1, 1), ("a/", 1, 1), ("/b", 1, 1), ("a/b/c", 1, 1), ("a/b", 2, 1), ("a/b", 0, 1)]
-)
+    "wrong",
+    [
+        ("share", 1, 1), ("a/", 1, 1), ("/b", 1, 1), ("a/b/c", 1, 1), ("a/-b", 1, 1), ("a/b-", 1, 1), ("a./b", 1, 1),
+        ("A/b", 1, 1), ("a/b_c", 1, 1), ("a/" + 64 * "b", 1, 1), ("a/b", 2, 1), ("a/b", 0, 1), ("a/b", 1, 1001),
+    ],
+)  # fmt: skip
 def test_an_offer_is_checked(wrong):
     with pytest.raises(ConfigError) as error:
         Offer(*wrong)

@@ -65,3 +65,38 @@ def outside(page: Page) -> list[Any]:
         " && !e.closest('.unseen')).map(e => `${e.tagName} ${e.id} ${e.className} ${e.textContent.slice(0, 30)}`)]"
     )
     return found
+
+
+def focused(page: Page) -> str:
+    """What has the focus, as it is called, and " UNSEEN" if nothing on the screen shows that."""
+    return page.evaluate(
+        """(e => {
+            if (!e || e === document.body) return "";
+            const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+            const outlined = style.outlineStyle !== "none" && parseInt(style.outlineWidth) >= 2
+                && style.outlineColor !== getComputedStyle(document.body).backgroundColor;
+            const seen = outlined && box.width > 0 && box.right <= innerWidth
+                && box.bottom <= innerHeight + 1 && box.top >= -1;
+            return (e.getAttribute("aria-label") || e.id || e.innerText).trim() + (seen ? "" : " UNSEEN");
+        })(document.activeElement)"""
+    )
+
+
+def tabbed(page: Page) -> list[str]:
+    """What has the focus, Tab by Tab, from where it is until it leaves the page or comes round to the first."""
+    found: list[str] = []
+    while True:
+        page.press("Tab")
+        name = focused(page)
+        if not name or name in found[:1]:
+            return found
+        found.append(name)
+
+
+def reachable(page: Page) -> list[str]:
+    """What is to be reached without a mouse, as it is called, in the order in which it stands."""
+    found: list[str] = page.evaluate(
+        "[...document.querySelectorAll('button, input, summary, a[href], [tabindex]')].filter(e => e.offsetParent)"
+        ".map(e => (e.getAttribute('aria-label') || e.id || e.innerText).trim())"
+    )
+    return found

@@ -19,7 +19,7 @@ from gpumux.metrics.server import FILES, MetricsServer
 from gpumux.scheduler.guard.decisions import REASONS
 from microbench.browser import Browser, BrowserFailed, Page
 
-from .chromium import chromium, outside, until, violations
+from .chromium import chromium, focused, outside, reachable, tabbed, until, violations
 from .contract import GUARD, HIGH, JOB, PROMISE, figures
 
 pytestmark = pytest.mark.slow
@@ -355,6 +355,40 @@ def test_an_explanation_is_that_of_the_command_line_with_commands_to_paste(show)
     assert page.evaluate("document.querySelector('#explanation').matches(':modal')")
     page.evaluate("document.querySelector('#close').click()")
     assert not shown(page, "#explanation")
+
+
+@pytest.mark.parametrize(("width", "dark"), [SCREENS[0], SCREENS[-1]])
+def test_without_a_mouse_each_part_is_reached_in_the_order_it_stands_and_is_seen_to_be(width, dark, show):
+    page = show(State(*jobs(30)), width, dark)
+    stands = reachable(page)
+    assert stands[:4] == ["Explain j1", "Explain j2", "Explain j3", "filter"]
+    assert stands[4].startswith("Explain j")
+    assert {"more", "bans-title", "/metrics"} <= set(stands)
+    assert tabbed(page) == stands
+
+
+def test_without_a_mouse_why_a_job_is_held_is_asked_read_and_left(show):
+    page = show(State(*jobs(3)))
+    page.press("Tab")
+    page.press("Tab")  # the filter
+    for letter in "held":
+        page.press(letter)
+    until(page, "document.getElementById('filtered').innerText.length > 0")
+    page.press("Tab")
+    assert focused(page) == "Explain j2"
+    page.press("Enter")
+    until(page, "document.querySelector('#explanation ul')")
+    assert text(page, "#explained").startswith("j2 ")
+    inside = [page.evaluate("document.querySelector('#explanation').contains(document.activeElement)")]
+    for _ in range(4):  # nothing behind it is reached
+        page.press("Tab")
+        inside.append(
+            page.evaluate("document.activeElement === document.body || !document.activeElement.closest('main')")
+        )
+    assert all(inside)
+    page.press("Escape")
+    until(page, "!document.querySelector('#explanation').open")
+    assert focused(page) == "Explain j2", "where it was"
 
 
 def test_a_job_that_ended_or_a_busy_daemon_has_no_explanation_and_the_page_says_so(show):

@@ -73,10 +73,20 @@ def test_a_grant_made_anew_has_another_token_and_a_released_one_none(grants):
     assert list(grants.path.iterdir()) == []
 
 
+@pytest.mark.parametrize("mode", [0o775, 0o757])
 @pytest.mark.parametrize("loose", ["directory", "file"])
-def test_what_others_could_have_written_is_not_trusted(grants, loose):
+def test_what_others_could_have_written_is_not_trusted(grants, loose, mode):
     token = grants.make("one", 25, 100, max_priority=Priority.LOW)
-    (grants.path if loose == "directory" else grants.path / "one.json").chmod(0o777)
+    (grants.path if loose == "directory" else grants.path / "one.json").chmod(mode)
+    with pytest.raises(AccessDenied, match="others may write"):
+        grants.grant_of(token, MEMORY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="run as root: files are given to another user")
+@pytest.mark.parametrize("loose", ["directory", "file"])
+def test_what_belongs_to_another_user_is_not_trusted(grants, loose):
+    token = grants.make("one", 25, 100, max_priority=Priority.LOW)
+    os.chown(grants.path if loose == "directory" else grants.path / "one.json", 12345, -1)
     with pytest.raises(AccessDenied, match="others may write"):
         grants.grant_of(token, MEMORY)
 
@@ -139,10 +149,13 @@ def test_names_and_numbers_are_checked(grants, name, shares, of):
 
 def test_a_holder_is_a_user_of_its_own_and_never_root(grants):
     token = grants.make("one", 25, 100, max_priority=Priority.LOW)
-    grants.make("two", 25, 100, max_priority=Priority.LOW)
+    other = grants.make("two", 25, 100, max_priority=Priority.LOW)
     root = Peer(0, 0, 7, (0, 27))
-    one = holder(root, grants.grant_of(token, MEMORY))
+    one, two = (holder(root, grants.grant_of(each, MEMORY)) for each in (token, other))
     assert one.uid < -1
+    assert two.uid < -1
+    assert one.uid != two.uid
+    assert holder(Peer(5, 5, 9, ()), grants.grant_of(token, MEMORY)).uid == one.uid, "all of a grant's processes"
     assert (one.pid, one.groups, one.gid) == (7, (), -1)
     assert not OPEN.may_operate(one)
     rule = OPEN.rule_for(one)

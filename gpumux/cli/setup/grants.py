@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit_json(found)
         return 0
+    if not found:
+        emit(f"no grants in {args.dir}")
     for each in found:
         emit(f"{each['name']}  {each['shares']} of {each['of']} shares, priority up to {each['max_priority']}")
     return 0

@@ -4,5 +4,5 @@ shares      pure: which grants are made, and which are released
 api         the kubelet's messages, as its two gRPC services define them
 plugin      the process: registers with the kubelet, answers it, follows restarts
 
-Start reading in `plugin.py`. `gpumux grants device-plugin` runs it; deploy/kubernetes has the DaemonSet.
+Start reading in `plugin.py`. `python -m gpumux.integrations.kubernetes` runs it; deploy/kubernetes has the DaemonSet.
 """

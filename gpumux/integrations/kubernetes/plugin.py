@@ -13,11 +13,11 @@ import logging
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
             return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError, ValueError):
+    except (OSError, HTTPException, ValueError):  # what listens there need not speak HTTP
         return False
 
 

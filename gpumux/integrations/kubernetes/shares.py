@@ -7,6 +7,7 @@ container. No clock is read here: `now` is seconds of any monotonic clock.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from gpumux.types import Priority
 from gpumux.wire.grants import MOST_SHARES, GrantDirectory
 
 GRACE_S = 120.0  # between an allocation and the pod's place in the kubelet's list, at most
+
+_RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,7 @@ class Offer:
     max_priority: Priority = Priority.LOW
 
     def __post_init__(self) -> None:
-        domain, slash, name = self.resource.partition("/")
-        if not slash or not domain or not name.replace("-", "").isalnum() or not name.isascii():
+        if not _RESOURCE.fullmatch(self.resource):
             raise ConfigError(f"{self.resource!r} is no resource's name", "write DOMAIN/NAME, like gpumux.dev/share")
         if not 1 <= self.shares <= self.of <= MOST_SHARES:
             raise ConfigError(
@@ -39,8 +41,11 @@ class Offer:
 
     def devices(self) -> list[str]:
         """The ids of the shares."""
-        name = self.resource.partition("/")[2]
-        return [f"{name}-{number}" for number in range(self.shares)]
+        return [f"{self.name}-{number}" for number in range(self.shares)]
+
+    @property
+    def name(self) -> str:
+        return self.resource.partition("/")[2]
 
 
 class NodeShares:
@@ -81,11 +86,11 @@ class NodeShares:
         return over
 
     def _grants(self) -> dict[str, set[str]]:
-        """The shares of each grant that this offer made."""
+        """The shares of each grant that this offer made, with more shares to offer than now perhaps."""
         return {
             record.name: set(record.devices)
             for record in self._directory.records()
-            if record.devices and self._ids.issuperset(record.devices)
+            if {each.rpartition("-")[0] for each in record.devices} == {self.offer.name}
         }
 
     def _release(self, grant: str) -> None:
