@@ -286,6 +286,7 @@ class Recovery:
         self._submitted = False
         self._declined: LeaveOrder | None = None  # the job could not come back; the next order is tried again
         self._lost: GpumuxError | None = None  # why it could not be recovered
+        self._raised = ""  # what ended the user's loop
         self._interval_s = snapshot_interval_s(session)
         self._reconnect_s = reconnect_s
         self._crashed_at = -2  # the newest answered step when the job's process died
@@ -435,13 +436,17 @@ class Recovery:
             if not self._recover(self.session, gone, None if limit is None else time.monotonic() + limit):
                 raise gone
 
+    def loop_raised(self, error: str) -> None:
+        """The user's loop has ended by an error of this class: for the coordinator of a cluster, its job has failed."""
+        self._raised = error
+
     def end_place(self) -> None:
         """Tell the coordinator that the job is over, if it was submitted: otherwise it may be tried elsewhere.
         Idempotent."""
         if self.place is not None and self._submitted:
             ended = self._remote.ended
             fault = self._lost or (self._remote.end_error() if ended is not None and ended.code else None)
-            self.place.ended("" if fault is None else fault.message)
+            self.place.ended(self._raised if fault is None else fault.message)
 
     def _save_to_leave(self) -> bool:
         """Let steps under way end, and take a snapshot. Returns whether all steps were answered."""

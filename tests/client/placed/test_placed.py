@@ -416,6 +416,17 @@ def test_what_does_not_go_together():
             client.submit(step, example=(x,), **given)  # type: ignore[arg-type]
 
 
+def test_a_job_whose_loop_raises_has_failed_and_one_whose_script_ends_there_has_not(
+    daemons: list[Phoenix], coordinator: FakeCoordinator
+):
+    for error, fault in ((ValueError("the data"), "ValueError"), (SystemExit(0), "")):
+        run = placed(conv_sgd(SEED), coordinator, daemons[0])
+        with pytest.raises(type(error)), run.job:
+            raise error
+        assert coordinator.hear(m.PlacedJobEnded).fault == fault
+        coordinator.heard.clear()
+
+
 def test_a_job_that_is_dropped_without_close_is_given_up(
     daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ):
@@ -578,7 +589,9 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
 
 
 @pytest.mark.slow
-def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinator: FakeCoordinator):
+def test_a_gang_goes_on_over_other_numbers_of_devices(
+    tmp_path: Path, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+):
     """Of three, one is lost. Then it has a batch that two don't divide, so it goes on with one, and later with three
     again."""
     odd: set[int] = set()
@@ -607,7 +620,13 @@ def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinato
             coordinator.vacate_for_sure()
             turns(run, 4)
             assert len(run.job.stats()["ranks"]) == 3
+            told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
+            while told[-1] != run.job._recovery.programs():  # other Programs than over three devices
+                coordinator.hear(m.ProgramsKnown, len(told) + 1)
+                told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
             run.finish()
+        assert len([line for line in lines(caplog) if "It is back after" in line]) == 3
+        assert not [line for line in lines(caplog) if "reads the local model" in line]
         alone = wide(SEED, odd)
         torch.manual_seed(SEED)
         close(run.results, plain(alone, run.turns))
