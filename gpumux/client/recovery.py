@@ -617,10 +617,13 @@ class Recovery:
         if self.place is not None:
             self.place.accepted()
         point, lost = self._restore(self.recorder.log)
-        steps = 0
+        steps, paused = 0, False
         for entry in self.recorder.log.since(point):
             what = entry.what
             if isinstance(what, StepEntry):
+                if self.paused and not paused and entry.step in pending.held:
+                    self._pause_again()  # so that no step runs that waited, paused; those before it have to
+                    paused = True
                 self._run_again(entry.step, what)
                 steps += 1
             elif isinstance(what, LoadEntry):
@@ -630,8 +633,8 @@ class Recovery:
                 remote.put(what.buffers, data.data() if isinstance(data, LocalBytes) else data)
         self.recorder.log.recovered(point, lost)
         self.snapshots.restart()
-        if self.paused:
-            remote.call(m.PauseJob)
+        if self.paused and not paused:
+            self._pause_again()
         self._opened, self._away = None, None
         if self.place is not None:
             self.place.opened()
@@ -687,6 +690,14 @@ class Recovery:
         """Whether the job ended in a way that it may be recovered from."""
         ended = self._remote.ended
         return ended is not None and ended.code in ENDS
+
+    def _pause_again(self) -> None:
+        """Pause the job as soon as the steps sent so far are done, which would hold up the later ones."""
+        remote, pending = self._remote, self._pending
+        self.session.wait(lambda: remote.ended is not None or not len(pending))
+        if remote.ended is not None:
+            raise remote.end_error()
+        remote.call(m.PauseJob)
 
     def _run_again(self, step: int, ran: StepEntry) -> None:
         program, pending, remote = self._remote.programs[ran.program], self._pending, self._remote
