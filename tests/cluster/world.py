@@ -387,6 +387,11 @@ class World:
                 assert not ranks or self.kind == "rough", f"{command.node} is called empty, and runs {ranks}"
             case _:
                 self._send(command)
+        if isinstance(command, ev.StopRank) and self.placement.jobs[command.job].had and self.random.random() < 0.5:
+            self.later(0.0, self._rival)  # for the devices that the gang is stopped for
+
+    def _rival(self) -> None:
+        self._add(self.random.choice(list(USERS)), Priority.HIGH, 1, 60, 1.0)
 
     def _delay(self) -> float:
         slow = self.faulty and self.random.random() < 0.1
