@@ -160,7 +160,8 @@ class BurstSplitter:
     def again(self, step: RankedStep) -> RankedStep:
         """The step over the ranks of now. Raises NotSplittable."""
         made = step.made_of
-        return self.programs(made.raw, made.table, made.keep, made.whole)
+        with without_fetching():  # the job may be away, and where its local tensors lie is all that is looked at
+            return self.programs(made.raw, made.table, made.keep, made.whole)
 
     def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> RankedStep:
         origin, traces = StepOrigin(raw, table, keep, whole), raw.ranks

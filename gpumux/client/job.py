@@ -640,6 +640,8 @@ class Job(Generic[Batch]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._recovery.loop_raised(kind.__name__)
         self._close(True, True, False, None if kind is None else LEAVE_S)
 
     def _repr_html_(self) -> str:

@@ -286,6 +286,7 @@ class Recovery:
         self._submitted = False
         self._declined: LeaveOrder | None = None  # the job could not come back; the next order is tried again
         self._lost: GpumuxError | None = None  # why it could not be recovered
+        self._raised = ""  # what ended the user's loop
         self._interval_s = snapshot_interval_s(session)
         self._reconnect_s = reconnect_s
         self._crashed_at = -2  # the newest answered step when the job's process died
@@ -435,13 +436,17 @@ class Recovery:
             if not self._recover(self.session, gone, None if limit is None else time.monotonic() + limit):
                 raise gone
 
+    def loop_raised(self, error: str) -> None:
+        """The user's loop has ended by an error of this class: for the coordinator of a cluster, its job has failed."""
+        self._raised = error
+
     def end_place(self) -> None:
         """Tell the coordinator that the job is over, if it was submitted: otherwise it may be tried elsewhere.
         Idempotent."""
         if self.place is not None and self._submitted:
             ended = self._remote.ended
             fault = self._lost or (self._remote.end_error() if ended is not None and ended.code else None)
-            self.place.ended("" if fault is None else fault.message)
+            self.place.ended(self._raised if fault is None else fault.message)
 
     def _save_to_leave(self) -> bool:
         """Let steps under way end, and take a snapshot. Returns whether all steps were answered."""
@@ -612,10 +617,13 @@ class Recovery:
         if self.place is not None:
             self.place.accepted()
         point, lost = self._restore(self.recorder.log)
-        steps = 0
+        steps, paused = 0, False
         for entry in self.recorder.log.since(point):
             what = entry.what
             if isinstance(what, StepEntry):
+                if self.paused and not paused and entry.step in pending.held:
+                    self._pause_again()  # so that no step runs that waited, paused; those before it have to
+                    paused = True
                 self._run_again(entry.step, what)
                 steps += 1
             elif isinstance(what, LoadEntry):
@@ -625,8 +633,8 @@ class Recovery:
                 remote.put(what.buffers, data.data() if isinstance(data, LocalBytes) else data)
         self.recorder.log.recovered(point, lost)
         self.snapshots.restart()
-        if self.paused:
-            remote.call(m.PauseJob)
+        if self.paused and not paused:
+            self._pause_again()
         self._opened, self._away = None, None
         if self.place is not None:
             self.place.opened()
@@ -682,6 +690,14 @@ class Recovery:
         """Whether the job ended in a way that it may be recovered from."""
         ended = self._remote.ended
         return ended is not None and ended.code in ENDS
+
+    def _pause_again(self) -> None:
+        """Pause the job as soon as the steps sent so far are done, which would hold up the later ones."""
+        remote, pending = self._remote, self._pending
+        self.session.wait(lambda: remote.ended is not None or not len(pending))
+        if remote.ended is not None:
+            raise remote.end_error()
+        remote.call(m.PauseJob)
 
     def _run_again(self, step: int, ran: StepEntry) -> None:
         program, pending, remote = self._remote.programs[ran.program], self._pending, self._remote

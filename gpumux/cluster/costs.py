@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isfinite
 from typing import Final, NamedTuple
 
@@ -48,9 +49,10 @@ Programs = tuple[str, ...]
 
 
 class LearnedCosts:
-    """All pairs that were measured."""
+    """All pairs that were measured. `learned`: how many measurements there were."""
 
     def __init__(self) -> None:
+        self.learned = 0
         self._pairs: dict[tuple[str, str], PairCost] = {}
         self._of_high: dict[str, _Mean] = {}
         self._of_low: dict[str, _Mean] = {}
@@ -68,11 +70,17 @@ class LearnedCosts:
         self._forget(key)
         pair = PairCost(max(1.0, measured.slowdown), measured.low_speed)
         self._pairs[key] = pair
+        self.learned += 1
         self._of_high.setdefault(key[0], _Mean()).add(pair, 1)
         self._of_low.setdefault(key[1], _Mean()).add(pair, 1)
         while len(self._pairs) > MOST_PAIRS:
             self._forget(next(iter(self._pairs)))
         self._cached.clear()
+
+    def newest(self, count: int) -> list[PairMeasured]:
+        """The pairs of the last `count` measurements, at least, oldest first."""
+        found = list(islice(reversed(self._pairs.items()), count))
+        return [PairMeasured(high, low, *pair) for (high, low), pair in reversed(found)]
 
     def _forget(self, key: tuple[str, str]) -> None:
         pair = self._pairs.pop(key, None)

@@ -37,6 +37,8 @@ class PlacedJob:
     `waits_on`: devices whose answers the phase needs; `due`: when those are too late. `held_since`: when it got its
     devices, while it has some. `turn_at`: when it was first in its class's order and found no room; `blocked_at`: when
     it was the first that did not fit in a quota. `kept`: devices that no other job of its class gets while it waits.
+    `had`: with how many it ran when it was stopped to get all that it was submitted for, until it runs again; 0 for
+    others. `races_lost`: how often in a row it then went on with as many as before.
     `began`: it ran, and goes on from a snapshot. `moves`: how often it was stopped for others. `stopped_for`: why it is
     being stopped, `keep`: with a snapshot, `outcome`: how it is then answered, None if it is to go on elsewhere."""
 
@@ -59,6 +61,8 @@ class PlacedJob:
     keep: bool = True
     asked: int = field(init=False)
     sizes: tuple[int, ...] = ()
+    had: int = 0
+    races_lost: int = 0
     refusals: dict[DeviceId, Refusals] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ when it has to be called again with TimePassed if nothing else happens. What it 
 - A device has at most one high job, and memory is never promised twice. A gang starts on all its devices or on none.
 - A submitted job is answered once. What is stopped for others goes on from its snapshot, and keeps its place.
 - A gang that ran goes on with fewer devices, if it may (`SizesKnown`), while the cluster could not give it all of them
-  whatever runs there: with as many as it could. One that only waits for others to end keeps its size.
+  whatever runs there: with as many as it could. One that only waits for others to end keeps its size, but for one
+  that was stopped to get all of its devices again, and lost them to others: that one goes on with as many as before.
 - A job that waits gets its turn (`shares.py`). If it finds no room then, and others of its class pass it for
   `patience_s`, devices are kept for it until those that run there have ended.
 
@@ -27,6 +28,7 @@ from gpumux.cluster.jobs import ClusterDevice, ClusterNode, JobPhase, PlacedJob,
 from gpumux.cluster.shares import FairShares, QuotaUse, most_devices, owners, refuse
 from gpumux.types import JobId, Priority
 
+MOST_REFUSED = 3  # times in a row that a device may refuse a gang that was stopped to get it
 MOST_DOUBLED = 16  # times retry_s: the longest pause of a job that a device refuses again and again
 CROWDED = 0.5  # what a job more on a device counts, where devices are chosen by the number of jobs
 EVICTED = 0.5  # what a low job that has to leave counts
@@ -312,6 +314,8 @@ class ClusterPlacement:
             self._commands += [ev.ConfirmDevice(job.attempt, each, job.id, self.config.lease_s) for each in job.devices]
         else:
             job.phase, job.due, job.turn_at, job.blocked_at = JobPhase.RUNNING, inf, inf, inf
+            job.races_lost = job.races_lost + 1 if job.had and job.request.devices < job.asked else 0
+            job.had = 0
             self._commands.append(ev.StartJob(job.id, job.attempt, job.devices, job.began))
 
     def _refused(self, attempt: int, name: DeviceId) -> None:
@@ -401,12 +405,28 @@ class ClusterPlacement:
             if job.asked > 1 and job.began and not job.holds:
                 size = self._size(job)
                 if size != job.request.devices:
-                    job.request, job.kept = replace(job.request, devices=size), frozenset()
+                    job.request = replace(job.request, devices=size)
+                    job.kept = job.kept if len(job.kept) == size else frozenset()
 
     def _size(self, job: PlacedJob) -> int:
         most = self.most(job)
+        if most >= job.asked and job.had and not self._can_be_whole(job):
+            most = job.had
         fewer = [size for size in job.sizes if size <= most]
         return max(fewer) if fewer and most < job.asked else job.asked
+
+    def _can_be_whole(self, job: PlacedJob) -> bool:
+        """Whether a gang that was stopped to get all of its devices can have them still, perhaps after a short pause of
+        one that refused it: a daemon may still be closing what ran there."""
+        if self._over_quota_whole(job):
+            return False
+        taken = [name for name, refused in job.refusals.items() if refused.in_a_row >= MOST_REFUSED]
+        found = [device for device in self.candidates(job, paused=True) if device.id not in taken]
+        return len(found) >= job.asked
+
+    def _over_quota_whole(self, job: PlacedJob) -> bool:
+        others = [each for each in self.jobs.values() if each is not job]
+        return QuotaUse(self.config, others).exceeded(replace(job.request, devices=job.asked)) is not None
 
     def most(self, job: PlacedJob) -> int:
         """How many devices the cluster and the quotas could give the job, whatever runs there now."""
@@ -489,18 +509,19 @@ class ClusterPlacement:
             if not queues[user]:
                 del queues[user]
 
-    def candidates(self, job: PlacedJob) -> list[ClusterDevice]:
+    def candidates(self, job: PlacedJob, *, paused: bool = False) -> list[ClusterDevice]:
         """Devices that the job could get now: in a high job's case, perhaps after low jobs have left. What is kept for
-        a high job takes no low job that could not leave."""
+        a high job takes no low job that could not leave. `paused`: those too that get nothing for a while, because they
+        refused."""
         request, kept = job.request, set[DeviceId]()
         for other in self.jobs.values():
             if other is not job and (other.high is job.high or (other.high and not request.movable)):
                 kept |= other.kept
         found = []
         for device in self.devices.values():
-            if device.id in kept or not self._takes(device, request.priority) or device.retry_at > self.now:
+            if device.id in kept or not self._takes(device, request.priority):
                 continue
-            if self._paused(job, device):
+            if not paused and (device.retry_at > self.now or self._paused(job, device)):
                 continue
             if job.high:
                 fits = device.high is None and evictions(device, request.memory_bytes) is not None
@@ -621,16 +642,16 @@ class ClusterPlacement:
     def _grow(self, job: PlacedJob) -> None:
         """Stop a gang that runs with fewer devices than it was submitted for if all of these are free, or its own. They
         are kept for it until it has left."""
-        settled = self.now - job.held_since >= 2 * self.config.rebalance_s
+        patience = 2 * self.config.rebalance_s * min(2.0**job.races_lost, MOST_DOUBLED)
+        settled = self.now - job.held_since >= patience
         if job.phase is not JobPhase.RUNNING or not (settled and job.request.movable):
             return
         others = [each for each in self.jobs.values() if each is not job]
         own = [name for name in job.devices if self._takes(self.devices[name], job.request.priority)]
         free = [*own, *(device.id for device in self.candidates(job) if device.id not in own)]
-        whole = replace(job.request, devices=job.asked)
-        if len(free) < job.asked or QuotaUse(self.config, others).exceeded(whole) is not None:
+        if len(free) < job.asked or self._over_quota_whole(job):
             return
         if any(not each.holds and each.high is job.high and self.possible(each) for each in others):
             return  # jobs that wait come first
         self._stop(job, f"all of the {job.asked} devices that it was submitted for can be had again", moved=False)
-        job.kept = frozenset(free[: job.asked])
+        job.kept, job.had = frozenset(free[: job.asked]), job.request.devices

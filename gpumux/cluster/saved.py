@@ -1,7 +1,7 @@
 """The placement as plain data, to be kept over a restart of its coordinator: maps, lists, texts and numbers.
 
 Jobs that ran, or were being stopped, do so still. An attempt that had not started is over: its reservations expire, and
-the job waits again, in its old place. What was measured of pairs of programs is not kept, since the daemons know it.
+the job waits again, in its old place. What was measured of pairs of programs is kept apart (coordinator/journal.py).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def job_data(job: PlacedJob) -> dict[str, Any]:
         "keep": job.keep,
         "asked": job.asked,
         "sizes": list(job.sizes),
+        "had": job.had,
     }
 
 
@@ -123,6 +124,7 @@ def _job(data: dict[str, Any], now: float) -> PlacedJob:
     job.outcome, job.keep = None if data["outcome"] is None else JobOutcome(data["outcome"]), bool(data["keep"])
     job.asked = int(data.get("asked", job.asked))  # absent from what was kept before gangs could be made smaller
     job.sizes = tuple([int(size) for size in data.get("sizes", ())])
+    job.had = int(data.get("had", 0))  # absent from what was kept before they went back to it
     job.due = now if job.phase is JobPhase.STOPPING else inf  # its ranks are asked again at once
     return job
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -54,7 +55,7 @@ _HEX: Final = frozenset("0123456789abcdef")
 class CoordinatorConfig:
     """rejoin_s: how long a client may be away before its job is taken to have ended. lost_after_s: how long a daemon
     may be away before its jobs go elsewhere. max_jobs: jobs of one user that are not answered. page: the address of
-    the status page; "" if there is none."""
+    the status page; "" if there is none. uid: of the user as which the coordinator runs, an operator by that."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     access: Access = field(default_factory=Access)
@@ -62,6 +63,11 @@ class CoordinatorConfig:
     lost_after_s: float = 15.0
     max_jobs: int = 1000
     page: str = ""
+    uid: int | None = None
+
+    def may_operate(self, peer: Peer) -> bool:
+        """Whether the peer may drain nodes, and govern all users' jobs."""
+        return peer.uid == self.uid or self.access.may_operate(peer)
 
 
 # ---- Happenings beside those of the router (Opened, Incoming, Closed) and answers of daemons, which are ClusterEvents.
@@ -177,25 +183,27 @@ class Answered:
 
 class Coordinator:
     """`names(peer)`: the user and the group by which a peer's jobs are counted. `placement`, `jobs`, `answers` and
-    `drained` (nodes): of a coordinator that is started again; `now`: of its clock, by default as it was then. Daemons
-    and clients have their whole time to be heard of again."""
+    `drained` (nodes, since when): of a coordinator that is started again; `now`: of its clock, by default as it was
+    then. Daemons and clients have their whole time to be heard of again."""
 
     def __init__(
         self, config: CoordinatorConfig, names: Callable[[Peer], tuple[str, str]], *,
         placement: ClusterPlacement | None = None, jobs: Iterable[ClientJob] = (),
-        answers: dict[JobId, Answered] | None = None, drained: Iterable[str] = (), now: float | None = None,
+        answers: dict[JobId, Answered] | None = None, drained: Mapping[str, float | None] | None = None,
+        now: float | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.placement = placement or ClusterPlacement(config.placement)
         self.jobs = {job.id: job for job in jobs}
         self.answers: OrderedDict[JobId, Answered] = OrderedDict(answers or {})
-        self.drained = set(drained)  # nodes, also those that are lost: they join again as they were
-        self.draining_since: dict[str, float] = {}  # of those that were drained since the start
+        # Nodes, also those that are lost: they join again as they were. Since when; None: it was not kept.
+        self.drained: dict[str, float | None] = dict(drained or {})
         self.daemons: dict[str, DaemonRecord] = {}
         self.counts = {"submitted": 0, "started": 0, "moved": 0, "done": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._names = names
         self._sessions: dict[SessionId, Peer] = {}
         self._programs: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()  # of a user's jobs, by name
+        self.programs_told = 0  # how often
         self._to_do: list[Action] = []
         self._asked: set[int] = set()  # attempts whose client was asked to leave, by this happening
         now = self._now = self.placement.now if now is None else now
@@ -329,7 +337,7 @@ class Coordinator:
     def _daemon_left(self, left: DaemonLeft) -> None:
         if self.daemons.pop(left.node, None) is None:
             return
-        self._undrain(left.node)
+        self.drained.pop(left.node, None)
         self._note(f"node {left.node} left: {left.reason}")
         self._feed(ev.NodeLost(left.node))
 
@@ -475,11 +483,21 @@ class Coordinator:
         programs = _programs(m.programs)
         if job is None or not programs:
             return
-        self._programs[peer.uid, job.name] = programs
-        self._programs.move_to_end((peer.uid, job.name))
+        self.learn_programs(peer.uid, job.name, programs)
+        self._feed(ev.JobDescribed(job.id, programs, self.placement.jobs[job.id].request.movable))
+
+    def learn_programs(self, uid: int, name: str, programs: tuple[str, ...]) -> None:
+        """Jobs of the user with this name run these."""
+        self._programs[uid, name] = programs
+        self._programs.move_to_end((uid, name))
+        self.programs_told += 1
         if len(self._programs) > MOST_NAMES:
             self._programs.popitem(last=False)
-        self._feed(ev.JobDescribed(job.id, programs, self.placement.jobs[job.id].request.movable))
+
+    def newest_programs(self, count: int) -> list[tuple[int, str, tuple[str, ...]]]:
+        """User, name and programs of the last `count` that were learned, at least, oldest first."""
+        found = list(islice(reversed(self._programs.items()), count))
+        return [(uid, name, programs) for (uid, name), programs in reversed(found)]
 
     def _gang_sizes(self, session: SessionId, peer: Peer, m: msg.GangSizes) -> None:
         job = self._mine(session, peer, m.job)
@@ -533,7 +551,7 @@ class Coordinator:
         record = self.jobs.get(JobId(job))
         if record is None:
             raise UnknownJob(f"the cluster has no job {job[:40]!r}", "`gpumux cluster jobs` lists them")
-        if record.uid != peer.uid and not self.config.access.may_operate(peer):
+        if record.uid != peer.uid and not self.config.may_operate(peer):
             raise NotOwner(f"job {record.short} is another user's", "ask its owner, or an operator")
         return record
 
@@ -543,26 +561,24 @@ class Coordinator:
         self._feed(ev.JobCancelled(job.id))
 
     def _drain(self, session: SessionId, peer: Peer, m: msg.DrainNode) -> None:
-        if not self.config.access.may_operate(peer):
-            raise AccessDenied("only an operator may drain nodes", "ask one: operator in [access.rules]")
+        if not self.config.may_operate(peer):
+            raise AccessDenied(
+                "only an operator may drain nodes, or the user as which the coordinator runs",
+                "ask one: operator in [access.rules]",
+            )
         names = [daemon.node for daemon in self.daemons.values() if m.node in (daemon.node, daemon.host)]
         if not names:
             raise AdmissionRefused(f"the cluster has no node {m.node[:80]!r}", "`gpumux cluster status` lists them")
         self._tell(session, msg.Done(m.ref))
         for name in names:
             if m.drain:
-                self.drained.add(name)
-                self.draining_since.setdefault(name, self._now)
+                self.drained.setdefault(name, self._now)
                 self._feed(ev.NodeDraining(name))
             else:
-                self._undrain(name)
+                self.drained.pop(name, None)
                 if (node := self.placement.nodes.get(name)) is not None:
                     facts = tuple(device.facts for device in node.devices)
                     self._feed(ev.NodeJoined(name, facts, node.host))
-
-    def _undrain(self, node: str) -> None:
-        self.drained.discard(node)
-        self.draining_since.pop(node, None)
 
     def _explain(self, session: SessionId, peer: Peer, m: msg.ExplainJob) -> None:
         job = self._governed(peer, m.job)
@@ -577,7 +593,7 @@ class Coordinator:
 
     def _redacted(self, peer: Peer, text: str) -> str:
         """The text with short ids of jobs, and without those of other users' where the peer may not know them."""
-        operates = self.config.access.may_operate(peer)
+        operates = self.config.may_operate(peer)
         return self.shortened(text, lambda job: operates or job.uid == peer.uid)
 
     def shortened(self, text: str, may_know: Callable[[ClientJob], bool]) -> str:
@@ -612,7 +628,7 @@ class Coordinator:
         reasons = MOST_REASONS
         for record in self.jobs.values():
             placed = self.placement.jobs[record.id]
-            mine = record.uid == peer.uid or self.config.access.may_operate(peer)
+            mine = record.uid == peer.uid or self.config.may_operate(peer)
             why = ""
             if mine and reasons:
                 why, reasons = self._redacted(peer, explain(self.placement, placed)[0]), reasons - 1

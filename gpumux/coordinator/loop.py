@@ -124,6 +124,8 @@ class CoordinatorLoop:
                 self._handle(None)
         self._turning = False
         self._answer_questions()  # those that came before that are not left waiting
+        if self._journal is not None:
+            self._journal.keep(self.coordinator, last=True)
 
     def _answer_questions(self) -> None:
         while self._questions:

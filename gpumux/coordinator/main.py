@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import logging
+import os
 import pwd
 import signal
 import threading
@@ -83,6 +84,7 @@ def serve(
         rejoin_s=3 * config.lease_s,
         max_jobs=config.max_jobs_per_user,
         page="" if page is None else page.address,
+        uid=os.getuid(),
     )
     texts = config.endpoint or (resolve_coordinator().text,)
     router = Router(texts, endpoint.runtime_dir(COORDINATOR), wire_limits(config), curve_keys(config))

@@ -23,7 +23,8 @@ def body(coordinator: Coordinator, now: float, *, named: bool) -> dict[str, Any]
     """What the page shows, as plain data: times in seconds, sizes in bytes. `now`: of the coordinator's clock.
 
     nodes   [{name, host, state ("up", "away", "draining", "lost"), since_s (away or draining; None: up, or drained
-            before the coordinator was started), why, memory_bytes, used_bytes, max_jobs, jobs, high, kept, verdict}]
+            by a coordinator that did not keep the time), why, memory_bytes, used_bytes, max_jobs, jobs, high, kept,
+            verdict}]
     waiting, placed  jobs [{short, name, user, priority, devices, memory_bytes, state, nodes, since_s, moves, why}];
             waiting ones longest first, `why` of the first MOST_REASONS
     users   [{user, devices (held), high_devices, jobs, waiting, share (of the devices held), fair_share, quota
@@ -100,7 +101,7 @@ def _nodes(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
         daemon = coordinator.daemons[report["name"]]
         since = daemon.away_since if daemon.away_since < inf else None
         if report["state"] == "draining":
-            since = coordinator.draining_since.get(daemon.node)
+            since = coordinator.drained.get(daemon.node)
         del report["endpoint"]
         found.append({**report, "since_s": None if since is None else max(0.0, now - since)})
     return found

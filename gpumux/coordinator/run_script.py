@@ -29,7 +29,8 @@ from gpumux.wire.endpoint import CLUSTER_ENVIRONMENT, ENVIRONMENT, Endpoint, par
 
 CONNECT_S: Final = 10.0
 ANSWER_S: Final = 60.0
-EXPLAIN_S: Final = 30.0  # between two lines about why there are no devices yet
+FIRST_S: Final = 2.0  # until the first line about why there are no devices yet
+EXPLAIN_S: Final = 30.0  # between two of them
 
 Say = Callable[[str], None]
 
@@ -66,8 +67,10 @@ class HeldDevices:
     def wait(self, say: Say) -> msg.JobPlaced:
         """Wait for them; `say` is told now and then why there are none. Raises AdmissionRefused or JobFailed if there
         won't be any, and DaemonGone if the coordinator goes."""
+        wait_s = min(FIRST_S, EXPLAIN_S)
         while True:
-            if not self._session.wait(lambda: not self._inbox.empty(), EXPLAIN_S):
+            if not self._session.wait(lambda: not self._inbox.empty(), wait_s):
+                wait_s = EXPLAIN_S
                 with suppress(UnknownJob):  # it has just been answered
                     body = self._session.call(msg.ExplainJob(0, self.job), timeout=ANSWER_S)[0].body
                     say("waits for devices: " + " ".join(body["sentences"]))

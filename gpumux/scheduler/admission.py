@@ -13,7 +13,16 @@ from math import inf
 from types import MappingProxyType
 
 from gpumux.access import Rule, refuse_submit
-from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
+from gpumux.errors import (
+    AccessDenied,
+    AdmissionRefused,
+    DaemonGone,
+    JobClosed,
+    NotOwner,
+    ProgramError,
+    Refused,
+    UnknownJob,
+)
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.jobs import ScheduledJob, SharedArena
 from gpumux.scheduler.reservations import Reservation, Reservations
@@ -413,7 +422,12 @@ def refuse_spec(spec: JobSpec, config: SchedulerConfig) -> Fault | None:
 def _refuse_taking(reservation: Reservation, peer: Peer, spec: JobSpec) -> Fault | None:
     """Why this job may not take the reservation up, or None."""
     if peer.uid != reservation.peer.uid and not reservation.for_all:
-        return Fault(NotOwner.code, "another user reserved for this job", "choose a fresh random id")
+        return Fault(
+            AccessDenied.code,
+            f"user {reservation.peer.uid}, as which the cluster's coordinator reserved for this job, is no operator"
+            " here, and may not reserve for other users' jobs",
+            "have the coordinator's user made one: operator = true in a rule of the daemon's [access.rules]",
+        )
     if not reservation.confirmed:
         return refused("the job's reservation is not confirmed", "confirm it on all devices first, or release it")
     if spec.priority is not reservation.priority:

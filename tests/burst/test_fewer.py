@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from gpumux.burst.placement import RankPlacement, data_parallel, folded, planned
 from gpumux.burst.ranks import BurstSplitter, RankedStep
+from gpumux.capture.fetching import Part, is_stale, mark_stale, unmark
 from gpumux.client.arguments import fewer_ranks
 from gpumux.errors import TooFewRanks
 from gpumux.program.codec import encode
@@ -61,6 +64,32 @@ def test_a_batch_that_a_number_of_ranks_does_not_divide_is_not_run_on_it() -> No
         over.again(step)
     with pytest.raises(TooFewRanks, match="min_gpus=4"):
         captured(over, 1)
+
+
+class NoReads:
+    """A job that is away: nothing of its local model can be fetched."""
+
+    has_newer = True
+
+    def fetch(self, parts: frozenset[Part]) -> None:
+        raise AssertionError("a local tensor was read")
+
+
+def test_a_step_is_split_anew_while_the_local_model_is_stale() -> None:
+    """As when the job's thread brings it back: a fetch there would bring it back once more, in the middle of it."""
+    over = BurstSplitter(data_parallel(4), fewer={2: data_parallel(2)})
+    step = captured(over)[-1]
+    parameters = [p for model in step.made_of.table.models for p in model.parameters()]
+    handler: Any = NoReads()
+    for parameter in parameters:
+        mark_stale(parameter, handler, Part.MODEL)
+    with pytest.raises(AssertionError, match="was read"):
+        parameters[0].sum()
+    over.use(2)
+    assert len(over.again(step).ranks) == 2
+    assert all(is_stale(parameter) for parameter in parameters)
+    for parameter in parameters:
+        unmark(parameter)
 
 
 def test_a_placement_is_folded_in_the_order_of_its_parts() -> None:

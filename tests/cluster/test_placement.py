@@ -318,6 +318,60 @@ def test_a_quota_that_was_made_smaller_bounds_what_is_left() -> None:
     assert len(cluster.where("gang")) == 2
 
 
+def stopped_to_grow(cluster: Cluster) -> list[ev.RankStopped]:
+    """A low gang of four that went on with two is asked to leave them for all four: its answers."""
+    gang(cluster, 4, 1, 2, 3, priority=LOW)
+    cluster.feed(ev.NodeLost("n1"))
+    cluster.feed(ev.NodeJoined("n1", (DeviceFacts(80 * GIB, 4),) * 2))
+    stops: list[ev.ClusterCommand] = []
+    while not stops:
+        cluster.now = cluster.placement.due
+        stops = cluster.placement.handle(ev.TimePassed(), cluster.now)
+    assert "all of the 4 devices" in cluster.said("gang")
+    return [ev.RankStopped(stop.attempt, stop.device) for stop in stops if isinstance(stop, ev.StopRank)]
+
+
+def test_a_gang_that_was_stopped_to_grow_and_lost_its_devices_to_another_goes_on_with_what_it_had() -> None:
+    cluster = Cluster(2, 2, rebalance_s=60.0)
+    answers = stopped_to_grow(cluster)
+    cluster.submit("high", HIGH, gib=75)
+    (taken,) = cluster.where("high")
+    cluster.feed(*answers)
+    assert len(cluster.where("gang")) == 2
+    assert taken not in cluster.where("gang")
+    assert "goes on with 2" in cluster.said("gang")
+    cluster.end("high")
+    cluster.wait(200.0)
+    assert len(cluster.where("gang")) == 2  # it lost the race once, and is left alone for longer
+    cluster.wait(100.0)
+    assert len(cluster.where("gang")) == 4
+
+
+def test_the_devices_of_a_gang_that_grows_are_kept_for_it_until_it_has_them() -> None:
+    cluster = Cluster(2, 2, rebalance_s=60.0)
+    answers = stopped_to_grow(cluster)
+    cluster.submit("low", user="ben", gib=75)  # whose turn it is before the gang's
+    cluster.feed(*answers)
+    assert len(cluster.where("gang")) == 4
+    assert cluster.where("low") == []
+
+
+def test_a_gang_that_grows_asks_a_daemon_that_refuses_it_again_before_it_goes_back() -> None:
+    """The daemon may still be closing what ran there. One that goes on refusing counts as taken."""
+    cluster = Cluster(2, 2, rebalance_s=60.0)
+    commands = [command for each in stopped_to_grow(cluster) for command in cluster.placement.handle(each, cluster.now)]
+    asked = []
+    for _ in range(4):
+        reserves = [command for command in commands if isinstance(command, ev.ReserveDevice)]
+        asked.append(len(reserves))
+        refused = next((each for each in reserves if each.device.node == "n1"), reserves[0])
+        commands = cluster.placement.handle(ev.DeviceRefused(refused.attempt, refused.device, "no"), cluster.now)
+        while not any(isinstance(command, ev.ReserveDevice) for command in commands):
+            cluster.now = cluster.placement.due
+            commands = cluster.placement.handle(ev.TimePassed(), cluster.now)
+    assert asked == [4, 4, 4, 2]
+
+
 def test_a_gang_is_whole_again_when_its_devices_are_free() -> None:
     cluster = Cluster(2, 2, rebalance_s=60.0)
     gang(cluster, 4, 1, 2, 3)

@@ -387,6 +387,11 @@ class World:
                 assert not ranks or self.kind == "rough", f"{command.node} is called empty, and runs {ranks}"
             case _:
                 self._send(command)
+        if isinstance(command, ev.StopRank) and self.placement.jobs[command.job].had and self.random.random() < 0.5:
+            self.later(0.0, self._rival)  # for the devices that the gang is stopped for
+
+    def _rival(self) -> None:
+        self._add(self.random.choice(list(USERS)), Priority.HIGH, 1, 60, 1.0)
 
     def _delay(self) -> float:
         slow = self.faulty and self.random.random() < 0.1
@@ -594,7 +599,15 @@ class World:
             known.placed = job.attempt
             if job.holds:
                 due = self._size_due(job)
+                if len(job.devices) != due and job.had:
+                    assert job.stopped_for.startswith("all of the"), f"{job.id} goes back to {job.had}"
+                    due = self._size_before(job)
+                    self.met.add("went back")
                 assert len(job.devices) == due, f"{job.id} gets {len(job.devices)} devices of {due}"
+
+    def _size_before(self, job: PlacedJob) -> int:
+        """With how many devices a gang goes on that was stopped to get all of its devices, and lost them to others."""
+        return max([size for size in self.jobs[job.id].sizes if size <= job.had], default=job.asked)
 
     def _size_due(self, job: PlacedJob) -> int:
         """With how many devices the job is to begin now."""
@@ -632,9 +645,10 @@ class World:
             ]
             for refused in job.refusals.values():
                 assert refused.until - self.now <= 16.001 * placement.config.retry_s, f"{job.id}: {refused}"
-            assert len(free) < self._size_due(job), (
-                f"{job.id} waits, and {[str(device.id) for device in free]} are free"
-            )
+            due = self._size_due(job)
+            if job.had and not job.refusals and all(each.retry_at <= self.now for each in placement.devices.values()):
+                due = min(due, self._size_before(job))
+            assert len(free) < due, f"{job.id} waits, and {[str(device.id) for device in free]} are free"
 
     def _check_large(self) -> None:
         """The large job of a crowded history starts within: its turn, the patience, and the jobs that run then; twice,

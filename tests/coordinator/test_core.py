@@ -316,6 +316,18 @@ def test_a_daemon_may_be_away_for_a_while_and_then_its_jobs_go_elsewhere(cluster
     assert {each["name"]: each["state"] for each in report.body["nodes"]} == {node: "lost", again.nodes[0]: "up"}
 
 
+def test_the_user_as_which_the_coordinator_runs_is_an_operator():
+    cluster = Cluster(1, uid=1001)
+    cluster.connect("s")
+    cluster.connect("own", 1001)
+    (refusal,) = cluster.say("s", msg.DrainNode(5, "n0", True))
+    assert isinstance(refusal, msg.Refusal)
+    assert cluster.say("own", msg.DrainNode(6, "n0", True), 1001) == [msg.Done(6)]
+    assert cluster.say("own", msg.DrainNode(7, "n0", False), 1001) == [msg.Done(7)]
+    cluster.place("s")
+    assert cluster.say("own", msg.CloseJob(8, JOB, False), 1001) == [msg.Done(8)]
+
+
 def test_only_operators_drain_and_a_drained_node_loses_what_can_move(cluster: Cluster):
     _, placed = cluster.place("s")
     assert isinstance(placed, msg.JobPlaced)

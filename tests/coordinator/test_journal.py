@@ -13,9 +13,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from gpumux.cluster.events import DeviceFacts
+from gpumux.cluster.events import DeviceFacts, PairMeasured
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig, DaemonAway, DaemonFound
-from gpumux.coordinator.journal import NAME, Journal
+from gpumux.coordinator.journal import LEARNED, NAME, Journal
 from gpumux.coordinator.main import names_of
 from gpumux.daemon.main import EX_TEMPFAIL, served
 from gpumux.errors import ConfigError, EndpointBusy, StateNotKept
@@ -182,9 +182,63 @@ def test_nodes_that_drain_are_known_again(tmp_path: Path):
     made.handle(DaemonAway("n", "gone"), 7.0)
     made.handle(None, 100.0)
     assert "n" not in made.placement.nodes
-    with closing(Journal(tmp_path)) as journal:
+    with closing(Journal(tmp_path, wall=lambda: 5000.0)) as journal:
         journal.keep(made)
-    found = open_and_load(tmp_path)
-    assert found.drained == {"n"}
+    with closing(Journal(tmp_path, wall=lambda: 5900.0)) as journal:  # of which the coordinator was away for 900 s
+        found = journal.load(CONFIG, names_of)
+        assert found.drained == {"n": 6.0 - 900.0}
+        journal.keep(found)
+    with closing(Journal(tmp_path, wall=lambda: 6000.0)) as journal:
+        found = journal.load(CONFIG, names_of)
+        assert found.drained == {"n": 6.0 - 1000.0}
     found.handle(DaemonFound("n", "h", ("ipc:///n",), DeviceFacts(1 << 30)), 101.0)
     assert found.placement.nodes["n"].draining
+
+
+def test_what_was_learned_is_known_again(tmp_path: Path):
+    """In the order in which it was learned, so that the oldest is forgotten first; written now and then, and at the
+    end."""
+    made = filled()
+    made.handle(PairMeasured("h", "l", 1.25, 0.5, 7), 6.0)
+    made.learn_programs(1000, "a job", ("ab", "cd"))
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(made)
+        for number in range(3):
+            made.handle(PairMeasured("h", f"l{number}", 2.0, 0.1), 7.0 + number)
+        made.handle(PairMeasured("h", "l", 1.5, 0.5), 10.0)
+        journal.keep(made)
+    assert [key for key in rows(tmp_path) if key[0] == "pairs"] == [("pairs", "h l")]
+    made.learn_programs(1000, "another job", ("ef",))
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(made, last=True)
+    found = open_and_load(tmp_path)
+    costs = found.placement.costs
+    assert [pair.low for pair in costs.newest(9)] == ["l0", "l1", "l2", "l"]
+    assert (costs.between(("h",), ("l",)), len(costs)) == ((1.5, 0.5), 4)
+    assert found.newest_programs(9) == [(1000, "a job", ("ab", "cd")), (1000, "another job", ("ef",))]
+    before = rows(tmp_path)
+    with closing(Journal(tmp_path)) as journal:
+        again = journal.load(CONFIG, names_of)
+        again.handle(PairMeasured("h", "l1", 1.1, 0.9), 51.0)
+        journal.keep(again)
+    changed = {key for key, value in rows(tmp_path).items() if before.get(key) != value}
+    assert {key for key in changed if key[0] in LEARNED} == {("pairs", "h l1")}
+
+
+def test_no_more_is_learned_than_the_coordinator_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LEARNED, "pairs", 3)
+    made = filled()
+    with closing(Journal(tmp_path)) as journal:
+        for number in range(9):
+            made.handle(PairMeasured("h", f"l{number}", 2.0, 0.1), 7.0 + 40.0 * number)
+            journal.keep(made)
+    assert [key[1] for key in rows(tmp_path) if key[0] == "pairs"] == ["h l6", "h l7", "h l8"]
+
+
+def test_a_file_of_before_anything_learned_was_kept_is_read(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(filled())
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
+        file.execute("INSERT INTO kept VALUES ('drained', 'n', ?)", [msgpack.packb(None)])
+        file.execute("PRAGMA user_version = 1")
+    assert open_and_load(tmp_path).drained == {"n": None}

@@ -190,6 +190,7 @@ def test_down_stops_it_and_what_is_wrong_is_said(coordinator: RunningCoordinator
         (("cancel", "nothing"), "no job 'nothing'"),
         (("drain", "nowhere"), "no node 'nowhere'"),
         (("status", "--cluster", daemons[0].endpoint), "not a coordinator"),
+        (("down", "--cluster", daemons[0].endpoint), "not a coordinator"),
         (("up", "a.toml", daemons[0].endpoint), "name all of them in the file"),
         (("up", daemons[0].endpoint, daemons[0].endpoint), "name each daemon once"),
         (("up", "/nowhere/cluster.toml"), "can't read the cluster's file"),
@@ -199,6 +200,7 @@ def test_down_stops_it_and_what_is_wrong_is_said(coordinator: RunningCoordinator
         assert found.returncode != 0
         assert says in found.stderr, found.stderr
         assert "Traceback" not in found.stderr
+    Session.connect(daemons[0].endpoint, 20.0).close()  # it is there still
     environment = {**os.environ, "GPUMUX_ENDPOINT": coordinator.endpoint}
     with pytest.raises(ConfigError, match="a coordinator is at") as caught:
         Session.connect(coordinator.endpoint, 20.0)

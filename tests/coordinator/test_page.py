@@ -66,9 +66,9 @@ def test_nodes_say_their_promise_and_since_when_they_are_away_or_draining(cluste
     assert "endpoint" not in nodes[high]
 
 
-def test_a_node_that_was_drained_before_the_start_has_no_time():
+def test_a_node_that_was_drained_at_a_time_that_was_not_kept_has_none():
     cluster = Cluster(nodes=0)
-    cluster.coordinator.drained.add("n0")
+    cluster.coordinator.drained["n0"] = None  # as files of before kept it
     cluster.found("n0")
     (node,) = see(cluster)["nodes"]
     assert (node["state"], node["since_s"]) == ("draining", None)

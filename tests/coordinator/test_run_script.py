@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from gpumux.cli.main import main
+from gpumux.coordinator import run_script
 from gpumux.coordinator import script as scripts
 from gpumux.coordinator.ray.plan import RayNode, node_and_number
 from gpumux.coordinator.run_script import Interrupts, environment_of, follow
 from gpumux.coordinator.script import STDERR, STDOUT, ScriptCommand, ScriptOutput, ScriptProcess
 from gpumux.errors import ConfigError
+from gpumux.wire import messages as msg
 from tests.client.placed.coordinator import FakeCoordinator, coordinating
 
 
@@ -165,6 +167,23 @@ def test_what_keeps_a_script_from_running_ends_its_job(
     coordinator.refuse("AccessDenied", "no low jobs for you")
     assert run(coordinator, tmp_path, "train.py") == 1
     assert "no low jobs for you" in capsys.readouterr().err
+
+
+def test_why_there_are_no_devices_yet_is_said_before_long(
+    coordinator: FakeCoordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_script, "FIRST_S", 0.01)
+    (tmp_path / "train.py").write_text("")
+
+    def places() -> None:
+        coordinator.hear(msg.ExplainJob)
+        coordinator.place("ipc:///run/x/gpumux.sock")
+
+    thread = threading.Thread(target=places)
+    thread.start()
+    assert run(coordinator, tmp_path, "train.py") == 0
+    thread.join()
+    assert capsys.readouterr().err.count("waits for devices: Its turn has come") == 1
 
 
 def test_a_job_that_gets_no_devices_is_not_waited_for(

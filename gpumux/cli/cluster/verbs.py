@@ -154,6 +154,8 @@ def _down(args: argparse.Namespace) -> int:
         raise ConfigError(f"the coordinator at {found.text} is another user's", "ask that user, or root")
     if pid is None:
         raise DaemonGone(f"no coordinator at {found.text}", START_COORDINATOR)
+    with Control(found.text, args.timeout, coordinator=True):
+        pass  # raises for a daemon, which has jobs
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:

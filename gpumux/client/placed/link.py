@@ -22,6 +22,7 @@ from gpumux.client.placed.state import Notice, PlaceState
 from gpumux.client.recovery import LeaveOrder, Recovery, snapshot_interval_s
 from gpumux.client.session import CONNECT_S, Asked, Session
 from gpumux.errors import (
+    AccessDenied,
     AdmissionRefused,
     ConfigError,
     DaemonGone,
@@ -402,6 +403,8 @@ class CoordinatorLink:
             nbytes = 2 * self._request.nbytes if self._accepted else 0
         elif isinstance(error, (JobClosed, NotOwner)) and not self._ran and not self._accepted:
             pass  # the daemon still closes the job that was tried there before
+        elif isinstance(error, AccessDenied) and self._ran and not self._accepted:
+            pass  # the daemon where it ran took it, and others may
         elif not isinstance(error, DaemonGone) or session.dead is None or self._state.running:
             return False
         if not self._state.held or self._tries >= MOST_TRIES:

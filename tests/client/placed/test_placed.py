@@ -19,6 +19,7 @@ from gpumux import client
 from gpumux.burst.placement import data_parallel
 from gpumux.cli.control import Control
 from gpumux.client.placed import link
+from gpumux.client.remote import Remote
 from gpumux.errors import AdmissionRefused, ConfigError, DaemonGone, JobClosed, JobFailed
 from gpumux.wire import messages as m
 from gpumux.wire.peers import make_keys
@@ -149,13 +150,25 @@ def test_a_job_moves_while_the_users_thread_does_something_else(daemons: list[Ph
         as_undisturbed(run, accumulate_adamw)
 
 
-def test_a_paused_job_moves_with_its_unanswered_steps(daemons: list[Phoenix], coordinator: FakeCoordinator):
+def test_a_paused_job_moves_with_its_unanswered_steps(
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+):
+    """None of which runs at the new daemon before it is paused there: that would depend on how quick the daemon is."""
+    sent: list[Any] = []
+    call, post_step = Remote.call, Remote.post_step
+    monkeypatch.setattr(
+        Remote, "call", lambda remote, make, *a, **k: (sent.append(make), call(remote, make, *a, **k))[1]
+    )
+    monkeypatch.setattr(
+        Remote, "post_step", lambda remote, step, *a: (sent.append(step), post_step(remote, step, *a))[1]
+    )
     first, second = daemons
     trial = dropout_adam(SEED)
     run = placed(trial, coordinator, first, second)
     with run.job:
+        run.turn()
         run.job.pause()
-        futures = [run.job.step(*trial.turn(i)[0][1]) for i in range(2)]
+        futures = [run.job.step(*trial.turn(i)[0][1]) for i in range(1, 3)]
         coordinator.vacate()
         assert not futures[1].done()
         coordinator.hear(m.DevicesVacated)
@@ -163,8 +176,10 @@ def test_a_paused_job_moves_with_its_unanswered_steps(daemons: list[Phoenix], co
             futures[1].result(timeout=0.01)
         assert run.job.stats()["paused"]
         assert run.job._session.endpoint == second.endpoint
+        moved = [each for each in sent if each in (m.PauseJob, 0, 1, 2)]
+        assert moved in ([0, m.PauseJob, 1, 2, 0, m.PauseJob, 1, 2], [0, m.PauseJob, 1, 2, m.PauseJob, 1, 2])
         run.job.resume()
-        assert [f.item() for f in futures] == [r.item() for r in plain(dropout_adam(SEED), 2)]
+        assert [f.item() for f in futures] == [r.item() for r in plain(dropout_adam(SEED), 3)[1:]]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -416,6 +431,17 @@ def test_what_does_not_go_together():
             client.submit(step, example=(x,), **given)  # type: ignore[arg-type]
 
 
+def test_a_job_whose_loop_raises_has_failed_and_one_whose_script_ends_there_has_not(
+    daemons: list[Phoenix], coordinator: FakeCoordinator
+):
+    for error, fault in ((ValueError("the data"), "ValueError"), (SystemExit(0), "")):
+        run = placed(conv_sgd(SEED), coordinator, daemons[0])
+        with pytest.raises(type(error)), run.job:
+            raise error
+        assert coordinator.hear(m.PlacedJobEnded).fault == fault
+        coordinator.heard.clear()
+
+
 def test_a_job_that_is_dropped_without_close_is_given_up(
     daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ):
@@ -578,7 +604,9 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
 
 
 @pytest.mark.slow
-def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinator: FakeCoordinator):
+def test_a_gang_goes_on_over_other_numbers_of_devices(
+    tmp_path: Path, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+):
     """Of three, one is lost. Then it has a batch that two don't divide, so it goes on with one, and later with three
     again."""
     odd: set[int] = set()
@@ -607,7 +635,13 @@ def test_a_gang_goes_on_over_other_numbers_of_devices(tmp_path: Path, coordinato
             coordinator.vacate_for_sure()
             turns(run, 4)
             assert len(run.job.stats()["ranks"]) == 3
+            told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
+            while told[-1] != run.job._recovery.programs():  # other Programs than over three devices
+                coordinator.hear(m.ProgramsKnown, len(told) + 1)
+                told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
             run.finish()
+        assert len([line for line in lines(caplog) if "It is back after" in line]) == 3
+        assert not [line for line in lines(caplog) if "reads the local model" in line]
         alone = wide(SEED, odd)
         torch.manual_seed(SEED)
         close(run.results, plain(alone, run.turns))
