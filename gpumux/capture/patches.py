@@ -25,6 +25,7 @@ from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.source import by_numbers, reader, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol, of_enumeration
+from gpumux.capture.values.products import product
 from gpumux.errors import CaptureError, DataDependent
 
 Known = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -300,6 +301,7 @@ def patched(
         (torch.Tensor, "__deepcopy__", here(torch.Tensor.__deepcopy__, _deepcopy)),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
+        (torch.Tensor, "prod", here(torch.Tensor.prod, product)), (torch, "prod", here(torch.prod, product)),
         *scaling.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),

@@ -38,6 +38,7 @@ from gpumux.capture.source import (
 from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
 from gpumux.capture.values.host import HostTensors
+from gpumux.capture.values.products import refuse_by_values
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
 from gpumux.program.fake import FakeOperators
@@ -138,7 +139,8 @@ def scalar_overload(
     """For a call with a number in place of a tensor (`mul.Tensor(x, 2.0)`): the overload that takes the number, which
     computes the same but for `mul_` in a half type (Recorder._rounds_number)."""
     packet = func.overloadpacket
-    wanted = {"Tensor": "Scalar", "Tensor_mode": "Scalar_mode", "self": "ScalarOther"}.get(func._overloadname)
+    forms = {"Tensor": "Scalar", "default": "Scalar", "Tensor_mode": "Scalar_mode", "self": "ScalarOther"}
+    wanted = forms.get(func._overloadname) if isinstance(args[0], torch.Tensor) else None
     if wanted is None or wanted not in packet.overloads():
         return None
     other: torch._ops.OpOverload = getattr(packet, wanted)
@@ -719,6 +721,8 @@ class Recorder(TorchDispatchMode):
             self.builder.in_backward = in_backward
             if not in_backward and self._after_backward is not None:
                 self._after_backward()
+        if in_backward and func is aten.cumprod.default:  # one of those that the gradient of a product consists of
+            refuse_by_values(user_line())
         if func is torch.ops.prim.device.default:
             return self.device
         if func.namespace != "aten":

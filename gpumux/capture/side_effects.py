@@ -293,7 +293,12 @@ class SideEffects:
                 if new is old:
                     continue
                 module._buffers[name] = old
-                if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                if old is None:
+                    raise CaptureError(
+                        f"the step makes the buffer {type(module).__name__}.{name}, which is None before",
+                        "run the model once before you submit, so that the buffer is there",
+                    )
+                if new is None or old.shape != new.shape or old.dtype != new.dtype:
                     raise CaptureError(
                         f"the step replaces the buffer {type(module).__name__}.{name} by one of another shape or type",
                         "keep the buffer's shape and type, or write into it in place",

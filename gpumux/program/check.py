@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
@@ -37,6 +36,7 @@ from gpumux.program.ir import (
     View,
     aligned,
 )
+from gpumux.program.layouts import laid_out
 from gpumux.program.memory import first_fit, footprint, live_bytes
 from gpumux.program.validate import check_sizes, describe_op, leaves, op_args, tensor_refs, validate
 from gpumux.types import Footprint
@@ -63,28 +63,6 @@ _FUSED = frozenset(
         aten._fused_adagrad_.tensor_lr,
     )
 )
-
-# Elementwise operators whose result is laid out like the operands, the first operand first. torch's decompositions,
-# which run instead of their shape rules, begin with another operand.
-_BY_OPERANDS = frozenset(
-    (
-        aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
-        aten.hardtanh_backward.default, aten.softplus_backward.default, aten.logit_backward.default, aten.xlogy.Tensor,
-        aten.copysign.Tensor, aten.native_dropout_backward.default,
-    )
-)  # fmt: skip
-
-# Operators whose result is laid out like this argument.
-_LAID_AS = {aten.binary_cross_entropy.default: 0, aten.binary_cross_entropy_backward.default: 1}
-
-# Operators whose result is always contiguous on the CPU.
-_CONTIGUOUS = frozenset(
-    (
-        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default,
-        aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
-    )
-)  # fmt: skip
-
 
 # Operators whose kernels take floating-point tensors of one type only, and whose shape rules take any. With a batch of
 # another type such a Program would fail while it runs and break the job's state.
@@ -347,28 +325,15 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if device == "cpu" and func is aten.log_sigmoid_forward.default:  # its result is always contiguous
         return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
     if device == "cpu" and func in _STATISTICS:
-        return _statistics(args[0], args[_STATISTICS[func]], out)
+        out = _statistics(args[0], args[_STATISTICS[func]], out)
     if device == "cpu" and func is aten._scaled_dot_product_flash_attention_for_cpu.default:
         # The logarithm of the sums is double for double queries; older shape rules say float.
         return out[0], torch.empty_like(out[1], dtype=torch.promote_types(args[0].dtype, torch.float32))
     if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
     if func is aten.native_batch_norm_backward.default:  # the kernels make only the gradients asked for
-        return tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
-    if func in _BY_OPERANDS and out.dim() > 1:
-        return _laid_as([a for a in args if isinstance(a, torch.Tensor)], out)
-    if func in _LAID_AS and out.dim() == args[_LAID_AS[func]].dim():
-        return torch.empty_like(args[_LAID_AS[func]])
-    if device == "cpu" and func in _CONTIGUOUS:
-        return torch.empty_like(out, memory_format=torch.contiguous_format)
-    return out
-
-
-def _laid_as(operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    strides = tuple(compute_elementwise_output_strides(*[a.expand(out.shape) for a in operands]))
-    if out.stride() == strides:
-        return out
-    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
+        out = tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
+    return laid_out(func, args, kwargs, out, device)
 
 
 def _same_lists(func: Any, args: tuple[Any, ...]) -> None:
