@@ -310,7 +310,8 @@ def unanswered(endpoint: Endpoint, remedy: str, what: str = "daemon") -> DaemonG
         return DaemonGone(f"no {what} answers at {endpoint.text}", remedy)
     return DaemonGone(
         f"process {holder} holds {endpoint.text} but does not answer",
-        f"look whether it is stopped or stuck (ps -o stat,wchan {holder}); wait for it, or kill it and start another",
+        f"it may still be starting: wait a moment; if that does not help, look whether it is stopped or stuck (ps -o "
+        f"stat,wchan {holder}), and wait for it, or kill it and start another",
     )
 
 

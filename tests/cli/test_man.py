@@ -66,6 +66,17 @@ def test_pages_are_the_same_on_every_terminal(pages, monkeypatch):
     assert {name: body.decode() for name, body in man.pages(build_parser(), FLAGS).items()} == pages
 
 
+def test_nothing_of_a_line_is_a_request_or_an_escape():
+    parser = argparse.ArgumentParser(prog="p")
+    verbs = parser.add_subparsers()
+    verbs.add_parser("v", epilog=".so /etc/x-y ~\n'br\n\\n(yr ^ `x`", description=".de x")
+    lines = man.pages(parser, {})[man.COMMANDS].decode().splitlines()
+    expected = [r"\&.so /etc/x\-y \(ti", r"\(aqbr", r"\en(yr \(ha \`x\`"]
+    at = lines.index(expected[0])
+    assert lines[at : at + 3] == expected
+    assert r"\&.de x" in lines
+
+
 @pytest.mark.parametrize("name", [man.COMMANDS, man.SETTINGS])
 @pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
 def test_groff_has_nothing_against_them(name, pages):

@@ -105,6 +105,7 @@ def test_memory_over_the_share_is_refused_in_words_for_its_holder() -> None:
     assert isinstance(refusal, cmd.RefuseProgram)
     assert refusal.fault.code == "admission_refused"
     assert "your share of the device (25 of 100)" in refusal.fault.message
+    assert "; it comes to " in refusal.fault.message
     assert "the share that is asked for" in refusal.fault.remedy
 
 

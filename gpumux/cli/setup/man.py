@@ -121,8 +121,9 @@ def _verbatim(text: str) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """Text without what roff would take for its own: escapes, requests, and hyphens that it may break or replace."""
-    text = text.replace("\\", r"\e").replace("-", r"\-").replace("`", r"\`").replace("'", r"\(aq").replace("^", r"\(ha")
-    return rf"\&{text}" if text.startswith((".", "'")) else text.replace("~", r"\(ti")
+    text = text.replace("\\", r"\e").replace("-", r"\-").replace("`", r"\`").replace("'", r"\(aq")
+    text = text.replace("^", r"\(ha").replace("~", r"\(ti")
+    return rf"\&{text}" if text.startswith(".") else text
 
 
 def _quoted(text: str) -> str:
