@@ -171,10 +171,9 @@ class Journal:
         for name, answer in coordinator.answers.items():
             key = "answers", str(name)
             found[key] = self._written.get(key) or pack(asdict(answer))  # an answer never changes
-        for node, since in coordinator.drained.items():
-            key = "drained", node
+        for drained, since in coordinator.drained.items():
             wall = None if since is None else self._wall() - (placement.now - since)
-            found[key] = self._written.get(key) or pack(wall)  # it never changes
+            found["drained", drained] = self._written.get(("drained", drained)) or pack(wall)  # it never changes
         return found
 
 

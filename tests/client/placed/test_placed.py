@@ -20,7 +20,8 @@ from gpumux.burst.placement import data_parallel
 from gpumux.cli.control import Control
 from gpumux.client.placed import link
 from gpumux.client.remote import Remote
-from gpumux.errors import AdmissionRefused, ConfigError, DaemonGone, JobClosed, JobFailed
+from gpumux.client.session import Session
+from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError, DaemonGone, JobClosed, JobFailed
 from gpumux.wire import messages as m
 from gpumux.wire.peers import make_keys
 from microbench.daemon import running_daemon
@@ -93,8 +94,9 @@ def test_a_placed_job_is_the_plain_loop(
 def test_the_coordinator_learns_of_programs_that_come_later(
     daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ):
-    """Once for each change, not for each step or look."""
+    """Once for each change, not for each step or look; of many the newest."""
     monkeypatch.setattr(link, "LOOK_S", 0.001)
+    monkeypatch.setattr(link, "MOST_PROGRAMS", 2)
     model = torch.nn.Linear(4, 2)
     coordinator.places = [daemons[0].endpoint]
     with client.submit(model, example=torch.ones(8, 4), model=model, cluster=coordinator.endpoint) as job:
@@ -102,9 +104,9 @@ def test_the_coordinator_learns_of_programs_that_come_later(
             job.step(torch.ones(size, 4)).result()
             coordinator.hear(m.ProgramsKnown, count)
     told = [known.programs for known in coordinator.all(m.ProgramsKnown)]
-    assert [len(programs) for programs in told] == [1, 2, 3]
+    assert [len(programs) for programs in told] == [1, 2, 2]
     assert told[1][:1] == told[0]
-    assert told[2][:2] == told[1]
+    assert told[2][:1] == told[1][1:]
 
 
 @pytest.mark.parametrize("rng", ["own", "client"])
@@ -429,6 +431,32 @@ def test_what_does_not_go_together():
     ):
         with pytest.raises(ConfigError, match=says):
             client.submit(step, example=(x,), **given)  # type: ignore[arg-type]
+
+
+def test_a_job_that_a_daemon_may_not_take_fails_or_goes_elsewhere_if_it_ran(
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+):
+    """As where the coordinator's user is no operator."""
+    first, second = daemons
+    open_job = Session.open_job
+
+    def opens(session: Session, *arguments: Any) -> None:
+        if session.endpoint == second.endpoint:
+            raise AccessDenied("the coordinator's user is no operator here", "make it one")
+        open_job(session, *arguments)
+
+    monkeypatch.setattr(Session, "open_job", opens)
+    with pytest.raises(AccessDenied, match="is no operator here"):
+        placed(conv_sgd(SEED), coordinator, second)
+    assert "is no operator here" in coordinator.hear(m.PlacedJobEnded).fault
+    coordinator.heard.clear()
+    run = placed(dropout_adam(SEED), coordinator, first, second, first)
+    with run.job:
+        turns(run, 3)
+        coordinator.vacate()
+        assert "is no operator here" in coordinator.hear(m.JobNotStarted).why
+        turns(run, 3)
+        as_undisturbed(run, dropout_adam)
 
 
 def test_a_job_whose_loop_raises_has_failed_and_one_whose_script_ends_there_has_not(
