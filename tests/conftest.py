@@ -22,6 +22,7 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.compiler import COMPILER
 from tests.leaks import leaked, snapshot
 
 pytest_plugins = ["pytester"]
@@ -68,6 +69,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """Of a daemon with one thread, for all tests that need no daemon of their own, because a start takes seconds. Each
+    test opens jobs of its own."""
+    from microbench.daemon import running_daemon  # torch takes seconds to import
+
+    with running_daemon(threads=1, settings=COMPILER) as daemon:
+        yield daemon.endpoint
 
 
 @pytest.fixture
