@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,15 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.compiler import COMPILER
 from tests.leaks import leaked, snapshot
 
 pytest_plugins = ["pytester"]
 
 SETTLE_S = 30.0  # how long asynchronous teardown may take before it is called a leak; machines are busy at times
+FAILED_SETTLE_S = 1.0  # after a failed test: its traceback keeps what the test held
 SLOW_TIMEOUT_S = 900.0  # of a slow test; it may meet a busy machine, too
+FAILED = pytest.StashKey[bool]()  # of a test: whether it did
 PREFIX = f"gm{os.getpid()}-"  # names are short: an AF_UNIX path holds 107 bytes
 
 UNHURRIED: dict[str, Any] = {
@@ -68,6 +71,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """Of a daemon with one thread, for all tests that need no daemon of their own, because a start takes seconds. Each
+    test opens jobs of its own."""
+    from microbench.daemon import running_daemon  # torch takes seconds to import
+
+    with running_daemon(threads=1, settings=COMPILER) as daemon:
+        yield daemon.endpoint
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch has one thread, as a daemon of the tests has."""
@@ -100,11 +113,19 @@ def no_leaks_in_all() -> Iterator[None]:
     assert not found, "the test run leaks: " + "; ".join(found)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = snapshot()
     yield
-    found = leaked(before, SETTLE_S)
+    found = leaked(before, FAILED_SETTLE_S if request.node.stash.get(FAILED, False) else SETTLE_S)
     assert not found, "the test leaks: " + "; ".join(found)
 
 

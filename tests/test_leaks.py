@@ -187,3 +187,12 @@ def test_the_suite_fails_for_a_test_that_leaks(pytester: pytest.Pytester):
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     done.assert_outcomes(passed=1, errors=1)
     done.stdout.fnmatch_lines(["*thread 'forgotten' still runs*"])
+
+
+def test_a_process_in_the_place_of_another_is_not_one_more() -> None:
+    before = replace(snapshot(), children=frozenset({(1, "daemon"), (2, "other")}))
+    assert growth(before, replace(before, children=frozenset({(3, "daemon"), (2, "other")}))) == []
+    (line,) = growth(before, replace(before, children=frozenset({(3, "daemon"), (4, "daemon"), (2, "other")})))
+    assert "daemon" in line
+    (line,) = growth(before, replace(before, children=frozenset({(1, "daemon"), (2, "other"), (5, "third")})))
+    assert line == "child process 5 still there: third"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -96,8 +97,10 @@ def test_two_jobs_fit_that_do_not_fit_beside_each_other(daemon: RunningDaemon, o
 def test_what_a_step_no_longer_needs_goes_back_to_the_kernel(one_thread: None) -> None:
     """Or another job's process could not have it. A job with memory of its own keeps it for its next step."""
     grown: dict[str, int] = {}
-    for memory in ("shared", "own"):
-        with running_daemon(threads=1) as daemon:
+    with running_daemon(threads=1) as daemon:
+        for memory in ("shared", "own"):
+            while executors(daemon.process.pid):  # of the job before, which ends a moment after it was closed
+                threading.Event().wait(0.01)
             _, job = submit(daemon, memory=memory)
             with job:
                 (pid,) = executors(daemon.process.pid)

@@ -151,7 +151,7 @@ def test_looking_for_tensors_disturbs_no_other_thread() -> None:
     try:
         thread.start()
         with without_fetching():
-            for _ in range(40):
+            for _ in range(20):
                 found = search({weight.untyped_storage()._cdata})
     finally:
         over.set()

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 
 from clients.compatibility import table, themes
 from clients.compatibility.suite import REGISTRY, Idiom, difference, run_plainly, run_through
-from microbench.daemon import running_daemon
 
 AS_WRITTEN = 0.85  # the share of idioms that work as written
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with running_daemon(threads=1) as daemon:
-        yield daemon.endpoint
 
 
 @pytest.mark.parametrize("idiom", REGISTRY, ids=[one.name for one in REGISTRY])

@@ -17,16 +17,9 @@ from clients.serving import latency
 from clients.serving.decoder import Decoder, Size, example, generate, step_of
 from clients.serving.http_server import Batcher, serving
 from gpumux import client
-from microbench.daemon import running_daemon
 from tests.threads import one_thread
 
 SMALL = Size(layers=2, width=16, heads=2, words=32, length=12, rows=2)
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with running_daemon(threads=1) as daemon:
-        yield daemon.endpoint
 
 
 def test_a_job_decodes_the_words_of_the_plain_loop(endpoint: str) -> None:
@@ -122,6 +115,7 @@ def test_http_answers_and_refusals() -> None:
 @pytest.mark.slow
 def test_latencies_of_both_are_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "POLICIES", ("guarded",))  # each takes a daemon and two processes more
+    monkeypatch.setattr(latency, "Size", lambda: SMALL)
     assert latency.main(["--words", "6", "--requests", "16"]) == 0
     said = capsys.readouterr().out
     for policy in latency.POLICIES:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from gpumux.cli.main import main
 from microbench import common
+from microbench.daemon import RunningDaemon, running_daemon
 from microbench.draws import perceptron
 
 Report = dict[str, Any]
@@ -43,7 +45,7 @@ QUICK = {
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "16", "--parts", "1", "4"],
     "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
     "temporaries": ["--workloads", "cnn:tiny", "bert-base:tiny", "--run", "cnn:tiny"],
-    "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
+    "snapshots": ["--turns", "2", "--seconds", "0.3", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
 
 
@@ -252,6 +254,16 @@ def restart(report: Report) -> None:
     assert new["low"] > 0.0 < taken_up["low"]
 
 
+# Those that ask for a daemon as any other is share one: a start takes seconds.
+SHARE = {"overhead", "rtt", "copies", "draws", "microbatches"}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon() as running:
+        yield running
+
+
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
@@ -281,13 +293,22 @@ def test_the_memory_of_waves_is_what_the_command_says(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_it_runs_and_reports(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    daemon: RunningDaemon,
+):  # fmt: skip
     threads = torch.get_num_threads()
     out = tmp_path / "result.json"
     program = importlib.import_module(f"microbench.{name}")
     for constant, value in SMALLER.get(name, {}).items():
         monkeypatch.setattr(program, constant, value)
+    if name in SHARE:
+
+        @contextmanager
+        def shared(*, policy: str = "paced", threads: int = 1) -> Iterator[RunningDaemon]:
+            assert (policy, threads) == ("paced", 1)
+            yield daemon
+
+        monkeypatch.setattr(program, "running_daemon", shared)
     try:
         assert program.main([*QUICK[name], "--out", str(out)]) == 0
     finally:

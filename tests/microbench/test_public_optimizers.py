@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from microbench import public_optimizers
+from microbench.daemon import running_daemon
 
 
 class Reads(torch.optim.SGD):
@@ -44,13 +46,20 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         setattr(module, each.__name__, each)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     out = tmp_path / "result.json"
-    assert public_optimizers.main([module.__name__, "--out", str(out)]) == 1
-    found = json.loads(out.read_text())["packages"][module.__name__]
+    with running_daemon() as daemon:
+        # One for all runs.
+        monkeypatch.setattr(public_optimizers, "running_daemon", lambda: nullcontext(daemon))
+        say_what_each_is(module.__name__, out, capsys)
+
+
+def say_what_each_is(module: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert public_optimizers.main([module, "--out", str(out)]) == 1
+    found = json.loads(out.read_text())["packages"][module]
     assert found["equal"] == ["SGD"]
     assert found["differs"] == {"Unequal": "from step 1"}
     assert found["refused"].keys() == {"Reads"}
     assert "DataDependent" in found["refused"]["Reads"]
     assert found["needs more"].keys() == {"Around"}
     assert "refused: Reads" in capsys.readouterr().out
-    assert public_optimizers.main([module.__name__, "--replay", "SGD"]) == 0
-    assert public_optimizers.main([module.__name__, "--replay", "None"]) == 1
+    assert public_optimizers.main([module, "--replay", "SGD"]) == 0
+    assert public_optimizers.main([module, "--replay", "None"]) == 1

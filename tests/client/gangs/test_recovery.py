@@ -20,6 +20,7 @@ import torch
 from gpumux import client, errors
 from gpumux.cli.control import Control
 from gpumux.device.workers import confinement
+from microbench.daemon import running_daemon
 from microbench.killed import Trial, conv_sgd, dropout_adam, gan
 from microbench.kills import Phoenix, Run, differences, submit
 from microbench.soaking.watch import executors
@@ -27,7 +28,7 @@ from microbench.soaking.watch import executors
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 SEED = 11
-TURNS = 150
+TURNS = 20
 Make = Callable[[int], Trial]
 
 
@@ -44,25 +45,19 @@ def serving(directories: Sequence[Path]) -> Iterator[list[Phoenix]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Phoenix]]:
-    """Two daemons for the tests that don't kill them."""
+    """Two daemons for all tests of this file. A test that kills one leaves another in its place."""
     with serving([tmp_path_factory.mktemp("d") for _ in range(2)]) as made:
         yield made
 
 
-@pytest.fixture
-def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Phoenix]]:
-    with serving([tmp_path_factory.mktemp("v") for _ in range(2)]) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
-def undisturbed(pair: list[Phoenix]) -> Callable[[Make], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The results and the state of TURNS turns over two daemons with nothing killed."""
+def undisturbed(pair: list[Phoenix]) -> Callable[[Make, int], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The results and the state of a number of turns over two daemons with nothing killed."""
 
     @cache
-    def found(make: Make) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def found(make: Make, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         run = over(pair, make)
-        turns(run, TURNS)
+        turns(run, count)
         run.finish()
         run.job.close()
         return run.results, run.trial.state()
@@ -96,17 +91,14 @@ def stop_executor(daemon: Phoenix, number: int = signal.SIGKILL) -> None:
     os.kill(found[0], number)
 
 
-def finish(run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The results and the state of the job after TURNS turns."""
-    turns(run, TURNS - run.turns)
+def same(run: Run, make: Make, undisturbed: Any) -> bool:
+    """Finish the job after a multiple of TURNS turns, since a snapshot takes more or fewer of them. Whether its results
+    and state are equal to the last bit to those of a job that was not disturbed."""
+    turns(run, -run.turns % TURNS)
     run.finish()
     run.job.close()
-    return run.results, run.trial.state()
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether results and state are equal to the last bit."""
-    return [differences(*each) for each in zip(ours, theirs, strict=True)] == [0, 0]
+    wanted = undisturbed(make, run.turns)
+    return [differences(*each) for each in zip((run.results, run.trial.state()), wanted, strict=True)] == [0, 0]
 
 
 def last(run: Run) -> None:
@@ -124,26 +116,25 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [line for record in caplog.records if words in (line := record.getMessage())]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_process_is_killed_brings_the_gang_back_to_the_same_bits(
-    pair: list[Phoenix], undisturbed: Any, rank: int, caplog: pytest.LogCaptureFixture
+    pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before there is a snapshot, after one, and while it has just come back."""
     run = over(pair)
     save_nothing(run)
     turns(run, 3)
-    stop_executor(pair[rank])
+    stop_executor(pair[1])
     turns(run, 3)
     until_saved(run)
-    stop_executor(pair[rank])
+    stop_executor(pair[1])
     turns(run, 1)
     run.futures[-1].result()
-    stop_executor(pair[1 - rank])
+    stop_executor(pair[0])
     turns(run, 3)
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
     back = lines(caplog, "It is back after")
     assert len(back) == 3
-    assert f"rank {rank}: the process running the job died of SIGKILL" in back[0]
+    assert "rank 1: the process running the job died of SIGKILL" in back[0]
     assert "from its first state" in back[0]
     assert "from snapshot" in back[1]
 
@@ -159,22 +150,22 @@ def test_steps_of_many_kinds_run_again_to_the_same_bits(pair: list[Phoenix], und
     turns(run, 2)
     stop_executor(pair[0])
     turns(run, 2)
-    assert same(finish(run), undisturbed(make))
+    assert same(run, make, undisturbed)
 
 
 def test_a_daemon_that_is_killed_and_all_of_them_together(
-    victims: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
+    pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = over(victims)
+    run = over(pair)
     save_nothing(run)
     turns(run, 3)
-    victims[1].kill()
+    pair[1].kill()
     turns(run, 3)
     until_saved(run)
-    for daemon in victims:
+    for daemon in pair:
         daemon.kill()
     turns(run, 3)
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
     back = lines(caplog, "It is back after")
     assert len(back) == 2
     assert "is gone" in back[0]
@@ -182,35 +173,35 @@ def test_a_daemon_that_is_killed_and_all_of_them_together(
 
 
 def test_a_daemon_that_leaves_in_order_saves_the_gang_first(
-    victims: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
+    pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = over(victims)
+    run = over(pair)
     until_saved(run)
-    leaving = threading.Thread(target=victims[0].restart)
+    leaving = threading.Thread(target=pair[0].restart)
     leaving.start()
     while leaving.is_alive():
         run.turn()
         threading.Event().wait(0.01)
     leaving.join()
     turns(run, 3)
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
     assert "from snapshot" in lines(caplog, "It is back after")[0]
 
 
 def test_a_daemon_that_is_killed_during_submit_is_waited_for(
-    victims: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = client.Job.capture
 
     def struck(job: client.Job, *given: Any) -> Any:
         monkeypatch.setattr(client.Job, "capture", capture)
-        victims[1].kill()
+        pair[1].kill()
         return capture(job, *given)
 
     monkeypatch.setattr(client.Job, "capture", struck)
-    run = over(victims)
+    run = over(pair)
     turns(run, 3)
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
     assert lines(caplog, "to submit again")
 
 
@@ -223,14 +214,14 @@ def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(
     log = run.job._recovery.recorder.log
     newest = max(n for n, point in log._points.items() if point.saved)
     stop_executor(pair[0])
-    (kept,) = (pair[1].directory / "state" / "snapshots" / str(os.getuid())).iterdir()
+    kept = pair[1].directory / "state" / "snapshots" / str(os.getuid()) / run.job.id
     found = [path for path in kept.iterdir() if path.name.startswith(f"{newest:08d}-")]
     assert len(found) == 1, sorted(path.name for path in kept.iterdir())
     found[0].write_bytes(found[0].read_bytes()[:-1])
     last(run)
     (back,) = lines(caplog, "It is back after")
     assert f"from snapshot {newest}" not in back
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
 
 
 def test_a_gang_whose_snapshots_are_lost_on_one_rank_says_so(pair: list[Phoenix]) -> None:
@@ -254,21 +245,22 @@ def test_a_process_that_stands_still_costs_its_peers_time_and_no_training(
     turns(run, 3)
     stop_executor(pair[1], signal.SIGSTOP)
     turns(run, 3)
-    assert same(finish(run), undisturbed(dropout_adam))
+    assert same(run, dropout_adam, undisturbed)
     (back,) = lines(caplog, "It is back after")
     if confinement.measures()[0].missing:  # else it runs as its job's user, and is ended when it is stopped
         assert "did not answer within 1 s" in back
 
 
-def test_a_daemon_that_stays_away_ends_the_job_with_an_error(victims: list[Phoenix]) -> None:
-    run = over(victims, reconnect_s=0.5)
+def test_a_daemon_that_stays_away_ends_the_job_with_an_error(pair: list[Phoenix]) -> None:
+    run = over(pair, reconnect_s=0.5)
     turns(run, 3)
-    victims[1].stop()
+    pair[1].stop()
     with pytest.raises(errors.DaemonGone, match="could not be had back within") as error:
         last(run)
     assert error.value.remedy
     run.job.close(drain=False)
-    victims[1].restart()
+    pair[1].restart()
+    pair[1].wait_until_ready()
 
 
 def test_a_step_that_fails_is_not_run_again_and_the_error_is_its_own(
@@ -326,12 +318,13 @@ def test_nothing_is_kept_of_a_gang_that_was_closed(pair: list[Phoenix]) -> None:
 
 
 def test_a_gang_with_a_daemon_that_keeps_no_snapshots_does_not_come_back(
-    pair: list[Phoenix], daemons: list[Any], caplog: pytest.LogCaptureFixture
+    pair: list[Phoenix], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = submit(dropout_adam(SEED), [pair[0].endpoint, daemons[0].endpoint])
-    assert daemons[0].endpoint in lines(caplog, "keeps no snapshots")[0]
-    turns(run, 3)
-    stop_executor(pair[0])
-    with pytest.raises(errors.ExecutorCrashed, match="rank 0"):
-        last(run)
-    run.job.close(drain=False)
+    with running_daemon() as other:
+        run = submit(dropout_adam(SEED), [pair[0].endpoint, other.endpoint])
+        assert other.endpoint in lines(caplog, "keeps no snapshots")[0]
+        turns(run, 3)
+        stop_executor(pair[0])
+        with pytest.raises(errors.ExecutorCrashed, match="rank 0"):
+            last(run)
+        run.job.close(drain=False)

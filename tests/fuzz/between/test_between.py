@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from microbench.daemon import running_daemon
 from tests.fuzz.between import compare, hunt, training
 from tests.fuzz.between.compare import Work
 
 EACH = 4
-STARTS = range(0, 20, EACH)
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with running_daemon(threads=1) as daemon:
-        yield daemon.endpoint
+STARTS = range(0, 12, EACH)
 
 
 @pytest.fixture(autouse=True)
