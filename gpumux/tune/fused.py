@@ -193,7 +193,7 @@ class FusedTrainer:
                 with naming_trial(trials[0], works[0].config, "the step"):
                     running.step(batch, per_model=feed.per_model)
                 if meter is not None and k >= start + SETTLED:
-                    self._measured, meter = meter.read(array_bytes(running.programs())), None
+                    self._measured, meter = meter.read(array_bytes(running.programs(), len(works))), None
                 watch(TrainingProgress(trials, k + 1, steps))
             seconds = running.finish()
         self.took[key] = ArrayCosts(len(works), making_s, seconds / (steps - start))

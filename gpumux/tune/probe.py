@@ -20,6 +20,7 @@ from gpumux.fuse import zeros
 from gpumux.fuse.fuse import fuse
 from gpumux.fuse.member import Member
 from gpumux.fuse.template import align, stream_bytes
+from gpumux.fuse.variants import PROVEN_MODELS
 from gpumux.hostmemory import free_bytes
 from gpumux.program.ir import Program
 from gpumux.program.memory import first_fit, footprint
@@ -42,20 +43,38 @@ class CapturedStep:
     values: Sequence[float | int]
 
 
+# Memory of capture, graphs and the allocator, which any array takes and the measurement can't separate.
+SLACK = 64 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Bytes of an array: `fixed`, and `each` for every model. `each` includes a model's state twice (see
-    `array_bytes`) and its part of the temporaries' arena."""
+    """Bytes of an array: `fixed`, and of each model its `state` and its part of the temporaries' arena.
+
+    The state is there twice in training, in the array and in the models that the factory made. Before, the fused
+    Program is proven: the models that the proof takes have their state twice, and temporaries, in float64."""
 
     fixed: int
-    each: int
+    state: int
+    temporaries: int
 
     def of(self, models: int) -> int:
-        return self.fixed + models * self.each
+        training = self.fixed + models * (2 * self.state + self.temporaries)
+        proof = models * self.state + min(models, PROVEN_MODELS) * self._proven
+        return SLACK + max(training, proof)
+
+    @property
+    def _proven(self) -> int:
+        return 2 * (2 * self.state + self.temporaries)
 
     def most(self, limit: int) -> int:
         """The largest number of models that fits."""
-        return max(0, (limit - self.fixed) // max(1, self.each))
+        limit -= SLACK
+        training = (limit - self.fixed) // max(1, 2 * self.state + self.temporaries)
+        proof = limit // max(1, self.state + self._proven)
+        if proof >= PROVEN_MODELS:
+            proof = (limit - PROVEN_MODELS * self._proven) // max(1, self.state)
+        return max(0, min(training, proof))
 
 
 def capture(
@@ -151,33 +170,37 @@ def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
 def guess(captured: CapturedStep) -> MemoryModel:
     """A generous estimate without fusing: for each model its state and its temporaries three times."""
     found = footprint(captured.program, first_fit(captured.program))
-    return MemoryModel(found.slot_bytes, 3 * (found.state_bytes + stream_bytes() + found.transient_bytes))
+    state = found.state_bytes + stream_bytes()
+    return MemoryModel(found.slot_bytes, state + state // 2, 3 * found.transient_bytes)
 
 
 def predict(captured: CapturedStep) -> MemoryModel:
     """Bytes of arrays of this step, extrapolated from the fused Programs of two and of three models."""
-    two, three = (
-        array_bytes([fuse([captured.program] * models, [captured.values] * models).program]) for models in (2, 3)
+    two, three = (sizes([fuse([captured.program] * models, [captured.values] * models).program]) for models in (2, 3))
+    state, temporaries = three.state - two.state, max(0, three.temporaries - two.temporaries)
+    return MemoryModel(max(0, two.fixed + two.temporaries - 2 * temporaries), max(1, state), temporaries)
+
+
+def sizes(programs: Sequence[Program]) -> MemoryModel:
+    """The bytes of these fused Programs together, as if they were one model's."""
+    found = [footprint(program, first_fit(program)) for program in programs]
+    return MemoryModel(
+        sum(each.slot_bytes for each in found),
+        sum(each.state_bytes for each in found),
+        sum(each.transient_bytes for each in found),
     )
-    return MemoryModel(max(0, 3 * two - 2 * three), max(1, three - two))
 
 
-def array_bytes(programs: Sequence[Program]) -> int:
-    """Bytes of an array whose models run in these fused Programs, one after another: the state twice, in the array
-    and in the models that the factory made, and an arena and a batch for each Program."""
-    total = 0
-    for program in programs:
-        found = footprint(program, first_fit(program))
-        total += 2 * found.state_bytes + found.transient_bytes + found.slot_bytes
-    return total
+def array_bytes(programs: Sequence[Program], models: int) -> int:
+    """Bytes of an array whose models run in these fused Programs, one after another."""
+    whole = sizes(programs)
+    return MemoryModel(whole.fixed, whole.state // models, whole.temporaries // models).of(models)
 
 
 # ---- The memory limit of arrays on this machine, and the measured memory of an array.
 
 
 SHARE = 0.5  # of the free memory, for one array: the rest is for data, torch and other processes
-# Memory of capture, graphs and the allocator, which any array takes and the measurement can't separate.
-SLACK = 64 << 20
 
 _STATUS, _REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -196,8 +219,8 @@ class MemoryMeasurement:
 
     @property
     def scale(self) -> float:
-        """Factor for later predictions: 1.0 if the measurement, less the slack, is no larger than the prediction."""
-        return max(1.0, (self.measured - SLACK) / max(1, self.predicted))
+        """Factor for later predictions: 1.0 if the measurement is no larger than the prediction."""
+        return max(1.0, self.measured / max(1, self.predicted))
 
 
 class MemoryMeter:

@@ -65,8 +65,8 @@ def arrays(monkeypatch: pytest.MonkeyPatch) -> list[Notes]:
     monkeypatch.setattr(fused, "LocalArrayRun", Notes)
     monkeypatch.setattr(fused, "capture", lambda *_: "captured")
     monkeypatch.setattr(fused, "check", lambda *_: None)
-    monkeypatch.setattr(fused, "guess", lambda _: MemoryModel(0, 2000))
-    monkeypatch.setattr(fused, "predict", lambda _: MemoryModel(100, 1000))
+    monkeypatch.setattr(fused, "guess", lambda _: MemoryModel(0, 0, 2000))
+    monkeypatch.setattr(fused, "predict", lambda _: MemoryModel(3000, 400, 0))
     return Notes.made
 
 
@@ -82,7 +82,7 @@ def test_any_rung(arrays: list[Notes], trials: list[int], seed: int, most: int |
     for work in works if start else []:
         _, model, optimizer = factory(work.config)
         checkpoints.save(work.trial, start, read_state(model, optimizer))
-    trainer = FusedTrainer(TASK, SPACE, checkpoints, most=most, memory=100 + 1000 * models)
+    trainer = FusedTrainer(TASK, SPACE, checkpoints, most=most, memory=MemoryModel(3000, 400, 0).of(models))
     found = {o.trial: o for o in trainer.train(works, lambda _: None)}
     assert sorted(found) == sorted(trials), "every trial once"
     assert all(found[w.trial].score == w.config["lr"] for w in works), "each its own score"
