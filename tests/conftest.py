@@ -22,7 +22,6 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.compiler import COMPILER
 from tests.leaks import leaked, snapshot
 
 pytest_plugins = ["pytester"]
@@ -76,6 +75,7 @@ def endpoint() -> Iterator[str]:
     """Of a daemon with one thread, for all tests that need no daemon of their own, because a start takes seconds. Each
     test opens jobs of its own."""
     from microbench.daemon import running_daemon  # torch takes seconds to import
+    from tests.compiler import COMPILER
 
     with running_daemon(threads=1, settings=COMPILER) as daemon:
         yield daemon.endpoint
