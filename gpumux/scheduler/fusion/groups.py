@@ -445,6 +445,7 @@ class FusionGroups:
             self._forget(group, reason, now)
             return
         group.phase = _Phase.GATHERING
+        group.until = now + self._rules.settle_s  # its jobs may be gone: memory is not kept for none
 
     # ---- Decisions
 
@@ -497,9 +498,7 @@ class FusionGroups:
                 member.group = group
             self._commands.append(Stack(group.group, tuple(member.job for member in group.members)))
             return
-        if not group.members:
-            group.until = inf
-        elif now >= group.until:
+        if now >= group.until:
             held = group.members
             self._commands.append(ReleaseMemory(group.group))
             self._forget(group, "its members had no steps at the same time", now)
