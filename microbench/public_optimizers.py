@@ -18,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ from microbench.daemon import running_daemon
 STEPS = 12
 SEED = 3
 
-Step = Callable[[Tensor, Tensor], Any]
+# Losses of the steps and what is to be equal at the end, for a daemon's endpoint, or plainly.
+Train = Callable[[str | None], tuple[list[float], list[Tensor]]]
 
 
 class Outcome(NamedTuple):
@@ -89,18 +91,20 @@ def trained(make: Callable[..., Any], daemon: str | None) -> tuple[list[float], 
     return losses, [p.detach() for p in model.parameters()]
 
 
-def tried(name: str, make: Callable[..., Any], daemon: str) -> Outcome:
+def tried(name: str, train: Train, daemon: str) -> Outcome:
+    """How training through the daemon at that endpoint compares with training plainly."""
     try:
-        losses, weights = trained(make, None)
+        losses, weights = train(None)
     except Exception as error:  # noqa: BLE001 - whatever it wants, it is not what the others want
         return Outcome(name, "needs more", _short(error))
     try:
-        got, ours = trained(make, daemon)
+        got, ours = train(daemon)
     except GpumuxError as error:
         return Outcome(name, "refused", _short(error))
     same = all(torch.equal(a, b) for a, b in zip(weights, ours, strict=True))
-    first = next((at for at, (a, b) in enumerate(zip(losses, got, strict=True)) if a != b), STEPS)
-    return Outcome(name, "equal") if same and first == STEPS else Outcome(name, "differs", f"from step {first}")
+    first = next((at for at, (a, b) in enumerate(zip(losses, got, strict=True)) if a != b), len(losses))
+    equal = same and first == len(losses)
+    return Outcome(name, "equal") if equal else Outcome(name, "differs", f"from step {first}")
 
 
 def _short(error: Exception) -> str:
@@ -125,13 +129,13 @@ def main(argv: list[str] | None = None) -> int:
                 found = optimizers(module)
                 if args.replay:
                     if args.replay in found:
-                        return _replay(found[args.replay], daemon.endpoint)
+                        return replay(partial(trained, found[args.replay]), daemon.endpoint)
                     continue
                 outcomes = []
                 for at, (name, make) in enumerate(found.items(), 1):
-                    outcomes.append(tried(name, make, daemon.endpoint))
+                    outcomes.append(tried(name, partial(trained, make), daemon.endpoint))
                     print(f"{module} {at}/{len(found)} {name}: {outcomes[-1].kind}", file=sys.stderr, flush=True)
-                packages[module] = _packed(module, outcomes)
+                packages[module] = packed(module, outcomes)
     finally:
         torch.set_num_threads(threads)
     if args.replay:
@@ -150,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(one["differs"] for one in packages.values()) else 0
 
 
-def _packed(module: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def packed(module: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """The version of the package that a module belongs to, and names by outcome, with the reasons."""
     package = module.partition(".")[0]
     version = "unknown"
     for name in importlib.metadata.packages_distributions().get(package, []):
@@ -161,15 +166,16 @@ def _packed(module: str, outcomes: list[Outcome]) -> dict[str, Any]:
     return {"version": version, **kinds}
 
 
-def _replay(make: Callable[..., Any], daemon: str) -> int:
-    want = trained(make, None)
+def replay(train: Train, daemon: str) -> int:
+    """Print both runs, or the whole error. Returns 1 unless they are equal."""
+    want = train(None)
     try:
-        got = trained(make, daemon)
+        got = train(daemon)
     except GpumuxError:
         traceback.print_exc()
         return 1
     print(f"losses plainly:           {want[0]}\nlosses through a daemon:  {got[0]}")
-    return int(want[0] != got[0])
+    return int(want[0] != got[0] or not all(map(torch.equal, want[1], got[1])))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from gpumux.capture.fetching import is_lost
 from gpumux.capture.state import Part, Place, StateTable
-from gpumux.capture.symbols import Number, is_number
+from gpumux.capture.symbols import Number, is_number, plain_number
 from gpumux.errors import CaptureError
 
 
@@ -98,9 +98,11 @@ def frozen_leaves(frozen: Any) -> Iterator[Any]:
 
 
 def freeze(value: Any, leaf: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
-    """A nested container as nested tuples, its leaves replaced by `leaf(value, path)`."""
+    """A nested container as nested tuples, its leaves replaced by `leaf(value, path)`. Keys that are numbers of the
+    trace (a dictionary by momentum) are plain ones afterwards."""
     if isinstance(value, dict):
-        return ("d", tuple((k, freeze(v, leaf, (*path, k))) for k, v in value.items()))
+        named = [(plain_number(k), v) for k, v in value.items()]
+        return ("d", tuple((k, freeze(v, leaf, (*path, k))) for k, v in named))
     if isinstance(value, (list, tuple)):
         kind = "l" if isinstance(value, list) else "t"
         return (kind, tuple(freeze(v, leaf, (*path, i)) for i, v in enumerate(value)))

@@ -305,6 +305,11 @@ def is_symbol(value: Any) -> bool:
     return isinstance(value, _SYMBOLS) and isinstance(value.node, HostNode)
 
 
+def plain_number(value: Any) -> Any:
+    """The value of a torch symbol over a HostNode, on which the trace depends from now on; all else as it is."""
+    return value.node.scope.guard(value.node.expr) if is_symbol(value) else value
+
+
 def _odd(value: Number) -> bool:
     """Whether `==` can't compare the value: a zero has a sign, and a NaN equals nothing."""
     return isinstance(value, float) and (value == 0.0 or value != value)

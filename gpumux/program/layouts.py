@@ -78,16 +78,18 @@ def laid_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         return (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
     if func in _KEEP and kwargs.get("memory_format") in (None, torch.preserve_format):
         return _kept(args[0], out)
-    if torch.Tag.pointwise in func.tags and isinstance(out, torch.Tensor) and not _otherwise(func):
+    if torch.Tag.pointwise in func.tags and isinstance(out, torch.Tensor) and not _otherwise(func, args):
         return _elementwise(_tensors((*args, *kwargs.values())), out)
     return out
 
 
-def _otherwise(func: Any) -> bool:
+def _otherwise(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an elementwise operator makes no new tensor, or makes it as its rule says: a number that becomes an
     operand of no dimension is none of TensorIterator's fast cases, and hardtanh is not elementwise by itself."""
     mutable: bool = func._schema.is_mutable
-    return mutable or func._overloadname.startswith("Scalar") or func is aten.hardtanh.default
+    numbers = any(isinstance(a, (int, float, torch.SymInt, torch.SymFloat)) for a in args[:2])
+    of_number = func._overloadname.startswith("Scalar") or (func._overloadname.startswith("Tensor") and numbers)
+    return mutable or of_number or func is aten.hardtanh.default
 
 
 def view_strides(size: Sequence[int], stride: Sequence[int], to: Sequence[int]) -> tuple[int, ...] | None:
