@@ -15,6 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -245,7 +246,8 @@ def _graph(layer: str, **settings: Any) -> Maker:
         def loss(x: Tensor, edges: Tensor, mask: Tensor, y: Tensor) -> Tensor:
             hidden = made[0](x, edges, mask=mask).relu()
             pooled, _, link, entropy = package.dense_diff_pool(x, edges, made[1](hidden, edges, mask=mask), mask)
-            return F.mse_loss(pooled.mean((1, 2)), y) + link + entropy
+            value: Tensor = F.mse_loss(pooled.mean((1, 2)), y) + link + entropy
+            return value
 
         def batch(g: Generator) -> Batch:
             edges = (torch.rand(2, 9, 9, generator=g) > 0.6).float()
@@ -379,7 +381,7 @@ def _kornia_augmented() -> Case:
     )  # fmt: skip
 
 
-def _transformers(model: str, config: str, shape: tuple[int, int] = (2, 12), **settings: Any) -> Maker:
+def _transformers(model: str, config: str, **settings: Any) -> Maker:
     """A model of transformers with its own loss on tokens and labels."""
 
     def make() -> Case:
@@ -388,7 +390,7 @@ def _transformers(model: str, config: str, shape: tuple[int, int] = (2, 12), **s
         made.train()
 
         def batch(g: Generator) -> Batch:
-            ids = torch.randint(3, 50, shape, generator=g)
+            ids = torch.randint(3, 50, (2, 12), generator=g)
             return ids, ids.clone()
 
         return Case(made, lambda ids, labels: made(input_ids=ids, labels=labels).loss, batch)
@@ -603,11 +605,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with running_daemon() as daemon:
             if args.replay:
-                return replay(lambda at: trained(cases[args.replay], at), daemon.endpoint)
+                return replay(partial(trained, cases[args.replay]), daemon.endpoint)
             outcomes: dict[str, list[Outcome]] = {}
             for package in args.packages:
                 for name, make in PACKAGES[package].items():
-                    one = tried(name, lambda at, make=make: trained(make, at), daemon.endpoint)
+                    one = tried(name, partial(trained, make), daemon.endpoint)
                     outcomes.setdefault(package, []).append(one)
                     print(f"{package} {name}: {one.kind} {one.why}", file=sys.stderr, flush=True)
     finally:

@@ -57,6 +57,18 @@ def test_the_memory_of_eight():
         assert cells(FUSION, row) == [f"{way['bytes'] / 2**20:.0f}" for way in ways]
 
 
+def test_the_memory_of_eight_large_ones():
+    for row, name, file in (
+        ("8 large CNNs", "cnn", "fusion-memory-full"),
+        ("8 large Transformers", "transformer", "fusion-memory-full-transformer"),
+    ):
+        workload = result(file)["workloads"][name]["models"]["8"]
+        nbytes = {way: workload[way]["bytes"] for way in ("serial", "hand", "vmap", "fused")}
+        said = [f"{each / 2**20:.0f}" for each in nbytes.values()]
+        assert cells(FUSION, row) == [*said, f"{nbytes['fused'] / nbytes['hand']:.2f}"]
+        assert nbytes["fused"] <= 1.5 * nbytes["hand"]
+
+
 def test_every_workload_at_tiny_sizes():
     found = result("fusion-floor")
     workloads = found["workloads"]
