@@ -5,6 +5,12 @@ endpoint = "tcp://10.0.0.1:7777"
 name = "a0"                  # default: made of the endpoint
 host = "a"                   # its machine; gangs are placed on as few of them as possible
 
+[[daemons]]
+endpoint = "tcp://gpu[01-16]:[7777-7780]"     # 64 daemons on 16 machines, as Slurm writes lists of hosts
+
+[[daemons]]
+service = "tcp://gpumux.gpumux.svc:7777"      # one at each address of a name of DNS: a headless Service of Kubernetes
+
 [placement]                  # PlacementConfig in gpumux/cluster/events.py
 choice = "learned"           # or "spread", or "pack"
 patience_s = 600.0
@@ -32,12 +38,13 @@ from typing import Any, Final
 from gpumux.cluster.events import DeviceChoice, PlacementConfig, Quota
 from gpumux.config import read_toml
 from gpumux.coordinator.daemons import DaemonAddress
+from gpumux.coordinator.several import expanded
 from gpumux.errors import ConfigError
 from gpumux.types import MOST_LEASE_S
 from gpumux.wire.endpoint import parse
 
 TABLES: Final = ("daemons", "placement", "quotas", "weights")
-OF_DAEMONS: Final = ("endpoint", "name", "host")
+OF_DAEMONS: Final = ("endpoint", "service", "name", "host")
 OF_PLACEMENT: Final = tuple(
     field.name for field in fields(PlacementConfig) if field.name not in ("quotas", "group_quotas", "weights")
 )
@@ -48,8 +55,11 @@ OF_QUOTAS: Final = tuple(field.name for field in fields(Quota))
 
 @dataclass(frozen=True, slots=True)
 class ClusterFile:
+    """services: endpoints whose host is looked up while the coordinator runs (`Services`)."""
+
     daemons: tuple[DaemonAddress, ...]
     placement: PlacementConfig
+    services: tuple[str, ...] = ()
 
 
 def address(endpoint: str, name: str = "", host: str = "") -> DaemonAddress:
@@ -64,8 +74,9 @@ def address(endpoint: str, name: str = "", host: str = "") -> DaemonAddress:
 
 
 def of_endpoints(endpoints: Sequence[str]) -> ClusterFile:
-    """A cluster of these daemons, and defaults for the rest. Raises ConfigError."""
-    return ClusterFile(_distinct([address(each) for each in endpoints]), PlacementConfig())
+    """A cluster of these daemons, and defaults for the rest. An endpoint may have ranges (`expanded`). Raises
+    ConfigError."""
+    return ClusterFile(distinct([address(one) for each in endpoints for one in expanded(each)]), PlacementConfig())
 
 
 def load(path: Path, *, daemons: bool = True) -> ClusterFile:
@@ -78,7 +89,13 @@ def load(path: Path, *, daemons: bool = True) -> ClusterFile:
         raise ConfigError(f"{path} names no daemons", 'write [[daemons]] and endpoint = "..." for each')
     if not daemons and entries:
         raise ConfigError(f"{path} names daemons, and Ray's nodes have them", "leave [[daemons]] out, or --ray")
-    addresses = [_daemon(entry, f"{path}: [[daemons]] {at + 1}") for at, entry in enumerate(entries)]
+    addresses: list[DaemonAddress] = []
+    services: list[str] = []
+    for at, entry in enumerate(entries):
+        if isinstance(entry, dict) and "service" in entry:
+            services.append(_service(entry, f"{path}: [[daemons]] {at + 1}"))
+        else:
+            addresses += _daemons(entry, f"{path}: [[daemons]] {at + 1}")
     quotas = _table(tables, "quotas", f"{path}: [quotas]")
     _known(quotas, ("users", "groups"), f"{path}: [quotas]")
     values = dict(_table(tables, "placement", f"{path}: [placement]"))
@@ -106,12 +123,34 @@ def load(path: Path, *, daemons: bool = True) -> ClusterFile:
         )
     except ConfigError as error:
         raise ConfigError(f"{path}: [placement]: {error.message}", error.remedy) from error
-    return ClusterFile(_distinct(addresses), placement)
+    return ClusterFile(distinct(addresses), placement, tuple(services))
 
 
-def _daemon(entry: Any, where: str) -> DaemonAddress:
+def _service(entry: Mapping[str, Any], where: str) -> str:
+    _check_texts(entry, where)
+    if len(entry) > 1:
+        raise ConfigError(f"{where} has more than a service", "its daemons are named by their addresses: leave it out")
+    service = str(entry["service"])
+    if parse(service).is_ipc or service.endswith(":*"):
+        raise ConfigError(f"{where} service is {_short(service)}", "write tcp://NAME:PORT")
+    return service
+
+
+def _daemons(entry: Any, where: str) -> list[DaemonAddress]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}", 'write [[daemons]] and endpoint = "..." below it')
+    _check_texts(entry, where)
+    if "endpoint" not in entry:
+        raise ConfigError(f"{where} has no endpoint", "write ipc:///path/to/gpumux.sock or tcp://address:port")
+    endpoints = expanded(entry["endpoint"])
+    if len(endpoints) > 1 and (named := [name for name in ("name", "host") if name in entry]):
+        raise ConfigError(
+            f"{where} has a {named[0]} for {len(endpoints)} daemons", "leave it out: each is named by its endpoint"
+        )
+    return [address(**{**entry, "endpoint": each}) for each in endpoints]
+
+
+def _check_texts(entry: Mapping[str, Any], where: str) -> None:
     _known(entry, OF_DAEMONS, where)
     for name, value in entry.items():
         if not isinstance(value, str) or not value.isprintable() or not 1 <= len(value) <= MOST_TEXT:
@@ -119,12 +158,10 @@ def _daemon(entry: Any, where: str) -> DaemonAddress:
                 f"{where} {name} is {_short(value)}",
                 f"write a text in quotes, of 1 to {MOST_TEXT} printable characters",
             )
-    if "endpoint" not in entry:
-        raise ConfigError(f"{where} has no endpoint", "write ipc:///path/to/gpumux.sock or tcp://address:port")
-    return address(**entry)
 
 
-def _distinct(daemons: Sequence[DaemonAddress]) -> tuple[DaemonAddress, ...]:
+def distinct(daemons: Sequence[DaemonAddress]) -> tuple[DaemonAddress, ...]:
+    """The daemons, each of another name and endpoint. Raises ConfigError."""
     for what in ("node", "endpoint"):
         names = [getattr(each, what) for each in daemons]
         twice = {name for name in names if names.count(name) > 1}

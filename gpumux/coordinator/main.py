@@ -8,20 +8,21 @@ import os
 import pwd
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpumux import __version__
 from gpumux.access import Access
 from gpumux.config import Config
-from gpumux.coordinator.config import ClusterFile
+from gpumux.coordinator.config import ClusterFile, address, distinct
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig
 from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.coordinator.journal import Journal
 from gpumux.coordinator.loop import CoordinatorLoop
 from gpumux.coordinator.metrics import ClusterPage
+from gpumux.coordinator.several import Services
 from gpumux.daemon import logs
 from gpumux.daemon.config_reload import wire_limits
 from gpumux.daemon.main import StopRequest, curve_keys, hangups, served, stop_signals
@@ -33,6 +34,8 @@ from gpumux.wire.router import Router
 
 log = logging.getLogger("gpumux.coordinator")
 
+
+RESOLVE_S = 30.0  # how often services are looked up
 
 Follow = Callable[[Sequence[DaemonAddress]], None]
 Membership = Callable[[Follow], AbstractContextManager[Any]]
@@ -100,15 +103,20 @@ def serve(
     for job in coordinator.jobs.values():
         log.info("job %s %r was kept; its client has %g s to come back", job.short, job.name, settings.rejoin_s)
     stop.check()
-    loop = CoordinatorLoop(coordinator, router, None if membership else cluster.daemons, journal=journal)
+    services = Services()
+    daemons = all_daemons(cluster, services)
+    loop = CoordinatorLoop(coordinator, router, None if membership else daemons, journal=journal)
     stack.callback(loop.close)
     stop.tell(loop.stop)
     if page is not None:
         page.watch(loop)
-    stack.enter_context(hangups(loop.stop, Reread(cluster, again, loop.follow).begin))
-    if membership is not None:
+    reread = Reread(cluster, again, loop.follow, services)
+    stack.enter_context(hangups(loop.stop, reread.begin))
+    if membership is None:
+        stack.enter_context(every(RESOLVE_S, reread.look_up))
+    else:
         stack.enter_context(membership(loop.follow))
-    count = "daemons that come and go" if membership else f"{len(cluster.daemons)} daemons"
+    count = "daemons that come and go" if membership else daemons_in_words(len(daemons))
     log.info("gpumux %s coordinates %s at %s", __version__, count, ", ".join(router.addresses))
     loop.run()
     log.info("stopped: %s", stop.reason)
@@ -127,14 +135,46 @@ def serve_page(config: Config, stack: ExitStack) -> ClusterPage:
     return page
 
 
-class Reread:
-    """Reads the cluster's file again, for the daemons in it (SIGHUP). A thread of its own does, since a file system may
-    take long. A file with a mistake changes nothing."""
+def all_daemons(cluster: ClusterFile, services: Services) -> tuple[DaemonAddress, ...]:
+    """The daemons of the file, and those that its services stand for now. Raises ConfigError where both name one."""
+    found = [address(endpoint) for endpoint in services.endpoints(cluster.services)]
+    return distinct([*cluster.daemons, *found])
 
-    def __init__(self, cluster: ClusterFile, again: Callable[[], ClusterFile] | None, follow: Follow) -> None:
+
+def daemons_in_words(count: int) -> str:
+    return "1 daemon" if count == 1 else f"{count} daemons"
+
+
+@contextmanager
+def every(seconds: float, do: Callable[[], None]) -> Iterator[None]:
+    """A block beside which a thread does something again and again."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            do()
+
+    threading.Thread(target=repeat, name="gpumux-services", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+class Reread:
+    """Reads the cluster's file again, for the daemons in it (SIGHUP), and looks up the services of what was read last.
+    A thread of its own does, since a file system and a name server may take long. A file with a mistake changes
+    nothing."""
+
+    def __init__(
+        self, cluster: ClusterFile, again: Callable[[], ClusterFile] | None, follow: Follow, services: Services
+    ) -> None:
         self._cluster = cluster
         self._again = again
         self._follow = follow
+        self._services = services
+        self._newest = cluster
+        self._told: tuple[DaemonAddress, ...] = ()
         self._one_at_a_time = threading.Lock()
 
     def begin(self) -> None:
@@ -149,10 +189,25 @@ class Reread:
         with self._one_at_a_time:  # the last to read finds what was written before the last request
             try:
                 found = self._again()
+                daemons = all_daemons(found, self._services)
             except ConfigError as error:
                 log.error("the cluster's file was not used, the daemons stay as they are: %s", error)
                 return
-            log.info("the cluster's file was read again: %d daemons", len(found.daemons))
+            log.info("the cluster's file was read again: %s", daemons_in_words(len(daemons)))
             if found.placement != self._cluster.placement:
                 log.warning("placement, quotas and weights wait for a restart of the coordinator")
-            self._follow(found.daemons)
+            self._newest, self._told = found, daemons
+            self._follow(daemons)
+
+    def look_up(self) -> None:
+        """Look up the services of the file, if it has some, and have their daemons followed if they are others."""
+        with self._one_at_a_time:
+            try:
+                daemons = all_daemons(self._newest, self._services)
+            except ConfigError as error:
+                log.error("the services were not used, the daemons stay as they are: %s", error)
+                return
+            if self._newest.services and daemons != self._told:
+                log.info("with what the services stand for: %s", daemons_in_words(len(daemons)))
+                self._told = daemons
+                self._follow(daemons)

@@ -58,6 +58,22 @@ def test_the_example_in_the_module_is_a_whole_file(tmp_path: Path):
     assert found.placement.quotas["ada"] == Quota(4, 2, 20)
 
 
+def test_an_entry_may_stand_for_several_daemons(tmp_path: Path):
+    found = read(
+        tmp_path,
+        """
+[[daemons]]
+endpoint = "tcp://gpu[01-02]:[1-2]"
+[[daemons]]
+service = "tcp://gpumux.gpumux.svc:7777"
+""",
+    )
+    assert [each.node for each in found.daemons] == ["gpu01:1", "gpu01:2", "gpu02:1", "gpu02:2"]
+    assert [each.host for each in found.daemons] == ["gpu01", "gpu01", "gpu02", "gpu02"]
+    assert found.services == ("tcp://gpumux.gpumux.svc:7777",)
+    assert config.of_endpoints(["tcp://a[1-2]:7"]).daemons[1] == DaemonAddress("a2:7", "a2", "tcp://a2:7")
+
+
 def test_daemons_are_named_after_their_endpoints():
     assert config.address("tcp://10.0.0.1:7777") == DaemonAddress("10.0.0.1:7777", "10.0.0.1", "tcp://10.0.0.1:7777")
     found = config.address("ipc:///run/gpumux/3/gpumux.sock", host="h")
@@ -102,6 +118,13 @@ ONE = '[[daemons]]\nendpoint = "tcp://a:1"\n'
         (ONE + 'name = "a\\u0007"', "printable"),
         (ONE + 'name = ""', "printable"),
         (ONE + f'name = "{"a" * 201}"', "printable"),
+        ("[[daemons]]\nendpoint = 'tcp://a[1-2]:1'\nname = 'a'", "a name for 2 daemons"),
+        ("[[daemons]]\nendpoint = 'tcp://a[2-1]:1'", "has the range 2-1"),
+        ("[[daemons]]\nendpoint = 'tcp://a[1-2,1]:1'", "two daemons have the name a1:1"),
+        ("[[daemons]]\nservice = 'ipc:///run/a.sock'", "write tcp://NAME:PORT"),
+        ("[[daemons]]\nservice = 'tcp://a:*'", "write tcp://NAME:PORT"),
+        ("[[daemons]]\nservice = 'tcp://a:1'\nname = 'a'", "more than a service"),
+        ("[[daemons]]\nservice = 7", "service is 7"),
         ("[[daemons", "not valid TOML"),
     ],
 )

@@ -22,6 +22,7 @@ from gpumux.coordinator.config import ClusterFile, address
 from gpumux.coordinator.core import Order
 from gpumux.coordinator.daemons import DaemonAddress, Links, difference
 from gpumux.coordinator.main import Reread
+from gpumux.coordinator.several import Services
 from gpumux.errors import ConfigError
 from gpumux.types import JobId, Priority
 from microbench.daemon import running_daemon
@@ -100,15 +101,48 @@ def test_a_file_is_read_again_for_its_daemons_and_a_bad_one_changes_nothing(capl
         raise ConfigError("line 3 is wrong", "mend it")
 
     with caplog.at_level(logging.INFO, "gpumux.coordinator"):
-        Reread(one, lambda: one, followed.append).read()
+        Reread(one, lambda: one, followed.append, Services()).read()
         assert "wait for a restart" not in caplog.text
-        Reread(one, lambda: other, followed.append).read()
+        Reread(one, lambda: other, followed.append, Services()).read()
         assert "quotas and weights wait for a restart" in caplog.text
-        Reread(one, bad, followed.append).read()
+        Reread(one, bad, followed.append, Services()).read()
         assert "line 3 is wrong" in caplog.text
-        Reread(one, None, followed.append).read()
+        Reread(one, None, followed.append, Services()).read()
         assert "no file of daemons" in caplog.text
     assert followed == [one.daemons, other.daemons]
+
+
+def test_a_service_is_looked_up_again_and_keeps_its_daemons_while_it_can_not_be(caplog: pytest.LogCaptureFixture):
+    cluster = ClusterFile((address("tcp://a:1"),), PlacementConfig(), ("tcp://gpumux.svc:7",))
+    answers: list[Any] = [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"], OSError("no name server"), ["10.0.0.2"]]
+    followed: list[Any] = []
+
+    def lookup(name: str) -> list[str]:
+        assert name == "gpumux.svc"
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return list(answer)
+
+    reread = Reread(cluster, lambda: cluster, followed.append, Services(lookup))
+    with caplog.at_level(logging.INFO, "gpumux.coordinator"):
+        for _ in range(3):
+            reread.look_up()
+        assert [[each.endpoint for each in daemons] for daemons in followed] == [
+            ["tcp://a:1", "tcp://10.0.0.1:7", "tcp://10.0.0.2:7"]
+        ]
+        assert "gpumux.svc can't be looked up (no name server): 2 daemons stay" in caplog.text
+        reread.read()
+    assert [each.node for each in followed[-1]] == ["a:1", "10.0.0.2:7"]
+    assert "read again: 2 daemons" in caplog.text
+
+
+def test_a_daemon_that_the_file_names_beside_its_service_changes_nothing(caplog: pytest.LogCaptureFixture):
+    cluster = ClusterFile((address("tcp://10.0.0.1:7"),), PlacementConfig(), ("tcp://gpumux.svc:7",))
+    followed: list[Any] = []
+    Reread(cluster, None, followed.append, Services(lambda _: ["10.0.0.1"])).look_up()
+    assert "two daemons have the name 10.0.0.1:7" in caplog.text
+    assert followed == []
 
 
 def nodes(coordinator: RunningCoordinator) -> dict[str, str]:

@@ -75,7 +75,12 @@ def add(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentPar
     }
     _add_run(made["run"])
     up = made["up"]
-    up.add_argument("daemons", metavar="ENDPOINT|FILE.toml", nargs="*", help="the daemons, or the cluster's file")
+    up.add_argument(
+        "daemons",
+        metavar="ENDPOINT|FILE.toml",
+        nargs="*",
+        help="the daemons (also 'tcp://gpu[01-16]:7777'), or the cluster's file",
+    )
     up.add_argument("--config", metavar="FILE", help="TOML file with a daemon's settings: access, keys, limits, logs")
     up.add_argument("--state-dir", metavar="DIR", help="where jobs are kept over a restart of the coordinator")
     up.add_argument("--endpoint", metavar="URL", action="append", help="where to listen (default: of this machine)")
