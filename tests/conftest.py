@@ -67,11 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays. A full collection, which the leak check makes where there is more of something
-    than before, would walk all of it: a third of a second each time. Capture makes so many objects that collections as
-    frequent as usual take an eighth of its time."""
+    than before, would walk all of it: a third of a second each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -331,7 +331,8 @@ def test_the_curves_are_drawn_in_the_jobs_own_colours_which_follow_the_screen(sh
     page.prefer(dark=True)
     until(page, "getComputedStyle(document.body).backgroundColor === 'rgb(13, 17, 23)'")
     look(page, page.evaluate("seen.length") + 1)
-    assert pixels(page, "share", "#0072b2") == 0
+    while pixels(page, "share", "#0072b2"):  # drawn a moment later where the machine is busy
+        look(page, page.evaluate("seen.length") + 1)
     assert pixels(page, "share", "#56b4e9") > 200
 
 
