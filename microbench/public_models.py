@@ -23,10 +23,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from gpumux import client
 from microbench import common
 from microbench.daemon import running_daemon
-from microbench.public_optimizers import Outcome, packed, replay, tried
+from microbench.public_optimizers import Outcome, losses_of, packed, replay, tried
 
 STEPS = 6
 SEED = 5
@@ -563,14 +562,7 @@ def trained(make: Maker, daemon: str | None) -> tuple[list[float], list[Tensor]]
         case.after()
         return loss
 
-    torch.manual_seed(SEED)  # what is drawn in steps
-    if daemon is None:
-        losses = [step(*batch).item() for batch in data]
-    else:
-        with client.submit(
-            step, example=data[0], model=models, optimizer=optimizer, endpoint=daemon, rng="client"
-        ) as job:
-            losses = [float(job.step(*batch)) for batch in data]
+    losses = losses_of(step, data, models, optimizer, daemon, seed=SEED)
     return losses, [t.detach() for model in models for t in (*model.parameters(), *model.buffers())]
 
 

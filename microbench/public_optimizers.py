@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,16 +79,21 @@ def trained(make: Callable[..., Any], daemon: str | None) -> tuple[list[float], 
         optimizer.step()
         return loss
 
-    data = list(batches())
-    torch.manual_seed(SEED)  # what is drawn in steps
-    if daemon is None:
-        losses = [step(*batch).item() for batch in data]
-    else:
-        with client.submit(
-            step, example=data[0], model=model, optimizer=optimizer, endpoint=daemon, rng="client"
-        ) as job:
-            losses = [float(job.step(*batch)) for batch in data]
+    losses = losses_of(step, list(batches()), model, optimizer, daemon, seed=SEED)
     return losses, [p.detach() for p in model.parameters()]
+
+
+def losses_of(
+    step: Callable[..., Tensor], data: Sequence[tuple[Any, ...]], model: Any, optimizer: Any, daemon: str | None, *,
+    seed: int,
+) -> list[float]:  # fmt: skip
+    """The losses of a step on these batches, through the daemon at that endpoint; None: plainly. `seed`: of its
+    draws."""
+    torch.manual_seed(seed)
+    if daemon is None:
+        return [step(*batch).item() for batch in data]
+    with client.submit(step, example=data[0], model=model, optimizer=optimizer, endpoint=daemon, rng="client") as job:
+        return [float(job.step(*batch)) for batch in data]
 
 
 def tried(name: str, train: Train, daemon: str) -> Outcome:

@@ -50,7 +50,7 @@ def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
     blocking = _blocking(placement, job)
     if over is not None:
         lines.append(
-            f"It needs {_counted(request.devices, 'device')}, and {over.owner} {over.limit}: it waits for their jobs to"
+            f"It needs {counted(request.devices, 'device')}, and {over.owner} {over.limit}: it waits for their jobs to"
             " end."
         )
     elif blocking is not None:
@@ -65,7 +65,7 @@ def _waiting(placement: ClusterPlacement, job: PlacedJob) -> list[str]:
     ]
     if before:
         comes = "comes" if len(before) == 1 else "come"
-        lines.append(f"{_counted(len(before), 'job')} of its user {comes} before it.")
+        lines.append(f"{counted(len(before), 'job')} of its user {comes} before it.")
     if job.kept:
         lines.append(f"Kept for it until it starts: {', '.join(map(str, sorted(job.kept)))}.")
     if job.stopped_for and job.began:
@@ -101,7 +101,7 @@ def _blocking(placement: ClusterPlacement, job: PlacedJob) -> PlacedJob | None:
 def _room(placement: ClusterPlacement, job: PlacedJob) -> str:
     """Which devices can't take the job, and why."""
     request = job.request
-    needs = f"It needs {_counted(request.devices, 'device')} with {request.memory_bytes / GIB:.1f} GiB"
+    needs = f"It needs {counted(request.devices, 'device')} with {request.memory_bytes / GIB:.1f} GiB"
     found = placement.candidates(job)
     names = {device.id for device in found}
     reasons = Counter(
@@ -112,7 +112,7 @@ def _room(placement: ClusterPlacement, job: PlacedJob) -> str:
     if len(found) >= request.devices:
         return f"{needs}, and they have just become free."
     listed = [f"{count} {reason}" for reason, count in reasons.most_common()]
-    return f"{needs}; of {_counted(len(placement.devices), 'device')} {len(found)} could take it" + "".join(
+    return f"{needs}; of {counted(len(placement.devices), 'device')} {len(found)} could take it" + "".join(
         [f", {each}" for each in listed] + ["."]
     )
 
@@ -140,5 +140,6 @@ def _why_not(placement: ClusterPlacement, device: ClusterDevice, job: PlacedJob)
     return "are kept for jobs that have waited longer" if room else "have no room beside other jobs"
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """A number of things, whose plural ends in s: "1 device", "2 devices"."""
     return f"{number} {what}{'s' * (number != 1)}"

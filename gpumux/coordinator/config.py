@@ -29,6 +29,7 @@ ada = 2.0
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -163,8 +164,8 @@ def _check_texts(entry: Mapping[str, Any], where: str) -> None:
 def distinct(daemons: Sequence[DaemonAddress]) -> tuple[DaemonAddress, ...]:
     """The daemons, each of another name and endpoint. Raises ConfigError."""
     for what in ("node", "endpoint"):
-        names = [getattr(each, what) for each in daemons]
-        twice = {name for name in names if names.count(name) > 1}
+        named = Counter(getattr(each, what) for each in daemons)
+        twice = [name for name, count in named.items() if count > 1]
         if twice:
             raise ConfigError(
                 f"two daemons have the {'name' if what == 'node' else what} {sorted(twice)[0]}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.access import Access
+from gpumux.cluster.explain import counted
 from gpumux.config import Config
 from gpumux.coordinator.config import ClusterFile, address, distinct
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig
@@ -116,7 +117,7 @@ def serve(
         stack.enter_context(every(RESOLVE_S, reread.look_up))
     else:
         stack.enter_context(membership(loop.follow))
-    count = "daemons that come and go" if membership else daemons_in_words(len(daemons))
+    count = "daemons that come and go" if membership else counted(len(daemons), "daemon")
     log.info("gpumux %s coordinates %s at %s", __version__, count, ", ".join(router.addresses))
     loop.run()
     log.info("stopped: %s", stop.reason)
@@ -139,10 +140,6 @@ def all_daemons(cluster: ClusterFile, services: Services) -> tuple[DaemonAddress
     """The daemons of the file, and those that its services stand for now. Raises ConfigError where both name one."""
     found = [address(endpoint) for endpoint in services.endpoints(cluster.services)]
     return distinct([*cluster.daemons, *found])
-
-
-def daemons_in_words(count: int) -> str:
-    return "1 daemon" if count == 1 else f"{count} daemons"
 
 
 @contextmanager
@@ -193,7 +190,7 @@ class Reread:
             except ConfigError as error:
                 log.error("the cluster's file was not used, the daemons stay as they are: %s", error)
                 return
-            log.info("the cluster's file was read again: %s", daemons_in_words(len(daemons)))
+            log.info("the cluster's file was read again: %s", counted(len(daemons), "daemon"))
             if found.placement != self._cluster.placement:
                 log.warning("placement, quotas and weights wait for a restart of the coordinator")
             self._newest, self._told = found, daemons
@@ -202,12 +199,14 @@ class Reread:
     def look_up(self) -> None:
         """Look up the services of the file, if it has some, and have their daemons followed if they are others."""
         with self._one_at_a_time:
+            if not self._newest.services:
+                return
             try:
                 daemons = all_daemons(self._newest, self._services)
             except ConfigError as error:
                 log.error("the services were not used, the daemons stay as they are: %s", error)
                 return
-            if self._newest.services and daemons != self._told:
-                log.info("with what the services stand for: %s", daemons_in_words(len(daemons)))
+            if daemons != self._told:
+                log.info("with what the services stand for: %s", counted(len(daemons), "daemon"))
                 self._told = daemons
                 self._follow(daemons)

@@ -8,7 +8,6 @@ takes as long as hundreds of steps, so arrays pay for long rungs of several tria
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,8 +19,8 @@ from gpumux.errors import CaptureError, NotFusible
 from gpumux.tune.checkpoints import preserving_random_state
 from gpumux.tune.fused import FusedTrainer, Key, Partition, partition
 from gpumux.tune.space import Space
-from gpumux.tune.task import Task, naming_trial
-from gpumux.tune.trainer import Checkpoints, Outcome, SerialTrainer, TrialWork, Watch, wait_for_gpu
+from gpumux.tune.task import Task
+from gpumux.tune.trainer import Checkpoints, Outcome, SerialTrainer, TrialWork, Watch, timed_steps, wait_for_gpu
 
 FEW_STEPS = 100  # of all trials together: timing a step would take a good part of them
 SHORT_S = 2.0  # seconds of all steps, one trial after another: capturing one step may take as long
@@ -128,14 +127,8 @@ def step_seconds(task: Task, work: TrialWork, steps: int) -> float:
         step, model, optimizer = task.build(work.trial, work.config, work.seed)
         torch.manual_seed(work.draws)
         samples: list[float] = []
-        batches = task.data(work.trial, work.config, work.start, work.steps)
-        for k, batch in enumerate(islice(batches, steps), work.start):
-            task.schedule(work.config, k, optimizer)
-            began = time.perf_counter()
-            with naming_trial(work.trial, work.config, "the step"):
-                step(*batch)
-            wait_for_gpu(model)
-            samples.append(time.perf_counter() - began)
+        for took in islice(timed_steps(task, work, step, optimizer), steps):
+            samples.append(took + wait_for_gpu(model))
             if len(samples) > 1 and sum(samples) > TIMED_S:
                 break
     return statistics.mean(samples[1:] or samples)  # the first step makes the optimizer's state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -111,19 +111,26 @@ class SerialTrainer:
             write_state(model, optimizer, self._checkpoints.load(work.trial, work.start))
         torch.manual_seed(work.draws)
         seconds = 0.0
-        for k, batch in enumerate(task.data(work.trial, work.config, work.start, work.steps), work.start):
-            task.schedule(work.config, k, optimizer)
-            began = time.perf_counter()
-            with naming_trial(work.trial, work.config, "the step"):
-                step(*batch)
-            seconds += time.perf_counter() - began
-            watch(TrainingProgress((work.trial,), k + 1, work.steps))
+        for done, took in enumerate(timed_steps(task, work, step, optimizer), work.start + 1):
+            seconds += took
+            watch(TrainingProgress((work.trial,), done, work.steps))
         seconds += wait_for_gpu(model)
         self._checkpoints.save(work.trial, work.steps, read_state(model, optimizer))
         return Outcome(work.trial, task.rate(work.trial, model, work.config), seconds)
 
     def notes(self) -> dict[str, Any]:
         return {}
+
+
+def timed_steps(task: Task, work: TrialWork, step: Callable[..., Any], optimizer: Any) -> Iterator[float]:
+    """Run the steps of a trial's part of a rung, one at each turn, and yield the seconds that each took to call. Raises
+    TrialFailed."""
+    for k, batch in enumerate(task.data(work.trial, work.config, work.start, work.steps), work.start):
+        task.schedule(work.config, k, optimizer)
+        began = time.perf_counter()
+        with naming_trial(work.trial, work.config, "the step"):
+            step(*batch)
+        yield time.perf_counter() - began
 
 
 def wait_for_gpu(model: Any) -> float:
