@@ -29,7 +29,7 @@ SOURCES := gpumux clients microbench tests
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo burst cluster-demo test test-fast core lint ruff fmt gpu clean
+.PHONY: help demo burst cluster-demo test test-all check test-fast core lint ruff fmt gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,14 +43,20 @@ burst: $(VENV)/.demo ## one job over four daemons, beside a low job at each (abo
 cluster-demo: $(VENV)/.cluster ## a gang and six low jobs over four Ray nodes, one of which is killed (about a minute)
 	@$(RUN) clients.cluster
 
-test: ruff $(VENV)/.bindings ## everything CI runs: lint, types, all tests
+test: SELECT := -m "not extended"
+test: check ## every check that a change needs, and what CI runs: lint, types, tests
+
+test-all: SELECT :=
+test-all: check ## the extended tests, too: quick runs of benchmarks, demos, long repeats (half as long again)
+
+check: ruff $(VENV)/.bindings
 	@echo "$(RUN) mypy, beside the tests"; $(RUN) mypy >$(VENV)/mypy.log 2>&1 & types=$$!; failed=0; trap "kill $$types" INT TERM; \
 	echo "$(CORE) --optional"; $(CORE) --optional || failed=1; \
-	echo "$(RUN) pytest $(BESIDE) --durations=15"; $(RUN) pytest $(BESIDE) --durations=15 || failed=1; \
+	echo "$(RUN) pytest $(BESIDE)"; $(RUN) pytest $(BESIDE) $(SELECT) --durations=15 || failed=1; \
 	wait $$types || failed=1; cat $(VENV)/mypy.log; exit $$failed
 
 test-fast: $(VENV)/.dev $(VENV)/.bindings ## the tests that take less than ten seconds each
-	$(RUN) pytest $(BESIDE) -m "not slow" --durations=5
+	$(RUN) pytest $(BESIDE) -m "not slow and not extended" --durations=5
 
 core: $(VENV)/.dev ## compile the scheduler core, if its sources changed: daemons started from here are quicker (half a minute)
 	@$(CORE)

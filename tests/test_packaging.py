@@ -333,6 +333,7 @@ SCRIPTS: dict[str, tuple[dict[str, str], list[str]]] = {  # what is wrong, and w
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_mypy_sees_the_types_through_an_editable_installation(editable: Path, tmp_path: Path) -> None:
     """One run for all scripts, as mypy reads gpumux and torch first."""
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nignore_missing_imports = true\n")

@@ -20,7 +20,7 @@ PLACEMENTS = 2  # of each subject on each number of ranks; `python -m tests.burs
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_random_placements_compute_what_plain_torch_computes(name: str, ranks: int) -> None:
     rng = random.Random(f"{name} {ranks}")
     for _ in range(PLACEMENTS):

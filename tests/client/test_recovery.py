@@ -303,6 +303,7 @@ def test_l2_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix
     assert differences(again.trial.state(), alone.state()) == 0
 
 
+@pytest.mark.extended
 def test_draws_from_the_clients_generator_come_back_as_they_were(daemon: Phoenix):
     """Steps that run again draw the same numbers, also if the script drew others meanwhile. The executor is killed: a
     job comes back from the death of its daemon in the same way."""

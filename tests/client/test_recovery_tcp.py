@@ -32,6 +32,7 @@ def port() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # daemons start, and machines are busy
+@pytest.mark.extended
 def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

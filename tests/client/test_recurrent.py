@@ -100,6 +100,7 @@ def test_layers_that_torch_makes_of_products(kind: str, options: str, endpoint: 
     check(lambda: trained(KINDS[kind], **LAYERS[options]), endpoint)
 
 
+@pytest.mark.extended
 def test_an_lstm_with_two_threads() -> None:
     with running_daemon(threads=2) as daemon:
         check(lambda: trained(bidirectional=True), daemon.endpoint, threads=2)

@@ -20,6 +20,7 @@ from microbench.soaking.watch import marked
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_demo_trains_over_four_daemons_what_the_plain_loop_trains(capfd: pytest.CaptureFixture[str]) -> None:
     status = burst.main(["--quick"])
     out, err = capfd.readouterr()
@@ -62,6 +63,7 @@ def test_what_ranks_did_is_the_difference_of_what_was_seen_before_and_after() ->
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_an_interrupted_demo_leaves_nothing_running() -> None:
     mark = f"BURST_TEST={os.getpid()}"
     name, _, value = mark.partition("=")

@@ -113,6 +113,7 @@ def test_http_answers_and_refusals() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_latencies_of_both_are_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "POLICIES", ("guarded",))  # each takes a daemon and two processes more
     monkeypatch.setattr(latency, "Size", lambda: SMALL)

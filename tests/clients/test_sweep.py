@@ -50,6 +50,7 @@ EIGHT = {
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_eight_configurations_score_the_same_as_an_array(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """In float64: the scores, shares of images, are equal, and so is all state to 1e-9. (In float32 two correct
     versions of a step differ by roundings, which training makes larger: scores may then differ by an image.)"""

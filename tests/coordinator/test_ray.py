@@ -304,6 +304,7 @@ def run_a_script(coordinator: RunningCoordinator, nodes: list[dict[str, Any]], p
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.extended
 def test_daemons_on_ray_nodes_are_followed_restarted_and_ended(ray: RayNodes, place: Path):
     words = ["--ray", ray.address, "--device", "sim", "--resource", RESOURCE]
     coordinator = RunningCoordinator(words, place)

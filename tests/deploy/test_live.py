@@ -105,6 +105,7 @@ def coordinating(daemon, directory):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runtime_dir, tmp_path, monkeypatch):
     need("prometheus", "prometheus")
     monkeypatch.setenv("GPUMUX_METRICS_NAMES", "shown")

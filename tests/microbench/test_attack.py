@@ -34,6 +34,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "_handlers_restored")
+@pytest.mark.extended
 def test_an_attack_is_survived_counted_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -14,6 +14,7 @@ from microbench.cluster_day import HIGHS, LOWS, WAYS, Day, Pair, Way, draw_jobs
 PAIRS = {(high, low): Pair(1.04, 0.3 + 0.1 * (at % 4)) for at, high in enumerate(HIGHS) for low in LOWS}
 
 
+@pytest.mark.extended
 def test_the_report_has_every_way_and_says_what_was_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "day.json"
     few = ["--jobs", "40", "--days", "1", "--steps", "20", "--kinds", "2"]

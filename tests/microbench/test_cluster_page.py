@@ -17,6 +17,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_it_takes_each_picture_on_each_screen(monkeypatch, tmp_path):
     chromium()
     monkeypatch.setattr(cluster_page, "LOOKS", 2)

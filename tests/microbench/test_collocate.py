@@ -382,6 +382,7 @@ class InProcess:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_plain_loop_and_a_daemon_take_turns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overhead_cuda, "Worker", InProcess)
     threads = torch.get_num_threads()

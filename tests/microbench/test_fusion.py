@@ -75,6 +75,7 @@ def test_what_can_not_be_measured_is_refused(arguments: list[str], monkeypatch: 
     assert end.value.code == 2
 
 
+@pytest.mark.extended
 def test_a_short_run_measures_what_it_says(tmp_path: Path):
     """In a process of its own, since it forks. That arrays train: tests/fuse."""
     out = tmp_path / "fusion.json"

@@ -14,6 +14,7 @@ from microbench import guard_parts
 SCHEDULER = Path(gpumux.__file__).parent / "scheduler"
 
 
+@pytest.mark.extended
 def test_parts_are_turned_off_one_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "parts.json"
     parts = ["nothing", "moments", "noise: steps"]

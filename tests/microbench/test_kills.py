@@ -16,6 +16,7 @@ from microbench.killed import dropout_adam
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")  # as the daemon here has
+@pytest.mark.extended
 def test_one_kill_is_survived_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

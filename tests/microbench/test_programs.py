@@ -273,6 +273,7 @@ CHECKS: dict[str, Callable[[Report], None]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_memory_of_waves_is_what_the_command_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -292,6 +293,7 @@ def test_the_memory_of_waves_is_what_the_command_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.extended
 def test_it_runs_and_reports(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     daemon: RunningDaemon,

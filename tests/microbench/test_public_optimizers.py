@@ -40,6 +40,7 @@ class Unequal(torch.optim.SGD):
         super().__init__(params, lr=0.1 * Unequal.made)
 
 
+@pytest.mark.extended
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     module = ModuleType("optimizers_of_a_test")
     for each in (torch.optim.SGD, torch.optim.Optimizer, Reads, Around, Unequal):

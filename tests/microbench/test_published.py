@@ -79,6 +79,7 @@ def test_orions_configurations_are_twenty() -> None:
     assert [one.figure for one in CONFIGURATIONS].count(7) == 10
 
 
+@pytest.mark.extended
 def test_a_quick_run_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "published.json"
     argv = [

@@ -182,6 +182,7 @@ def test_intensity_matters_between_kernels_that_leave_half_of_the_room_free(
 # ---- steps that come at random
 
 
+@pytest.mark.extended
 def test_what_random_arrivals_leave_of_the_promise_and_of_low_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +267,7 @@ def test_the_promise_bounds_mean_and_tail() -> None:
     assert not oracle.keeps_promise(1.0, 1.11, 1.05)
 
 
+@pytest.mark.extended
 def test_the_sweep_writes_a_list_that_repeats_however_many_processes_make_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

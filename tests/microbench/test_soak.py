@@ -81,6 +81,7 @@ def test_what_a_process_holds_is_seen():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """With light clients, one that trains, hostile clients and an operator; and one process is killed."""
     threads = torch.get_num_threads()

@@ -60,6 +60,7 @@ def test_figures_are_of_ratios_within_a_round() -> None:
     assert "lemma" not in found["2"]["estimates"]
 
 
+@pytest.mark.extended
 def test_a_small_run_over_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_it_takes_each_picture_of_daemons_with_and_without_jobs(monkeypatch, capsys, tmp_path):
     chromium()
     monkeypatch.setattr(status_page, "SCREENS", ((400, False), (1280, True)))  # a picture takes a second

@@ -207,6 +207,7 @@ def test_only_the_beginning_of_a_launch_is_dangerous() -> None:
     )
 
 
+@pytest.mark.extended
 def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it() -> None:
     """What a step of 2 ms may lose is more than one operator costs it that it meets, and less than three do."""
     simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])
@@ -252,6 +253,7 @@ def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_
     assert (cut.finest, cut.changed) == (finest, False), "it cost less because it was finer"
 
 
+@pytest.mark.extended
 def test_steps_that_come_at_random_but_can_bear_to_meet_low_work_leave_it_most_of_the_time() -> None:
     result = simulated(high((FULL,) * 50, rate=60.0), OTHERS["short"]).run(steps=120, warmup_steps=120)
     assert result.job("high").p99_slowdown <= 1.10

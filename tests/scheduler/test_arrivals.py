@@ -111,6 +111,7 @@ def test_a_job_that_could_run_once_what_is_out_has_ended_is_reconsidered_then() 
     assert hold.until == inf, "until what is out has ended"
 
 
+@pytest.mark.extended
 def test_steps_that_can_bear_a_low_piece_leave_it_more_than_one_a_gap() -> None:
     """8 ms of which 0.8 may be lost, pieces of 0.3 ms."""
 
@@ -133,6 +134,7 @@ def at_random(random: Random) -> Iterator[float]:
         yield random.expovariate(50)
 
 
+@pytest.mark.extended
 def test_what_is_lost_to_programs_that_are_trusted_still_is_counted() -> None:
     """`Launch.trusting` of a launch that was asked about: without it each program that is not blamed would go on."""
     one_ms = low((FULL._replace(name="of 1000", block_s=1e-3),) * 6, "of 1000")
@@ -140,6 +142,7 @@ def test_what_is_lost_to_programs_that_are_trusted_still_is_counted() -> None:
     assert most <= 1.10
 
 
+@pytest.mark.extended
 def test_a_program_of_short_pieces_does_not_wait_for_what_one_of_long_pieces_did() -> None:
     """`foreseen` for a program that is trusted where not all are."""
     mean, most, harvest = slowed(at_random, 20, OF_30_US, LONG, steps=FEWER)

@@ -35,6 +35,7 @@ def test_every_release_is_one_that_the_package_allows():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_driver_wrapper_keeps_its_rules_on_every_release(libraries: Path):
     """With torch's and the newest the experiments run as well."""
     releases = [f"{version}={bindings(version)}" for version in build.RELEASES]

@@ -140,6 +140,7 @@ def test_a_rank_whose_process_is_killed_brings_the_gang_back_to_the_same_bits(
 
 
 @pytest.mark.parametrize("make", [conv_sgd, gan])
+@pytest.mark.extended
 def test_steps_of_many_kinds_run_again_to_the_same_bits(pair: list[Phoenix], undisturbed: Any, make: Make) -> None:
     """Running statistics and an evaluation, two optimizers and noise."""
     run = over(pair, make)
@@ -317,6 +318,7 @@ def test_nothing_is_kept_of_a_gang_that_was_closed(pair: list[Phoenix]) -> None:
         submit(run.trial, pair[1].endpoint, resume="over")
 
 
+@pytest.mark.extended
 def test_a_gang_with_a_daemon_that_keeps_no_snapshots_does_not_come_back(
     pair: list[Phoenix], caplog: pytest.LogCaptureFixture
 ) -> None:

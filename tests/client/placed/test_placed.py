@@ -632,6 +632,7 @@ def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordina
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_gang_goes_on_over_other_numbers_of_devices(
     tmp_path: Path, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
 ):
@@ -708,7 +709,7 @@ def test_a_job_moves_between_machines(tmp_path: Path, coordinator: FakeCoordinat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (0, 2))])
 def test_whatever_happens_to_a_job_its_training_is_the_plain_loops(
     seed: int, daemons: list[Phoenix], coordinator: FakeCoordinator
 ):

@@ -100,6 +100,7 @@ def placed(trial: Trial, coordinator: RunningCoordinator, **options: Any) -> Run
     return Run(trial, job, {"step": job.step})
 
 
+@pytest.mark.extended
 def test_a_gang_that_lost_a_node_goes_on_alone_and_one_that_may_not_waits(place: Path):
     """No other node is left for either."""
     with ExitStack() as stack:

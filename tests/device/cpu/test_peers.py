@@ -512,6 +512,7 @@ def test_traffic_of_an_exchange_is_what_both_ends_say():
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler on this machine"
 )
+@pytest.mark.extended
 def test_compiled_programs_see_what_was_exchanged(drivers: list[Driver]):
     with gangs(3) as gang:
         held = open_ranks(drivers, gang, [replace(redistributing(rank), kind="compiled") for rank in range(3)])

@@ -16,7 +16,9 @@ def as_the_daemon(one_thread: None) -> None:
     pass
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", [STARTS[0], *(pytest.param(start, marks=pytest.mark.extended) for start in STARTS[1:])]
+)
 def test_a_sequence_is_what_the_plain_loop_is(start: int, endpoint: str) -> None:
     tally = hunt.Tally()
     found = list(hunt.hunt(range(start, start + EACH), endpoint, tally, shrink=False))
