@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -137,6 +138,15 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("GPUMUX_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_before() -> Iterator[None]:
+    """A daemon that is run in this process sets the level for all of it, and later tests would miss warnings."""
+    root = logging.getLogger()
+    before = root.level
+    yield
+    root.setLevel(before)
 
 
 @pytest.fixture

@@ -335,6 +335,12 @@ class Recovery:
         if self.session.dead is not None:
             raise self.session.dead
 
+    def _attached(self) -> Session | None:
+        """The session on which the job is open, None while it is in no daemon: `session` may then be the one on which
+        another thread brings it back."""
+        session = self.session
+        return session if self._away is None else None
+
     def ensure_open(self) -> None:
         """Recover the job if it has to be. Raises what `persist` raises."""
         self.persist(lambda: None)
@@ -344,7 +350,7 @@ class Recovery:
         while True:
             if self.place is not None:
                 self.leave()
-            session = self.session
+            session = self._attached()
             try:
                 self.check_open()
                 return verb()
@@ -362,11 +368,13 @@ class Recovery:
         until = None if timeout is None else time.monotonic() + timeout
         remote = self._remote
         while True:
-            session = self.session
+            session = self._attached()
             left = None if until is None else max(0.0, until - time.monotonic())
             try:
-                if self._away is not None:
-                    raise self._away
+                if session is None:
+                    if (away := self._away) is None:
+                        continue
+                    raise away
                 if not remote.waits.wait(session, lambda: predicate() or remote.ended is not None, left, step):
                     return False
                 if predicate():
@@ -433,7 +441,7 @@ class Recovery:
         is not."""
         if self.place is not None and self._away is not None:
             gone = self._away
-            if not self._recover(self.session, gone, None if limit is None else time.monotonic() + limit):
+            if not self._recover(None, gone, None if limit is None else time.monotonic() + limit):
                 raise gone
 
     def loop_raised(self, error: str) -> None:
@@ -488,9 +496,10 @@ class Recovery:
 
     # ---- recovery
 
-    def _recover(self, session: Session, gone: GpumuxError, until: float | None = None) -> bool:
-        """Recover the job after `session` raised `gone`. False if the time `until` (time.monotonic) comes first. Raises
-        `gone`, or why the job can't be recovered; every unanswered future has that error then."""
+    def _recover(self, session: Session | None, gone: GpumuxError, until: float | None = None) -> bool:
+        """Recover the job after `session` raised `gone`; None: it was in no daemon. False if the time `until`
+        (time.monotonic) comes first. Raises `gone`, or why the job can't be recovered; every unanswered future has that
+        error then."""
         if self.recorder is None:
             self._pending.fail(gone)
             raise self._lost or gone

@@ -11,7 +11,6 @@ from clients import cluster
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-@pytest.mark.extended
 def test_the_demo_loses_the_node_that_is_killed_and_no_other(capsys: pytest.CaptureFixture[str]):
     status = cluster.main(["--nodes", "3", "--jobs", "3"])
     out, err = capsys.readouterr()

@@ -19,7 +19,9 @@ from gpumux import client
 from gpumux.burst.placement import data_parallel
 from gpumux.cli.control import Control
 from gpumux.client.placed import link
+from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
+from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Session
 from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError, DaemonGone, JobClosed, JobFailed
 from gpumux.wire import messages as m
@@ -27,7 +29,7 @@ from gpumux.wire.peers import make_keys
 from microbench.daemon import running_daemon
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, plain
 from microbench.kills import Phoenix, Run, differences, undisturbed
-from tests.client.placed.coordinator import FakeCoordinator, coordinating, serving
+from tests.client.placed.coordinator import WAIT_S, FakeCoordinator, coordinating, serving
 from tests.client.placed.trials import close, wide
 
 SEED = 23
@@ -182,6 +184,40 @@ def test_a_paused_job_moves_with_its_unanswered_steps(
         assert moved in ([0, m.PauseJob, 1, 2, 0, m.PauseJob, 1, 2], [0, m.PauseJob, 1, 2, m.PauseJob, 1, 2])
         run.job.resume()
         assert [f.item() for f in futures] == [r.item() for r in plain(dropout_adam(SEED), 3)[1:]]
+
+
+def test_a_verb_waits_for_the_thread_that_brings_the_job_back(
+    daemons: list[Phoenix], coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+):
+    """Also one that begins when that thread is at the new daemon already, and the job not yet."""
+    first, second = daemons
+    run = placed(dropout_adam(SEED), coordinator, first, second)
+    here = threading.current_thread()
+    there, looked = threading.Event(), threading.Event()
+    restore, check_open = Recovery._restore, Recovery.check_open
+
+    def restored(recovery: Recovery, log: ReplayLog) -> Any:
+        there.set()
+        assert looked.wait(WAIT_S)
+        return restore(recovery, log)
+
+    def checked(recovery: Recovery) -> None:
+        try:
+            check_open(recovery)
+        finally:
+            if there.is_set() and threading.current_thread() is here:
+                looked.set()
+
+    with run.job:
+        run.turn()
+        monkeypatch.setattr(Recovery, "_restore", restored)
+        monkeypatch.setattr(Recovery, "check_open", checked)
+        monkeypatch.setattr("gpumux.client.recovery.LEAVING_S", 0.0)
+        coordinator.vacate()
+        assert there.wait(WAIT_S)
+        assert not run.job.stats()["paused"]
+        assert run.job._session.endpoint == second.endpoint
+        as_undisturbed(run, dropout_adam)
 
 
 def until(holds: Callable[[], bool]) -> None:
