@@ -20,14 +20,17 @@ OTHERS = {".git", ".venv", "build", "dist", "shared", "results", "node_modules",
 OTHERS |= {".mypy_cache", ".ruff_cache", ".hypothesis", ".pytest_cache"}  # hundreds of megabytes that tools made
 INSTALLS = re.compile(r"\binstall\b([^\n`#;&|]*)")
 OTHER_PROJECT = re.compile(r"gpumux(\[.*)?([<>=!~@].*)?", re.S)
-EXTRA_OF_IT = re.compile(r"(?<![\w/-])gpumux\\?\[")  # in a regular expression as well
+EXTRA_OF_IT = re.compile(r"gpumux(?<![\w/-]gpumux)\\?\[")  # in a regular expression as well
 LOOKS_IT_UP = re.compile(r"""(?:version|metadata|distribution|requires|files)\(\s*["']gpumux["']""")
 
 
 def offences(text: str) -> list[str]:
     """Where a text installs or looks up the distribution of the other project."""
-    found = [match[0] for pattern in (EXTRA_OF_IT, LOOKS_IT_UP) for match in pattern.finditer(text)]
-    for line in text.splitlines():
+    if "gpumux" not in text:
+        return []
+    patterns = (EXTRA_OF_IT, LOOKS_IT_UP) if re.search("""["']gpumux["']""", text) else (EXTRA_OF_IT,)
+    found = [match[0] for pattern in patterns for match in pattern.finditer(text)]
+    for line in text.splitlines() if "install" in text else ():
         for match in INSTALLS.finditer(line):
             if re.search(r"\b(pip\d?|uv|pipx|tool|PIP)\b", line[: match.start()]):
                 words = re.split(r"""[\s,"'()]+""", match[1])

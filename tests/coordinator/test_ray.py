@@ -228,6 +228,7 @@ def holders(nodes: list[dict[str, Any]]) -> dict[str, int | None]:
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_daemon_that_is_set_up_wrongly_is_named_and_not_started_again(ray: RayNodes, place: Path):
     words = ["--ray", ray.address, "--device", "sim", "--resource", RESOURCE, "--daemon-state-dir", "/proc/none"]
     coordinator = RunningCoordinator(words, place, state=False)

@@ -144,6 +144,7 @@ def reference(made: Program) -> list[bytes]:
 @compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing inductor
+@pytest.mark.extended
 def test_every_way_of_running_a_compiled_program_gives_the_same_bits(gpu: CudaDevice) -> None:
     """Called here, on the CPU device and on the CUDA device over host memory, through all their cuts."""
     made = program()

@@ -93,7 +93,7 @@ def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, end
     assert [type(t) for t in state[0]] == [type(t) for t in state[1]]
 
 
-@pytest.mark.parametrize("name", ["vgg", "transformer"])
+@pytest.mark.parametrize("name", ["vgg", pytest.param("transformer", marks=pytest.mark.extended)])
 def test_four_processes_repeat_their_bits_and_compute_what_ranks_one_after_the_other_do(
     name: str, endpoints: list[str]
 ) -> None:

@@ -649,6 +649,7 @@ def _is_free(lock: Any) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_gang_whose_node_is_lost_goes_on_with_another(tmp_path: Path, coordinator: FakeCoordinator):
     with ExitStack() as stack:
         first, second, third = serving(stack, tmp_path, 3)

@@ -77,6 +77,7 @@ def killed(one: Rank) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.extended
 def test_sums_are_those_of_float64_for_every_type_and_size(drivers: list[Driver], ranks: int):
     sizes: Sizes = [
         ("float64", (7, 3)), ("float32", ()), ("float32", (9000, 3)), ("bfloat16", (129,)), ("int64", (1001,)),

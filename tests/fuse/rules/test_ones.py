@@ -74,7 +74,7 @@ def flat(features: int) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(SIZE, SIZE, SIZE)
 @pytest.mark.parametrize("kind", list(spatial(1, 1)))
 def test_layers_over_space(kind: str, samples: int, channels: int, space: int):
