@@ -8,5 +8,5 @@
 
 The daemon's loop, its handlers, queues, scheduler and bookkeeping of snapshots, and the store of snapshots on the disk
 are the real ones. Simulated are the wire (messages of a connection keep their order, and are lost only with it), the
-device, the client, and the process around the store.
+device, the client, the process around the store, and what of a disk survives a loss of power.
 """

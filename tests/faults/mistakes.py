@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from gpumux.daemon.segments import SharedSegment
@@ -39,11 +40,19 @@ def at_once(self: Any, job: Any, segment: Any, buffers: Any, push: bool, then: A
     then(None)
 
 
+def unforced(self: Any, name: str, at: int) -> None:
+    with suppress(FileExistsError):
+        self._mkdir(name, at)
+
+
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "shared memory is kept": (SharedSegment, "close", lambda self: None),
     "records of snapshots are kept": (requests.SnapshotRequests, "forgotten", lambda self, job: None),
     "saved before it is written": (parts.DirectWriter, "ask", early),
     "the newest snapshot is deleted": (store.Store, "_keep_newest", keeps_the_older),
     "notes stay charged": (requests.SnapshotRequests, "_charge_notes", charges_twice),
+    "a snapshot is not forced to the disk": (parts.DiskStore, "_sync", lambda self, fd: None),
+    "names are not forced to the disk": (parts.DiskStore, "_sync_directory", lambda self, at: None),
+    "directories' names are not forced to the disk": (store.Store, "_make", unforced),
     "a snapshot goes ahead of the steps": (requests.DaemonTransfers, "start", at_once),
 }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgpack
@@ -79,34 +83,109 @@ class Device(FakeDevice):
             view[at + 8 : at + 8 + len(GENERATOR)] = GENERATOR
 
 
+class Died(BaseException):
+    """The writer's process has died in the middle of its work, so that nothing is tidied up."""
+
+
 class Disk:
-    """A directory of snapshots that outlives daemons, with faults. `fault`: "" or the name of an errno."""
+    """A directory of snapshots that outlives daemons, with faults. `fault`: "" or the name of an errno. `dies_in`: the
+    number of operations after which the process that calls them dies; 0 for never.
+
+    What was not forced to the disk may be lost with the machine's power: bytes of a file, and any of the changes to a
+    directory, each by itself, as POSIX allows."""
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="gm-"))
         self.at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        self.fault = ""
+        self.fault, self.dies_in = "", 0
+        self._forced: set[int] = set()  # inodes of files
+        self._removed = Path(tempfile.mkdtemp(prefix="gm-"))  # files that were unlinked, under numbers
+        self._number = itertools.count()
+        self._changes: list[tuple[Path, Callable[[], object]]] = []  # to directories, each with what takes it back
 
     def store(self) -> Store:
-        disk = self
+        return DiskStore(self)
 
-        class Faulty(Store):
-            def _sync(self, fd: int) -> None:
-                disk.check()  # tmpfs has nothing to sync
-
-            def _rename(self, home: int, source: str, target: str) -> None:
-                disk.check()
-                super()._rename(home, source, target)
-
-            def _sync_directory(self, home: int) -> None:
-                disk.check()
-
-        return Faulty(self.root, self.at)
-
-    def check(self) -> None:
+    def act(self) -> None:
+        """An operation begins."""
         if self.fault:
             number = getattr(errno, self.fault)
             raise OSError(number, os.strerror(number))
+        if self.dies_in:
+            self.dies_in -= 1
+            if not self.dies_in:
+                raise Died
+
+    def force(self, fd: int) -> None:
+        self._forced.add(os.fstat(fd).st_ino)
+
+    def force_directory(self, at: int) -> None:
+        where = _path_of(at)
+        self._changes = [(folder, back) for folder, back in self._changes if folder != where]
+
+    def made(self, at: int, name: str) -> None:
+        where = _path_of(at)
+        self._changes.append((where, lambda: shutil.rmtree(where / name, ignore_errors=True)))
+
+    def renamed(self, at: int, source: str, target: str) -> None:
+        where = _path_of(at)
+        self._changes.append((where, lambda: (where / target).rename(where / source)))
+
+    def unlinks(self, at: int, name: str) -> None:
+        where, copy = _path_of(at), self._removed / str(next(self._number))
+        os.link(where / name, copy)
+        self._changes.append((where, lambda: os.link(copy, where / name)))
+
+    def lose_power(self, random: Random) -> None:
+        """The machine stops, and starts again."""
+        for _, back in reversed(self._changes):
+            if random.random() < 0.5:
+                with suppress(OSError):  # of a directory that is gone as well
+                    back()
+        self._changes.clear()
+        for path in sorted(path for path in self.root.rglob("*") if path.is_file()):
+            if path.stat().st_ino not in self._forced:
+                os.truncate(path, random.randrange(path.stat().st_size + 1))
+
+    def close(self) -> None:
+        os.close(self.at)
+        shutil.rmtree(self.root)
+        shutil.rmtree(self._removed)
+
+
+class DiskStore(Store):
+    """The real store, whose operations on the disk are noted."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(disk.root, disk.at)
+        self._disk = disk
+
+    def _sync(self, fd: int) -> None:
+        self._disk.act()
+        self._disk.force(fd)
+
+    def _rename(self, home: int, source: str, target: str) -> None:
+        self._disk.act()
+        super()._rename(home, source, target)
+        self._disk.renamed(home, source, target)
+
+    def _sync_directory(self, at: int) -> None:
+        self._disk.act()
+        self._disk.force_directory(at)
+
+    def _mkdir(self, name: str, at: int) -> None:
+        self._disk.act()
+        super()._mkdir(name, at)
+        self._disk.made(at, name)
+
+    def _unlink(self, name: str, home: int) -> None:
+        self._disk.act()
+        self._disk.unlinks(home, name)
+        super()._unlink(name, home)
+
+
+def _path_of(fd: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{fd}"))
 
 
 class DirectWriter:
@@ -148,8 +227,17 @@ class DirectWriter:
             (packet, fds), self._request = self._request, None
             self._answers.append(self._writer.answer(packet, fds))
 
-    def die(self) -> None:
-        """The process ends; another one starts for the next request."""
+    def die(self, disk: Disk, after: int) -> None:
+        """The process ends before its next request (`after` 0), in the middle of it, after so many operations on the
+        disk, or behind it; another one starts for the request that follows."""
+        disk.dies_in = after
+        try:
+            if after:
+                self._work()
+        except Died:
+            self._answers.append(b"")
+        finally:
+            disk.dies_in = 0
         self._writer = Writer(self._store)
         if self._request is not None:
             _close(self._request[1])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
-import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from random import Random
@@ -23,10 +21,13 @@ LONGEST_S = 900.0  # of virtual time: a history that takes longer is stuck
 TICK_S = 0.25
 CHECK_EVERY = 8  # turns of the daemon between two checks of the scheduler's invariants, half of the time otherwise
 LEASE_S = 3.0
+MOST_OPERATIONS = (
+    8  # on the disk for a snapshot: two directories made and forced, a file forced, named, an old one deleted
+)
 CRASH = Fault("executor_crashed", "its process died", "look at the machine")
 FAULTS = (
     "cut", "cut", "silent", "executor", "executor", "daemon killed", "daemon stopped", "client killed",
-    "client resumed", "disk full", "disk read-only", "disk slow", "writer killed",
+    "client resumed", "disk full", "disk read-only", "disk slow", "writer killed", "power lost",
 )  # fmt: skip
 
 
@@ -73,8 +74,7 @@ class World:
         finally:
             if self.daemon is not None:
                 self._end(self.daemon)
-            os.close(self.disk.at)
-            shutil.rmtree(self.disk.root)
+            self.disk.close()
         if self._bugs:
             raise Broken(f"daemons found inconsistencies of their own: {self._bugs}")
         return self._digest.hexdigest()
@@ -272,7 +272,12 @@ class World:
             self.after(self.random.uniform(0.5, 4.0), self._mend)
         elif kind == "writer killed":
             if self.daemon is not None:
-                self.writer.die()
+                self.writer.die(self.disk, self.random.randint(0, MOST_OPERATIONS))
+        elif kind == "power lost":
+            if self.daemon is not None:
+                self.writer.die(self.disk, self.random.randint(0, MOST_OPERATIONS))
+                self._kill_daemon()
+            self.disk.lose_power(self.random)
         elif others:
             self._hurt(self.random.choice(others), kind)
 

@@ -88,8 +88,25 @@ class Store:
         or another user's."""
         if not _JOB.fullmatch(owner.job):
             raise ValueError(f"{owner.job!r} is no job id")
-        with _opened(str(int(owner.uid)), self._at, make) as user, _opened(owner.job, user, make) as home:
-            yield home
+        user_id = str(int(owner.uid))
+        if make:
+            self._make(user_id, self._at)
+        with _opened(user_id, self._at) as user:
+            if make:
+                self._make(owner.job, user)
+            with _opened(owner.job, user) as home:
+                yield home
+
+    def _make(self, name: str, at: int) -> None:
+        """Make a directory if there is none. Its own name has to be on the disk before a snapshot in it counts."""
+        try:
+            self._mkdir(name, at)
+        except FileExistsError:
+            return
+        self._sync_directory(at)
+
+    def _mkdir(self, name: str, at: int) -> None:
+        os.mkdir(name, 0o700, dir_fd=at)
 
     # ---- writing
 
@@ -129,8 +146,11 @@ class Store:
     def _rename(self, home: int, source: str, target: str) -> None:
         os.rename(source, target, src_dir_fd=home, dst_dir_fd=home)
 
-    def _sync_directory(self, home: int) -> None:
-        os.fsync(home)
+    def _sync_directory(self, at: int) -> None:
+        os.fsync(at)
+
+    def _unlink(self, name: str, home: int) -> None:
+        os.unlink(name, dir_fd=home)
 
     def _keep_newest(self, home: int, number: int, digest: str) -> None:
         """Delete snapshots that are too old, and those under this number or later ones from another history of the
@@ -140,7 +160,7 @@ class Store:
         for n, theirs, name in files:
             if n not in before and (n, theirs) != (number, digest):
                 with suppress(OSError):
-                    os.unlink(name, dir_fd=home)
+                    self._unlink(name, home)
 
     # ---- reading
 
@@ -203,7 +223,7 @@ class Store:
             with suppress(OSError), self._home(owner) as home:
                 for name in os.listdir(home):
                     with suppress(OSError):
-                        os.unlink(name, dir_fd=home)
+                        self._unlink(name, home)
             os.rmdir(owner.job, dir_fd=user)
         with suppress(OSError):
             os.rmdir(str(int(owner.uid)), dir_fd=self._at)  # if this was the user's last job
@@ -315,11 +335,8 @@ def _names(at: int, name: re.Pattern[str]) -> list[str]:
 
 
 @contextmanager
-def _opened(name: str, at: int, make: bool = False) -> Iterator[int]:
+def _opened(name: str, at: int) -> Iterator[int]:
     """A descriptor of a directory of the daemon's own. Raises OSError."""
-    if make:
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=at)
     fd = open_own(name, at)
     try:
         yield fd
