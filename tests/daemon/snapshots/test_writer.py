@@ -6,6 +6,9 @@ import os
 import resource
 import select
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +217,38 @@ def test_a_snapshot_that_was_read_is_dropped(asker: Asker):
     segment = memory(bytes(1 << 16))
     assert isinstance(asker.ask("fill", (segment,)), SnapshotFailed)
     os.close(segment)
+
+
+LOOKED_AT = """
+import os, socket, sys
+from gpumux.daemon.snapshots import writer
+from gpumux.device.workers.confinement import may_be_looked_into
+forbidden, root = sys.argv[1] == "True", sys.argv[2]
+os.chown(root, 63021, 63021)
+parent, (ours, theirs) = os.getpid(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+pid = os.fork()
+if pid == 0:
+    ours.close()
+    os.setresuid(63021, 63021, 63021)
+    may_be_looked_into(True)  # as after an exec
+    if not forbidden:
+        writer.may_be_looked_into = lambda allowed: None
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    sys.argv = ["writer", str(theirs.detach()), str(parent), str(directory), root]
+    writer.main()
+    os._exit(0)
+theirs.close()
+ours.send(writer.msgpack.packb(["kept", {}]))
+ours.recv(4096)  # it has begun
+print(os.stat(f"/proc/{pid}/environ").st_uid)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: run as root")
+@pytest.mark.parametrize("forbidden", [True, False])
+def test_processes_of_the_same_user_cannot_look_into_it(forbidden: bool):
+    """The kernel says so by the owner of its files in /proc."""
+    with tempfile.TemporaryDirectory() as root:
+        command = [sys.executable, "-c", LOOKED_AT, str(forbidden), root]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert run.stdout == ("0\n" if forbidden else "63021\n"), run.stderr
