@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpumux.access import Rule
@@ -130,3 +132,32 @@ def test_what_the_device_can_not_do_is_refused_before_anything_changes(running):
     answer = only(running.say("root", msg.ChangeJob(5, JOB, 1, 3.0)))
     assert (answer.code, answer.message, answer.remedy) == ("refused", "it can't be", "leave it")
     assert shown(running) == ("low", 1.0)
+
+
+class ForWaves(Regraded):
+    """A device whose programs are for one of two waves while `waves` is set."""
+
+    waves = False
+
+    def _check(self, job, program, encoded):
+        super()._check(job, program, encoded)
+        if self.waves:
+            checked = self.events[-1]
+            self.events[-1] = replace(checked, footprint=replace(checked.footprint, arena_bytes=64))
+
+
+def test_a_job_of_which_any_program_is_for_waves_stays_low():
+    daemon = Daemon(device=ForWaves())
+    daemon.connect("s")
+    daemon.open_job("s", JOB)
+    for number, waves in enumerate((False, True, False)):
+        daemon.device.waves = waves
+        daemon.load("s", JOB, samples.add_one(), number)
+    daemon.connect("root", uid=0)
+    answer = only(daemon.say("root", msg.ChangeJob(5, JOB, 1, 3.0)))
+    assert answer.code == "refused"
+    assert "trains two waves" in answer.message
+    assert shown(daemon) == ("low", 1.0)
+    assert daemon.device.told == []
+    assert only(daemon.say("root", msg.ChangeJob(6, JOB, None, 3.0))) == msg.Done(6)
+    daemon.close()
