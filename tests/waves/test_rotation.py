@@ -54,7 +54,10 @@ def drawn(text: str) -> list[list[str]]:
 
 def check(schedule: PartitionSchedule) -> None:
     """Every batch meets every partition once in each direction, in order; what a box receives was sent before, to its
-    device, and what is sent is received; the backward pass is where the forward pass was."""
+    device, and what is sent is received; the backward pass is where the forward pass was. Boxes are in order."""
+    assert [(box.cycle, box.device) for box in schedule.boxes] == sorted(
+        (box.cycle, box.device) for box in schedule.boxes
+    )
     for batch in range(schedule.batches):
         its = [box for box in schedule.boxes if box.batch == batch]
         assert [box.partition for box in its if box.direction == "forward"] == list(range(schedule.partitions))
