@@ -98,11 +98,10 @@ class Store:
                 yield home
 
     def _make(self, name: str, at: int) -> None:
-        """Make a directory if there is none. Its own name has to be on the disk before a snapshot in it counts."""
-        try:
+        """Make a directory if there is none. Its own name has to be on the disk before a snapshot in it counts; a
+        writer that died may have made it and not come so far."""
+        with suppress(FileExistsError):
             self._mkdir(name, at)
-        except FileExistsError:
-            return
         self._sync_directory(at)
 
     def _mkdir(self, name: str, at: int) -> None:

@@ -161,6 +161,26 @@ def test_a_snapshot_that_fails_leaves_the_former_ones_and_nothing_else(tmp_path:
     assert number_read(store, 3, 2) == (2, [])
 
 
+class Forced(OpenedStore):
+    """A store that keeps the names of the directories that were forced to the disk."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.names: list[str] = []
+
+    def _sync_directory(self, at: int) -> None:
+        self.names.append(os.path.basename(os.readlink(f"/proc/self/fd/{at}")))
+        super()._sync_directory(at)
+
+
+def test_each_directory_on_the_way_is_forced_to_the_disk(tmp_path: Path):
+    """Also one that is there: the writer that made it may have died before it came so far."""
+    store = Forced(tmp_path / "snapshots")
+    for number in (1, 2):
+        save(store, number)
+        assert store.names == ["snapshots", "1000", JOB] * number
+
+
 def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path):
     """The library writes, so the fault is the kernel's: a limit on the size of files, as a full disk would be."""
     store = OpenedStore(tmp_path)
