@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -519,6 +520,12 @@ Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
 StateValue = Callable[[TraceRecord, int, DataDependent], "torch.Tensor | None"]
 
 
+@cache
+def _consists_of_others(func: torch._ops.OpOverload) -> bool:
+    """Whether torch runs other operators in an operator's place, on every device."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
     of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
@@ -730,6 +737,9 @@ class Recorder(TorchDispatchMode):
             refuse_by_values(user_line())
         if func is torch.ops.prim.device.default:
             return self.device
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and _consists_of_others(func):
+            with self:  # elsewhere autograd's layer, above this one, takes it apart
+                return func.decompose(*args, **kwargs)
         if func.namespace != "aten":
             return self._foreign(func, args, kwargs)
         if torch.backends.mkldnn.enabled != self._mkldnn:

@@ -533,7 +533,7 @@ class Tracer:
                 self._refuse_unwatched(left, fingerprint, observer.found)
                 rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
-                replays = self._new_keys(scope)
+                replays = self._new_keys(rec) + self._tensors_in_groups(rec, groups)
                 moves_all = moved(fingerprint.changes(before), scope)
                 replays += left.replays(scope)
                 switches = fingerprint.switched(before, lift.switches)
@@ -765,7 +765,7 @@ class Tracer:
                 items = list(group[key])
                 items[k] = symbol
                 group[key] = tuple(items) if isinstance(group[key], tuple) else items
-            put.append((i, j, key, k, expr))
+            put.append((i, j, key, k, expr, symbol))
         return put
 
     # ---- after the step ----------------------------------------------------------------------------
@@ -800,8 +800,9 @@ class Tracer:
             }
             changed = [
                 (i, j, key, k, new)
-                for i, j, key, k, old in groups
-                if (new := self._group(rec, i, j, key, k)) is not old
+                for i, j, key, k, old, _ in groups
+                if not isinstance(value := self._in_group(i, j, key, k), torch.Tensor)
+                and (new := rec.scope.lift(value)) is not old
             ]
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
@@ -855,7 +856,7 @@ class Tracer:
             found.append((place, rec.view_of(to)))
         return found
 
-    def _new_keys(self, scope: Scope) -> list[LeftNumbers]:
+    def _new_keys(self, rec: Recorder) -> list[LeftNumbers]:
         """What the step puts into groups of optimizers under keys that they did not have (timm's optimizers count their
         steps there). Takes it away again. Raises CaptureError for what is no number or other constant, and for a group
         that it adds."""
@@ -863,21 +864,45 @@ class Tracer:
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
             for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
                 fresh = [key for key in group if key not in keys]
-                refused = sorted(str(key) for key in fresh if not of_numbers(group[key], 1))
+                tensors = [key for key in fresh if isinstance(group[key], torch.Tensor) and rec.is_host(group[key])]
+                refused = sorted(str(key) for key in fresh if key not in tensors and not of_numbers(group[key], 1))
                 if refused or len(optimizer.param_groups) != len(known):
                     raise CaptureError(
                         f"the step adds {', '.join(refused) or 'a group'} to optimizer {i}'s param_groups[{j}]",
                         "put it there before you submit",
                     )
-                found += [replay_of(partial(_fill_group, optimizer, j, key), group.pop(key), scope) for key in fresh]
+                for key in fresh:
+                    value = group.pop(key)
+                    if key in tensors:
+                        put = partial(_put_tensor, None, value.dtype, optimizer, j, key)
+                        found.append(LeftNumbers(put, (rec.host[value.untyped_storage()._cdata],), _LEAF))
+                    else:
+                        found.append(replay_of(partial(_fill_group, optimizer, j, key), value, rec.scope))
         return found
 
-    def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
+    def _in_group(self, i: int, j: int, key: str, k: int | None) -> Any:
         value = self.table.optimizers[i].param_groups[j][key]
-        value = value if k is None else value[k]
-        if isinstance(value, torch.Tensor):
-            return rec.host[value.untyped_storage()._cdata]
-        return rec.scope.lift(value)
+        return value if k is None else value[k]
+
+    def _tensors_in_groups(self, rec: Recorder, groups: list[Any]) -> list[LeftNumbers]:
+        """What the step leaves in tensors that are hyperparameters (timm's Lamb counts in one). Raises CaptureError for
+        one that the daemon computes."""
+        found = []
+        for i, j, key, k, old, held in groups:
+            value = self._in_group(i, j, key, k)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not rec.is_host(value):
+                raise CaptureError(
+                    f"the step puts what the daemon computes into {key!r} of optimizer {i}'s param_groups[{j}]",
+                    "keep it in the optimizer's state, or in a buffer of a module",
+                )
+            new = rec.host[value.untyped_storage()._cdata]
+            if value is held and new is old:
+                continue
+            place = partial(_fill_held, k) if value is held else partial(_put_tensor, k, value.dtype)
+            found.append(LeftNumbers(partial(place, self.table.optimizers[i], j, key), (new,), _LEAF))
+        return found
 
     def _result(self, rec: Recorder, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -914,8 +939,18 @@ def _fill(tensor: torch.Tensor, value: Number) -> None:
         tensor.fill_(value)
 
 
-def _fill_group(optimizer: Any, group: int, key: str, value: Any) -> None:
-    optimizer.param_groups[group][key] = value  # looked up each time, as load_state_dict makes new groups
+def _put_tensor(item: int | None, dtype: torch.dtype, optimizer: Any, group: int, key: str, value: Number) -> None:
+    _fill_group(optimizer, group, key, torch.tensor(value, dtype=dtype), item)
+
+
+def _fill_held(item: int | None, optimizer: Any, group: int, key: str, value: Number) -> None:
+    held = optimizer.param_groups[group][key]
+    _fill(held if item is None else held[item], value)
+
+
+def _fill_group(optimizer: Any, group: int, key: str, value: Any, item: int | None = None) -> None:
+    held = optimizer.param_groups[group]  # looked up each time, as load_state_dict makes new groups
+    held[key] = value if item is None else type(held[key])(value if n == item else x for n, x in enumerate(held[key]))
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:

@@ -286,6 +286,39 @@ def test_a_buffer_made_of_what_steps_train_is_refused(endpoint: str) -> None:
     assert model.bias is None
 
 
+class Summing(nn.Module):
+    """Begins its loss with a buffer that it has require grad, as vector_quantize_pytorch does."""
+
+    zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.zero
+        if self.training:
+            loss.requires_grad_()
+        out: Tensor = self.inner(x)
+        return out + loss
+
+
+def test_a_buffer_that_gets_a_gradient_keeps_it(endpoint: str) -> None:
+    def make() -> Work:
+        model = Summing()
+        step, optimizer = training(model)
+
+        def loop(run: Any) -> list[Any]:
+            found = [run(*DATA[i % 3]) for i in range(4)]
+            assert model.zero.grad is not None
+            return [*found, model.zero.grad.clone(), run(*DATA[0])]
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
 class Registry:
     """Of backends, as einx has one: each use puts a copy in its place."""
 

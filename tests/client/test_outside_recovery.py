@@ -56,7 +56,8 @@ def averaging(seed: int) -> Averaging:
     """Class weights that the script changes in place and by new ones, a teacher that it replaces now and then, an
     average that the step updates, and a running mean that the step binds anew."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    norm = nn.BatchNorm1d(8, momentum=None)  # which divides by num_batches_tracked in Python
+    model = nn.Sequential(norm, nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # its Python decides by a count
     held = Script(torch.rand(4), copy.deepcopy(model), average, torch.zeros(4))

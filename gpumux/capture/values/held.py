@@ -74,7 +74,7 @@ class HeldValues:
 
     def same(self, read: Mapping[int, bytes]) -> bool:
         """Whether these buffers hold the same bytes now."""
-        return all(self.content(buffer) == data for buffer, data in read.items())
+        return all(self._bytes(buffer) == data for buffer, data in read.items())
 
     def content(self, buffer: int) -> bytes | None:
         """The bytes of a buffer of the models. None for other buffers, for those that steps write, and for large ones
@@ -85,7 +85,11 @@ class HeldValues:
             return None
         if buffer in self._written or not table.of_models(buffer):
             return None
-        return bytes(raw_bytes(byte_view(home[0][0])))
+        return self._bytes(buffer)
+
+    def _bytes(self, buffer: int) -> bytes:
+        memory = byte_view(self._table.buffers[buffer].home[0][0])
+        return bytes(raw_bytes(memory))
 
 
 class ReadValues:
