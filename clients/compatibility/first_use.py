@@ -117,6 +117,7 @@ def scales_at_the_first_call(train: Train) -> Any:
 
 
 class _Slopes(nn.Module):
+    slopes: Tensor
     bias: Tensor | None
 
     def __init__(self) -> None:
