@@ -116,6 +116,49 @@ def scales_at_the_first_call(train: Train) -> Any:
     return _trained(train, _Sized(before_submit=False))
 
 
+class _Slopes(nn.Module):
+    slopes: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or self.bias.shape[0] < x.shape[0]:
+            distance = -torch.arange(x.shape[0], dtype=torch.float32).unsqueeze(1)
+            self.register_buffer("bias", distance * self.slopes, persistent=False)
+        assert self.bias is not None
+        found: Tensor = self.inner(x) + self.bias[: x.shape[0]]
+        return found
+
+
+@idiom("a buffer made of another one at the first use: self.register_buffer('bias', ... * self.slopes) (ALiBi)")
+def buffer_at_the_first_use(train: Train) -> Any:
+    model = _Slopes()
+    return _trained(train, model), model.bias
+
+
+class _Initialised(nn.Module):
+    ready: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("ready", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found if self.ready else found * 0.1
+
+
+@idiom("a flag in a buffer that says that the module is set up: if not self.initted (vector quantizers)")
+def flag_in_a_buffer(train: Train) -> Any:
+    return _trained(train, _Initialised())
+
+
 def _carried(train: Train, state: Any, carry: Callable[[Any, Tensor], Tensor]) -> Any:
     model, optimizer, batches = classifier()
 

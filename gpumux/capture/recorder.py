@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -515,18 +516,28 @@ Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 # The value of a view that is made from constants alone.
 Constant = Callable[[TraceRecord, int], "torch.Tensor | None"]
 
+# The value of a view that is made from constants and from state that no step writes. The error is raised if one does.
+StateValue = Callable[[TraceRecord, int, DataDependent], "torch.Tensor | None"]
+
+
+@cache
+def _consists_of_others(func: torch._ops.OpOverload) -> bool:
+    """Whether torch runs other operators in an operator's place, on every device."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
 
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
     of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
-    operator; `gpu`: whether the step runs on a GPU; `constant`: see values/constants.py; `after_backward`: is called
-    before the first operator behind each backward pass."""
+    operator; `gpu`: whether the step runs on a GPU; `constant`, `state_value`: see values/constants.py and
+    values/held.py; `after_backward`: is called before the first operator behind each backward pass."""
 
     def __init__(
         self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         refused: Callable[[torch.Tensor], None], allowed: Callable[[str], bool], observer: Observer,
         device: str = "cpu", layers: Layers | None = None, gpu: bool = False,
         constant: Constant = lambda record, view: None, after_backward: Callable[[], None] | None = None,
+        state_value: StateValue | None = None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -534,6 +545,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
         self._operators = FakeOperators(self.fake_mode, device, fake_call)
         self._constant = constant
+        self._state_value = state_value
         self._after_backward = after_backward
         self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
         self.skips: list[tuple[torch.optim.Optimizer, int]] = []  # whose step is left out where the view is true
@@ -725,6 +737,9 @@ class Recorder(TorchDispatchMode):
             refuse_by_values(user_line())
         if func is torch.ops.prim.device.default:
             return self.device
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and _consists_of_others(func):
+            with self:  # elsewhere autograd's layer, above this one, takes it apart
+                return func.decompose(*args, **kwargs)
         if func.namespace != "aten":
             return self._foreign(func, args, kwargs)
         if torch.backends.mkldnn.enabled != self._mkldnn:
@@ -761,8 +776,12 @@ class Recorder(TorchDispatchMode):
             if all(value is not None for value in values):
                 return self._read(func, values)
         if func is aten._local_scalar_dense.default:
-            self.value_read = self.view_of(self.to_fake(args[0]))
-            raise value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
+            view = self.view_of(self.to_fake(args[0]))
+            error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
+            if self._state_value and (value := self._state_value(self.record, view, error)) is not None:
+                return self._read(func, [value])
+            self.value_read = view
+            raise error
         if func is aten._is_all_true.default and (check := distribution_check()) is not None:
             self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))
             return self._lift(torch.tensor(True))

@@ -21,9 +21,10 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture import source
-from gpumux.capture.state import ABSENT, StateTable, unreturned
+from gpumux.capture.state import ABSENT, SCALARS, StateTable, unreturned
 from gpumux.capture.symbols import Expr, Number, Scope, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
+from gpumux.capture.watch.walk import holds_attributes_alone
 from gpumux.errors import CaptureError, NotRepeatable, UnknownTensor
 
 _MISSING = ABSENT
@@ -180,6 +181,23 @@ def replay_of(put: Callable[[Any], None], value: Any, scope: Scope) -> LeftNumbe
     return LeftNumbers(put, tuple(scope.lift(leaf) if is_symbol(leaf) else leaf for leaf in leaves), spec)
 
 
+def alike(old: Any, new: Any, depth: int = 4) -> bool:
+    """Whether an object is a copy of another one, of the same class and with the same content. A step that puts such a
+    copy in an object's place changes nothing (einx copies the registry of its backends at every call)."""
+    if old is new:
+        return True
+    if type(old) is not type(new) or isinstance(old, torch.Tensor) or not depth:
+        return False
+    if isinstance(old, SCALARS):
+        return repr(old) == repr(new)
+    if isinstance(old, (set, frozenset)):
+        return len(old) == len(new) and set(map(id, old)) == set(map(id, new))
+    if type(old) in (list, tuple, dict):
+        pairs = (old, new) if type(old) is not dict else ([*old.items()], [*new.items()])
+        return len(old) == len(new) and all(alike(a, b, depth - 1) for a, b in zip(*pairs, strict=True))
+    return holds_attributes_alone(type(old)) and alike(vars(old), vars(new), depth)
+
+
 # ---- errors about what a step leaves
 
 
@@ -270,9 +288,14 @@ def left_by_another_call(
 class SideEffects:
     """Compares the places that a fingerprint found before and after a trace."""
 
-    def __init__(self, fingerprint: Fingerprint, number: Callable[[Any], bool] = lambda value: False) -> None:
-        """`number`: whether a value is a number of the trace that differs from step to step."""
+    def __init__(
+        self, fingerprint: Fingerprint, number: Callable[[Any], bool] = lambda value: False,
+        state: Callable[[torch.Tensor], bool] = lambda tensor: True,
+    ) -> None:  # fmt: skip
+        """`number`: whether a value is a number of the trace that differs from step to step. `state`: whether a tensor
+        is one of the job's models."""
         self._number = number
+        self._state = state
         self._listed = {(id(space), key) for space, key in fingerprint.listed}
         self._fingerprint = fingerprint
         self._buffers = [(m, dict(m._buffers)) for m in fingerprint.modules]
@@ -290,15 +313,10 @@ class SideEffects:
         for module, before in self._buffers:
             for name, old in before.items():
                 new = module._buffers.get(name)
-                if new is old:
+                if new is old or self._is_made(old, new):
                     continue
                 module._buffers[name] = old
-                if old is None:
-                    raise CaptureError(
-                        f"the step makes the buffer {type(module).__name__}.{name}, which is None before",
-                        "run the model once before you submit, so that the buffer is there",
-                    )
-                if new is None or old.shape != new.shape or old.dtype != new.dtype:
+                if new is None or old is None or old.shape != new.shape or old.dtype != new.dtype:
                     raise CaptureError(
                         f"the step replaces the buffer {type(module).__name__}.{name} by one of another shape or type",
                         "keep the buffer's shape and type, or write into it in place",
@@ -360,6 +378,32 @@ class SideEffects:
         for one in found:
             one.restore()
         return found
+
+    def buffer_made_of(self, tensor: FakeTensor) -> str | None:
+        """The name of the module's buffer that the trace left the tensor in, where there was none before."""
+        return next((place.name for place in self._made_buffers() if place.value is tensor), None)
+
+    def refuse_buffers(self) -> None:
+        """Raises CaptureError if the trace left a tensor whose value is not known in a buffer that was not there."""
+        made = next(self._made_buffers(), None)
+        if made is not None:
+            raise CaptureError(
+                f"the step makes {made.name}, of which there was none of this shape before",
+                "run the model once before you submit, so that the buffer is there",
+            )
+
+    def _is_made(self, old: Any, new: Any) -> bool:
+        """Whether a buffer is made by the step, there being none before, or one of another shape that it made."""
+        if not isinstance(new, FakeTensor) or (old is not None and self._state(old)):
+            return False
+        return old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
+
+    def _made_buffers(self) -> Iterator[_Place]:
+        for module, before in self._buffers:
+            for name, value in list(module._buffers.items()):
+                if self._is_made(before.get(name), value):
+                    label = f"the buffer {type(module).__name__}.{name}"
+                    yield _Place(label, module._buffers, name, value, before.get(name, _MISSING), _put_back)
 
     def _whole(self) -> list[tuple[FakeTensor, list[_Place]]]:
         """The tensors without a graph that the trace left, each with its places. Not those that share memory with
@@ -509,7 +553,7 @@ class SideEffects:
                     yield _Place(f"{label}.{key}", owner, key, value, old, _assign)
 
     def _places(self) -> list[_Place]:
-        return [*self._entries(), *self._variables(), *self._attributes()]
+        return [*self._entries(), *self._variables(), *self._attributes(), *self._made_buffers()]
 
     def _entries(self) -> Iterator[_Place]:
         for (name, space, skip, _), before in self._spaces:

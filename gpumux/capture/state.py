@@ -400,6 +400,7 @@ class StateTable:
             for module in model.modules()
             for owner in (module._parameters, module._buffers)
             for name, tensor in owner.items()
+            if tensor is not None  # a buffer that a step makes is met as a tensor of no model
         ]
         self._collect()
         self._merge([t for _, t in self.tensors], [n for n, _ in self.tensors])
@@ -495,10 +496,10 @@ class StateTable:
         return chosen
 
     def make_parameters(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make tensors of no model parameters, because they get gradients."""
+        """Make tensors of no model, or buffers, parameters, because they get gradients."""
         buffers = {found[0] for t in tensors if (found := self.lookup(t)) is not None}
         self.make_state(buffers)
-        for name, tensor in self.written:
+        for name, tensor in self.tensors:
             if any(tensor is one for one in tensors) and id(tensor) not in self._index:
                 self._add_param(name, tensor)
 
@@ -798,13 +799,14 @@ class StateTable:
             new = owner.get(name)
             if new is old:
                 continue
-            if old is None or new is None or isinstance(old, torch.nn.Parameter) or self._follow(old, new) is None:
+            if new is None or isinstance(old, torch.nn.Parameter) or self._follow(old, new) is None:
                 raise CaptureError(
                     f"{name} is another parameter, or of another shape, than the job was submitted with",
                     "close the job and submit the step again",
                 )
             self._slots[i] = (owner, name, new)
             self.tensors = [(n, new if t is old else t) for n, t in self.tensors]
+            self.counters = [(n, new if t is old else t) for n, t in self.counters]
         for name, tensor in self.tensors:
             if tensor.device != self.home:
                 raise CaptureError(
@@ -878,7 +880,15 @@ class StateTable:
 
     def holders(self, place: Place) -> int:
         """The number of module attributes that hold the tensor at this place."""
-        return sum(tensor is not None and self.place(tensor) == place for _, _, tensor in self._slots)
+        return sum(self.place(tensor) == place for _, _, tensor in self._slots)
+
+    def of_models(self, buffer: int) -> bool:
+        """Whether what lies on a buffer is the models' alone, and not also a tensor that steps met by a variable."""
+        others = [t for _, t in [*self.written, *self.only_read]]
+        places = [self.lookup(t) for t in others]
+        if any(found is not None and found[0] == buffer for found in places):
+            return False
+        return any((found := self.lookup(t)) is not None and found[0] == buffer for _, t in self.tensors)
 
     def replaced(self) -> bool:
         """Whether a model holds other parameters or buffers than when the job was submitted."""

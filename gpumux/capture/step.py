@@ -279,6 +279,7 @@ class Case:
     numbers: Numbers = ()  # of the batch
     lifted: frozenset[int] = frozenset()  # those that are symbols
     phases: list[Phase] = field(default_factory=list)
+    read: dict[int, bytes] = field(default_factory=dict)  # what its traces read of the job's buffers in Python
 
     def matches(self, key: Any, numbers: Numbers) -> bool:
         if self.key != key or (numbers and self._moved(numbers)):
@@ -603,7 +604,7 @@ class StepFunction:
 
     def _case(self, key: Any, tensors: list[torch.Tensor], numbers: Numbers) -> Case:
         for i, case in enumerate(self._cases):
-            if case.matches(key, numbers):
+            if case.matches(key, numbers) and self._tracer.held.same(case.read):
                 if i:
                     self._cases.insert(0, self._cases.pop(i))
                 return case
@@ -629,7 +630,7 @@ class StepFunction:
 
     def _make_room(self, key: Any, numbers: Numbers) -> None:
         """Prepare for one more case. Raises TooManyVariants if there are as many as were allowed."""
-        count, difference = len(self._cases), self._cases[0].difference(key, numbers)
+        count, difference = len(self._cases), self._cases[0].difference(key, numbers) or "values of the model's state"
         if self._max_variants is not None and count >= self._max_variants:
             raise TooManyVariants(
                 f"{self.name} was captured for {count} combinations of batch shapes and Python values"
@@ -680,6 +681,7 @@ class StepFunction:
             raise
         if self._tracer.outside is not None:
             self._tracer.outside.note(case.fingerprint)
+        case.read |= {buffer: one.data for buffer, one in phase.raw.read_values.items()}
         case.fingerprint.remember()  # with what the trace found, and with the hooks that are set now
         found = self._program(phase, state)
         if not isinstance(found, KeepMore):
@@ -959,11 +961,7 @@ class StepFunction:
 
     def _lower(self, phase: Phase, state: State) -> StepProgram | KeepMore:
         if self._tracer.outside is not None:
-            record = phase.raw.record
-            storages = frozenset[int]().union(*(op.writes for op in record.ops))
-            written = {buffer for buffer, storage in record.state_storage.items() if storage in storages}
-            given = {place.buffer for place, _ in [*phase.raw.replaced, *phase.raw.moved_data]}
-            self._tracer.outside.written_by(written | given)
+            self._tracer.settle(phase.raw, self._tracer.outside)
         lowered = lower(
             phase.raw, self._table, state.keep, clients_generator=self._clients_generator, constants=self._constants
         )

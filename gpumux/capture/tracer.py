@@ -34,6 +34,7 @@ from gpumux.capture.side_effects import (
     LeftNumbers,
     LeftValue,
     SideEffects,
+    alike,
     changes_variables,
     left_by_another_call,
     of_numbers,
@@ -45,6 +46,7 @@ from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, 
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_number, is_symbol
 from gpumux.capture.values.constants import constant_value
+from gpumux.capture.values.held import HeldValues, ReadValue, ReadValues
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, raised_in_step
@@ -352,6 +354,13 @@ class RawTrace:
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
     ranks: Any = None  # what a RankSplitter (step.py) made of the step
     after_backward: AfterBackward | None = None  # None: no gradient was computed
+    read_values: dict[int, ReadValue] = field(default_factory=dict)  # of the job's buffers, by which Python decided
+
+    def written(self) -> set[int]:
+        """The job's buffers that the step writes."""
+        storages = frozenset[int]().union(*(op.writes for op in self.record.ops))
+        found = {buffer for buffer, storage in self.record.state_storage.items() if storage in storages}
+        return found | {place.buffer for place, _ in [*self.replaced, *self.moved_data]}
 
 
 # ---- the tracer
@@ -400,14 +409,16 @@ _LEAF = pytree.tree_structure(False)
 
 class Tracer:
     """Traces the steps of one job. `by_device`: trace steps for a GPU with the operators that torch runs there
-    (capture/gpu/operators.py). `begun` is called when a trace begins."""
+    (capture/gpu/operators.py). `begun` is called when a trace begins. `replicas`: the job has its state
+    twice (waves)."""
 
     def __init__(
         self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", *, by_device: bool = True,
-        begun: Callable[[], None] = lambda: None,
+        begun: Callable[[], None] = lambda: None, replicas: bool = False,
     ) -> None:  # fmt: skip
         self.table = table
         self.outside: Outside | None = None  # None: tensors of no model are refused
+        self.held = HeldValues(table, replicas=replicas)
         self._begun = begun
         self._record = TraceRecord()  # of the present trace, or the last one
         self._backward: AfterBackward | None = None  # the newest backward pass in it
@@ -457,6 +468,7 @@ class Tracer:
 
         before = fingerprint.read()
         met = Met(self.table, self.outside, fn=fn, fingerprint=fingerprint, before=before)
+        read = ReadValues(self.held, gpu=self.table.gpu)
 
         observer = Observer()
         layers = Layers(self.table.models)
@@ -464,6 +476,7 @@ class Tracer:
             scope, tape, lookup=met.lookup, unknown=unknown, refused=met.refuse,
             allowed=self._allowed, observer=observer, device=self._device, layers=layers, gpu=self.table.gpu,
             constant=constant_value, after_backward=lambda: self._note_gradients(rec),
+            state_value=None if self.outside is None else read.value,
         )  # fmt: skip
         scaling = Scaling(
             self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
@@ -473,7 +486,7 @@ class Tracer:
         counters = self._open_counters(rec)
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
-        left = SideEffects(fingerprint, rec.is_number)
+        left = SideEffects(fingerprint, rec.is_number, lambda tensor: any(tensor is t for _, t in self.table.tensors))
         position = 0
         fakes: list[Any] = []
         same: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one tensor in the step
@@ -520,7 +533,7 @@ class Tracer:
                 self._refuse_unwatched(left, fingerprint, observer.found)
                 rebound = left.rebound(partial(self._whole, met))
                 replaced = left.replaced_buffers()
-                replays = self._new_keys(scope)
+                replays = self._new_keys(rec) + self._tensors_in_groups(rec, groups)
                 moves_all = moved(fingerprint.changes(before), scope)
                 replays += left.replays(scope)
                 switches = fingerprint.switched(before, lift.switches)
@@ -538,7 +551,9 @@ class Tracer:
                 taken = {
                     new.untyped_storage()._cdata for new in [*(new for _, new in replaced), *(r.new for r in rebound)]
                 }
-                constants = left.constants(partial(self._known, rec, taken))
+                constants = left.constants(partial(self._known, rec, taken, left, read))
+                left.refuse_buffers()
+                raw.read_values = read.found
                 self._restorers += left.restorers()
             except TraceOver as over:
                 if not over.undo:
@@ -551,7 +566,7 @@ class Tracer:
                 if isinstance(error, Exception):
                     self._refuse_met(met, fingerprint, observer.found, error)
                 if isinstance(error, DataDependent) and rec.value_read is not None:
-                    counted = met.counted(rec.record, rec.value_read)
+                    counted = met.counted(rec.record, rec.value_read, self.held.counter)
                     if counted is not None:
                         raise counted from error
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
@@ -561,7 +576,8 @@ class Tracer:
             finally:
                 torch.clear_autocast_cache()
         moves = lift.moves(changes)
-        stuck = [c for c in changes if not c.flag and c.name not in lift.expected]
+        copied = {id(c) for c in changes if not c.flag and alike(c.old, c.new)}
+        stuck = [c for c in changes if not c.flag and c.name not in lift.expected and id(c) not in copied]
         if stuck and not moves and any(one.first for one in constants):  # what changed may say that they are there
             made = [(rec.view_of(one.fake), one.put()) for one in constants]
             raise FilledIn(TraceAgain(changes, raw, made), [one.restore for one in constants])
@@ -577,7 +593,7 @@ class Tracer:
             raise Moves(moves)
         if stuck:
             raise changes_variables(stuck)
-        raw.flags = changes
+        raw.flags = [c for c in changes if id(c) not in copied]
         self._left += left.present()
         raw.left = [*(one.put for one in constants), *left.left(self.table.home)]
         fingerprint.leaves.update(left.names())
@@ -640,12 +656,31 @@ class Tracer:
                 found.append(LeftNumbers(partial(_fill, tensor), (new,), pytree.tree_structure(0)))
         return found
 
-    def _known(self, rec: Recorder, taken: set[int], fake: FakeTensor) -> torch.Tensor | None:
-        """The value of a tensor that the step makes from constants, where a GPU does not make it otherwise. `taken`:
-        the memory of tensors that become state."""
+    def _known(
+        self, rec: Recorder, taken: set[int], left: SideEffects, read: ReadValues, fake: FakeTensor
+    ) -> torch.Tensor | None:
+        """The value of a tensor that the step makes from constants, and for a buffer also from state that no step
+        writes, where a GPU does not make it otherwise. `taken`: the memory of tensors that become state."""
         if self.outside is None or self.table.gpu or fake.untyped_storage()._cdata in taken:
             return None
-        return constant_value(rec.record, rec.view_of(fake))
+        view, buffer = rec.view_of(fake), left.buffer_made_of(fake)
+        if buffer is None:
+            return constant_value(rec.record, view)
+        error = DataDependent(
+            f"the step makes {buffer} of values that steps write", "compute it in each step, without keeping it"
+        )
+        return read.value(rec.record, view, error)
+
+    def settle(self, raw: RawTrace, outside: Outside) -> None:
+        """Note what a captured step reads and writes. Raises CaptureError, or TraceOver if tensors become numbers of
+        each step."""
+        written = raw.written()
+        counters = self.held.note(raw.record.state_storage.keys(), written, raw.read_values)
+        if counters:
+            raise TraceOver(lambda: outside.count(counters), counts=True) from next(
+                one.error for buffer, one in raw.read_values.items() if buffer in written
+            )
+        outside.written_by(written)
 
     def tidy(self) -> None:
         """Remove the fake tensors that traces left in the user's attributes and variables."""
@@ -730,7 +765,7 @@ class Tracer:
                 items = list(group[key])
                 items[k] = symbol
                 group[key] = tuple(items) if isinstance(group[key], tuple) else items
-            put.append((i, j, key, k, expr))
+            put.append((i, j, key, k, expr, symbol))
         return put
 
     # ---- after the step ----------------------------------------------------------------------------
@@ -765,8 +800,9 @@ class Tracer:
             }
             changed = [
                 (i, j, key, k, new)
-                for i, j, key, k, old in groups
-                if (new := self._group(rec, i, j, key, k)) is not old
+                for i, j, key, k, old, _ in groups
+                if not isinstance(value := self._in_group(i, j, key, k), torch.Tensor)
+                and (new := rec.scope.lift(value)) is not old
             ]
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
@@ -820,7 +856,7 @@ class Tracer:
             found.append((place, rec.view_of(to)))
         return found
 
-    def _new_keys(self, scope: Scope) -> list[LeftNumbers]:
+    def _new_keys(self, rec: Recorder) -> list[LeftNumbers]:
         """What the step puts into groups of optimizers under keys that they did not have (timm's optimizers count their
         steps there). Takes it away again. Raises CaptureError for what is no number or other constant, and for a group
         that it adds."""
@@ -828,21 +864,45 @@ class Tracer:
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
             for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
                 fresh = [key for key in group if key not in keys]
-                refused = sorted(str(key) for key in fresh if not of_numbers(group[key], 1))
+                tensors = [key for key in fresh if isinstance(group[key], torch.Tensor) and rec.is_host(group[key])]
+                refused = sorted(str(key) for key in fresh if key not in tensors and not of_numbers(group[key], 1))
                 if refused or len(optimizer.param_groups) != len(known):
                     raise CaptureError(
                         f"the step adds {', '.join(refused) or 'a group'} to optimizer {i}'s param_groups[{j}]",
                         "put it there before you submit",
                     )
-                found += [replay_of(partial(_fill_group, optimizer, j, key), group.pop(key), scope) for key in fresh]
+                for key in fresh:
+                    value = group.pop(key)
+                    if key in tensors:
+                        put = partial(_put_tensor, None, value.dtype, optimizer, j, key)
+                        found.append(LeftNumbers(put, (rec.host[value.untyped_storage()._cdata],), _LEAF))
+                    else:
+                        found.append(replay_of(partial(_fill_group, optimizer, j, key), value, rec.scope))
         return found
 
-    def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
+    def _in_group(self, i: int, j: int, key: str, k: int | None) -> Any:
         value = self.table.optimizers[i].param_groups[j][key]
-        value = value if k is None else value[k]
-        if isinstance(value, torch.Tensor):
-            return rec.host[value.untyped_storage()._cdata]
-        return rec.scope.lift(value)
+        return value if k is None else value[k]
+
+    def _tensors_in_groups(self, rec: Recorder, groups: list[Any]) -> list[LeftNumbers]:
+        """What the step leaves in tensors that are hyperparameters (timm's Lamb counts in one). Raises CaptureError for
+        one that the daemon computes."""
+        found = []
+        for i, j, key, k, old, held in groups:
+            value = self._in_group(i, j, key, k)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not rec.is_host(value):
+                raise CaptureError(
+                    f"the step puts what the daemon computes into {key!r} of optimizer {i}'s param_groups[{j}]",
+                    "keep it in the optimizer's state, or in a buffer of a module",
+                )
+            new = rec.host[value.untyped_storage()._cdata]
+            if value is held and new is old:
+                continue
+            place = partial(_fill_held, k) if value is held else partial(_put_tensor, k, value.dtype)
+            found.append(LeftNumbers(partial(place, self.table.optimizers[i], j, key), (new,), _LEAF))
+        return found
 
     def _result(self, rec: Recorder, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -879,8 +939,18 @@ def _fill(tensor: torch.Tensor, value: Number) -> None:
         tensor.fill_(value)
 
 
-def _fill_group(optimizer: Any, group: int, key: str, value: Any) -> None:
-    optimizer.param_groups[group][key] = value  # looked up each time, as load_state_dict makes new groups
+def _put_tensor(item: int | None, dtype: torch.dtype, optimizer: Any, group: int, key: str, value: Number) -> None:
+    _fill_group(optimizer, group, key, torch.tensor(value, dtype=dtype), item)
+
+
+def _fill_held(item: int | None, optimizer: Any, group: int, key: str, value: Number) -> None:
+    held = optimizer.param_groups[group][key]
+    _fill(held if item is None else held[item], value)
+
+
+def _fill_group(optimizer: Any, group: int, key: str, value: Any, item: int | None = None) -> None:
+    held = optimizer.param_groups[group]  # looked up each time, as load_state_dict makes new groups
+    held[key] = value if item is None else type(held[key])(value if n == item else x for n, x in enumerate(held[key]))
 
 
 def _undo(fingerprint: Fingerprint, before: list[Reading]) -> None:

@@ -180,7 +180,7 @@ class Job(Generic[Batch]):
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._progress = Progress(spec.name)
-        self._tracer = Tracer(table, operators.is_allowed, begun=self._show_tracing)
+        self._tracer = Tracer(table, operators.is_allowed, begun=self._show_tracing, replicas=waves is not None)
         self._constants = ConstantScalars() if table.runs_on == "cuda" else None
         recovery = Recovery(
             session, remote=self._remote, pending=self._pending, spec=spec, table=table,

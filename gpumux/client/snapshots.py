@@ -137,7 +137,23 @@ def _node(node: Any, state: State, index: Mapping[int, int]) -> Any:
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params" and _plain(v)}
+    found: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if _plain(v)}
+    held = {key: v for key, v in group.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+    found |= {key: {"dtype": _dtype(v.dtype), "value": v.item()} for key, v in held.items()}
+    return {key: v for key, v in found.items() if key != "params"}
+
+
+def _put_hyper(group: dict[str, Any], key: str, value: Any) -> None:
+    """Put a kept hyperparameter back, also one that only a step made there, as load_state_dict does."""
+    now = group.get(key)
+    if isinstance(value, dict):
+        kept = torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+        if isinstance(now, torch.Tensor) and now.dtype == kept.dtype and now.dim() == 0:
+            now.copy_(kept)
+        elif now is None or _plain(now):
+            group[key] = kept
+    elif key not in group or _plain(now):
+        group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
 def _plain(value: Any) -> bool:
@@ -210,8 +226,8 @@ class SnapshotMetadata:
             parameter.grad = gradients.get(i)
         for group, then in groups:
             for key, value in then.items():
-                if key in group and _plain(group[key]):
-                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                with torch.no_grad():
+                    _put_hyper(group, key, value)
         missing = [name for name, _, value in fresh if value is None]
         if missing:
             log.warning(

@@ -36,7 +36,7 @@ from gpumux.program.ir import (
     View,
     aligned,
 )
-from gpumux.program.layouts import laid_out
+from gpumux.program.layouts import grouped_product, laid_out
 from gpumux.program.memory import first_fit, footprint, live_bytes
 from gpumux.program.validate import check_sizes, describe_op, leaves, op_args, tensor_refs, validate
 from gpumux.types import Footprint
@@ -321,6 +321,8 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         return _SAMPLED[func](*args)
     if func in _RECURRENT:
         return _RECURRENT[func](*args)
+    if device == "cpu" and func is aten._grouped_mm.default:
+        return grouped_product(*args, **kwargs)
     out = func(*args, **kwargs)
     if device == "cpu" and func is aten.log_sigmoid_forward.default:  # its result is always contiguous
         return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)

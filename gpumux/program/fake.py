@@ -8,6 +8,7 @@ an operand, or an operand itself. So it can be made again without torch's rules,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -83,9 +84,10 @@ class FakeOperators:
         offset: int,
     ) -> FakeTensor:  # fmt: skip
         """A tensor over the memory of a fake tensor. `offset`: in elements."""
-        made = torch.empty((0,), dtype=dtype, device=_META)
-        made.set_(storage, offset, size, stride)
-        return FakeTensor(self._mode, made, self._device)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            made = torch.empty((0,), dtype=dtype, device=_META)
+            made.set_(storage, offset, size, stride)
+            return FakeTensor(self._mode, made, self._device)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`. Raises what `call` raises."""

@@ -92,6 +92,38 @@ def _otherwise(func: Any, args: tuple[Any, ...]) -> bool:
     return mutable or of_number or func is aten.hardtanh.default
 
 
+def grouped_product(
+    one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The fake result of `_grouped_mm` on the CPU: products of groups of rows or columns that end at `offs`. torch's
+    rule is that of a GPU's kernel, which takes bfloat16 alone. Raises ValueError."""
+    flat = one.dim() == 2, other.dim() == 2
+    if {one.dim(), other.dim()} - {2, 3} or one.dtype != other.dtype or not one.is_floating_point():
+        raise ValueError(f"grouped products of {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}")
+    if one.shape[-1] != other.shape[-2] or not all(map(_in_steps, (one, other))):
+        raise ValueError(f"products of {tuple(one.shape)} and {tuple(other.shape)}, or of strides not in 16 bytes")
+    if (offs is not None) != any(flat) or (offs is not None and (offs.dim() != 1 or offs.dtype is not torch.int32)):
+        raise ValueError("groups end at offsets in int32, which two matrices of one group each don't have")
+    groups = [each.shape[0] for each in (offs, one, other) if each is not None and each.dim() != 2]
+    if len(set(groups)) > 1 or bias is not None or out_dtype not in (None, one.dtype):
+        raise ValueError(f"products of groups with a bias, in {out_dtype}, or of {groups} groups")
+    rows, columns = one.shape[-2], other.shape[-1]
+    step = 16 // one.element_size()
+    width = -(-columns // step) * step  # of a row in memory
+    if flat[0] != flat[1]:
+        return torch.empty_strided((rows, columns), (width, 1), dtype=one.dtype, device=one.device)
+    size, strides = (groups[0], rows, columns), (rows * width, width, 1)
+    return torch.empty_strided(size, strides, dtype=one.dtype, device=one.device)
+
+
+def _in_steps(matrices: torch.Tensor) -> bool:
+    """Whether rows or columns lie side by side, at a distance that is a multiple of 16 bytes."""
+    (down, right), (rows, columns) = matrices.stride()[-2:], matrices.shape[-2:]
+    step = right if down == 1 and right >= max(1, rows) else down if right == 1 and down >= max(1, columns) else 1
+    return step % (16 // matrices.element_size()) == 0
+
+
 def view_strides(size: Sequence[int], stride: Sequence[int], to: Sequence[int]) -> tuple[int, ...] | None:
     """The strides of a tensor of these sizes and strides, viewed in the shape `to` of as many elements, as eager mode
     computes them. None if there is no such view, or nothing to see."""

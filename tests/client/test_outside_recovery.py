@@ -52,12 +52,29 @@ class Averaging(Trial):
         return found + [t.clone() for t in self.script.average.state_dict().values()]
 
 
+class Counting(torch.optim.SGD):
+    """Counts in its groups, in a number and in a tensor that its first step makes, and decays weights by both."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            if "count" not in group:
+                group["count"] = torch.tensor(0.0)
+            group["count"].add_(2)
+            for p in group["params"]:
+                p.mul_(1 - 0.01 / (group["calls"] + group["count"].item()))
+        return found
+
+
 def averaging(seed: int) -> Averaging:
     """Class weights that the script changes in place and by new ones, a teacher that it replaces now and then, an
     average that the step updates, and a running mean that the step binds anew."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norm = nn.BatchNorm1d(8, momentum=None)  # which divides by num_batches_tracked in Python
+    model = nn.Sequential(norm, nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # its Python decides by a count
     held = Script(torch.rand(4), copy.deepcopy(model), average, torch.zeros(4))
 

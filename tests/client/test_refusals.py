@@ -98,7 +98,7 @@ def test_reading_values(read: Callable[[torch.Tensor], Any], endpoint: str) -> N
     model = nn.Linear(6, 3)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        read(model.weight)
+        read(model.weight * x.mean())
         return model(x)
 
     error = refusal(step, endpoint, errors.DataDependent, model=model)
@@ -788,7 +788,7 @@ def test_a_later_case_that_sets_data_is_refused_and_the_job_goes_on(endpoint: st
     ("call", "name"),
     [
         (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, error_if_nonfinite=True), "clip_grad_norm_"),
-        (lambda m: torch.utils.data.random_split(m.weight, [m.weight.sum(), 1]), "random_split"),
+        (lambda m: torch.utils.data.random_split(m.weight, [m.weight.grad.sum(), 1]), "random_split"),
     ],
     ids=["a utility", "another"],
 )

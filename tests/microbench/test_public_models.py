@@ -69,3 +69,15 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with pytest.raises(SystemExit):
         public_models.main(["--packages", "no-such-package"])
     assert "install them" in capsys.readouterr().err
+
+
+def test_the_page_has_the_numbers_of_the_result():
+    root = Path(public_models.__file__).parents[1]
+    result = json.loads((root / "microbench" / "results" / "cpu-public-models.json").read_text())
+    page = (root / "docs" / "compatibility.md").read_text()
+    counts, packages = result["counts"], result["packages"]
+    assert f"trains {sum(counts.values())} models and losses of {len(packages)} packages" in page
+    share = f"{round(100 * result['share'])} % of those that train plainly"
+    assert f"{counts['equal']} are equal in every bit ({share}), none differs" in page
+    assert counts["differs"] == 0
+    assert set(packages) == set(public_models.PACKAGES)

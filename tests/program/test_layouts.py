@@ -118,3 +118,37 @@ def test_the_gradient_of_a_layer_norm_is_contiguous(of_gradient: str, of_input: 
     given = (grad, x, [4], mean, deviation, torch.ones(4), torch.ones(4), [True] * 3)
     real, fake = strides(aten.native_layer_norm_backward.default, given)
     assert fake == real
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_are_those_of_the_kernel(dtype: torch.dtype):
+    def matrix(*size: int) -> torch.Tensor:
+        return torch.rand(size, dtype=dtype)
+
+    ends = torch.tensor([8, 8, 16], dtype=torch.int32)
+    for call in (
+        (matrix(16, 8), matrix(3, 8, 24), ends),
+        (matrix(16, 8), matrix(3, 5, 8).transpose(1, 2), ends),
+        (matrix(8, 16).t(), matrix(3, 8, 24), ends),
+        (matrix(3, 5, 8), matrix(8, 16), ends),
+        (matrix(5, 16), matrix(16, 8), ends),
+        (matrix(3, 7, 8), matrix(3, 8, 16), None),
+    ):
+        real, fake = strides(aten._grouped_mm.default, call)
+        assert fake == real
+
+
+def test_products_of_groups_that_do_not_fit_are_refused():
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    for call in (
+        (torch.rand(6, 4), torch.rand(3, 4, 8), ends),
+        (torch.rand(6, 4), torch.rand(2, 8, 8), ends),
+        (torch.rand(6, 4), torch.rand(2, 4, 8), None),
+        (torch.rand(6, 4), torch.rand(2, 4, 8), ends.long()),
+        (torch.rand(6, 4), torch.rand(2, 4, 8).double(), ends),
+        (torch.rand(6, 4), torch.rand(2, 4, 5), ends),
+        (torch.rand(2, 6, 4), torch.rand(3, 4, 8), None),
+        (torch.rand(4), torch.rand(4, 8), ends),
+    ):
+        with pytest.raises(ValueError, match=r"products|groups"):
+            strides(aten._grouped_mm.default, call)

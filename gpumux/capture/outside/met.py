@@ -11,6 +11,7 @@ from gpumux.capture import source
 from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.recorder import TraceRecord
 from gpumux.capture.state import UNRETURNED, Reading, StateTable, has_memory
+from gpumux.capture.values.held import counts
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, UnknownTensor
 
@@ -30,7 +31,12 @@ class Met:
         self._named: list[tuple[str, torch.Tensor]] | None = None
         self._refused: dict[int, tuple[torch.Tensor, CaptureError | None, str]] = {}
         self._adopted: list[torch.Tensor] = []
-        self._grads = [t for _, t in table.only_read if t.requires_grad] if outside is not None else []
+        self._grads: list[torch.Tensor] = []
+        self._buffers: list[tuple[torch.Tensor, bool]] = []  # of the models, and whether each requires grad
+        if outside is not None:
+            self._grads += [t for _, t in table.only_read if t.requires_grad]
+            buffers = [t for _, t in table.tensors if table.param_index(t) is None and t.is_floating_point()]
+            self._buffers += [(t, t.requires_grad) for t in buffers if t.grad is None]
 
     @property
     def adopted(self) -> bool:
@@ -83,26 +89,33 @@ class Met:
         self._refused.setdefault(tensor.untyped_storage()._cdata, (tensor, None, source.user_line()))
 
     def trained(self) -> list[torch.Tensor]:
-        """Tensors that steps only read so far and that got a gradient in this trace."""
-        return [t for t in self._grads if isinstance(t.grad, UNRETURNED) and self._table.param_index(t) is None]
+        """Tensors that steps only read so far, and buffers of the models, that got a gradient in this trace."""
+        there = [*self._grads, *(t for t, _ in self._buffers)]
+        return [t for t in there if isinstance(t.grad, UNRETURNED) and self._table.param_index(t) is None]
 
     def over(self) -> TraceOver:
         """The exception that has the step traced anew, with these tensors as parameters. Clears their gradients."""
         found = self.trained()
         for tensor in found:
             tensor.grad = None
+        for tensor, before in self._buffers:
+            if tensor.requires_grad != before:  # which nothing watches yet
+                tensor.requires_grad_(before)
         outside = self._outside
         assert outside is not None
         return TraceOver(lambda: outside.trained(found))
 
-    def counted(self, record: TraceRecord, view: int) -> TraceOver | None:
-        """The exception that has the step traced anew with integers of no model as numbers of each step, if a value
-        that Python reads depends on such and on constants alone. They must be new to the job, because Programs may
-        read the others."""
-        buffers = _sources(record, view)
+    def counted(
+        self, record: TraceRecord, view: int, of_models: Callable[[int], torch.Tensor | None]
+    ) -> TraceOver | None:
+        """The exception that has the step traced anew with flags and integers as numbers of each step, if a value that
+        Python reads depends on such and on constants alone. They must be new to the job, because Programs may read the
+        others. `of_models`: the one on a buffer of the models."""
+        buffers = _sources(record, view) or set()
         news = [t for _, t in self._table.only_read if any(t is one for one in self._adopted)]
-        found = [t for t in news if (place := self._table.lookup(t)) is not None and place[0] in (buffers or ())]
-        alone = all(_counts(t) for t in found) and len(found) == len(buffers or ())
+        found = [t for t in news if (place := self._table.lookup(t)) is not None and place[0] in buffers]
+        found += [t for buffer in sorted(buffers) if (t := of_models(buffer)) is not None]
+        alone = all(counts(t) for t in found) and len(found) == len(buffers)
         outside = self._outside
         return TraceOver(lambda: outside.count(found), counts=True) if found and alone and outside is not None else None
 
@@ -145,11 +158,6 @@ def _sources(record: TraceRecord, view: int) -> set[int] | None:
     if any(one.kind not in ("temp", "const", "state") for one in storages):
         return None
     return {one.key for one in storages if one.kind == "state"}
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    whole = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return whole and tensor.dtype == torch.int64 and tensor.device.type == "cpu"
 
 
 class TraceOver(Exception):

@@ -318,13 +318,20 @@ class Outside:
 
     def count(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are numbers of each step from now on, which steps read and write here, because Python decides by
-        them."""
-        table = self._table
-        for name, tensor in [one for one in table.only_read if any(one[1] is t for t in tensors)]:
-            table.only_read = [one for one in table.only_read if one[1] is not tensor]
-            table.counters.append((name, tensor))
+        them. No Program may use them yet."""
+        table, wanted = self._table, set(map(id, tensors))
+        of_models = any(id(tensor) in wanted for _, tensor in table.tensors)
+        if of_models:
+            self._make_plain()
+        found = [one for one in [*table.only_read, *table.tensors] if id(one[1]) in wanted]
+        table.only_read = [one for one in table.only_read if id(one[1]) not in wanted]
+        table.tensors = [one for one in table.tensors if id(one[1]) not in wanted]
+        table.counters += found
+        for name, tensor in found:
             with torch.no_grad():
                 self._load(name, tensor)
+        if of_models:
+            self._hooks.joined()
         self._take_present()
 
     def numbers(self) -> dict[str, int]:
@@ -333,10 +340,7 @@ class Outside:
 
     def _become_state(self, make: Callable[[], Any]) -> None:
         before = {id(t) for _, t in self._table.tensors}
-        let_all_go()
-        if Part.MODEL in self._hooks.stale:
-            with torch._C._EnableTorchFunction():
-                self._hooks.fetch(frozenset({Part.MODEL}))
+        self._make_plain()
         make()
         with torch.no_grad():
             for name, tensor in self._table.tensors:
@@ -344,6 +348,12 @@ class Outside:
                     self._load(name, tensor)
         self._hooks.joined()
         self._take_present()
+
+    def _make_plain(self) -> None:
+        let_all_go()
+        if Part.MODEL in self._hooks.stale:
+            with torch._C._EnableTorchFunction():
+                self._hooks.fetch(frozenset({Part.MODEL}))
 
     def whole(self, old: torch.Tensor, places: Sequence[tuple[str, Any, Any]], names: Iterable[str]) -> bool:
         """Whether these places, (name, owner, key), are all in which variables of the job's steps hold a tensor of this

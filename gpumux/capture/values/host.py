@@ -35,6 +35,8 @@ class HostTensors:
         """(done, result). `done` is False for an operator that the host does not compute and that the device runs."""
         if func is aten._local_scalar_dense.default:
             found = self._value(args[0])
+            if args[0].dtype == torch.bool:
+                return True, bool(self.scope.guard(found))
             return True, self.scope.guard(found) if isinstance(found.value, bool) else self.scope.symbol(found)
         if func in _SAME:
             return True, args[0]
@@ -89,7 +91,9 @@ class HostTensors:
             return self._value(value) if value.dtype == dtype else None
         if is_symbol(value) or isinstance(value, (int, float)):
             expr = self.scope.lift(value)
-            if isinstance(expr.value, bool) or (not dtype.is_floating_point and isinstance(expr.value, float)):
+            if isinstance(expr.value, bool) != (dtype == torch.bool) or (
+                not dtype.is_floating_point and isinstance(expr.value, float)
+            ):
                 return None
             return expr
         return None
@@ -135,7 +139,7 @@ class HostTensors:
             if name == "zero_"
             else self._operand(args[1], target.dtype)
         )
-        if expr is None or target.dtype not in _TYPES:
+        if expr is None or target.dtype not in (*_TYPES, torch.bool):
             return False, None
         if target.dtype == torch.float32:
             expr = self.scope.apply("f32.cast", expr)

@@ -131,6 +131,13 @@ def _made_in_python(cls: type) -> bool:
     return bool(cls.__flags__ & _HEAP_TYPE) and (issubclass(cls, type) or not _BY_A_STATEMENT.isdisjoint(vars(cls)))
 
 
+def holds_attributes_alone(cls: type) -> bool:
+    """Whether the objects of a class are what their attributes in `__dict__` hold: Python made it and all its bases."""
+    bases = cls.__mro__[:-1]
+    by_python = bool(bases) and _made_in_python(bases[-1])
+    return by_python and all(c.__flags__ & _HEAP_TYPE and "__slots__" not in vars(c) for c in bases)
+
+
 def _of_module(module: types.ModuleType) -> Origin:
     if module.__name__ == "__main__":
         return Origin.OWN

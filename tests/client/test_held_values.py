@@ -1,0 +1,365 @@
+"""Python may read the values of buffers that no step writes, and flags and counters in buffers; buffers that a step
+makes at its first call; and objects that a step replaces by copies of themselves."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpumux import client, errors
+from gpumux.capture.side_effects import alike
+from tests.client.parity import Work, batches, check, simple_loop
+
+DATA = batches((6, 8), classes=4)
+
+
+class Gated(nn.Module):
+    """As quantizers and flows have it: a flag in a buffer, which says whether the module was set up."""
+
+    ready: Tensor
+    rates: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("ready", torch.tensor(True))
+        self.register_buffer("rates", torch.tensor([0.5, 2.0, 0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        if not self.ready:
+            out = out * 2.0
+        return out * (self.rates * 2).amax().item()
+
+
+def training(model: Any, **more: Any) -> tuple[Callable[..., Tensor], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def test_python_decides_by_a_buffer_that_no_step_writes(endpoint: str) -> None:
+    def make() -> Work:
+        model = Gated()
+        step, optimizer = training(model)
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 5))
+
+    check(make, endpoint)
+
+
+def test_another_value_is_another_variant(endpoint: str) -> None:
+    def run(submit: bool) -> list[float]:
+        torch.manual_seed(3)
+        model = Gated()
+        step, optimizer = training(model)
+        losses = []
+        if not submit:
+            for i in range(6):
+                losses.append(float(step(*DATA[i % 3])))
+                if i == 2:
+                    model.ready.fill_(False)
+                if i == 3:
+                    model.load_state_dict({"rates": torch.tensor([3.0, 0.0, 0.0])}, strict=False)
+            return losses
+        with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            for i in range(6):
+                losses.append(float(job.step(*DATA[i % 3])))
+                if i == 2:
+                    model.ready.fill_(False)
+                    job.load_state()
+                if i == 3:
+                    model.load_state_dict({"rates": torch.tensor([3.0, 0.0, 0.0])}, strict=False)
+                    job.load_state()
+        return losses
+
+    assert run(submit=True) == run(submit=False)
+
+
+class Started(nn.Module):
+    """Sets itself up by the first batch."""
+
+    started: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("started", torch.tensor(False))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.started:
+            self.mean.copy_(x.mean(0))
+            self.started.fill_(True)
+        found: Tensor = self.inner(x - self.mean)
+        return found
+
+
+class Averaged(nn.Module):
+    """A module with an average of its weights, which counts its updates in a buffer, as ema_pytorch does."""
+
+    updates: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.average = copy.deepcopy(self.inner).requires_grad_(False)
+        self.register_buffer("updates", torch.tensor(0))
+        self.norm = nn.BatchNorm1d(8, momentum=None)  # reads num_batches_tracked
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(self.norm(x))
+        return found
+
+    @torch.no_grad()
+    def update(self) -> None:
+        count = self.updates.item()
+        self.updates += 1
+        if count % 2 == 0:
+            decay = 0.0 if count == 0 else 0.9
+            for mean, now in zip(self.average.parameters(), self.inner.parameters(), strict=True):
+                mean.lerp_(now, 1.0 - decay)
+
+
+def test_a_flag_that_the_step_sets_is_a_number_of_each_step(endpoint: str) -> None:
+    def make() -> Work:
+        model = Started()
+        step, optimizer = training(model)
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 5))
+
+    check(make, endpoint)
+
+
+def test_a_counter_in_a_buffer_is_a_number_of_each_step(endpoint: str) -> None:
+    def make() -> Work:
+        model = Averaged()
+        train, optimizer = training(model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = train(x, y)
+            model.update()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            found = [run(*DATA[i % 3]) for i in range(4)]
+            found.append({name: tensor.clone() for name, tensor in model.named_buffers()})
+            return [*found, *[run(*DATA[i % 3]) for i in range(3)]]
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_such_a_number_is_saved_and_loaded(endpoint: str) -> None:
+    model = Started()
+    step, optimizer = training(model)
+    with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        first = job.state_dict()
+        assert not first["model"]["started"]
+        losses = [float(job.step(*DATA[i])) for i in range(3)]
+        assert job.state_dict()["model"]["started"]
+        assert model.started
+        job.load_state(first)
+        assert not model.started
+        assert [float(job.step(*DATA[i])) for i in range(3)] == losses
+        job.sync()
+    assert model.started
+    assert model.state_dict()["started"]
+
+
+class Pointer(nn.Module):
+    """A place in a buffer of one element, which is no single number."""
+
+    at: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) * (int(self.at) + 1)
+        self.at[0] = (int(self.at) + 1) % 3
+        return found
+
+
+def test_what_is_no_single_number_and_is_written_is_refused(endpoint: str) -> None:
+    model = Pointer()
+    step, optimizer = training(model)
+    with pytest.raises(errors.DataDependent, match=r"test_held_values.py:\d+ reads a tensor's value"):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+@pytest.mark.parametrize("reader_first", [True, False])
+def test_nor_is_one_that_another_step_of_the_job_writes(reader_first: bool, endpoint: str) -> None:
+    model = Gated()
+    step, optimizer = training(model)
+
+    def write(x: Tensor, y: Tensor) -> Tensor:
+        model.ready.logical_not_()
+        return x.sum()
+
+    first, second = (step, write) if reader_first else (write, step)
+    with client.submit(first, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(*DATA[0]).result()
+        with pytest.raises(errors.DataDependent, match=r"test_held_values.py:\d+ reads a tensor's value"):
+            job.add(second, example=DATA[0])
+        job.step(*DATA[0]).result()
+
+
+def test_a_parameter_that_the_step_trains_is_no_constant(endpoint: str) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) * model.bias[0].item()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(errors.DataDependent, match="reads a tensor's value"):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+class Biased(nn.Module):
+    """A bias made of a buffer's slopes at the first call, as ALiBi's is, and again for larger inputs."""
+
+    bias: Tensor | None
+
+    def __init__(self, slopes: Tensor | nn.Parameter) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        if isinstance(slopes, nn.Parameter):
+            self.slopes = slopes
+        else:
+            self.register_buffer("slopes", slopes, persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or self.bias.shape[0] < x.shape[0]:
+            distance = -torch.arange(x.shape[0], dtype=torch.float32).view(-1, 1)
+            self.register_buffer("bias", (distance * self.slopes).detach(), persistent=False)
+        assert self.bias is not None
+        found: Tensor = self.inner(x) + self.slopes + self.bias[: x.shape[0]]
+        return found
+
+
+def test_a_buffer_made_at_the_first_call_is_there_afterwards(endpoint: str) -> None:
+    longer = batches((9, 8), classes=4)
+
+    def make() -> Work:
+        model = Biased(torch.tensor([0.5, 0.25, 0.125, 0.1]))
+        step, optimizer = training(model)
+
+        def loop(run: Any) -> list[Any]:
+            found = [run(*DATA[i % 3]) for i in range(3)]
+            assert model.bias is not None
+            found.append(model.bias.clone())
+            found += [run(*longer[0]), run(*DATA[0])]
+            return [*found, model.bias.clone(), dict(model.named_buffers())]
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_buffer_made_of_what_steps_train_is_refused(endpoint: str) -> None:
+    model = Biased(nn.Parameter(torch.tensor([0.5, 0.25, 0.125, 0.1])))
+    step, optimizer = training(model)
+    with pytest.raises(errors.CaptureError, match=re.escape("the step makes the buffer Biased.bias")):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+    assert model.bias is None
+
+
+class Summing(nn.Module):
+    """Begins its loss with a buffer that it has require grad, as vector_quantize_pytorch does."""
+
+    zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.zero
+        if self.training:
+            loss.requires_grad_()
+        out: Tensor = self.inner(x)
+        return out + loss
+
+
+def test_a_buffer_that_gets_a_gradient_keeps_it(endpoint: str) -> None:
+    def make() -> Work:
+        model = Summing()
+        step, optimizer = training(model)
+
+        def loop(run: Any) -> list[Any]:
+            found = [run(*DATA[i % 3]) for i in range(4)]
+            assert model.zero.grad is not None
+            return [*found, model.zero.grad.clone(), run(*DATA[0])]
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+class Registry:
+    """Of backends, as einx has one: each use puts a copy in its place."""
+
+    def __init__(self, seen: dict[str, Any], names: list[str]) -> None:
+        self.seen = seen
+        self.names = names
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.registry = Registry({}, [])
+
+    def use(self, name: str) -> None:
+        self.registry = copy.copy(self.registry)
+        self.registry.seen = self.registry.seen | {name: len}
+        self.registry.names = [*self.registry.names]
+
+
+def test_a_copy_in_an_objects_place_changes_nothing(endpoint: str) -> None:
+    def make() -> Work:
+        model, holder = nn.Linear(8, 4), Holder()
+        train, optimizer = training(model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            holder.use("torch")
+            return train(x, y)
+
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 4))
+
+    check(make, endpoint)
+
+
+def test_what_is_alike() -> None:
+    one = Registry({"a": len, "b": (1, 2.0)}, ["x"])
+    assert alike(one, copy.deepcopy(one))
+    assert not alike(one, Registry({"a": len, "b": (1, 2.5)}, ["x"]))
+    assert not alike(one, Registry({"b": (1, 2.0), "a": len}, ["x"]))
+    assert not alike(one, Registry({"a": len, "b": (1, 2.0)}, ["x", "y"]))
+    assert not alike(Registry({}, []), Holder())
+    assert not alike(0.0, -0.0)
+    assert not alike(torch.zeros(1), torch.zeros(1))
+    assert alike({1, 2}, {2, 1})
+    assert not alike(nn.Linear(1, 1), copy.deepcopy(nn.Linear(1, 1)))
+    assert not alike([[[[[1]]]]], [[[[[1]]]]])  # too deep to tell
