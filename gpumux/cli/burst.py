@@ -10,7 +10,7 @@ from math import isfinite, isinf
 from pathlib import Path
 
 from gpumux.cli.advise import idle_option, model_profile
-from gpumux.cli.text import counted, emit, emit_json, milliseconds, table
+from gpumux.cli.text import emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
 from gpumux.plan import baselines, costs, plot
 from gpumux.plan.costs import Network, powers_of_two
@@ -20,6 +20,7 @@ from gpumux.plan.network import measured
 from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
 from gpumux.program.saved_plan import save
+from gpumux.wording import counted
 
 CRITICAL_BATCH = 1024.0
 NETWORK = "nvswitch"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import counted, duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
+from gpumux.cli.text import duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
 from gpumux.errors import NotOwner, UnknownJob
 from gpumux.program.profile import loads, save
 from gpumux.types import Priority
+from gpumux.wording import counted
 
 _DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
 
