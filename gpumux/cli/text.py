@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from gpumux.errors import GpumuxError
@@ -77,6 +77,12 @@ class ProgressLine:
         self._terminal = sys.stderr.isatty()
         self._said = time.monotonic()
         self._open = False
+
+    def begin(self, text: str) -> None:
+        """Say at once, on a terminal, what now begins; elsewhere as `say`."""
+        if self._terminal:
+            self._said = -inf
+        self.say(text)
 
     def say(self, text: str) -> None:
         now = time.monotonic()
