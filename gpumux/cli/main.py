@@ -275,7 +275,9 @@ class _Parser(argparse.ArgumentParser):
         """Let each command report unknown arguments itself, with its own usage."""
         known, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+            near = nearest(flag, self._option_string_actions) if flag else None
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f": did you mean {near}?" if near else ""))
         return known, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
