@@ -21,7 +21,6 @@ Access rules are only set in the file (`_READERS` below lists their settings).
 
 from __future__ import annotations
 
-import difflib
 import grp
 import os
 import pwd
@@ -37,6 +36,7 @@ from typing import Any
 from gpumux.access import DEFAULT, Rule
 from gpumux.errors import ConfigError
 from gpumux.types import PRIORITIES, Priority
+from gpumux.wording import nearest
 
 # ---- The tables [access.rules.NAME] of a configuration file as access rules, with every name checked.
 #
@@ -75,8 +75,8 @@ def _rule(name: str, body: Any, where: str) -> Rule:
         raise ConfigError(f"{where} must be a table, not {body!r}", f"write [access.rules.{name}]")
     for key in body:
         if key not in _READERS:
-            near = difflib.get_close_matches(key, _READERS, n=1, cutoff=0.6)
-            remedy = f"did you mean {near[0]}?" if near else "a rule has: " + ", ".join(_READERS)
+            near = nearest(key, _READERS)
+            remedy = f"did you mean {near}?" if near else "a rule has: " + ", ".join(_READERS)
             raise ConfigError(f"{where}: {key} is no setting of a rule", remedy)
     values = {key: _READERS[key](value, f"{where}: {key}") for key, value in body.items()}
     rule = Rule(name, **values)
@@ -372,13 +372,13 @@ def _settings() -> dict[str, Field[Any]]:
 def _nearest(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the nearest known one, else all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else "known are: " + ", ".join(names)
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else "known are: " + ", ".join(names)
 
 
 def _nearest_in(table: str, name: str, known: Mapping[str, Field[Any]]) -> str:
     """A remedy for an unknown key of a table: the nearest name may be another table's, the list is this table's."""
-    if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+    if nearest(name, known):
         return _nearest(name, known)
     return f"[{table}] has: " + ", ".join(sorted(key for key, spec in known.items() if spec.metadata["table"] == table))
 

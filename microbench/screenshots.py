@@ -40,11 +40,11 @@ RECORD_S = 0.5
 HEIGHT = 840  # pixels, for the tracks of three jobs
 LOAD_S = 120.0
 STOP_S = 30.0
-# The step of a low job that began next to the middle of the recording.
+# The wait of a low job's step that began next to the middle of the recording.
 SELECT = """(async () => {
     const found = await app.trace.engine.query(`
         select s.id as id from slice s join thread_track t on s.track_id = t.id join thread using (utid)
-        where s.category = 'step' and thread.name like '%(low)%'
+        where s.category = 'wait' and thread.name like '%(low)%'
         order by abs(s.ts - (trace_start() + trace_end()) / 2) limit 1`);
     if (found.numRows() > 0) app.trace.selection.selectSqlEvent("slice", found.firstRow({id: 0}).id);
 })()"""
@@ -149,8 +149,8 @@ def perfetto(trace: Path) -> Iterator[str]:
 
 
 def recording(browser: Browser, trace: Path) -> bytes:
-    """A picture of a recording as Perfetto shows it: all tracks open, and a low step selected, which shows the arrows
-    to its pieces."""
+    """A picture of a recording as Perfetto shows it: all tracks open, and the wait of a low step selected, which shows
+    the arrows to its pieces."""
     with perfetto(trace) as address:
         page = browser.open(address, 1400, HEIGHT)
         _until(

@@ -23,14 +23,15 @@ SMALL = 60  # lines; a smaller module that one other in its folder imports, and 
 
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
 BASE = frozenset(
-    {"errors", "types", "access", "config", "files", "hostmemory", "pictures", "gpumux"}
+    {"errors", "types", "access", "config", "files", "hostmemory", "pictures", "wording", "gpumux"}
 )  # "gpumux": the package itself, for its version
 SHARED = BASE | {"program"}
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "types": frozenset(),
+    "wording": frozenset(),
     "access": frozenset({"errors", "types"}),
-    "config": frozenset({"errors", "types", "access", "gpumux"}),
+    "config": frozenset({"errors", "types", "access", "wording", "gpumux"}),
     "compiled": frozenset({"errors"}),  # whether the scheduler runs compiled
     "compile_core": frozenset({"errors", "compiled"}),
     "files": frozenset({"errors"}),
@@ -38,8 +39,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "pictures": frozenset({"errors", "files"}),
     "notebook": frozenset(),
     "program": frozenset({"errors", "types", "files"}),
-    "scheduler": frozenset({"errors", "types", "access", "compiled"}),
-    "cluster": frozenset({"errors", "types"}),
+    "scheduler": frozenset({"errors", "types", "access", "compiled", "wording"}),
+    "cluster": frozenset({"errors", "types", "wording"}),
     "wire": frozenset({"errors", "types", "hostmemory", "gpumux"}),
     "metrics": frozenset({"errors", "types", "gpumux"}),
     "device": SHARED,

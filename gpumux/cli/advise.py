@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from math import isinf
 from pathlib import Path
 
-from gpumux.cli.text import counted, emit, emit_json, size, table
+from gpumux.cli.text import emit, emit_json, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan import guidelines
 from gpumux.plan.layers import ModelProfile, load
 from gpumux.plan.models import BUILT_IN
+from gpumux.wording import counted
 
 # ---- The layers that a verb of `gpumux plan` works on: from a file, from a job's steps, or of a model with modelled
 # times.

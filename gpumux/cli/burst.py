@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite, isinf
 from pathlib import Path
 
 from gpumux.cli.advise import idle_option, model_profile
-from gpumux.cli.text import counted, emit, emit_json, milliseconds, table
+from gpumux.cli.text import ProgressLine, emit, emit_json, milliseconds, printable, table
 from gpumux.errors import ConfigError
 from gpumux.plan import baselines, costs, plot
 from gpumux.plan.costs import Network, powers_of_two
@@ -20,6 +20,7 @@ from gpumux.plan.network import measured
 from gpumux.plan.plan import BurstPlan
 from gpumux.plan.query import PlanQuery
 from gpumux.program.saved_plan import save
+from gpumux.wording import counted
 
 CRITICAL_BATCH = 1024.0
 NETWORK = "nvswitch"
@@ -33,6 +34,15 @@ def run(args: argparse.Namespace) -> int:
     if args.save and not Path(args.save).parent.is_dir():
         raise ConfigError(f"{Path(args.save).parent} is no directory", "name a file in one that exists")
     link = _network(args)
+    line = ProgressLine()
+    try:
+        return _run(args, link, line)
+    finally:
+        line.end()
+
+
+def _run(args: argparse.Namespace, link: Network, line: ProgressLine) -> int:
+    line.begin(f"reading the layers of {printable(args.model)}")
     profile = model_profile(args)
     counts = args.counts or powers_of_two(args.gpus)
     if counts[-1] > args.gpus:
@@ -40,16 +50,21 @@ def run(args: argparse.Namespace) -> int:
     query = PlanQuery(
         reduce(profile), args.global_batch, args.gpus, counts, link, args.amplification, args.overlap, args.algorithm
     )
+    line.begin("searching for the plan")
     began = time.perf_counter()
     plan = query.plan()
     search_s = time.perf_counter() - began
     beside = _beside(query)
-    curve = plot.over_limits(query) if args.curve or args.figures else []
+    curve = plot.over_limits(query, _limits(line)) if args.curve or args.figures else []
+    if args.curve:
+        line.begin("planning for smaller clusters, and other ways to scale")
     sizes = plot.over_sizes(query, _efficiency(args)) if args.curve else []
     notes = _notes(args, query, profile, curve)
     if args.save:
+        line.begin("planning for smaller clusters, which the file has, too")
         save(query.saved(plan), Path(args.save))
         notes.append(f"saved; what sharing gives it: gpumux simulate --plan {args.save} --low PROFILE")
+    line.end()
     if args.json:
         body = plan.figures() | {
             "counts": list(query.counts),
@@ -74,8 +89,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         shown = [_curve(query, curve), _sizes(sizes)] if args.curve else []
         emit("\n\n".join([describe(plan), compare([plan, *beside]), *shown, "\n".join(notes)]))
-    _draw(args, query, plan, curve)
+    if args.plot or args.figures:
+        line.begin("drawing")
+        _draw(args, query, plan, curve)
     return 0
+
+
+def _limits(line: ProgressLine) -> Callable[[int, int, float], None]:
+    return lambda done, whole, limit: line.begin(f"{done} of {whole} amplification limits planned, now {_limit(limit)}")
 
 
 def _network(args: argparse.Namespace) -> Network:
@@ -234,8 +255,6 @@ def _check_pictures(args: argparse.Namespace) -> None:
 
 
 def _draw(args: argparse.Namespace, query: PlanQuery, plan: BurstPlan, curve: Curve) -> None:
-    if not (args.plot or args.figures):
-        return
     if args.plot:
         plot.timeline(plan, Path(args.plot))
     if not args.figures:

@@ -28,13 +28,14 @@ import zmq
 from gpumux import __version__, compiled, config, hostmemory
 from gpumux.cli.control import Control
 from gpumux.cli.setup import installation
-from gpumux.cli.text import counted, emit, emit_json, size
+from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
 from gpumux.device import nvidia, registry
 from gpumux.device.workers import confinement
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.endpoint import check_listening, living_holder, lock_path, recorded_holder
+from gpumux.wording import counted
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_TORCH = (2, 11)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import counted, duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
+from gpumux.cli.text import duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
 from gpumux.errors import NotOwner, UnknownJob
 from gpumux.program.profile import loads, save
 from gpumux.types import Priority
+from gpumux.wording import counted, nearest
 
 _DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
 
@@ -114,8 +114,8 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
         return found[0]
     if not found:
         known = [job[name] for job in jobs for name in ("name", "short") if job[name]]
-        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
-        remedy = f"did you mean {printable(near[0])}? " if near else ""
+        near = nearest(wanted, known)
+        remedy = f"did you mean {printable(near)}? " if near else ""
         raise UnknownJob(f"no job {wanted!r}", remedy + "`gpumux jobs` lists them")
     short = ", ".join(job["short"] for job in found)
     raise UnknownJob(f"{wanted!r} stands for {len(found)} jobs", f"name one of {short}")

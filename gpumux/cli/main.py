@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error ins
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import logging
 import os
@@ -30,6 +29,7 @@ from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.types import WEIGHTS
 from gpumux.wire.endpoint import parse
+from gpumux.wording import nearest
 
 # ---- Errors in usage or configuration. A daemon that is to log JSON reports them as a line of its log, where a log
 # collector finds them and can parse them.
@@ -275,7 +275,9 @@ class _Parser(argparse.ArgumentParser):
         """Let each command report unknown arguments itself, with its own usage."""
         known, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+            near = nearest(flag, self._option_string_actions) if flag else None
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f": did you mean {near}?" if near else ""))
         return known, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -283,8 +285,8 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(each) for each in action.choices]
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
-        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        near = nearest(str(value), choices)
+        advice = f"did you mean {near}?" if near else f"choose from {', '.join(choices)}"
         raise argparse.ArgumentError(action, f"there is no {value!r}: {advice}")
 
     def error(self, message: str) -> NoReturn:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from gpumux.cli import advise, burst
 from gpumux.cli.advise import DEFAULT_GPU, idle_option, is_file, model_profile
 from gpumux.cli.setup import installation
-from gpumux.cli.text import ProgressLine, counted, emit, emit_json, milliseconds, size, table
+from gpumux.cli.text import ProgressLine, emit, emit_json, milliseconds, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.pictures import check
 from gpumux.plan.layers import ModelProfile, save
 from gpumux.plan.network import measured, ranks
 from gpumux.plan.network.measured import MeasuredNetwork
+from gpumux.wording import counted
 
 if TYPE_CHECKING:
     from gpumux.plan.memory.ways import MemoryComparison

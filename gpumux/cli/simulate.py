@@ -10,7 +10,7 @@ from math import isnan
 from pathlib import Path
 
 from gpumux import config, files, pictures
-from gpumux.cli.text import ProgressLine, counted, emit, emit_json, printable, table
+from gpumux.cli.text import ProgressLine, emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -24,6 +24,7 @@ from gpumux.simulate.result import Result, timelines
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
 from gpumux.types import Priority
+from gpumux.wording import counted
 
 EX_INTERRUPTED = 130
 DEFAULT_STEPS, DEFAULT_WARMUP = 500, 200

@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from gpumux.errors import GpumuxError
+from gpumux.wording import counted
 
 MOST_VERDICTS = 4
 REWRITE_S, QUIET_S = 0.1, 10.0
@@ -40,11 +41,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, whose plural ends in s: "1 job", "2 jobs", "1,000 jobs"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def milliseconds(seconds: float) -> str:
@@ -81,6 +77,12 @@ class ProgressLine:
         self._terminal = sys.stderr.isatty()
         self._said = time.monotonic()
         self._open = False
+
+    def begin(self, text: str) -> None:
+        """Say at once, on a terminal, what now begins; elsewhere as `say`."""
+        if self._terminal:
+            self._said = -inf
+        self.say(text)
 
     def say(self, text: str) -> None:
         now = time.monotonic()

@@ -1,9 +1,10 @@
 """Records of a recording as Chrome trace events, the JSON that Perfetto and chrome://tracing open.
 
 Two groups of tracks: the device, with a track for each job's stream (what ran, by operators), and the jobs, each with
-its steps from arrival to answer, when it was held and for whom, and the bans against it. Arrows lead from each step
-to its pieces, one after another; counters show each job's queue and memory. Spans that overlap within a track (steps in
-flight together) get further tracks of the same name. Times are microseconds since the recording began.
+its steps from arrival to answer, within each the wait for its first piece, when it was held and for whom, and the bans
+against it. Arrows lead from each wait to the step's pieces, one after another; counters show each job's queue and
+memory. Spans that overlap within a track (steps in flight together) get further tracks of the same name. Times are
+microseconds since the recording began.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 
 from gpumux import __version__, files
 from gpumux.cli.control import Control, Recorded
-from gpumux.cli.text import counted, emit, emit_json, printable
+from gpumux.cli.text import emit, emit_json, printable
 from gpumux.simulate.comparison import ClusterCase
 from gpumux.wire.messages import Happened, JobSeen, LoadSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
+from gpumux.wording import counted
 
 DEVICE, JOBS = 1, 2  # process ids, which viewers show as groups of tracks
 MOST_NAMES = 16  # operators listed with a piece
@@ -45,7 +47,7 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
         label = _label(job)
         steps = [_step(r) for r in own if isinstance(r, StepRan)]
         marks = [_mark(r, seconds) for r in own if isinstance(r, Happened)]
-        flows.begin(job.job, tracks.add(JOBS, f"{label}: steps", steps, marks))
+        tracks.events += flows.begin(job.job, tracks.add(JOBS, f"{label}: steps", steps, marks))
         tracks.events += [each for r in own if isinstance(r, LoadSeen) for each in _counters(r, seconds)]
         tracks.add(JOBS, f"{label}: held", [_hold(r) for r in own if isinstance(r, WasHeld)])
         bans = [_ban(r) for r in found if isinstance(r, WasBanned) and r.low == job.job]
@@ -98,26 +100,40 @@ class _Tracks:
 
 
 class _Flows:
-    """Arrows from each step to its pieces, in the order in which these began."""
+    """Waits of steps for their first pieces, and arrows from these to the pieces, in the order in which they began.
+
+    Viewers draw an arrow from the end of a span to the beginning of the next. A step's own span ends after its pieces,
+    so an arrow from there would lead back in time."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, int], list[Event]] = {}
-        self._steps: dict[tuple[str, int], Event] = {}
+        self._chains: list[list[Event]] = []
 
     def lead(self, job: str, pieces: Sequence[Event]) -> None:
         for piece in pieces:
             self._pieces.setdefault((job, piece["args"]["step"]), []).append(piece)
 
-    def begin(self, job: str, steps: Sequence[Event]) -> None:
-        self._steps |= {(job, step["args"]["step"]): step for step in steps}
+    def begin(self, job: str, steps: Sequence[Event]) -> list[Event]:
+        """The waits of these steps, each within its step's span. A step without recorded pieces has none, nor has one
+        whose first piece began with the recording."""
+        waits = []
+        for step in steps:
+            number = step["args"]["step"]
+            chain = [piece for piece in self._pieces.get((job, number), ()) if piece["ts"] >= step["ts"]]
+            if chain:
+                lasts = round(min(chain[0]["ts"] - step["ts"], step["dur"]), 3)
+                if lasts > 0:
+                    wait = {**step, "name": f"step {number} waits", "cat": "wait", "dur": lasts}
+                    waits.append(wait)
+                    chain.insert(0, wait)
+            if len(chain) > 1:
+                self._chains.append(chain)
+        return waits
 
     def events(self) -> list[Event]:
-        """The arrows of steps of which both the span and pieces were recorded. An arrow starts and ends at the start of
-        a span, by whose track and time viewers find it."""
+        """The arrows. One starts and ends at the start of a span, by whose track and time viewers find it."""
         found = []
-        for number, (key, step) in enumerate(self._steps.items()):
-            later = [piece for piece in self._pieces.get(key, ()) if piece["ts"] >= step["ts"]]
-            spans = [step, *later] if later else []
+        for number, spans in enumerate(self._chains):
             for place, span in enumerate(spans):
                 phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
                 arrow = {"name": "step", "cat": "step", "ph": phase, "id": number}

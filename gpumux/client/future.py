@@ -95,6 +95,13 @@ class StepFuture:
         except GpumuxError as error:
             return f"<StepFuture failed: {error.message}>"
 
+    def __dir__(self) -> list[str]:
+        """The future's own names and, once the step is answered, the value's: completing a name does not wait."""
+        found = set(dir(type(self)))  # object.__dir__ asks for __class__, which waits for the value
+        if self._done and self._error is None:
+            found.update(name for name in dir(self._value) if not name.startswith("_"))
+        return sorted(found)
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the value, and where the step's time went. It waits, as `repr` does."""
         facts = {"result": repr(self)}
@@ -323,6 +330,7 @@ class TensorFuture(torch.Tensor, StepFuture):  # type: ignore[misc]  # the tenso
     __torch_function__ = StepFuture.__torch_function__
     __repr__ = StepFuture.__repr__  # type: ignore[assignment]
     __deepcopy__ = StepFuture.__deepcopy__
+    __dir__ = StepFuture.__dir__
     backward = StepFuture.backward
 
     def __reduce_ex__(self, protocol: Any) -> Any:

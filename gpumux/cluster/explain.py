@@ -8,6 +8,7 @@ from gpumux.cluster.jobs import ClusterDevice, JobPhase, PlacedJob, evictions
 from gpumux.cluster.placement import ClusterPlacement
 from gpumux.cluster.shares import QuotaUse, owners
 from gpumux.types import Priority
+from gpumux.wording import counted
 
 GIB = 2**30
 
@@ -138,8 +139,3 @@ def _why_not(placement: ClusterPlacement, device: ClusterDevice, job: PlacedJob)
         else device.free_bytes >= request.memory_bytes and device.free_places > 0
     )
     return "are kept for jobs that have waited longer" if room else "have no room beside other jobs"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, whose plural ends in s: "1 device", "2 devices"."""
-    return f"{number} {what}{'s' * (number != 1)}"

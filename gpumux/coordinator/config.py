@@ -32,7 +32,6 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +42,7 @@ from gpumux.coordinator.several import expanded
 from gpumux.errors import ConfigError
 from gpumux.types import MOST_LEASE_S
 from gpumux.wire.endpoint import parse
+from gpumux.wording import nearest
 
 TABLES: Final = ("daemons", "placement", "quotas", "weights")
 OF_DAEMONS: Final = ("endpoint", "service", "name", "host")
@@ -217,7 +217,7 @@ def _choice(value: Any, where: str) -> DeviceChoice:
 def _known(found: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for name in found:
         if name not in names:
-            near = get_close_matches(str(name), names, 1)
+            near = nearest(str(name), names)
             raise ConfigError(
-                f"{where} has no {name!r}", f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+                f"{where} has no {name!r}", f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
             )

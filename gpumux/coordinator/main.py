@@ -15,7 +15,6 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.access import Access
-from gpumux.cluster.explain import counted
 from gpumux.config import Config
 from gpumux.coordinator.config import ClusterFile, address, distinct
 from gpumux.coordinator.core import Coordinator, CoordinatorConfig
@@ -32,6 +31,7 @@ from gpumux.types import Peer
 from gpumux.wire import endpoint
 from gpumux.wire.endpoint import COORDINATOR, resolve_coordinator
 from gpumux.wire.router import Router
+from gpumux.wording import counted
 
 log = logging.getLogger("gpumux.coordinator")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumux.errors import ConfigError
+from gpumux.wording import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,11 @@ def build(
             return zoo.BUILDERS[name](), [_sample(shape or BUILT_IN[name][1], name in TOKENS)]
     module_name, colon, attribute = name.partition(":")
     if not colon:
-        known = ", ".join(BUILT_IN)
-        raise ConfigError(f"no model is called {name!r}", f"use one of {known}, or module:factory for one of your own")
+        near, known = nearest(name, BUILT_IN), ", ".join(BUILT_IN)
+        raise ConfigError(
+            f"no model is called {name!r}",
+            (f"did you mean {near}? " if near else "") + f"use one of {known}, or module:factory for one of your own",
+        )
     try:
         made: Any = _factory(module_name, attribute)()
     except ConfigError:

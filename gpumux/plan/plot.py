@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -39,9 +39,17 @@ LIMITS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, inf)
 BANDWIDTHS = tuple(gbps * 1e9 / 8 for gbps in (10, 25, 50, 100, 200, 400, 1000, 2400, 4800))
 
 
-def over_limits(query: PlanQuery, limits: Sequence[float] = LIMITS) -> list[tuple[float, BurstPlan | None]]:
-    """Each amplification limit with its plan (None if there is none), for iteration time against GPU time."""
-    return [(limit, replace(query, limit=limit).answer()) for limit in limits]
+def over_limits(
+    query: PlanQuery, progress: Callable[[int, int, float], None] | None = None
+) -> list[tuple[float, BurstPlan | None]]:
+    """Each amplification limit with its plan (None if there is none), for iteration time against GPU time.
+    `progress(done, whole, limit)` is called before each."""
+    found = []
+    for done, limit in enumerate(LIMITS):
+        if progress is not None:
+            progress(done, len(LIMITS), limit)
+        found.append((limit, replace(query, limit=limit).answer()))
+    return found
 
 
 @dataclass(frozen=True)

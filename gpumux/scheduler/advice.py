@@ -15,8 +15,9 @@ from gpumux.scheduler.guard.high_job import HighJob
 from gpumux.scheduler.jobs import ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import SchedulerState
-from gpumux.scheduler.verdict import counted, listed, slowdown_figures, verdict
+from gpumux.scheduler.verdict import slowdown_figures, verdict
 from gpumux.types import JobId, Priority
+from gpumux.wording import counted, listed
 
 MOST_CULPRITS = 3
 HELD_MATTERS = 0.1  # of a low job's life: if it was held for less, that is not why it is slow

@@ -21,8 +21,9 @@ from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
 from gpumux.scheduler.report import held_steps, too_long
 from gpumux.scheduler.state import Record, SchedulerState
-from gpumux.scheduler.verdict import age, counted, listed, slowdown_figures, verdict
+from gpumux.scheduler.verdict import slowdown_figures, verdict
 from gpumux.types import JobId, PieceDone, Priority, StepId
+from gpumux.wording import age, counted, listed
 
 OUTLIER = 8.0  # times what a step may lose on average
 SUSPENDED = 0.1  # part of the time on the device for which pieces stand still before it is mentioned

@@ -7,11 +7,11 @@ of them (the tail) within twice the excess over 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, inf
 from typing import Any
 
 from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.wording import age, counted
 
 MOST_DIGITS = 4  # to tell a value from the limit it exceeds
 
@@ -57,25 +57,3 @@ def _of(value: float, limit: float) -> str:
             break
         digits += 1
     return f"{value:.{digits}f} of {limit:.{digits}f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, whose plural ends in s: "1 step", "2 steps"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Names in a sentence: "a", "a and b", "a, b, c and 4 more"."""
-    rest = len(names) - most
-    shown = [*names[:most], f"{rest} more"] if rest > 0 else list(names)
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
-
-
-def age(seconds: float) -> str:
-    """A time that has passed, rounded as people say it: "0.4 s", "12 s", "3 min", "2 h", "5 days"."""
-    if seconds < 1.0:
-        return f"{max(0.0, seconds):.1f} s"
-    for unit, length, most in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172_800.0)):
-        if seconds < most:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} days"

@@ -24,6 +24,7 @@ from gpumux.program.profile import OpProfile, Shapes, StepProfile, load, save
 from gpumux.scheduler.admission import refuse_spec
 from gpumux.scheduler.config import SchedulerConfig
 from gpumux.types import JobSpec, Priority
+from gpumux.wording import nearest
 
 FLOPS = {4: A100.flops["tf32"], 2: A100.flops["float16"]}  # by bytes of an item
 FLOAT = 4  # bytes of a float32
@@ -408,10 +409,11 @@ def find(name: str) -> StepProfile:
         return load(directory() / f"{name}.json")
     path = Path(name)
     if not path.exists():
-        shipped = ", ".join(names())
+        near, shipped = nearest(name, names()), ", ".join(names())
         raise ConfigError(
             f"{name!r} is neither a file nor a shipped profile",
-            f"record one with `gpumux jobs profile`, or choose one of {shipped}",
+            (f"did you mean {near}? " if near else "")
+            + f"record one with `gpumux jobs profile`, or choose one of {shipped}",
         )
     return load(path)
 

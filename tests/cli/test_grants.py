@@ -15,7 +15,7 @@ from gpumux.wire.grants import GrantDirectory
 def test_a_grant_from_its_making_to_its_release(tmp_path, capsys):
     place = ["--dir", str(tmp_path / "grants")]
     assert main(["grants", "list", *place]) == 0
-    assert capsys.readouterr().out == f"no grants in {place[1]}\n"
+    assert capsys.readouterr().out == f"no grants in {place[1]}, which is not there\n"
     assert main(["grants", "make", *place, "slurm-17", "25", "--max-priority", "high"]) == 0
     token = capsys.readouterr().out.strip()
     grant = GrantDirectory(tmp_path / "grants").grant_of(token, 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = [plot, *(figures / f"{name}.png" for name in ("scaling", "networks", "layers", "trade_off"))]
     assert all(each.read_bytes().startswith(PNG) for each in drawn)
     assert "idle" in capsys.readouterr().out
+
+
+def test_the_stages_of_a_long_plan_are_said_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumux.cli.text.QUIET_S", math.inf)
+    asked = ["plan", "burst", "alexnet", "--gpus", "4", "--global-batch", "16", "--curve"]
+    for terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        assert main(asked) == 0
+        said = capsys.readouterr().err
+        assert ("reading the layers of alexnet" in said) is terminal
+        assert ("11 of 12 amplification limits planned, now none" in said) is terminal
 
 
 def test_figures_and_the_curve_are_of_what_was_asked(

@@ -122,6 +122,7 @@ def test_gpu_means_cuda(source, tmp_path):
     ("words", "advice"),
     [
         (["stauts"], "did you mean status?"),
+        (["serve", "--polcy=fifo"], "did you mean --policy?"),
         (["jobs", "pase", "j1"], "did you mean pause?"),
         (["jobs", "priority", "j1", "hihg"], "did you mean high?"),
         (["deploy", "kubernets", "-o", "x"], "did you mean kubernetes?"),
@@ -130,6 +131,18 @@ def test_gpu_means_cuda(source, tmp_path):
 )
 def test_an_unknown_word_gets_the_nearest(words, advice, capsys):
     assert main(words) == EX_USAGE
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["plan", "burst", "vgg61", "--gpus", "2", "--global-batch", "8"], "did you mean vgg16?"),
+        (["simulate", "--high", "vgg16-b5"], "did you mean vgg16-b4?"),
+    ],
+)
+def test_an_unknown_model_or_profile_gets_the_nearest(words, advice, capsys):
+    assert main(words) == EX_CONFIG
     assert advice in capsys.readouterr().err
 
 

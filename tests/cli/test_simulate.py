@@ -128,6 +128,8 @@ def test_a_line_of_progress_is_overwritten_on_a_terminal_and_rare_elsewhere(
         assert terminal or found == said
         line.end()
         assert capsys.readouterr().err == ("\n" if terminal else "")
+        line.begin("what takes long")
+        assert capsys.readouterr().err == ("\rgpumux: what takes long\x1b[K" if terminal else "")
 
 
 @pytest.mark.parametrize("model", config.SIMULATED_GPUS)

@@ -72,6 +72,15 @@ def test_arrows_lead_from_each_step_to_its_pieces():
     assert [(a["ph"], a["ts"]) for a in arrows] == [("s", 50_000.0), ("t", 100_000.0), ("f", 200_000.0)]
     assert len({a["id"] for a in arrows}) == 1
     assert [a["pid"] for a in arrows] == [2, 1, 1], "from the job's steps to the device"
+    (wait,) = [event for event in content["traceEvents"] if event.get("cat") == "wait"]
+    assert (wait["name"], wait["ts"], wait["dur"]) == ("step 5 waits", 50_000.0, 50_000.0), "until the first piece"
+
+
+def test_a_step_that_ran_when_the_recording_began_has_arrows_between_its_pieces_alone():
+    content = made(piece(started=-0.1, ended=0.1), piece(started=0.2, ended=0.3), StepRan("j10", 5, 0.0, 0.4, 0.0, 0.1))
+    check(content)
+    arrows = [event for event in content["traceEvents"] if event["ph"] in "stf"]
+    assert [(a["ph"], a["pid"], a["ts"]) for a in arrows] == [("s", 1, 0.0), ("f", 1, 200_000.0)]
 
 
 def test_counters_show_each_jobs_queue_and_memory():
@@ -93,11 +102,13 @@ def test_steps_in_flight_together_get_a_track_each():
 @given(st.lists(st.tuples(st.floats(-1.0, 3.0), st.floats(0.0, 2.0)), max_size=30), st.floats(0.001, 2.0))
 def test_whatever_is_recorded_lies_within_the_recording_and_nothing_overlaps(spans, seconds):
     steps = [StepRan("j10", n, at, at + lasts, 0.0, lasts) for n, (at, lasts) in enumerate(spans)]
-    pieces = [piece(started=at, ended=at + lasts) for at, lasts in spans]
+    # each step has the next one's span for its piece: pieces of one step follow one another on its stream
+    pieces = [piece(started=at, ended=at + lasts)._replace(step=n - 1) for n, (at, lasts) in enumerate(spans)]
     content = made(*steps, *pieces, seconds=seconds)
     found = check(content)
     json.dumps(content, allow_nan=False)
-    assert sum(len(events) for events in found.values()) == 2 * len(spans)
+    shown = [event for events in found.values() for event in events if event["cat"] != "wait"]
+    assert len(shown) == 2 * len(spans)
 
 
 class FakeControl:

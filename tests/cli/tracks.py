@@ -44,15 +44,22 @@ def check(content: dict) -> dict[str, list[dict]]:
         if event["ph"] == "X":
             assert event["dur"] >= 0.0
             assert event["ts"] + event["dur"] <= end + SLACK_US
-            spans[where].append((event["ts"], event["ts"] + event["dur"]))
+            spans[where].append((event["ts"], event["ts"] + event["dur"], event["cat"]))
     for placed in spans.values():
-        placed.sort()
-        for (_, before), (after, _) in pairwise(placed):
-            assert before <= after + SLACK_US, "spans of one track overlap, and a viewer would nest them"
+        steps = {(start, end) for start, end, kind in placed if kind == "step"}
+        inner = [(start, end) for start, end, kind in placed if kind == "wait"]
+        for start, end in inner:
+            assert any(start == began and end <= ended + SLACK_US for began, ended in steps), "a wait outside its step"
+        for alike in (sorted(inner), sorted((start, end) for start, end, kind in placed if kind != "wait")):
+            for (_, before), (after, _) in pairwise(alike):
+                assert before <= after + SLACK_US, "spans of one track overlap, and a viewer would nest them"
     for chain in arrows.values():
         assert [e["ph"] for e in chain] == ["s", *["t"] * (len(chain) - 2), "f"]
-        assert all(before["ts"] <= after["ts"] for before, after in pairwise(chain)), "an arrow leads back in time"
-        for event in chain:
-            starts = [start for start, _ in spans[event["pid"], event["tid"]]]
-            assert event["ts"] in starts, "an arrow that begins or ends at no span is not shown"
+        for before, after in pairwise(chain):
+            ends = [end for start, end, kind in spans[before["pid"], before["tid"]]
+                    if start == before["ts"] and kind != "step"]  # fmt: skip
+            assert ends, "an arrow that begins at no span is not shown"
+            assert min(ends) <= after["ts"] + SLACK_US, "an arrow leads back in time"
+        last = chain[-1]
+        assert any(start == last["ts"] for start, _, _ in spans[last["pid"], last["tid"]]), "an arrow that ends nowhere"
     return dict(tracks)

@@ -9,6 +9,7 @@ import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -420,3 +421,13 @@ def test_a_notebook_shows_the_value_and_where_the_time_went() -> None:
     future = future_of(0.5)
     future._fail(JobFailed("the job's process died"))
     assert "StepFuture failed: the job&#x27;s process died" in future._repr_html_()
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.25), 0.5, SimpleNamespace(logits=1)])
+def test_completion_knows_the_future_and_what_is_answered_and_does_not_wait(value: Any) -> None:
+    future = future_of(value)
+    assert {"result", "done", "times", "item"} <= set(dir(future))
+    assert "logits" not in dir(future)
+    assert not future._done
+    future.result()
+    assert {"result", "done", "times"} | {name for name in dir(value) if not name.startswith("_")} <= set(dir(future))

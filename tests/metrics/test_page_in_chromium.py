@@ -292,6 +292,18 @@ def test_the_cursor_says_the_values_of_its_moment_in_all_charts(show):
     until(page, "document.querySelector('#tail .legend li').innerText === 'now'")
 
 
+def test_a_slowdown_above_the_axis_is_drawn_at_its_end_and_said(show):
+    broken = replace(HIGH, promise=replace(PROMISE, slowdown_p99=19.5, kept=False))
+    page = show(State(broken))
+    page.evaluate("draw()")
+    drawn = page.evaluate("charts.tail.plot.data[1].filter(v => v !== null)")
+    assert set(drawn) == {4}
+    assert page.evaluate("charts.tail.plot.scales.y.max") > 4
+    assert "19.50" in text(page, "#tail .legend")
+    assert "drawn at 4.00 where it is more" in text(page, "#tail figcaption")
+    assert "drawn at" not in text(page, "#mean figcaption")
+
+
 def test_no_curve_is_drawn_where_nothing_was_seen(show):
     page = show(State(*jobs(3)))
     page.evaluate("(last => { seen.push({...last, when: last.when + 9, gap: true}); draw(); })(seen[seen.length - 1])")
@@ -408,7 +420,7 @@ def test_a_daemon_that_is_gone_leaves_nothing_that_looks_like_now(show, serve):
     until(page, "problem")
     seen_at = page.evaluate("clock(seen[seen.length - 1].when)")
     assert "No answer from the daemon." in text(page, "#alert")
-    assert "systemctl status gpumux" in text(page, "#alert")
+    assert "systemctl status 'gpumux@*'" in text(page, "#alert")
     assert text(page, "#summary") == f"? Not known now. At {seen_at}: The promise is BROKEN: j1 serve-1"
     assert text(page, ".mark") == "? BROKEN THEN"
     assert page.evaluate("document.title").startswith("? no answer, ")

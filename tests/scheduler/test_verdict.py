@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpumux.scheduler.guard.high_job import RECENT_STEPS, HighJob
-from gpumux.scheduler.verdict import _of, age, slowdown_figures, verdict
+from gpumux.scheduler.verdict import _of, slowdown_figures, verdict
+from gpumux.wording import age
 
 
 def judged(ratios: list[float], max_slowdown: float = 1.1) -> HighJob:

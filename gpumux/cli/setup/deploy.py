@@ -10,8 +10,9 @@ from pathlib import Path
 
 from gpumux.cli.setup import man
 from gpumux.cli.setup.installation import deployment_files
-from gpumux.cli.text import counted, emit
+from gpumux.cli.text import emit
 from gpumux.errors import ConfigError
+from gpumux.wording import counted
 
 KINDS = ("systemd", "prometheus", "grafana", "kubernetes", "slurm")
 MAN = "man"  # made from the command line and the settings; all else is copied

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         emit_json(found)
         return 0
     if not found:
-        emit(f"no grants in {args.dir}")
+        emit(f"no grants in {args.dir}" + ("" if Path(args.dir).is_dir() else ", which is not there"))
     for each in found:
         emit(f"{each['name']}  {each['shares']} of {each['of']} shares, priority up to {each['max_priority']}")
     return 0

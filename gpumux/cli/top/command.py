@@ -19,11 +19,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from gpumux.cli.control import Control
-from gpumux.cli.text import counted, duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
+from gpumux.cli.text import duration, emit, emit_json, printable, promise, rank_of, size, table, verdicts
 from gpumux.cli.top.columns import brief, percent, state
 from gpumux.cli.top.feed import Feed
 from gpumux.cli.top.panels import reasons
 from gpumux.cli.top.rates import compare
+from gpumux.wording import counted
 
 NAME_CHARS = 32
 HEADER = ("JOB", "NAME", "PRIORITY", "STATE", "STEP/S", "DEVICE", "PROMISE", "HELD", "BANS", "QUEUED", "MEMORY")

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumux.cli.text import counted, duration, printable, size
+from gpumux.cli.text import duration, printable, size
 from gpumux.cli.top.columns import natural, percent
 from gpumux.cli.top.drawing import HIGH, LOW, Line, Styled, bar, cells, chart, clip, cut, wrap
 from gpumux.cli.top.history import History
 from gpumux.cli.top.state import TopState
 from gpumux.errors import GpumuxError
+from gpumux.wording import counted
 
 View = dict[str, Any]
 _STEPS = re.compile(r" in [0-9,]+ steps?(?=: )")

@@ -3,12 +3,14 @@
 
 class Chart {
   // title, unit: what is drawn. format: a value as text. stacked: values lie on one another. range: of the axis.
-  constructor(id, {title, unit, format, stacked, range}) {
-    Object.assign(this, {format, stacked, range, title, series: [], times: [], made: ""});
+  // most(series): values above it are drawn there, so that a line that leaves the axis is still seen.
+  constructor(id, {title, unit, format, stacked, range, most}) {
+    Object.assign(this, {format, stacked, range, most, title, series: [], times: [], made: ""});
     this.figure = $(id);
     this.plotAt = el("div");
     this.legend = el("ul", "legend");
-    this.figure.append(el("figcaption", "", `${title} `, el("span", "", unit)), this.plotAt, this.legend);
+    this.note = el("span");
+    this.figure.append(el("figcaption", "", `${title} `, el("span", "", unit), this.note), this.plotAt, this.legend);
     new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(this.figure);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.made = "";
@@ -28,6 +30,12 @@ class Chart {
     if (this.stacked) {
       const sum = times.map(() => 0);
       drawn = drawn.map(values => values.map((v, i) => (v === null ? null : (sum[i] += v))));
+    }
+    if (this.most) {
+      const most = this.most(series);
+      const above = drawn.some(values => values.some(v => v !== null && v > most));
+      drawn = drawn.map(values => values.map(v => (v === null ? null : Math.min(v, most))));
+      setText(this.note, above ? `; drawn at ${this.format(most)} where it is more` : "");
     }
     if (made !== this.made) this.make(made);
     this.plot.setData([times, ...drawn]);

@@ -5,7 +5,7 @@ const MOST_LOW = 10; // low jobs in the table unless all are asked for
 const MOST_AREAS = 4; // low jobs with an area of their own
 const COLOURS = 8; // --c1 to --c8
 const RESORT_MS = 5000; // rows keep their places for so long, so that one can read them
-const MOST_SLOWDOWN = 4; // where the axis ends at the latest, unless more was promised
+const MOST_SLOWDOWN = 4; // where values are drawn that are higher, unless more was promised
 
 // Why a low job is held (scheduler/guard/decisions.py), as said of the high job that it is held for.
 const REASONS = {
@@ -243,12 +243,11 @@ function drawLow(last, now) {
 
 // ---- Charts
 
+const highestPromise = series => Math.max(1.1, ...series.filter(each => each.limit).map(each => each.values[0]));
 const slowdown = {
   format: v => v.toFixed(2),
-  range: (u, low, high, scale, chart) => {
-    const promised = Math.max(1.1, ...chart.series.filter(each => each.limit).map(each => each.values[0]));
-    return [Math.min(0.95, low), Math.max(1.03 * promised, Math.min(MOST_SLOWDOWN, 1.03 * high))];
-  },
+  most: series => Math.max(MOST_SLOWDOWN, 1.25 * highestPromise(series)),
+  range: (u, low, high, scale, chart) => [Math.min(0.95, low), 1.03 * Math.max(highestPromise(chart.series), high)],
 };
 const share = {format: v => percent(v), stacked: true, range: (u, low, high) => [0, Math.max(1, high)]};
 const charts = {
@@ -440,7 +439,7 @@ function draw() {
 const PAGE = {
   process: "daemon",
   commands: ["gpumux doctor"], // where it answers but has nothing to say
-  restart: ["gpumux doctor", "systemctl status gpumux", "gpumux serve"],
+  restart: ["gpumux doctor", "systemctl status 'gpumux@*'", "gpumux serve"],
   instead: "`gpumux top` shows the same.",
   draw,
   forget() {
