@@ -101,7 +101,8 @@ def fuse_jobs(program: Program, jobs: int, choose: Choose = "fused") -> FusedJob
     fewer = fused if few == jobs else made(choose, few)
     if [d.how for d in fewer.decisions] != [d.how for d in fused.decisions]:
         few, fewer = jobs, fused  # how an operator can run may depend on how many models there are
-    # Numbers that differ, so that one job's in place of another's shows.
+    # Numbers that differ, so that one job's in place of another's shows. Whole ones stay as they are: another may be
+    # out of an operator's range.
     tried = [[v * (1 + job / 8) if isinstance(v, float) else v for v in values[job]] for job in range(few)]
     proof.check(fewer, made("per-model", few), tried)
     return FusedJobs(program, fused)
@@ -157,7 +158,9 @@ class StackedState:
         return over(self._memory, self._starts[slot] + first * nbytes, count * nbytes)
 
     def parts(self, job: int) -> list[torch.Tensor]:
-        """The job's part of each line, by state slot: buffers for its own Program. `job`: its position in the group."""
+        """The job's part of each line, by state slot: buffers for its own Program. They need not
+        begin on 64 bytes, so that kernels may round otherwise than on the job's own. `job`: its position in the
+        group."""
         return [self._over(slot, job, 1) for slot in range(len(self._nbytes))]
 
     def stack(self, job: int, buffers: Sequence[torch.Tensor]) -> None:
