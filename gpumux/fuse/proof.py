@@ -66,7 +66,7 @@ class ProgramRunner:
         self.loaded = LoadedProgram(
             program, buffers, memory, 1, target_s=_ONE_PIECE_S, python_s=_PYTHON_S, progress=_ignore
         )
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.slot = whole = torch.frombuffer(memory, dtype=torch.uint8)  # bytes, as `slot_layout` places them
         self._inputs = []
         for at, index in zip(layout.inputs, program.inputs, strict=True):
             view = program.views[index]
@@ -370,6 +370,7 @@ def _wider(arg: Arg) -> Any:
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3, torch.complex128: 1e-7, torch.complex64: 5e-3}
 _LOOSE = 0.1  # for types of fewer bits
 _NOISE_FACTOR = 100.0  # multiple of the difference that perturbing the last digits of the inputs makes
+PROVEN_MODELS = 3  # a proof holds the state of its models in float64, three times; the third shows mistakes of position
 
 
 def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:

@@ -17,7 +17,7 @@ from gpumux.fuse import arguments, proof, rules
 from gpumux.fuse.emit import FusionEmitter
 from gpumux.fuse.fuse import Fuser, fuse_template
 from gpumux.fuse.partial import align_partly
-from gpumux.fuse.proof import Times, cache_file, extract, join
+from gpumux.fuse.proof import PROVEN_MODELS, Times, cache_file, extract, join
 from gpumux.fuse.template import Choose, Decision, Fused, Template, align, first_models, numbers, with_defaults
 from gpumux.program.ir import Program, ScalarRef
 
@@ -72,9 +72,6 @@ class MeasuredFusion:
 
     fused: Fused
     whole: tuple[float, float]
-
-
-PROVEN_MODELS = 3  # a proof holds the state of its models in float64, three times; the third shows mistakes of position
 
 
 def fuse_measured(

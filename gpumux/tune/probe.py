@@ -19,8 +19,8 @@ from gpumux.errors import ConfigError, NotFusible
 from gpumux.fuse import zeros
 from gpumux.fuse.fuse import fuse
 from gpumux.fuse.member import Member
+from gpumux.fuse.proof import PROVEN_MODELS
 from gpumux.fuse.template import align, stream_bytes
-from gpumux.fuse.variants import PROVEN_MODELS
 from gpumux.hostmemory import free_bytes
 from gpumux.program.ir import Program
 from gpumux.program.memory import first_fit, footprint

@@ -1,0 +1,174 @@
+"""One Program for jobs whose Programs are equal, and where each job's state, batch and results lie in it.
+
+An array (`array.py`) is made of models that one client holds. Jobs of separate clients are known to a daemon as
+Programs, buffers and batches only, and this module works on those alone (HFTA, section 3). The order of jobs in a group
+is the order of the models in the fused Program.
+
+- State: a slot's buffers of all jobs become one buffer, one job after another (`StackedState`). Each part starts a
+  storage of its own, so that a job's own Program runs on its part as it does on its own buffers: a job whose partners
+  have no step goes on by itself without being unstacked.
+- Batches and results are bytes in slots of shared memory. A job's batch is copied to its part of each input; its
+  results are a part of each result, which needs no copy (`input_places`, `result_places`).
+- Host scalars may differ between jobs at any step (learning rates, step counts), so that all of them are taken to.
+
+Nothing in the daemon uses it yet: `scheduler/fusion/groups.py` decides when jobs run so.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from gpumux.device.run.operands import over
+from gpumux.errors import NotFusible
+from gpumux.fuse import proof
+from gpumux.fuse.fuse import fuse_template
+from gpumux.fuse.template import Choose, Fused, align, first_models, numbers
+from gpumux.program.ir import ITEM_BYTES, Program, aligned, slot_layout
+
+
+class SlotPart(NamedTuple):
+    """Bytes that a job and its group both have: offsets in the job's slot and in the group's."""
+
+    alone: int
+    fused: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedJobs:
+    """The fused Program of jobs that all run `program`. Make it with `fuse_jobs`."""
+
+    program: Program
+    fused: Fused
+
+    @property
+    def jobs(self) -> int:
+        return self.fused.models
+
+    def input_places(self, job: int) -> list[SlotPart]:
+        """Where each tensor of the job's batch lies. `job`: its position in the group, from 0."""
+        alone, fused = slot_layout(self.program), slot_layout(self.fused.program)
+        places = []
+        for index, mine, its in zip(self.program.inputs, alone.inputs, fused.inputs, strict=False):
+            nbytes = self.program.storages[self.program.views[index].storage].nbytes
+            places.append(SlotPart(mine, its + job * nbytes, nbytes))
+        return places
+
+    def result_places(self, job: int) -> list[SlotPart]:
+        """Where each of the job's results lies."""
+        alone, fused = slot_layout(self.program), slot_layout(self.fused.program)
+        places = []
+        for index, mine, its in zip(self.program.results, alone.results, fused.results, strict=True):
+            view = self.program.views[index]
+            nbytes = ITEM_BYTES[view.dtype]
+            for size in view.size:
+                nbytes *= size
+            places.append(SlotPart(mine, its + job * nbytes, nbytes))
+        return places
+
+    def fill_tables(self, inputs: Sequence[torch.Tensor], values: Sequence[Sequence[float | int]]) -> None:
+        """Write the numbers that differ between jobs. `inputs`: the fused step's; `values`: each job's host scalars."""
+        for target, rows in zip(inputs[len(self.program.inputs) :], numbers(self.fused, values), strict=True):
+            target.copy_(rows)
+
+    def scalars(self, values: Sequence[Sequence[float | int]]) -> list[float | int]:
+        """The fused step's host scalars, for those of each job's step."""
+        return [values[job][index] for job, index in self.fused.scalars]
+
+
+def fuse_jobs(program: Program, jobs: int, choose: Choose = "fused") -> FusedJobs:
+    """Make and prove the Program that does a step of `program` for each of `jobs` jobs. `choose`: as for `fuse.fuse`.
+
+    No state is needed: it is made of fake tensors, and proven in memory for three jobs in float64.
+
+    Raises NotFusible, with the reason, for what can't run so, and what `fuse.fuse` and `proof.check` raise."""
+    _refuse(program, jobs)
+    kinds = program.scalars
+    values = [[0.5 if kind == "float" else 1 for kind in kinds]] * jobs
+    template = align([program] * jobs, frozenset(range(len(kinds))))
+
+    def made(choose: Choose, models: int = jobs) -> Fused:
+        return fuse_template(first_models(template, models), values[:models], batch_per_model=True, choose=choose)
+
+    fused = made(choose)
+    few = min(jobs, proof.PROVEN_MODELS)
+    fewer = fused if few == jobs else made(choose, few)
+    if [d.how for d in fewer.decisions] != [d.how for d in fused.decisions]:
+        few, fewer = jobs, fused  # how an operator can run may depend on how many models there are
+    # Numbers that differ, so that one job's in place of another's shows. Whole ones stay as they are: another may be
+    # out of an operator's range.
+    tried = [[v * (1 + job / 8) if isinstance(v, float) else v for v in values[job]] for job in range(few)]
+    proof.check(fewer, made("per-model", few), tried)
+    return FusedJobs(program, fused)
+
+
+def _refuse(program: Program, jobs: int) -> None:
+    """Raise NotFusible for jobs whose steps can't run as one."""
+    alone = "let its jobs run by themselves"
+    if jobs < 2:
+        raise NotFusible(f"{jobs} job is no group", "fuse two or more jobs")
+    if program.device != "cpu":
+        raise NotFusible(f"its step was traced for {program.device}; equal jobs are fused on a CPU only", alone)
+    if program.kind != "aten":
+        raise NotFusible("its step is compiled", "submit it without compile=True")
+    if program.ranks > 1 or program.collectives:
+        raise NotFusible("its step exchanges data with other ranks", alone)
+    if program.wave is not None:
+        raise NotFusible("its step is one of two waves", "submit it without waves")
+    if program.generator is not None or any(op.random is not None for op in program.ops):
+        raise NotFusible(
+            "its step draws random numbers, and each job's come from a generator of its own",
+            f"{alone}, or train the models with submit_array, which keeps a stream for each",
+        )
+    for view in program.views:
+        storage = program.storages[view.storage]
+        if storage.kind in ("state", "input") and storage.nbytes % ITEM_BYTES[view.dtype]:
+            raise NotFusible(
+                f"a tensor of {view.dtype} lies on {storage.nbytes} bytes, so that the next job's would begin amid an"
+                " element",
+                alone,
+            )
+
+
+class StackedState:
+    """The state of a group of jobs while it runs as one: `lines`, by state slot, are the fused Program's buffers.
+
+    It takes as many bytes as the jobs' own buffers, which keep what was in them until they are overwritten by
+    `unstack`. Raises OSError when there is no memory."""
+
+    def __init__(self, group: FusedJobs) -> None:
+        self._jobs = group.jobs
+        state = [s for s in group.program.storages if s.kind == "state"]
+        self._nbytes = [s.nbytes for s in sorted(state, key=lambda s: s.slot)]
+        self._starts = [0, *accumulate(aligned(nbytes * self._jobs) for nbytes in self._nbytes)]
+        self.nbytes = self._starts[-1]
+        self._memory = mmap.mmap(-1, max(1, self.nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.lines = [self._over(slot, 0, self._jobs) for slot in range(len(self._nbytes))]
+
+    def _over(self, slot: int, first: int, count: int) -> torch.Tensor:
+        nbytes = self._nbytes[slot]
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return over(self._memory, self._starts[slot] + first * nbytes, count * nbytes)
+
+    def parts(self, job: int) -> list[torch.Tensor]:
+        """The job's part of each line, by state slot: buffers for its own Program. They need not
+        begin on 64 bytes, so that kernels may round otherwise than on the job's own. `job`: its position in the
+        group."""
+        return [self._over(slot, job, 1) for slot in range(len(self._nbytes))]
+
+    def stack(self, job: int, buffers: Sequence[torch.Tensor]) -> None:
+        """Copy the job's own buffers (bytes, by state slot) in."""
+        for part, buffer in zip(self.parts(job), buffers, strict=True):
+            part.copy_(buffer[: part.numel()])
+
+    def unstack(self, job: int, buffers: Sequence[torch.Tensor]) -> None:
+        """Copy the job's part back into its own buffers. Bytes of a buffer that the Program has no use for stay."""
+        for part, buffer in zip(self.parts(job), buffers, strict=True):
+            buffer[: part.numel()].copy_(part)
