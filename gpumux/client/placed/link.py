@@ -99,9 +99,14 @@ class CoordinatorLink:
     # ---- the session with the coordinator
 
     def join(self) -> None:
-        """Ask the coordinator for devices. Raises DaemonGone if there is no coordinator, ConfigError if it is a daemon,
-        and what it refuses with."""
-        self._join()
+        """Ask the coordinator for devices; again, when it is back, if it goes before it has answered. Raises DaemonGone
+        if there is no coordinator, ConfigError if it is a daemon, and what it refuses with."""
+        try:
+            self._join()
+        except DaemonGone as gone:
+            if self._session is None or self._reconnect_s <= 0.0:
+                raise
+            log.warning("job %r was not answered by its coordinator, and asks again: %s", self._request.name, gone)
         threading.Thread(target=self._run, name="gpumux-place", daemon=True).start()
 
     def _join(self) -> None:
