@@ -37,7 +37,8 @@ class FakeCoordinator:
         self.attempt = 0
         self._given: str | Sequence[str] = ""
         self.sessions_ended = 0
-        self.silent = False  # it answers nothing
+        self.silent = False  # it does not answer jobs
+        self.nodes: list[dict[str, str]] = []  # of its status
         self._directory = directory
         self._kind = kind
         self._changed = threading.Condition()
@@ -78,7 +79,9 @@ class FakeCoordinator:
         if not isinstance(arrival, Incoming):
             return
         message = arrival.message
-        if isinstance(message, m.ExplainJob):
+        if isinstance(message, m.GetStatus):
+            self._router.send(arrival.session, m.Report(message.ref, {"nodes": self.nodes}))
+        elif isinstance(message, m.ExplainJob):
             self._router.send(arrival.session, m.Report(message.ref, {"job": message.job, "sentences": [WAITS]}))
         elif isinstance(message, ASKS):
             self._session = arrival.session if isinstance(message, m.PlaceJob) else self._session

@@ -79,7 +79,7 @@ def test_a_job_does_not_go_on_at_a_device_of_another_kind(coordinator: FakeCoord
     session = opened(made, job := PlayedJob())
     coordinator.vacate()
     assert job.told.wait(WAIT_S)
-    made.left()
+    made.left(forgotten=True)
     assert made.connect(session, WAIT_S) is None
     refused = coordinator.hear(m.JobNotStarted)
     assert refused.why == "the job was captured for a cpu device, and this is a cuda one"
