@@ -84,9 +84,9 @@ def find_in_cluster(cluster: str, name: str) -> KeptInCluster:
         places.append(KeptPlace(node["endpoint"], found.job))
         if newest is None or _age(found) > _age(newest):
             newest = found
+    if silent:
+        log.warning("nodes %s could not be asked what they kept of job %r", ", ".join(silent), name)
     if newest is not None:
-        if silent:
-            log.warning("job %r goes on from the newest state but for nodes %s", name, ", ".join(silent))
         return KeptInCluster(newest, tuple(places))
     if unfit is not None:
         raise unfit
