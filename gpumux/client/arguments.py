@@ -262,16 +262,6 @@ def refuse_without_cluster(**given: bool) -> None:
         raise ConfigError(f"{found}= is given, and no cluster=", f'drop {found}=, or say cluster="auto"')
 
 
-def refuse_in_cluster(**given: bool) -> None:
-    """Raises ConfigError for an argument of submit() that jobs of a cluster do not take."""
-    found = next((name for name, is_given in given.items() if is_given), None)
-    if found is not None:
-        raise ConfigError(
-            f"{found}= names what one daemon kept, and a cluster may choose another",
-            "say endpoint= of the daemon where it ran last, in place of cluster=; `gpumux cluster status` lists them",
-        )
-
-
 def refuse_with_waves(**given: bool) -> None:
     """Raises ConfigError for an argument that two waves do not take. given: by name, whether it was given."""
     wrong = [name for name, is_given in given.items() if is_given]

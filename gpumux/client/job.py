@@ -211,7 +211,7 @@ class Job(Generic[Batch]):
         """Begin the job, whose step was captured: where its snapshot ended, if it is resumed. From now on it may be
         recovered."""
         if self._kept is not None:
-            self._session.call(m.Replay(0, self.id, 0, 1), [self._kept.generator])
+            self._remote.go_on(self._kept.generator)
         self._recovery.ready()
         if self._kept is not None:
             self._local.go_on(self._kept)
@@ -594,8 +594,11 @@ class Job(Generic[Batch]):
                 try:
                     if self._remote.ended is None and self._session.dead is None:
                         # The daemon keeps no state of a job that its client closed with its steps drained.
-                        self._remote.call(m.CloseJob, drain and not keep and (limit is None or not len(self._pending)))
+                        finished = drain and not keep and (limit is None or not len(self._pending))
+                        self._remote.call(m.CloseJob, finished)
                         self._wait(lambda: len(self._pending) == 0, None)
+                        if finished:
+                            self._recovery.forget_elsewhere()
                 except (DaemonGone, GpumuxError) as error:
                     log.info("job %r ended while closing: %s", self.name, error)
                 finally:

@@ -223,8 +223,12 @@ class JobPlace(Protocol):
         """Whether the job has to leave its daemon."""
         ...
 
-    def left(self) -> None:
-        """The job has left its daemon, as ordered."""
+    def left(self, forgotten: bool) -> None:
+        """The job has left its daemon, as ordered. `forgotten`: that keeps no snapshots of it."""
+        ...
+
+    def forget(self) -> None:
+        """The job has ended, with all its steps done. Have other daemons forget what they kept of it."""
         ...
 
     def outgrown(self) -> bool:
@@ -412,7 +416,7 @@ class Recovery:
                 self.session.close()
             return False
         try:
-            order = None if self.closed else self.place.order()
+            forgotten, order = False, None if self.closed else self.place.order()
             if order is None or (self.closing and order.goes_on and order.there and self._away is None):
                 return True
             if self._lost is None and not order.goes_on:
@@ -429,9 +433,9 @@ class Recovery:
                     self._declined = order
                     return False
                 self._set_away(DaemonGone(f"it had to leave its device ({order.reason})", "wait, or close it"))
-                self._close_at_daemon(drained)
+                forgotten = self._close_at_daemon(drained)
             self.session.close()
-            self.place.left()
+            self.place.left(forgotten)
             return True
         finally:
             self.lock.release()
@@ -447,6 +451,11 @@ class Recovery:
     def loop_raised(self, error: str) -> None:
         """The user's loop has ended by an error of this class: for the coordinator of a cluster, its job has failed."""
         self._raised = error
+
+    def forget_elsewhere(self) -> None:
+        """The job has ended, with all its steps done: no daemon needs to keep anything of it."""
+        if self.place is not None:
+            self.place.forget()
 
     def end_place(self) -> None:
         """Tell the coordinator that the job is over, if it was submitted: otherwise it may be tried elsewhere.
@@ -476,14 +485,17 @@ class Recovery:
         self.recorder.check_local()
         return self.recorder.log.recoverable
 
-    def _close_at_daemon(self, drained: bool) -> None:
-        """Close the job at a daemon that it leaves. The daemon keeps no snapshots of one that is `drained`."""
+    def _close_at_daemon(self, drained: bool) -> bool:
+        """Close the job at a daemon that it leaves. The daemon keeps no snapshots of one that is `drained`. Returns
+        whether it keeps none."""
         self.session.unregister(self._id)
         if self.session.dead is None and self._remote.ended is None:
             try:
                 self.session.call(m.CloseJob(0, self._id, drained), timeout=CONNECT_S)
+                return drained
             except GpumuxError as error:
                 log.info("job %r left a device without the daemon's word: %s", self._name, error)
+        return False
 
     def _set_away(self, gone: GpumuxError) -> None:
         self._away, self._away_since = gone, time.monotonic()

@@ -262,6 +262,7 @@ class Remote:
         self._transfers = 0
         self._ended: dict[int, tuple[m.TransferDone, Sequence[Any]]] = {}
         self.ended: m.JobEnded | None = None
+        self._first_generator = b""  # its state when the job began; b"": as its seed makes it
         self.give_up_s: float | None = None  # seconds to wait for a copy of state; None: while the daemon lives
 
     def stop_observing(self) -> None:
@@ -463,8 +464,8 @@ class Remote:
 
     def restore(self, read: StateRead | None, steps: int) -> None:
         """Put back the state of a snapshot and its generator, into the buffers of the Programs loaded so far. None:
-        there is none. `steps`: how many steps will be run again."""
-        generator = b""
+        there is none, and the generator is as the job began with it. `steps`: how many steps will be run again."""
+        generator = self._first_generator
         if read is not None:
             ((found, frames),) = read.parts
             data = snapshot_bytes(self.session, found, frames)
@@ -481,6 +482,11 @@ class Remote:
             del data
             self.session.release_segment(found.segment)
         self.replay(steps, generator)
+
+    def go_on(self, generator: bytes) -> None:
+        """The job begins with a generator in this state: it goes on from what was kept of another one."""
+        self._first_generator = generator
+        self.replay(0, generator)
 
     def replay(self, steps: int, generator: bytes) -> None:
         """So many steps will be run again, from a generator in this state; b"": from the one that it has."""

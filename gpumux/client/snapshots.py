@@ -68,6 +68,7 @@ def write(
     inline |= {name: [_dtype(t.dtype), list(t.shape), _bytes(t)] for name, t in table.counters}
     body = {
         "version": VERSION,
+        "saved_at": time.time(),
         "sizes": [table.buffers[b].nbytes for b in resident],
         "steps": [counts.main, counts.all],
         "inline": inline,
@@ -168,7 +169,8 @@ def _plain(value: Any) -> bool:
 
 
 class SnapshotMetadata:
-    """The contents of a snapshot: `body`, its notes, and `buffers`, the bytes (uint8) of each of its buffers."""
+    """The contents of a snapshot: `body`, its notes, and `buffers`, the bytes (uint8) of each of its buffers.
+    `saved_at`: when it was begun, by the clock (time.time()) of the client that did; 0.0 if that is not known."""
 
     def __init__(self, data: torch.Tensor, notes: int) -> None:
         """`data`: the snapshot's bytes (uint8), whose last `notes` are the packed notes. Raises ConfigError if they are
@@ -181,6 +183,7 @@ class SnapshotMetadata:
                 raise ValueError("the job ran over several daemons, and each has a part of its state alone")
             sizes = [int(n) for n in body["sizes"]]
             self.counts = Counts(*map(int, body["steps"]))
+            self.saved_at = float(body.get("saved_at", 0.0))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
             del data  # the error's traceback would keep it
             raise ConfigError(f"the kept snapshot can't be read: {error}", "start the job anew") from error

@@ -28,7 +28,6 @@ from gpumux.client.arguments import (
     number,
     placement_of,
     read_plan,
-    refuse_in_cluster,
     refuse_with_ranks,
     refuse_with_waves,
     refuse_without_cluster,
@@ -38,6 +37,7 @@ from gpumux.client.arguments import (
 )
 from gpumux.client.gang import GangRemote, GangSession
 from gpumux.client.job import Batch, Job
+from gpumux.client.placed.kept import find_in_cluster
 from gpumux.client.placed.link import CoordinatorLink
 from gpumux.client.placed.submit import connect_ranks, place_request, submit_placed
 from gpumux.client.recovery import find_kept, open_job
@@ -103,7 +103,8 @@ def submit(
         The models and optimizers are overwritten with that state and the job goes on from there. `job.resumed_steps`
         is the number of step() calls before it. If the job draws from torch's generator, that gets its state of then.
         Learning rates are restored with the optimizers: a scheduler that is advanced by as many steps must not change
-        them. Raises UnknownJob if no state of that name was kept.
+        them. Raises UnknownJob if no state of that name was kept. With cluster= all of its daemons are asked, and the
+        newest state counts; the job that goes on may run at another one, and has another id.
     replay_bytes: bytes of memory this process may use, besides a copy of the job's state, to recover the job when a
         daemon is killed and started again (README, "Nothing is lost"); 0: the job is not recovered.
     reconnect_s: seconds to wait for a daemon that is gone before DaemonGone is raised, also during this call. A daemon
@@ -180,15 +181,16 @@ def submit(
         refuse_with_waves(microbatches=microbatches > 1, compile=compile, priority=high)
         refuse_with_waves(memory=memory == "shared")
 
-    link = None
+    link = found_kept = None
     if cluster is not None:
-        refuse_in_cluster(resume=resume is not None)
+        found_kept = find_in_cluster(cluster, resume) if resume is not None else None
         link = CoordinatorLink(
             cluster=cluster,
             request=place_request(spec, ranks, models, example, urgency, movable=replay_bytes > 0),
             connect=partial(connect_ranks, timeout_s=None if placement is None else timeout_s),
             limited=memory_limit is not None,
             reconnect_s=reconnect_s,
+            kept=() if found_kept is None else found_kept.places,
         )
 
     def new_id() -> str:
@@ -199,12 +201,14 @@ def submit(
         try:
             table = StateTable(models, optimizers, *devices_of(session, 6))
             table.home = table.home or _first_device(example)
-            kept = find_kept(session, resume) if resume is not None else None
+            kept = None if found_kept is None else found_kept.newest
+            if link is None and resume is not None:
+                kept = find_kept(session, resume)
             if kept is not None and kept.snapshot.waves is not None and waves == 1:
                 raise ConfigError(f"the job {resume!r} that was kept trained two waves", "resume it with waves=2")
             if kept is not None:
                 kept.snapshot.put_back(table)
-            job_id, last = (kept.job, kept.newest) if kept is not None else (new_id(), 0)
+            job_id, last = (kept.job, kept.newest) if kept is not None and link is None else (new_id(), 0)
             open_job(session, job_id, spec, kept is not None or link is not None)
             if link is not None:
                 link.accepted()

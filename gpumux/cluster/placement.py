@@ -228,10 +228,8 @@ class ClusterPlacement:
                     self.devices[name].retry_at = self.now + self.config.retry_s
                     self._pause(job, name)
         elif job.phase is JobPhase.STOPPING:
-            began = job.began
             job.waits_on.clear()
-            self._stopped_if_gone(job)
-            job.began = began
+            self._stopped_if_gone(job, ran=False)
 
     def _described(self, event: ev.JobDescribed) -> None:
         job = self.jobs.get(event.job)
@@ -386,12 +384,15 @@ class ClusterPlacement:
             job.waits_on.discard(event.device)
             self._stopped_if_gone(job)
 
-    def _stopped_if_gone(self, job: PlacedJob) -> None:
+    def _stopped_if_gone(self, job: PlacedJob, *, ran: bool = True) -> None:
         if job.phase is not JobPhase.STOPPING or job.waits_on:
             return
         self.shares.settle(job, self.now)
         self._release(job, ())
-        job.began = True
+        if ran:
+            job.began = True
+            for name in job.devices:  # it did not refuse the job this time
+                job.refusals.pop(name, None)
         if job.outcome is not None:
             self._answer(job, job.outcome, job.stopped_for)
         else:

@@ -41,7 +41,7 @@ from gpumux.coordinator.daemons import DaemonAddress
 from gpumux.coordinator.several import expanded
 from gpumux.errors import ConfigError
 from gpumux.types import MOST_LEASE_S
-from gpumux.wire.endpoint import parse
+from gpumux.wire.endpoint import SOCKET_NAME, parse
 from gpumux.wording import nearest
 
 TABLES: Final = ("daemons", "placement", "quotas", "weights")
@@ -65,11 +65,12 @@ class ClusterFile:
 
 def address(endpoint: str, name: str = "", host: str = "") -> DaemonAddress:
     """The daemon at an endpoint. Its name is made of the machine and the directory of the socket, or of the address and
-    the port. Raises ConfigError for what is no endpoint."""
+    the port; the socket's own name follows if it is not the usual one. Raises ConfigError for what is no endpoint."""
     found = parse(endpoint)
     if found.path is not None:
         host = host or socket.gethostname()
-        return DaemonAddress(name or f"{host}:{found.path.parent.name}", host, endpoint)
+        own = "" if found.path.name == SOCKET_NAME else f"-{found.path.stem}"
+        return DaemonAddress(name or f"{host}:{found.path.parent.name}{own}", host, endpoint)
     place = endpoint.removeprefix("tcp://")
     return DaemonAddress(name or place, host or place.rpartition(":")[0], endpoint)
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from gpumux.access import Access, refuse_submit
 from gpumux.cluster import events as ev
-from gpumux.cluster.events import ClusterCommand, ClusterEvent, ClusterJob, DeviceFacts, DeviceId, PlacementConfig
+from gpumux.cluster.events import ClusterCommand, ClusterEvent, ClusterJob, DeviceFacts, PlacementConfig
 from gpumux.cluster.explain import explain
 from gpumux.cluster.jobs import JobPhase, PlacedJob
 from gpumux.cluster.placement import ClusterPlacement
@@ -348,10 +348,10 @@ class Coordinator:
             self._note(f"node {refused.device.node} refused job {job.id[:8]}: {refused.reason[:MOST_TEXT]}")
         self._feed(refused)
 
-    def endpoint_of(self, device: DeviceId, remote: bool) -> str:
-        """Where a client opens its job on the device. `remote`: a client that reaches the coordinator by tcp, and so
-        may be on another machine."""
-        daemon = self.daemons[device.node]
+    def endpoint_of(self, node: str, remote: bool) -> str:
+        """Where a client reaches the node's daemon. `remote`: one that reaches the coordinator by tcp, and so may be on
+        another machine."""
+        daemon = self.daemons[node]
         by_tcp = [each for each in daemon.endpoints if not each.startswith("ipc://")]
         if remote and by_tcp:
             return by_tcp[0]
@@ -463,7 +463,7 @@ class Coordinator:
         if job.session is None:
             return  # it is told when it is back
         peer = self._sessions[job.session]
-        endpoints = [self.endpoint_of(device, peer.pid < 0) for device in placed.devices]
+        endpoints = [self.endpoint_of(device.node, peer.pid < 0) for device in placed.devices]
         if not all(endpoints):
             return  # a daemon that was not heard of since the start: it is, or is lost, soon
         job.told = placed.attempt
@@ -613,9 +613,9 @@ class Coordinator:
     def status(self, peer: Peer) -> dict[str, Any]:
         """The body of GetStatus. Scripts read it (`gpumux cluster status --json`): fields may be added, not changed.
 
-        nodes  [{name, host, endpoint, state ("up", "away", "draining"), memory_bytes, used_bytes (by the cluster's
-               jobs), max_jobs, jobs (how many), high (whether one of them is), kept (its promise; None: not known),
-               verdict (the daemon's line about it)}]
+        nodes  [{name, host, endpoint (where the asker reaches it), state ("up", "away", "draining", "lost"),
+               memory_bytes, used_bytes (by the cluster's jobs), max_jobs, jobs (how many), high (whether one of them
+               is), kept (its promise; None: not known), verdict (the daemon's line about it)}]
         jobs   [{job, short, name, user, priority, devices, asked (the devices that it was submitted for),
                memory_bytes, state (gpumux/cluster/jobs.py, JobPhase), nodes, since_s (in that place, or in the queue),
                moves, why (it waits, or is where it is; of the first MOST_REASONS that the asker may know), mine}]; of
@@ -653,7 +653,7 @@ class Coordinator:
             )
         return {
             "cluster": {"nodes": len(self.placement.nodes), "now": now, "page": self.config.page},
-            "nodes": self.node_reports(),
+            "nodes": self.node_reports(remote=peer.pid < 0),
             "jobs": jobs,
             "counts": dict(self.counts),
             "pairs": len(self.placement.costs),
@@ -668,18 +668,18 @@ class Coordinator:
                 found[job.request.priority] = max(found[job.request.priority], waited)
         return found
 
-    def node_reports(self) -> list[dict[str, Any]]:
-        """The `nodes` of a status."""
-        return [self._node(self.daemons[name]) for name in sorted(self.daemons)]
+    def node_reports(self, *, remote: bool = False) -> list[dict[str, Any]]:
+        """The `nodes` of a status, for an asker that is `remote` as in `endpoint_of`."""
+        return [self._node(self.daemons[name], remote) for name in sorted(self.daemons)]
 
-    def _node(self, daemon: DaemonRecord) -> dict[str, Any]:
+    def _node(self, daemon: DaemonRecord, remote: bool) -> dict[str, Any]:
         node = self.placement.nodes.get(daemon.node)
         devices = [] if node is None else node.devices
         away = daemon.away_since < inf
         return {
             "name": daemon.node,
             "host": daemon.host,
-            "endpoint": daemon.endpoints[0] if daemon.endpoints else "",
+            "endpoint": self.endpoint_of(daemon.node, remote),
             "state": "lost" if node is None else "away" if away else "draining" if node.draining else "up",
             "why": daemon.why_away if away else "",
             "memory_bytes": sum(device.facts.memory_bytes for device in devices),

@@ -617,3 +617,27 @@ def test_low_jobs_do_not_make_room_again_and_again_for_a_job_that_is_refused_the
     assert set(pauses[4:]) == {80.0}
     assert ran > 0.9 * 3600.0
     assert "refused it" in cluster.said("high")
+
+
+def test_a_device_that_ran_a_job_is_tried_soon_again_when_it_refuses_it_later() -> None:
+    """Refusals count as they come in a row, and a run ends the row."""
+    cluster = Cluster(1)
+    device = DeviceId("n0", 0)
+    job = JobId("a")
+
+    def refuse() -> float:
+        """Have the device refuse the job; returns the seconds until it is tried there again."""
+        refused = cluster.now
+        cluster.placement.handle(ev.DeviceRefused(cluster.placement.jobs[job].attempt, device, "no"), cluster.now)
+        while not cluster.placement.jobs[job].holds:
+            cluster.now = cluster.placement.due
+            cluster.placement.handle(ev.TimePassed(), cluster.now)
+        return cluster.now - refused
+
+    cluster.placement.handle(ev.JobSubmitted(ClusterJob(job, "ada", "group", LOW, 1, GIB)), 0.0)
+    assert [refuse() for _ in range(3)] == [5.0, 10.0, 20.0]
+    cluster.feed(ev.DeviceReserved(cluster.placement.jobs[job].attempt, device))
+    cluster.feed(ev.NodeDraining("n0"))
+    assert not cluster.placement.jobs[job].holds
+    cluster.placement.handle(ev.NodeJoined("n0", (DeviceFacts(80 * GIB, 4),)), cluster.now)
+    assert refuse() == 5.0

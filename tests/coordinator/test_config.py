@@ -78,6 +78,8 @@ def test_daemons_are_named_after_their_endpoints():
     assert config.address("tcp://10.0.0.1:7777") == DaemonAddress("10.0.0.1:7777", "10.0.0.1", "tcp://10.0.0.1:7777")
     found = config.address("ipc:///run/gpumux/3/gpumux.sock", host="h")
     assert found.node == "h:3"
+    beside = [config.address(f"ipc:///tmp/mine/{name}.sock", host="h").node for name in ("a", "b", "gpumux")]
+    assert beside == ["h:mine-a", "h:mine-b", "h:mine"]
 
 
 ONE = '[[daemons]]\nendpoint = "tcp://a:1"\n'

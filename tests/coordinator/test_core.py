@@ -129,11 +129,24 @@ def test_devices_that_are_held_for_a_script_become_its_jobs():
     assert not cluster.coordinator.jobs
 
 
+def test_the_placement_gets_what_was_asked_for(cluster: Cluster):
+    cluster.connect("a")
+    cluster.place("a", priority=1, devices=2, nbytes=GIB, programs=["p"], urgency=3, movable=False)
+    request = cluster.coordinator.placement.jobs[JOB].request
+    assert (request.priority, request.devices, request.memory_bytes) == (Priority.HIGH, 2, GIB)
+    assert (request.programs, request.urgency, request.movable) == (("p",), 3, False)
+
+
 def test_a_client_that_comes_by_tcp_is_given_daemons_by_tcp():
     cluster = Cluster()
     cluster.connect("far", -5)
     (placed,) = [m for m in cluster.place("far", uid=-5) if isinstance(m, msg.JobPlaced)]
     assert placed.endpoints == [f"tcp://{placed.nodes[0]}:7777"]
+    for session, uid, kind in (("far", -5, "tcp"), ("near", 5, "ipc")):
+        if session == "near":
+            cluster.connect(session, uid)
+        (report,) = cluster.say(session, msg.GetStatus(7), uid=uid)
+        assert {node["endpoint"].partition(":")[0] for node in report.body["nodes"]} == {kind}
 
 
 @pytest.mark.parametrize(

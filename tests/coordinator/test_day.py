@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumux.cluster import events as ev
 from gpumux.types import JobId
 from microbench.cluster_day import HIGHS, LOWS, WAYS, Day, DayJob, Pair, Way, draw_jobs
 from tests.coordinator.day import DayByMessages
@@ -17,6 +18,7 @@ PAIRS = {(high, low): Pair(1.04, 0.3 + 0.1 * (at % 4)) for at, high in enumerate
 SHARED = [way for way in WAYS if way.max_jobs > 1]
 WHOLE = [way for way in WAYS if not way.high_nodes]  # a part of eight devices has no room for the gangs of eight
 KILLS = 50
+SEED = 6  # of a day that takes another course if pairs of programs are not learned
 
 
 def jobs_of(number: int, seed: int) -> list[DayJob]:
@@ -25,9 +27,23 @@ def jobs_of(number: int, seed: int) -> list[DayJob]:
     return [replace(job, request=replace(job.request, id=JobId(f"{at:032x}"))) for at, job in enumerate(drawn)]
 
 
+class Unlearned(Day):
+    """A day whose placement is not told what was measured of pairs of programs."""
+
+    def feed(self, event: ev.ClusterEvent) -> None:
+        super().feed(ev.TimePassed() if isinstance(event, ev.PairMeasured) else event)
+
+
+def test_the_day_that_is_compared_depends_on_what_is_learned():
+    days = [kind(jobs_of(60, SEED), SHARED[-1], PAIRS, NODES, 1) for kind in (Day, Unlearned)]
+    for day in days:
+        day.run()
+    assert days[0].figures() != days[1].figures()
+
+
 @pytest.mark.parametrize("way", WHOLE, ids=lambda way: way.name)
 def test_eight_daemons_give_the_placements_day_exactly(way: Way, tmp_path: Path):
-    jobs = jobs_of(60, 5)
+    jobs = jobs_of(60, SEED)
     alone = Day(jobs, way, PAIRS, NODES, 1)
     alone.run()
     spoken = DayByMessages(jobs, way, PAIRS, NODES, tmp_path)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpumux.client.placed.handover import Handover, take
+from gpumux.client.placed.kept import START_IT, KeptPlace, coordinator_at, forget
 from gpumux.client.placed.state import Notice, PlaceState
 from gpumux.client.recovery import LeaveOrder, Recovery, snapshot_interval_s
 from gpumux.client.session import CONNECT_S, Asked, Session
@@ -48,7 +49,6 @@ PATIENCE_S: Final = 60.0  # how long a verb of the user's may keep a job from mo
 MOST_TRIES: Final = 8  # placements in a row that came to nothing for one cause, after which that is the job's
 MOST_UNREACHED: Final = 4  # daemons that a job that has not run tries to reach, before its submit is given up
 MOST_TEXT: Final = 250  # characters of a reason that a message carries
-START_IT = "start it (gpumux cluster up), or name another with cluster= or GPUMUX_CLUSTER"
 
 # A session with the daemons at these endpoints, rank by rank, each reached within so many seconds.
 Connect = Callable[[Sequence[str], float], Session]
@@ -58,12 +58,14 @@ class CoordinatorLink:
     """The `JobPlace` of a job of a cluster. `join` must be called first, and `ended` last."""
 
     def __init__(
-        self, *, cluster: str, request: m.PlaceJob, connect: Connect, limited: bool, reconnect_s: float
+        self, *, cluster: str, request: m.PlaceJob, connect: Connect, limited: bool, reconnect_s: float,
+        kept: Sequence[KeptPlace] = (),
     ) -> None:  # fmt: skip
         """cluster: "auto" or an endpoint. request: what the job asks for; its `attempt` is filled in here. limited: the
         user has limited the job's memory to what is asked for. reconnect_s: how long a job that waits for devices waits
-        for a coordinator that is gone. Raises ConfigError for a malformed endpoint, and for a job that can't have the
-        devices that `gpumux cluster run` holds for it."""
+        for a coordinator that is gone. kept: what daemons have of the job that this one goes on from. Raises
+        ConfigError for a malformed endpoint, and for a job that can't have the devices that `gpumux cluster run` holds
+        for it."""
         self._endpoint = resolve_coordinator(cluster)
         self._held: Handover | None = take(self._endpoint.text, request)  # by `gpumux cluster run`, for this job
         if self._held is not None:
@@ -86,6 +88,7 @@ class CoordinatorLink:
         self._moving = False  # a thread does what was ordered
         self._ran = False  # it was opened at a daemon
         self._accepted = False  # the daemon where it is being opened has accepted it
+        self._kept = set(kept)  # what daemons may still have of the job: its own snapshots, and what it goes on from
         self._tries = 0
         self._unreached = 0  # daemons that were given and could not be reached
         self._kind = ""  # of the devices that it was traced for
@@ -99,22 +102,19 @@ class CoordinatorLink:
     # ---- the session with the coordinator
 
     def join(self) -> None:
-        """Ask the coordinator for devices. Raises DaemonGone if there is no coordinator, ConfigError if it is a daemon,
-        and what it refuses with."""
-        self._join()
+        """Ask the coordinator for devices; again, when it is back, if it goes before it has answered. Raises DaemonGone
+        if there is no coordinator, ConfigError if it is a daemon, and what it refuses with."""
+        try:
+            self._join()
+        except DaemonGone as gone:
+            if self._session is None or self._reconnect_s <= 0.0:
+                raise
+            log.warning("job %r was not answered by its coordinator, and asks again: %s", self._request.name, gone)
         threading.Thread(target=self._run, name="gpumux-place", daemon=True).start()
 
     def _join(self) -> None:
+        session = coordinator_at(self._endpoint)
         try:
-            session = Session.connect(self._endpoint.text, CONNECT_S, role="control")
-        except DaemonGone:
-            raise DaemonGone(f"no coordinator answers at {self._endpoint.text}", START_IT) from None
-        try:
-            if session.welcome.device.get("kind") != "cluster":
-                raise ConfigError(
-                    f"{self._endpoint.text} is a daemon's endpoint, and no coordinator's",
-                    "submit with endpoint= there, or name the cluster's coordinator",
-                )
             session.register(self.job, lambda message, frames: self._inbox.append(message))
             with self._changed:  # what is sent after it says what has changed since
                 before, self._session = self._session, session  # first: after an interrupt, `ended` uses it
@@ -300,11 +300,20 @@ class CoordinatorLink:
         """Whether the job has to leave its daemon."""
         return self._state.order
 
-    def left(self) -> None:
-        """The job has left its daemon, as ordered."""
+    def left(self, forgotten: bool) -> None:
+        """See JobPlace."""
         with self._changed:
+            if forgotten:
+                self._kept -= self._here()
             self._post(self._state.left())
             self._waits_since = time.monotonic()
+
+    def _here(self) -> set[KeptPlace]:
+        return {KeptPlace(endpoint, self.job) for endpoint in self._state.endpoints}
+
+    def forget(self) -> None:
+        """See JobPlace."""
+        forget(self._kept - self._here(), self._request.name)
 
     def connect(self, session: Session | None, timeout: float) -> Session | None:
         """See JobPlace. `session`: None for a job that was not opened yet. Raises AdmissionRefused for one that gets no
@@ -384,6 +393,7 @@ class CoordinatorLink:
         """The job runs at the daemon that `connect` gave a session with."""
         with self._changed:
             self._state.opened()
+            self._kept |= self._here()
             count = len(self._state.endpoints)
         if count != self._has:
             log.warning(

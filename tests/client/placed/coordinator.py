@@ -37,6 +37,8 @@ class FakeCoordinator:
         self.attempt = 0
         self._given: str | Sequence[str] = ""
         self.sessions_ended = 0
+        self.silent = False  # it does not answer jobs
+        self.nodes: list[dict[str, str]] = []  # of its status
         self._directory = directory
         self._kind = kind
         self._changed = threading.Condition()
@@ -77,7 +79,9 @@ class FakeCoordinator:
         if not isinstance(arrival, Incoming):
             return
         message = arrival.message
-        if isinstance(message, m.ExplainJob):
+        if isinstance(message, m.GetStatus):
+            self._router.send(arrival.session, m.Report(message.ref, {"nodes": self.nodes}))
+        elif isinstance(message, m.ExplainJob):
             self._router.send(arrival.session, m.Report(message.ref, {"job": message.job, "sentences": [WAITS]}))
         elif isinstance(message, ASKS):
             self._session = arrival.session if isinstance(message, m.PlaceJob) else self._session
@@ -87,14 +91,15 @@ class FakeCoordinator:
                 if refusal is None
                 else m.Refusal(message.ref, refusal.code, refusal.message, refusal.remedy)
             )
-            self._router.send(arrival.session, answer)
+            if not self.silent:
+                self._router.send(arrival.session, answer)
         with self._changed:
             self.heard.append(message)
             self._changed.notify_all()
         waits = isinstance(message, (m.PlaceJob, m.JobNotStarted, m.DevicesVacated))
         runs = isinstance(message, m.PlaceJob) and message.attempt
         late = message.attempt not in (0, self.attempt) if waits else False
-        if waits and not runs and not late and self._refusal is None:
+        if waits and not runs and not late and self._refusal is None and not self.silent:
             if not self.places and isinstance(message, m.JobNotStarted):
                 self.places.append(self._given)
             if self.places:

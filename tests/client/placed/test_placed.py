@@ -461,7 +461,7 @@ def test_what_does_not_go_together():
         ({"cluster": "auto", "devices": 2}, "cluster= and devices="),
         ({"cluster": "auto", "gpus": 0}, "gpus is 0"),
         ({"cluster": "auto", "gpus": 3, "plan": data_parallel(2)}, "the plan is for 2 devices, and gpus=3"),
-        ({"cluster": "auto", "resume": "a"}, "resume= names"),
+        ({"cluster": "auto", "resume": "a", "gpus": 2}, "resume= is given, and several daemons"),
         ({"cluster": "auto", "urgency": 0.5}, "urgency is 0.5"),
         ({"cluster": "a place"}, "is not an endpoint"),
     ):
