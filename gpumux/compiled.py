@@ -22,7 +22,15 @@ from gpumux.errors import ConfigError
 PACKAGE = Path(__file__).resolve().parent
 PLACE = PACKAGE / "scheduler" / "__compiled__"
 SUFFIX = EXTENSION_SUFFIXES[0]  # ".cpython-311-x86_64-linux-gnu.so": interpreter, processor and system
-BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "types")  # what its modules are made with
+BESIDE = (
+    "__init__",
+    "access",
+    "compile_core",
+    "compiled",
+    "errors",
+    "types",
+    "wording",
+)  # what its modules are made with
 LIBRARY = "gpumux.scheduler.together"  # of all compiled modules; mypyc adds a word
 ENVIRONMENT = "GPUMUX_CORE"
 COMPILED, INTERPRETED = "compiled", "interpreted"

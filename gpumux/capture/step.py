@@ -604,7 +604,7 @@ class StepFunction:
 
     def _case(self, key: Any, tensors: list[torch.Tensor], numbers: Numbers) -> Case:
         for i, case in enumerate(self._cases):
-            if case.matches(key, numbers) and self._tracer.held.same(case.read):
+            if case.matches(key, numbers) and (not case.read or self._tracer.held.same(case.read)):
                 if i:
                     self._cases.insert(0, self._cases.pop(i))
                 return case

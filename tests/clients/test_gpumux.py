@@ -40,7 +40,11 @@ def run(program, tmp_path: Path, name: str, *flags: str) -> dict:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("program", [digits_cnn, digits_transformer, digits_gan], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [digits_cnn, pytest.param(digits_transformer, marks=pytest.mark.extended), digits_gan],
+    ids=lambda p: p.__name__,
+)
 def test_equal_to_the_plain_run(program, daemon: RunningDaemon, tmp_path: Path):
     flags = ["--steps", "25"]
     ours = run(program, tmp_path, "gpumux", *flags, "--endpoint", daemon.endpoint)

@@ -53,7 +53,9 @@ def find(page: Page, words: str) -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=pytest.mark.extended if size == "small" else ()) for size in SIZES]
+)
 def test_it_fits_every_screen_and_keeps_no_reader_out(size: str, browser: Browser):
     cluster = PlayedCluster(*SIZES[size])
     with served(cluster) as page:

@@ -180,6 +180,7 @@ WRITTEN = [*side_calls.written(), *side_calls.of_lists(sorted(name for name in A
 
 
 @pytest.mark.parametrize(("func", "args", "kwargs"), WRITTEN, ids=[str(call[0]) for call in WRITTEN])
+@pytest.mark.extended
 def test_operators_that_torchs_samples_do_not_call_keep_within_their_arguments(
     process: Separate, func: Any, args: Any, kwargs: Any
 ):

@@ -12,6 +12,7 @@ from tests.stub.running import TORCHS, bindings, run
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_device_keeps_its_contract_on_the_stand_in(libraries: Path):
     """With the wrapper's own calls, from the threads that make them; operators run in host memory."""
     environment = build.environment(libraries, bindings(TORCHS))

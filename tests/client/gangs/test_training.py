@@ -62,7 +62,7 @@ SPLIT = RankPlacement(2, {"0": (0, 1), "2": (1,)})
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, endpoints: list[str]) -> None:
     subject = SUBJECTS[name]
     placement = random_placement(subject.layers, ranks, random.Random(ranks))
