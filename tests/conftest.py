@@ -141,12 +141,14 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def log_level_as_before() -> Iterator[None]:
-    """A daemon that is run in this process sets the level for all of it, and later tests would miss warnings."""
+def logging_as_before() -> Iterator[None]:
+    """A daemon or a benchmark that runs in this process sets levels for all of it, or turns logging off, and later
+    tests would miss warnings."""
     root = logging.getLogger()
-    before = root.level
+    level, disabled = root.level, root.manager.disable
     yield
-    root.setLevel(before)
+    root.setLevel(level)
+    logging.disable(disabled)
 
 
 @pytest.fixture
