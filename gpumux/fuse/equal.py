@@ -20,6 +20,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -66,9 +67,7 @@ class FusedJobs:
         places = []
         for index, mine, its in zip(self.program.results, alone.results, fused.results, strict=True):
             view = self.program.views[index]
-            nbytes = ITEM_BYTES[view.dtype]
-            for size in view.size:
-                nbytes *= size
+            nbytes = prod(view.size) * ITEM_BYTES[view.dtype]
             places.append(SlotPart(mine, its + job * nbytes, nbytes))
         return places
 
