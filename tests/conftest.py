@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.leaks import leaked, snapshot
+from tests.leaks import leaked, logging_as_before, snapshot
 
 pytest_plugins = ["pytester"]
 
@@ -141,14 +140,9 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """A daemon or a benchmark that runs in this process sets levels for all of it, or turns logging off, and later
-    tests would miss warnings."""
-    root = logging.getLogger()
-    level, disabled = root.level, root.manager.disable
-    yield
-    root.setLevel(level)
-    logging.disable(disabled)
+def logging_stays() -> Iterator[None]:
+    with logging_as_before():
+        yield
 
 
 @pytest.fixture

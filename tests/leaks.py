@@ -9,11 +9,14 @@ a moment (`settle_s`): a context's reaper thread ends a little after `term()` re
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -170,3 +173,23 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:  # it ended meanwhile
         return ""
+
+
+@contextmanager
+def logging_as_before() -> Iterator[None]:
+    """A daemon or a benchmark that runs in this process sets levels for all of it, or turns logging off, and later
+    tests would miss warnings."""
+    root = logging.getLogger()
+    before, disabled = _levels(), root.manager.disable
+    yield
+    for name, level in _levels().items():
+        if level != (was := before.get(name, logging.NOTSET)):
+            logging.getLogger(name).setLevel(was)
+    logging.disable(disabled)
+
+
+def _levels() -> dict[str, int]:
+    """Of the root logger and of gpumux's own; what other packages set when they are loaded is theirs."""
+    root = logging.getLogger()
+    own = [one for name, one in root.manager.loggerDict.items() if name.split(".")[0] == "gpumux"]
+    return {one.name: one.level for one in (root, *own) if isinstance(one, logging.Logger)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
@@ -16,7 +17,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from tests.leaks import SHM, growth, leaked, snapshot
+from tests.leaks import SHM, growth, leaked, logging_as_before, snapshot
 
 
 @contextmanager
@@ -196,3 +197,13 @@ def test_a_process_in_the_place_of_another_is_not_one_more() -> None:
     assert "daemon" in line
     (line,) = growth(before, replace(before, children=frozenset({(1, "daemon"), (2, "other"), (5, "third")})))
     assert line == "child process 5 still there: third"
+
+
+@pytest.mark.parametrize("name", [None, "gpumux", "gpumux.wire.peers", "gpumux.that_is_new"])
+def test_levels_do_not_outlive_a_test(name: str | None):
+    last = logging.getLogger("gpumux.that_is_new.and_below" if name == "gpumux.that_is_new" else "gpumux.wire.peers")
+    with logging_as_before():
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
+        assert not last.isEnabledFor(logging.WARNING)
+    assert last.isEnabledFor(logging.WARNING)
