@@ -181,6 +181,22 @@ def test_numbers_that_the_step_changes_are_changed_at_every_step(endpoint: str) 
     check(make, endpoint)
 
 
+def test_a_class_is_put_back_without_what_python_alone_sets_of_it(endpoint: str) -> None:
+    """A name in the code has its `__dict__` watched as well, which can't be set."""
+
+    def make() -> Work:
+        class Counts:
+            n = 0
+
+        def step(x: torch.Tensor) -> Any:
+            Counts.n += len(Counts.__dict__.keys() & {"n"})
+            return x * Counts.n
+
+        return work(step, lambda run: [one for _ in range(4) for one in (run(X), Counts.n)], (X,))
+
+    check(make, endpoint)
+
+
 def test_a_variable_that_is_set_for_the_first_time_by_the_step(endpoint: str) -> None:
     def make() -> Work:
         holder = SimpleNamespace(n=0, size=None)

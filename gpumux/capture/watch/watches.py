@@ -188,7 +188,8 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
 
     def restore(old: Reading) -> None:
         for key, value in zip(names, old, strict=False):
-            setattr(cls, key, value)
+            if space.get(key) is not value:  # `__dict__`, which code may name, can't be set
+                setattr(cls, key, value)
 
     def put(i: int, value: Any) -> None:
         setattr(cls, names[i], value)
