@@ -82,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
     arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the heat map")
     args = arguments.parse_args(argv)
+    if args.device != "sim" and args.waves == HALF:
+        arguments.error("--half chooses simulated kernels. Remedy: leave it out, or --device sim")
     compared: dict[str, Any] = {}
     try:
         if args.device == "cuda":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
 from torch import nn
 
 from gpumux.errors import ConfigError
 from gpumux.program.saved_plan import PlanRow, SavedPlan
+from gpumux.wording import nearest
 
 MOST_RANKS = 64
 
@@ -57,13 +57,13 @@ class RankPlacement:
                 known.update(prefix + name for name, _ in named if name)
         wrong = [name for name in self.layers if name not in known and name not in self.no_modules]
         if wrong:
-            near = get_close_matches(wrong[0], known, 1) or sorted(known)[:1]
+            near = nearest(wrong[0], known) or min(known, default=None)
             raise ConfigError(
                 f"the plan names {', '.join(wrong[:3])}{' and others' if wrong[3:] else ''}, which the"
                 f" {'models have' if len(models) > 1 else 'model has'} no module of",
                 f"use names of named_modules(){', with model0. and so on before them' if len(models) > 1 else ''}, like"
-                f" {near[0]}"
-                if near
+                f" {near}"
+                if near is not None
                 else "submit the model that the plan is for",
             )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import isinf
 from pathlib import Path
 
-from gpumux.cli.text import emit, emit_json, size, table
+from gpumux.cli.text import ProgressLine, emit, emit_json, printable, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan import guidelines
@@ -89,6 +89,14 @@ def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
 
 def _batch(args: argparse.Namespace) -> int:
     """`gpumux plan batch`: mini-batch and algorithms."""
+    line = ProgressLine()
+    try:
+        return _suggested(args, line)
+    finally:
+        line.end()
+
+
+def _suggested(args: argparse.Namespace, line: ProgressLine) -> int:
     from gpumux.plan import guidelines
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
@@ -97,7 +105,9 @@ def _batch(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.model} says nothing of convolutions' shapes", "name the model: module:factory, or a built-in"
         )
+    line.begin(f"reading the layers of {printable(args.model)}")
     network = guidelines.read(trace(find(args.model, args.input), whole=args.whole))
+    line.begin("choosing algorithms for each mini-batch")
     if args.times is not None:
         idle_option(args, ["algorithms", "gpu-model"], "beside --times", "modelled times")
         profile = load(Path(args.times))
@@ -131,6 +141,7 @@ def _batch(args: argparse.Namespace) -> int:
             network, batches, memory, lambda batch: guidelines.options(network, batch, spec, algorithms)
         )
         source = f"times are modelled for an {spec.title}; nothing here was measured"
+    line.end()
     best = choices[0]
     if args.json:
         emit_json(

@@ -130,17 +130,24 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "idle" in capsys.readouterr().out
 
 
+BURST = ["burst", "alexnet", "--gpus", "4", "--global-batch", "16", "--curve"]
+BATCH = ["batch", "alexnet", "--batches", "16"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "last"),
+    [(BURST, "11 of 12 amplification limits planned, now none"), (BATCH, "choosing algorithms for each mini-batch")],
+)
 def test_the_stages_of_a_long_plan_are_said_on_a_terminal_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[str], last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpumux.cli.text.QUIET_S", math.inf)
-    asked = ["plan", "burst", "alexnet", "--gpus", "4", "--global-batch", "16", "--curve"]
     for terminal in (False, True):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        assert main(asked) == 0
+        assert main(["plan", *asked]) == 0
         said = capsys.readouterr().err
         assert ("reading the layers of alexnet" in said) is terminal
-        assert ("11 of 12 amplification limits planned, now none" in said) is terminal
+        assert (last in said) is terminal
 
 
 def test_figures_and_the_curve_are_of_what_was_asked(

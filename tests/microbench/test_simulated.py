@@ -132,6 +132,7 @@ def test_without_a_cuda_device_it_says_so(
     ("program", "arguments", "said"),
     [
         (pairwise, ["--waves", "0"], "0 is not a positive whole number"),
+        (pairwise, ["--half", "--device", "cpu"], "--half chooses simulated kernels"),
         (ablation, ["--steps", "none"], "none is not a positive whole number"),
         (sweep, ["--pairs", "0"], "0 is not a positive whole number"),
         (sweep, ["--steps", "100"], "--steps (100) has to be more than --learning (200)"),
