@@ -61,8 +61,9 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
         ("questions of a session that wait", (turns.MAX_WAITING,)),
         (
             "jobs opened and closed again; of a session that wait",
-            (turns.OPENED_AT_ONCE, int(turns.OPENED_PER_S), turns.MAX_WAITING),
+            (turns.OPENED_AT_ONCE, int(turns.OPENED_PER_S), int(turns.TRUSTED_OPENED_PER_S), turns.MAX_WAITING),
         ),
+        ("Programs checked", (turns.CHECKED_AT_ONCE, int(turns.CHECKED_PER_S))),
         (
             "snapshots: of a job under way; questions of a session for kept ones; to be read",
             (1, snapshots.MAX_FINDS, snapshots.MAX_READS),

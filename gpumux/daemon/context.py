@@ -24,8 +24,9 @@ from gpumux.metrics.series import Metrics
 from gpumux.scheduler.events import Event
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import Fault, JobId, ProgramId
+from gpumux.wire.listen import TRUSTED
 from gpumux.wire.messages import Message, Refusal
-from gpumux.wire.router import Meter, Router
+from gpumux.wire.router import Meter, Router, UserMeters
 
 log = logging.getLogger("gpumux.daemon")
 
@@ -112,15 +113,23 @@ def with_short_ids(text: str, shorts: Mapping[JobId, str], unknown: str | None =
 # ---- Queues for checks of Programs, for questions and for jobs to open.
 
 
+CHECKED_PER_S = 20.0  # Programs of one user in the long run; those of TRUSTED users never wait
+CHECKED_AT_ONCE = 256  # Programs of one user
+
+
 class CheckQueue:
     """Passes checks of Programs to the device, at most `at_once` at a time.
 
     A check runs for seconds, and for minutes if a client means harm. So no user gets all places: a place is free, or
-    soon free, for the next user.
+    soon free, for the next user. A Program that is refused at once still costs a fork, which holds a core for
+    milliseconds, so each user has so many checked in a while; those that are too early wait.
     """
 
-    def __init__(self, device: Device, at_once: int) -> None:
+    def __init__(self, device: Device, at_once: int, clock: Callable[[], float]) -> None:
         self._device = device
+        self._clock = clock
+        self._meters = UserMeters(lambda uid, now: Meter(CHECKED_PER_S, CHECKED_AT_ONCE, now))
+        self.due = inf  # when `start` is to be called again
         self._at_once = max(1, at_once)
         self._share = max(1, at_once - max(1, at_once // 4))  # the most places of one user
         self._waiting: RoundRobin[tuple[JobId, ProgramRecord]] = RoundRobin()
@@ -129,28 +138,34 @@ class CheckQueue:
     def submit(self, job: JobRecord, program: ProgramRecord) -> None:
         """Queue a Program for its check."""
         self._waiting.add(job.session.peer.uid, job.session.id, (job.id, program))
-        self._start()
+        self.start()
 
     def ended(self, job: JobId, program: ProgramId) -> None:
         """Free the place of a check that the device has answered. Does nothing for other checks."""
         if self._running.pop((job, program), None) is not None:
-            self._start()
+            self.start()
 
     def forget(self, job: JobId) -> None:
         """Drop the checks of a job that the device is about to unload."""
         self._waiting.drop(lambda item: item[0] == job)
         for key in [key for key in self._running if key[0] == job]:
             del self._running[key]
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start what may be checked by now."""
+        now = self._clock()
         while len(self._running) < self._at_once:
-            found = self._waiting.next(self._has_place)
+            found = self._waiting.next(
+                lambda uid: self._has_place(uid) and (uid in TRUSTED or self._meters.spend(uid, now))
+            )
             if found is None:
-                return
+                break
             uid, (job, program) = found
             self._running[job, program.id] = uid
             self._device.check(job, program.id, program.encoded, uid)
+        self.due = now + 0.5 / CHECKED_PER_S if self._waiting.items else inf  # often enough for any user's next
+        self._meters.tidy(now)
 
     def _has_place(self, uid: int) -> bool:
         return sum(other == uid for other in self._running.values()) < self._share
@@ -192,7 +207,8 @@ class QuestionQueue:
             self.due = ended + (ended - began) * (1 / QUESTIONS_SHARE - 1)
 
 
-OPENED_PER_S = 10.0  # jobs of one user in the long run
+OPENED_PER_S = 2.0  # jobs of one user in the long run
+TRUSTED_OPENED_PER_S = 10.0  # of root, and of the daemon's user
 OPENED_AT_ONCE = 64  # jobs of one user, or as many as one may have open, if that is more
 
 
@@ -200,14 +216,15 @@ class OpeningQueue:
     """Lets each user open so many jobs in a while; those that are too early wait.
 
     Each opening costs a process, which takes tens of milliseconds. Without this, a client that opens and closes one job
-    after another takes a core, and all other forks wait for its own.
+    after another takes a core, and all other forks wait for its own. The fork itself holds a core for some of them, in
+    which the steps of an important job wait there, so that few are allowed in the long run.
     """
 
     def __init__(self, at_once: Callable[[], int]) -> None:
-        self._at_once = at_once
         self.waiting: RoundRobin[Answer] = RoundRobin()
         self.due = inf
-        self._meters: dict[int, Meter] = {}  # by uid
+        self._at_once = at_once
+        self._meters = UserMeters(self._meter)
 
     def add(self, session: SessionRecord, opening: Answer) -> None:
         """Queue an opening. Raises AdmissionRefused if the session has MAX_WAITING in the queue."""
@@ -222,17 +239,14 @@ class OpeningQueue:
 
     def open_next(self, now: float) -> None:
         """Open what may be opened by now."""
-        while (found := self.waiting.next(lambda uid: self._meter(uid, now).spend(1, now))) is not None:
+        while (found := self.waiting.next(lambda uid: self._meters.spend(uid, now))) is not None:
             found[1]()
         self.due = now + 0.5 / OPENED_PER_S if self.waiting.items else inf  # often enough for any user's next
-        for uid in [uid for uid, meter in self._meters.items() if meter.is_full(now)]:
-            del self._meters[uid]
+        self._meters.tidy(now)
 
     def _meter(self, uid: int, now: float) -> Meter:
-        meter = self._meters.get(uid)
-        if meter is None:
-            meter = self._meters[uid] = Meter(OPENED_PER_S, max(OPENED_AT_ONCE, self._at_once()), now)
-        return meter
+        rate = TRUSTED_OPENED_PER_S if uid in TRUSTED else OPENED_PER_S
+        return Meter(rate, max(OPENED_AT_ONCE, self._at_once()), now)
 
 
 # ---- The context.
@@ -253,6 +267,7 @@ class DaemonContext:
         scheduler: Scheduler,
         device_checks: int,
         catch_up: Callable[[JobRecord], None],
+        clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.router = router
@@ -265,7 +280,7 @@ class DaemonContext:
         self.permissions = Permissions(self.records, lambda: Access(self.config.rules))
         self.questions = QuestionQueue()
         self.openings = OpeningQueue(lambda: self.config.max_jobs_per_user)
-        self.checks = CheckQueue(device, device_checks)
+        self.checks = CheckQueue(device, device_checks, clock)
         self.unexpected = 0  # messages that were well formed, but invalid, and have no answer
         self.events: deque[Event] = deque()
         self.feed = self.events.append

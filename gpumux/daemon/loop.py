@@ -161,9 +161,10 @@ class Loop:
             scheduler=self.scheduler,
             device_checks=identity.device.checks,
             catch_up=self._catch_up,
+            clock=clock,
         )
         self._questions = self.context.questions.waiting
-        self._openings = self.context.openings
+        self._openings, self._checks = self.context.openings, self.context.checks
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.scheduler.handle  # or the recording's, which calls it
         self._bugs = Inconsistencies(
@@ -278,6 +279,8 @@ class Loop:
         if self._openings.due <= now:
             self._openings.open_next(now)
             self._settle(now)
+        if self._checks.due <= now:
+            self._checks.start()
         if "wakeup" in ready or now >= self._alarm:
             self._run_timers(now)
             self._settle(now)
@@ -339,7 +342,8 @@ class Loop:
         )  # fmt: skip
         due = self._device.due()
         question = self.context.questions.due if self._questions.items else inf
-        until = min(alarm, due, question, self._openings.due, self._router_due, self._next_gc, now + MAX_WAIT_S)
+        queues = min(question, self._openings.due, self._checks.due)
+        until = min(alarm, due, queues, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._sockets.touched and self._sockets.unread()
         if unread:
             os.sched_yield()  # a flood of messages must not keep a core from the processes of steps for a time slice

@@ -31,7 +31,7 @@ import secrets
 import select
 import socket
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,22 +174,22 @@ class Allowance:
         return enough
 
 
-class SessionlessLimiter:
-    """Limits messages outside any session, by user."""
+class UserMeters:
+    """A meter for each user. `make`: a full one of this user, at a time."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, make: Callable[[int, float], Meter]) -> None:
+        self._make = make
         self._meters: dict[int, Meter] = {}  # by uid
 
-    def allow(self, uid: int, now: float) -> bool:
-        """Count a message. Returns False if the user has sent too many."""
+    def spend(self, uid: int, now: float) -> bool:
+        """Take one of the user's tokens. Returns False if there is none."""
         meter = self._meters.get(uid)
         if meter is None:
-            meter = self._meters[uid] = Meter(self._limits.sessionless_per_s, self._limits.burst_sessionless, now)
+            meter = self._meters[uid] = self._make(uid, now)
         return meter.spend(1, now)
 
-    def forget(self, now: float) -> None:
-        """Drop meters that are full again, because their users have sent nothing for long."""
+    def tidy(self, now: float) -> None:
+        """Drop meters that are full again, because their users have taken nothing for long."""
         for uid in [uid for uid, meter in self._meters.items() if meter.is_full(now)]:
             del self._meters[uid]
 
@@ -291,7 +291,9 @@ class Router:
         self.counters: Counter[str] = Counter()
         self._sessions: dict[SessionId, RouterSession] = {}
         self._routes: dict[Route, RouterSession] = {}
-        self._sessionless = SessionlessLimiter(self.limits)
+        self._sessionless = UserMeters(
+            lambda uid, now: Meter(self.limits.sessionless_per_s, self.limits.burst_sessionless, now)
+        )  # messages outside any session
         self._arrivals: list[Arrival] = []
         self._passes = 0
         self._behind = False  # the last receive() stopped before the sockets were empty
@@ -344,7 +346,7 @@ class Router:
             self._next_check = now + self.limits.heartbeat_s / 4
             for session in list(self._sessions.values()):
                 self._check_silence(session, now)
-            self._sessionless.forget(now)
+            self._sessionless.tidy(now)
             if self.sockets.refused_connections:
                 self.counters["connections"] = self.sockets.refused_connections
         return self._take()
@@ -476,7 +478,7 @@ class Router:
         if name is None or peer is None:
             self.counters["unidentified"] += 1
             return
-        if not self._sessionless.allow(peer.uid, now):
+        if not self._sessionless.spend(peer.uid, now):
             self.counters["flood"] += 1
             cut(first, peer)
             return

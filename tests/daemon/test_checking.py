@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from gpumux.daemon.context import CheckQueue
+from gpumux.daemon import context
+from gpumux.daemon.context import CHECKED_PER_S, CheckQueue
 from gpumux.daemon.requests import MAX_UNLOADED
 from gpumux.program import codec
 from gpumux.wire import messages as msg
@@ -105,8 +108,34 @@ def test_no_user_has_all_places(at_once, share):
         def __init__(self, **values):
             self.__dict__.update(values)
 
-    queue = CheckQueue(Device(), at_once)
+    queue = CheckQueue(Device(), at_once, lambda: 0.0)
     session = Thing(id="s", peer=Thing(uid=1))
     for number in range(40):
         queue.submit(Thing(id=number, session=session), Thing(id=0, encoded=b""))
     assert asked == list(range(share))
+
+
+def test_a_user_with_many_programs_waits_for_more_and_keeps_no_other_waiting(daemon, monkeypatch):
+    """Each costs a fork, however short its check. Trusted users never wait."""
+    monkeypatch.setattr(context, "CHECKED_AT_ONCE", 3)
+    monkeypatch.setattr(context, "TRUSTED", frozenset({0}))
+    daemon.device.slow = False  # checks end at once
+    checks = daemon.loop.context.checks
+    assert loaded(daemon, "a", 1000, 5, first=0) == [True, True, True, False, False]
+    assert loaded(daemon, "b", 1001, 1, first=10) == [True]
+    assert loaded(daemon, "root", 0, 5, first=20) == [True] * 5
+    for more in (3, 4):
+        daemon.now += 1.001 / CHECKED_PER_S
+        daemon.turn()
+        assert [m.job for _, m, _ in daemon.router.sent if isinstance(m, msg.ProgramLoaded)][-1] == job(more)
+        assert (checks.due == math.inf) == (more == 4)
+
+
+def loaded(daemon, who, uid, count, first):
+    """For each of so many jobs whether its Program was loaded at once."""
+    daemon.connect(who, uid)
+    found = []
+    for number in range(first, first + count):
+        daemon.open_job(who, job(number))
+        found.append(bool(daemon.load(who, job(number), PROGRAM)))
+    return found
