@@ -33,7 +33,7 @@ JOBS = "abcd"
 STEPS = 16
 STEPS_BEFORE = fg.MEASURED_ALONE + 4  # steps that may run alone before a group is there
 TURN_S = 0.004
-RULES = fg.FusionRules(wait_s=0.01, settle_s=0.008, retry_s=0.03, samples=4)
+RULES = fg.FusionRules(wait_s=0.01, gather_s=0.01, settle_s=0.008, retry_s=0.03, samples=4)
 
 
 # ---- Jobs: their steps as a client would send them, and what carries them out
