@@ -83,7 +83,8 @@ class JobSpec:
     """A client's request when it opens a job. `memory_limit` None means no limit of its own. `arena`: the user
     whose jobs share one arena for temporaries with it, None for memory of its own. `models`: number of models
     that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several. `user`: the
-    user of this machine that it belongs to, None if it is not known."""
+    user of this machine that it belongs to, None if it is not known. `fusible`: its steps may run as one with those of
+    jobs that have the same Program. No client can ask for that yet."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -96,6 +97,7 @@ class JobSpec:
     gang: Gang | None = None
     arena: int | None = None
     user: int | None = None
+    fusible: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ def ways(jobs: int, size: str, batch: int, steps: int) -> dict[str, Callable[[in
         for place, job in enumerate(found):
             for target, source in zip(whole.inputs, job.batches[n % steps], strict=False):
                 target[place].copy_(source)
-        group.fill_tables(whole.inputs, values)
-        whole.run(group.scalars(values))
+        group.layout.fill_tables(whole.inputs, values)
+        whole.run(group.layout.scalars(values))
 
     def run_array(n: int) -> None:
         each = [job.batches[n % steps] for job in found]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumux.daemon.context import DaemonContext, as_fault, log
+from gpumux.daemon.fusion.jobs import JobFusion
 from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, aligned_total
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
@@ -367,9 +368,10 @@ _SCALARS: dict[str, type] = {"float": float, "int": int}
 class Completions:
     """Handles device events; `handlers` has one method for each class of event. The scheduler takes most unchanged."""
 
-    def __init__(self, context: DaemonContext) -> None:
+    def __init__(self, context: DaemonContext, fusion: JobFusion) -> None:
         self._context = context
         self._records = context.records
+        self._fusion = fusion
         feed = context.feed
         self.handlers: dict[type, Callable[[Any], None]] = {
             PieceDone: feed,
@@ -382,6 +384,9 @@ class Completions:
             dev.ProgramChecked: self._checked,
             dev.ProgramRefused: self._refused,
             dev.ProgramProfiled: self._profiled,
+            dev.FusedProgramMade: fusion.made,
+            dev.FusedProgramProven: fusion.proven,
+            dev.FusedProgramRefused: fusion.refused,
         }
 
     def _program(self, event: Any) -> tuple[JobRecord, ProgramRecord] | None:
@@ -394,6 +399,7 @@ class Completions:
         self._context.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
+            self._fusion.checked(event)  # of a group, which has no record
             return
         job, program = found
         program.slot_bytes = event.footprint.slot_bytes
@@ -427,6 +433,7 @@ class Completions:
         self._context.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
+            self._fusion.not_loaded(event)
             return
         job, program = found
         if program.offered:

@@ -32,6 +32,7 @@ from gpumux.daemon import report
 from gpumux.daemon.config_reload import Reloading, core_config
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.effects import CommandRunner, Completions
+from gpumux.daemon.fusion.jobs import JobFusion
 from gpumux.daemon.inconsistencies import CrashReports, Inconsistencies
 from gpumux.daemon.records import JobRecord, SessionRecord
 from gpumux.daemon.requests import Requests
@@ -45,6 +46,7 @@ from gpumux.metrics.gauges import STALE_S, Figures, SnapshotBox
 from gpumux.metrics.series import Metrics
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command
+from gpumux.scheduler.fusion.groups import FusionRules
 from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import JobId, LaunchId, SessionId
 from gpumux.wire import router as wire
@@ -126,7 +128,7 @@ ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 class Loop:
     """Runs a daemon whose parts are open. `identity` is what GetStatus reports about the daemon. `writer` is None if
     this daemon keeps no snapshots, `crashes` if it writes no reports of bugs, `learned` if it forgets at its end what
-    it learned of interference."""
+    it learned of interference. `fusion_rules`: when jobs run as one, None for the defaults."""
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class Loop:
         writer: WriterClient | None = None,
         crashes: CrashReports | None = None,
         learned: LearnedFile | None = None,
+        fusion_rules: FusionRules | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -187,8 +190,14 @@ class Loop:
             snapshot_requests=self._snapshot_requests,
             failed=self._message_failed,
         )
-        self._completions = Completions(self.context)
         self._commands = CommandRunner(self.context, self._snapshot_requests.forgotten)
+        self.fusion = JobFusion(
+            self.context,
+            fusion_rules or FusionRules(),
+            lambda command: self._commands.handlers[type(command)](command),
+            clock,
+        )
+        self._completions = Completions(self.context, self.fusion)
         self._answering = device if isinstance(device, Answering) else None
         self._latest = -inf  # the newest time that the scheduler was given
         self._waiter = Waiter(router.sockets.epoll)
@@ -300,6 +309,8 @@ class Loop:
         if self._commands.wake_at is not None and now >= self._commands.wake_at:
             self._commands.wake_at = None
             self.context.feed(ev.Tick())
+        if now >= self.fusion.due:
+            self.fusion.tick()
         if now >= self._tracing.due:
             self._tracing.finish()
         self._snapshot_requests.run_timers(now)
@@ -338,7 +349,7 @@ class Loop:
         now, wake_at = self._turned, self._commands.wake_at
         self._alarm = alarm = min(
             self._leave_by, self._next_call, self._tracing.due, self._snapshot_requests.due, self._memory_overuse.due,
-            self._learned.due, inf if wake_at is None else wake_at,
+            self._learned.due, self.fusion.due, inf if wake_at is None else wake_at,
         )  # fmt: skip
         due = self._device.due()
         question = self.context.questions.due if self._questions.items else inf
@@ -374,17 +385,30 @@ class Loop:
     def _settle(self, now: float) -> None:
         """Have the scheduler handle every queued event, and carry out its commands, until no event is left."""
         events, handlers = self.context.events, self._commands.handlers
+        fusion, released = self.fusion, self.fusion.released
         if now < self._latest:
             now = self._latest
         self._latest = now
-        while events:
+        while events or released:
+            event = released.popleft() if released else None
+            if event is None:
+                event = events.popleft()
+                if fusion.takes(event):
+                    try:
+                        fusion.take(event)
+                    except Exception as error:  # noqa: BLE001
+                        self._carry_out(self._bugs.about(getattr(event, "job", None), error, now), now)
+                    continue
             try:
-                commands = self._handle(events.popleft(), now)
+                commands = self._handle(event, now)
             except Exception as error:  # noqa: BLE001 - a bug, which ends what it is about
                 commands = self._bugs.in_event(error, now)
             for command in commands:
                 try:
-                    handlers[type(command)](command)
+                    if fusion.active:
+                        fusion.carry_out(command)
+                    else:
+                        handlers[type(command)](command)
                 except Exception as error:  # noqa: BLE001
                     self._carry_out(self._bugs.about(getattr(command, "job", None), error, now), now)
 
@@ -392,7 +416,7 @@ class Loop:
         """Carry out the commands by which something ends that a bug was about."""
         for command in commands:
             try:
-                self._commands.handlers[type(command)](command)
+                self.fusion.carry_out(command)
             except Exception as error:  # noqa: BLE001
                 self._carry_out(self._bugs.about(getattr(command, "job", None), error, now), now)
 
@@ -501,6 +525,7 @@ class Loop:
         except Exception as error:  # noqa: BLE001
             self._bugs.in_report("keeping what was learned of interference", error)
         self._snapshot_requests.close()
+        self.fusion.close()
         for job in list(self.context.records.jobs):
             self.context.records.forget_job(job)
         self._wakeup.close()

@@ -95,6 +95,8 @@ class JobRecord:
     over: bool = False  # EndJob was executed: the client has been told
     waves: bool = False  # a program of it is for one of two waves
     device_answers: bool = False  # the device has the session's channel, to answer steps itself
+    group_steps: int = 0  # steps that ran in a group of jobs (daemon/fusion), and its part of their device seconds
+    group_s: float = 0.0
 
     @property
     def ending(self) -> bool:

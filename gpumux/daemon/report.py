@@ -105,9 +105,9 @@ def status(
             "reserved_bytes": memory["reserved"],
             "shared_bytes": shared_bytes,
         },
-        "sessions": snapshot["sessions"],
+        "sessions": len(records.sessions),
         "windows": snapshot["windows"],
-        "jobs": [_job(job, records, snapshot, held) for job in snapshot["jobs"]],
+        "jobs": [_job(job, records, snapshot, held) for job in snapshot["jobs"] if job["job"] in records.jobs],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -177,8 +177,8 @@ def _job(job: dict[str, Any], records: Records, snapshot: dict[str, Any], held: 
         "outstanding": job["outstanding"],
         "memory_bytes": _charged(job, held),
         "measured_bytes": held.measured.get(job["job"], 0),
-        "device_busy_s": job["device_seconds"],
-        "steps_done": job["steps_done"],
+        "device_busy_s": job["device_seconds"] + records.jobs[job["job"]].group_s,
+        "steps_done": job["steps_done"] + records.jobs[job["job"]].group_steps,
         "steps_failed": job["steps_failed"],
         "programs": job["programs"],
         "transfers": job["transfers"],
@@ -231,7 +231,7 @@ def figures(
             for job in snapshot["jobs"]
             if job["job"] in records.jobs
         ),
-        sessions=snapshot["sessions"],
+        sessions=len(records.sessions),
         shared_bytes=shared_bytes,
         device_total_bytes=memory["capacity"] or 0,
         device_free_bytes=memory["free"] or 0,
@@ -317,8 +317,8 @@ def _figures(
         outstanding=job["outstanding"],
         memory_bytes=_charged(job, held),
         measured_bytes=held.measured.get(job["job"], 0),
-        device_busy_s=job["device_seconds"],
-        steps_done=job["steps_done"],
+        device_busy_s=job["device_seconds"] + records.jobs[job["job"]].group_s,
+        steps_done=job["steps_done"] + records.jobs[job["job"]].group_steps,
         promise=_promise(job, now),
         held=waits["reason"],
         held_by=_short(waits["high"], records),

@@ -137,6 +137,33 @@ class ProgramProfiled:
     fault: Fault | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FusedProgramMade:
+    """A fused Program was made, and is not proven yet. `encoded` is to be checked as any Program is; `fusion` goes to
+    `load_fused`, as `state` does: bytes of each state slot. `proof_bytes`: memory that its proof takes at most."""
+
+    request: int
+    encoded: bytes
+    fusion: bytes
+    state: tuple[int, ...]
+    proof_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProgramProven:
+    """The fused Program of this request computes what its jobs' own Programs do."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProgramRefused:
+    """`make_fused` or `prove_fused` failed: the jobs of this request can't be fused."""
+
+    request: int
+    fault: Fault
+
+
 DeviceEvent = (
     ProgramChecked
     | ProgramRefused
@@ -146,6 +173,9 @@ DeviceEvent = (
     | CollectiveEnded
     | TransferEnded
     | ProgramProfiled
+    | FusedProgramMade
+    | FusedProgramProven
+    | FusedProgramRefused
     | JobDied
     | JobReleased
 )
@@ -282,3 +312,53 @@ class Regrading(Protocol):
 
     def regrade(self, job: JobId, priority: Priority) -> None:
         """Give the job this priority from its next launch on."""
+
+
+@runtime_checkable
+class FusesJobs(Protocol):
+    """Optional: a device that runs the steps of jobs with equal Programs as one step (gpumux/device/cpu/group.py).
+
+    The group is a job of the device's like any other, which its caller opens. Its first Program is the fused one, whose
+    state slot i is the members' slots i, one after another; then each member's own Program is loaded. All of them are
+    checked first, as any Program is. A launch of the fused Program has as `scalars`, for each member in order, the slot
+    of its step and the host scalars of its step. A launch of a member's own Program runs a step of that member alone,
+    on its part of the state. State is brought in and out by `transfer`: loading a member's Program adds a buffer for
+    each state slot of it to the job's, its part of the state.
+    """
+
+    def make_fused(self, request: int, encoded: bytes, jobs: int) -> None:
+        """Make the Program that runs a step of this encoded one for each of `jobs` jobs. `request`: a number that was
+        not used before. -> FusedProgramMade or FusedProgramRefused. Requests are carried out one after another: the
+        next begins when this one is proven, refused or dropped."""
+
+    def prove_fused(self, request: int) -> None:
+        """Prove a Program that was made, once there is memory for the proof -> FusedProgramProven or
+        FusedProgramRefused."""
+
+    def drop_fused(self, request: int) -> None:
+        """Give a request up, which is not answered any more. Idempotent."""
+
+    def load_fused(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        fusion: bytes,
+        state: Sequence[int],
+        data: SegmentHandle,
+    ) -> None:
+        """Load a fused Program as `load_program` would, with a new buffer for each state slot, and one slot of data
+        -> ProgramReady or ProgramRefused."""
+
+    def load_member(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        fused: ProgramId,
+        place: int,
+        data: SegmentHandle,
+        slots: int,
+    ) -> None:
+        """Load a member's own Program on part `place` of the state of program `fused`. `data`: the member's own
+        segment of `slots` slots, which another job is charged for. -> ProgramReady or ProgramRefused."""

@@ -42,6 +42,7 @@ def make(
     profiles: Sequence[StepProfile] = (),
     allow_ops: Sequence[str] = (),
     confined: Confined | None = None,
+    fuser: str = "",
 ) -> Device:
     """The device called `name`, not opened yet. Raises ConfigError.
 
@@ -52,10 +53,11 @@ def make(
     gpu_model, profiles: the simulated GPU, and profiles whose times are used instead of its cost model's, for sim.
     allow_ops: operators allowed beside the built-in list.
     confined: what processes of jobs give up, None for all that is possible.
+    fuser: what makes fused Programs of equal jobs, "module:function", for cpu.
     """
     name, _ = choose(name, gpu)
     if name == "cpu":
-        return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops, confined=confined)
+        return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops, confined=confined, fuser=fuser)
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
     if name == "cuda":

@@ -8,37 +8,35 @@ is the order of the models in the fused Program.
   storage of its own, so that a job's own Program runs on its part as it does on its own buffers: a job whose partners
   have no step goes on by itself without being unstacked.
 - Batches and results are bytes in slots of shared memory. A job's batch is copied to its part of each input; its
-  results are a part of each result, which needs no copy (`input_places`, `result_places`).
+  results are a part of each result (`GroupLayout` in `gpumux/device/cpu/group.py`).
 - Host scalars may differ between jobs at any step (learning rates, step counts), so that all of them are taken to.
 
-Nothing in the daemon uses it yet: `scheduler/fusion/groups.py` decides when jobs run so.
+`serve` is the process that makes and proves a fused Program for a device (`gpumux/device/workers/fusing.py`).
+`scheduler/fusion/groups.py` decides when jobs run so; nothing connects it with a device yet.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from gpumux.device.cpu.group import GroupLayout, StepFusion
 from gpumux.device.run.operands import over
-from gpumux.errors import NotFusible
+from gpumux.device.workers.channel import FUSED, MAX_BYTES, PROVEN, REFUSED, Channel, unpack
+from gpumux.errors import GpumuxError, NotFusible
 from gpumux.fuse import proof
 from gpumux.fuse.fuse import fuse_template
-from gpumux.fuse.template import Choose, Fused, align, first_models, numbers
-from gpumux.program.ir import ITEM_BYTES, Program, aligned, slot_layout
-
-
-class SlotPart(NamedTuple):
-    """Bytes that a job and its group both have: offsets in the job's slot and in the group's."""
-
-    alone: int
-    fused: int
-    nbytes: int
+from gpumux.fuse.template import Choose, Fused, align, first_models
+from gpumux.program.codec import decode, encode
+from gpumux.program.ir import ITEM_BYTES, Program, aligned
+from gpumux.program.memory import first_fit, footprint
+from gpumux.program.validate import state_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +45,41 @@ class FusedJobs:
 
     program: Program
     fused: Fused
+    layout: GroupLayout
 
     @property
     def jobs(self) -> int:
         return self.fused.models
 
-    def input_places(self, job: int) -> list[SlotPart]:
-        """Where each tensor of the job's batch lies. `job`: its position in the group, from 0."""
-        alone, fused = slot_layout(self.program), slot_layout(self.fused.program)
-        places = []
-        for index, mine, its in zip(self.program.inputs, alone.inputs, fused.inputs, strict=False):
-            nbytes = self.program.storages[self.program.views[index].storage].nbytes
-            places.append(SlotPart(mine, its + job * nbytes, nbytes))
-        return places
 
-    def result_places(self, job: int) -> list[SlotPart]:
-        """Where each of the job's results lies."""
-        alone, fused = slot_layout(self.program), slot_layout(self.fused.program)
-        places = []
-        for index, mine, its in zip(self.program.results, alone.results, fused.results, strict=True):
-            view = self.program.views[index]
-            nbytes = prod(view.size) * ITEM_BYTES[view.dtype]
-            places.append(SlotPart(mine, its + job * nbytes, nbytes))
-        return places
+class UnprovenJobs:
+    """A fused Program that was made of fake tensors, and not proven yet. `made` may be used once `prove` has returned.
 
-    def fill_tables(self, inputs: Sequence[torch.Tensor], values: Sequence[Sequence[float | int]]) -> None:
-        """Write the numbers that differ between jobs. `inputs`: the fused step's; `values`: each job's host scalars."""
-        for target, rows in zip(inputs[len(self.program.inputs) :], numbers(self.fused, values), strict=True):
-            target.copy_(rows)
+    `proof_bytes`: memory that the proof takes at most, beside that of the process."""
 
-    def scalars(self, values: Sequence[Sequence[float | int]]) -> list[float | int]:
-        """The fused step's host scalars, for those of each job's step."""
-        return [values[job][index] for job, index in self.fused.scalars]
+    def __init__(self, made: FusedJobs, fewer: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:
+        self.made = made
+        self._fewer, self._each, self._values = fewer, each, values
+        self.proof_bytes = _proof_bytes([fewer.program, each.program])
+
+    def prove(self) -> FusedJobs:
+        """Raises what `proof.check` raises."""
+        proof.check(self._fewer, self._each, self._values)
+        return self.made
 
 
 def fuse_jobs(program: Program, jobs: int, choose: Choose = "fused") -> FusedJobs:
     """Make and prove the Program that does a step of `program` for each of `jobs` jobs. `choose`: as for `fuse.fuse`.
 
-    No state is needed: it is made of fake tensors, and proven in memory for three jobs in float64.
-
     Raises NotFusible, with the reason, for what can't run so, and what `fuse.fuse` and `proof.check` raise."""
+    return make_jobs(program, jobs, choose).prove()
+
+
+def make_jobs(program: Program, jobs: int, choose: Choose = "fused") -> UnprovenJobs:
+    """Make the Program that `fuse_jobs` makes. No state is needed: it is made of fake tensors, and will be proven in
+    memory for three jobs in float64.
+
+    Raises NotFusible, with the reason, for what can't run so, and what `fuse.fuse` raises."""
     _refuse(program, jobs)
     kinds = program.scalars
     values = [[0.5 if kind == "float" else 1 for kind in kinds]] * jobs
@@ -103,8 +96,21 @@ def fuse_jobs(program: Program, jobs: int, choose: Choose = "fused") -> FusedJob
     # Numbers that differ, so that one job's in place of another's shows. Whole ones stay as they are: another may be
     # out of an operator's range.
     tried = [[v * (1 + job / 8) if isinstance(v, float) else v for v in values[job]] for job in range(few)]
-    proof.check(fewer, made("per-model", few), tried)
-    return FusedJobs(program, fused)
+    fusion = StepFusion(jobs, fused.scalars, tuple(table.rows for table in fused.tables))
+    found = FusedJobs(program, fused, GroupLayout(program, fused.program, fusion))
+    return UnprovenJobs(found, fewer, made("per-model", few), tried)
+
+
+def _proof_bytes(programs: Sequence[Program]) -> int:
+    """A bound of what proving one of these Programs by the other takes: three runs' state and results at once, the
+    temporaries of one run, and the numbers that one buffer is filled with (`proof.check`)."""
+    most = 0
+    for program in programs:
+        wide = proof.in_float64(program) or program
+        needs = footprint(wide, first_fit(wide))
+        largest = max(state_slots(wide), default=0)
+        most = max(most, 3 * (needs.state_bytes + 2 * needs.slot_bytes + largest) + needs.transient_bytes)
+    return most
 
 
 def _refuse(program: Program, jobs: int) -> None:
@@ -171,3 +177,34 @@ class StackedState:
         """Copy the job's part back into its own buffers. Bytes of a buffer that the Program has no use for stay."""
         for part, buffer in zip(self.parts(job), buffers, strict=True):
             buffer[: part.numel()].copy_(part)
+
+
+# ---- The process that does it for a device.
+
+
+def serve(channel: Channel, settings: dict[str, Any]) -> None:
+    """Make one fused Program, and prove it when told to: its memory can be charged in between. Ends when it is proven
+    or refused. Raises EOFError when the daemon has closed the channel."""
+    torch.set_num_threads(1)
+    _, body, (fd,) = channel.receive()
+    (jobs,) = unpack(body)
+    try:
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+            unproven = make_jobs(decode(bytes(memory[:])), jobs)
+        made = unproven.made
+        encoded = encode(made.fused.program)
+        if len(encoded) > MAX_BYTES // 2:
+            raise NotFusible(f"its constants take {len(encoded)} bytes together", "keep large tensors in the model")
+        state = state_slots(made.fused.program)
+        channel.send(FUSED, [encoded, made.layout.fusion.packed(), state, unproven.proof_bytes])
+        channel.receive()
+        unproven.prove()
+    except GpumuxError as error:
+        channel.send(REFUSED, [error.code, error.message, error.remedy])
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError) as error:
+        why = NotFusible(f"fusing it failed: {error}"[:500], "let its jobs run by themselves, and report the step")
+        channel.send(REFUSED, [why.code, why.message, why.remedy])
+    else:
+        channel.send(PROVEN, [])
+    finally:
+        os.close(fd)

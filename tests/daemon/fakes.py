@@ -20,6 +20,7 @@ from gpumux.errors import DaemonGone
 from gpumux.metrics.series import Metrics
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
+from gpumux.scheduler.fusion.groups import FusionRules
 from gpumux.types import (
     GENERATOR_BYTES,
     DeviceInfo,
@@ -396,6 +397,7 @@ class Daemon:
         crashes: CrashReports | None = None,
         learned: LearnedFile | None = None,
         info: DeviceInfo | None = None,
+        fusion_rules: FusionRules | None = None,
     ):
         self.now = 100.0
         self.consistent = True  # False while a test has spoilt the scheduler's state
@@ -412,6 +414,7 @@ class Daemon:
             writer=writer,
             crashes=crashes,
             learned=learned,
+            fusion_rules=fusion_rules,
         )
         self.refs = 0
 

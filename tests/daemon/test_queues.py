@@ -59,6 +59,10 @@ BOUNDS: dict[str, tuple[str, float]] = {
     "device/workers/channel.py Channel._parts": ("bytes of one message of the device's own processes", 1),
     "device/run/schedule.py CommandQueue.waiting": ("launches and transfers that the scheduler granted", 1),
     "device/run/schedule.py CommandQueue.handed": ("of these, those that a process has", 1),
+    "device/workers/fusing.py FusedPrograms._waiting": ("groups of jobs, of which there are fewer", Config().max_jobs),
+    "daemon/fusion/jobs.py JobFusion.released": ("handled before the next event", 1),
+    "daemon/fusion/jobs.py JobFusion._inbox": ("handled before the next event", 1),
+    "daemon/fusion/jobs.py _Member.held": ("steps and transfers of a job", Config().max_inflight),
 }  # fmt: skip
 KINDS = {"deque", "RoundRobin", "SimpleQueue", "Queue", "LifoQueue", "PriorityQueue"}
 LISTS = {"_finds", "_arrivals", "_parts"}  # lists that are used as queues

@@ -33,7 +33,7 @@ JOBS = "abcd"
 STEPS = 16
 STEPS_BEFORE = fg.MEASURED_ALONE + 4  # steps that may run alone before a group is there
 TURN_S = 0.004
-RULES = fg.FusionRules(wait_s=0.01, settle_s=0.008, retry_s=0.03, samples=4)
+RULES = fg.FusionRules(wait_s=0.01, gather_s=0.01, settle_s=0.008, retry_s=0.03, samples=4)
 
 
 # ---- Jobs: their steps as a client would send them, and what carries them out
@@ -192,13 +192,13 @@ class Executor:
             own = ProgramRunner(program, [b.clone() for b in self.jobs[steps[place][0]].own(step)])
             for target, source in zip(own.inputs, step.batch, strict=True):
                 target.copy_(source)
-            for at in fused.input_places(place):
+            for at in fused.layout.input_places(place):
                 group.whole.slot[at.fused : at.fused + at.nbytes] = own.slot[at.alone : at.alone + at.nbytes]
-        fused.fill_tables(group.whole.inputs, [step.scalars for step in found])
-        group.whole.run(fused.scalars([step.scalars for step in found]))
+        fused.layout.fill_tables(group.whole.inputs, [step.scalars for step in found])
+        group.whole.run(fused.layout.scalars([step.scalars for step in found]))
         loss = program.views[program.results[0]]
         for place, (job, number) in enumerate(steps):
-            at = fused.result_places(place)[0]
+            at = fused.layout.result_places(place)[0]
             data = group.whole.slot[at.fused : at.fused + at.nbytes].clone()
             self.jobs[job].losses[number] = data.view(getattr(torch, loss.dtype)).view(loss.size)
 
@@ -378,8 +378,8 @@ def test_a_part_of_the_stacked_state_is_a_buffer_of_its_own():
 def test_every_byte_of_a_batch_and_of_the_results_has_one_place_in_the_group():
     fused = fused_program(recorded("a").steps[-1].program, 3)
     for places, starts, indices in (
-        (fused.input_places, slot_layout(fused.fused.program).inputs, fused.program.inputs),
-        (fused.result_places, slot_layout(fused.fused.program).results, fused.program.results),
+        (fused.layout.input_places, slot_layout(fused.fused.program).inputs, fused.program.inputs),
+        (fused.layout.result_places, slot_layout(fused.fused.program).results, fused.program.results),
     ):
         for at in range(len(indices)):
             each = [places(job)[at] for job in range(3)]

@@ -15,7 +15,7 @@ from gpumux.scheduler.fusion import groups as fg
 from gpumux.types import JobId, Priority, StepId
 
 WAIT = 0.01
-RULES = fg.FusionRules(wait_s=WAIT, settle_s=0.5, retry_s=5.0, samples=4)
+RULES = fg.FusionRules(wait_s=WAIT, gather_s=WAIT, settle_s=0.5, retry_s=5.0, samples=4)
 
 
 @dataclass
@@ -264,7 +264,7 @@ def test_a_member_with_another_priority_leaves():
 
 def test_another_users_job_is_fused_only_where_both_are_in_one_set():
     for agreed, groups in (((), 0), ((frozenset({1, 3}),), 0), ((frozenset({1, 2, 3}),), 1)):
-        device = Device(fg.FusionRules(wait_s=WAIT, settle_s=0.5, agreed=agreed))
+        device = Device(fg.FusionRules(wait_s=WAIT, gather_s=WAIT, settle_s=0.5, agreed=agreed))
         device.open("a", user=1)
         device.open("b", user=2)
         measured(device, "ab")
@@ -360,6 +360,42 @@ def test_more_jobs_of_the_kind_make_a_larger_group():
     assert [c.models for c in device.log if isinstance(c, fg.ChargeMemory)] == [2, 3]
 
 
+@pytest.mark.parametrize("phase", ["gathering", "running"])
+def test_a_group_that_fails_is_over_and_its_members_run_by_themselves(phase: str):
+    if phase == "running":
+        device, group = fused("ab")
+        device.stacked.clear()  # where their state is, the device says
+        device.running = dict.fromkeys("ab")
+        made = device.core.handle(fg.GroupFailed(group, "its process died"), device.now)
+        assert made == [], "their steps are under way, in their own places"
+        made = device.core.handle(fg.FusedEnded(group, 0.002), device.now)
+    else:
+        device = Device()
+        for job in "ab":
+            device.open(job)
+        measured(device, "ab")
+        device.charged(1)
+        device.build(1)
+        device.end("a")
+        assert device.step("a") == [], "held at its border"
+        made = device.core.handle(fg.GroupFailed(1, "its process died"), device.now)
+        assert kinds(made) == ["ReleaseMemory", "RunAlone"]
+    assert fg.ReleaseMemory(1) in made
+    assert "its process died" in device.core.explain(JobId("a"))
+    assert device.core.handle(fg.GroupFailed(1, "again"), device.now) == []
+
+
+def test_a_job_is_idle_when_nothing_of_it_runs_waits_or_is_stacked():
+    device, _ = fused("ab")
+    assert not device.core.idle(JobId("a"))
+    device.open("c")
+    assert device.core.idle(JobId("c"))
+    device.step("c")
+    assert not device.core.idle(JobId("c"))
+    device.end("c")
+    assert device.core.idle(JobId("c"))
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -386,7 +422,9 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.device = Device(
-            fg.FusionRules(wait_s=WAIT, settle_s=0.002, retry_s=0.05, samples=3, most=4, agreed=(frozenset({1, 2}),))
+            fg.FusionRules(
+                wait_s=WAIT, gather_s=WAIT, settle_s=0.002, retry_s=0.05, samples=3, most=4, agreed=(frozenset({1, 2}),)
+            )
         )
         self.opened = 0
         self.wanted: set[str] = set()

@@ -24,7 +24,14 @@ from typing import Any
 
 from gpumux import hostmemory
 from gpumux.device import base as dev
-from gpumux.device.base import DeviceEvent, Launch, ProgramProfiled, ProgramRefused, SegmentHandle
+from gpumux.device.base import (
+    DeviceEvent,
+    FusedProgramRefused,
+    Launch,
+    ProgramProfiled,
+    ProgramRefused,
+    SegmentHandle,
+)
 from gpumux.device.cpu.jobs import (
     Answers,
     Command,
@@ -38,7 +45,7 @@ from gpumux.device.cpu.jobs import (
     start_executor,
 )
 from gpumux.device.run.device_base import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, DeviceBase, is_seed
-from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
+from gpumux.device.run.schedule import LoadCommand, MemberLoad, ProfileCommand, Schedule, TransferCommand
 from gpumux.device.workers.channel import (
     ANSWER,
     CUT,
@@ -73,6 +80,8 @@ from gpumux.device.workers.channel import (
     unpack,
 )
 from gpumux.device.workers.confinement import Confined
+from gpumux.device.workers.fork_server import ForkServer
+from gpumux.device.workers.fusing import FusedPrograms
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name, memory_file
 from gpumux.program.ir import DEFAULT, ProgramLimits
@@ -102,12 +111,14 @@ MOST_NICE = 19
 PIECE_S = 0.002
 OPEN_S = 120.0
 CLOSE_S = 10.0
+NO_FUSER = Fault("not_fusible", "this device was given nothing that fuses Programs", "let its jobs run by themselves")
 
 
 class CpuDevice(DeviceBase[ExecutorRecord]):
     """See gpumux.device.base.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
-    above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
+    above 0 the kernel stops them wherever a high job wants the core, as no GPU can. `fuser`: what makes fused Programs
+    (workers/fusing.py); without it none is made."""
 
     def __init__(
         self,
@@ -118,6 +129,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         allow_ops: Sequence[str] = (),
         limits: ProgramLimits = DEFAULT,
         confined: Confined | None = None,
+        fuser: str = "",
     ) -> None:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._threads = threads or max(1, self._cores // 2)
@@ -131,6 +143,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             preempts=low_nice > 0,
         )
         self._low_nice = low_nice
+        self._fused = FusedPrograms(fuser, self._confined.of(None)) if fuser else None
         self._by_token: dict[int, ExecutorRecord] = {}
         self._by_fd: dict[int, ExecutorRecord] = {}
         self._fds: tuple[int, ...] = ()
@@ -255,6 +268,57 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             executor.failure = executor.failure or fault
             self._supervisor.kill(executor.token)
 
+    def make_fused(self, request: int, encoded: bytes, jobs: int) -> None:
+        """See base.FusesJobs."""
+        if self._fused is None or self._fork_server is None:
+            self._emit(FusedProgramRefused(request, NO_FUSER if self._fused is None else NO_FORK_SERVER))
+            return
+        self._fused.make(request, encoded, jobs)
+        self._start_fusing(self._fork_server)
+
+    def prove_fused(self, request: int) -> None:
+        """See base.FusesJobs."""
+        if self._fused is not None:
+            self._fused.prove(request)
+
+    def drop_fused(self, request: int) -> None:
+        """See base.FusesJobs."""
+        if self._fused is not None:
+            for token in self._fused.drop(request):
+                self._supervisor.kill(token)
+            if self._fork_server is not None:
+                self._start_fusing(self._fork_server)
+
+    def load_fused(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        fusion: bytes,
+        state: Sequence[int],
+        data: SegmentHandle,
+    ) -> None:
+        """See base.FusesJobs."""
+        self._load(job, program, encoded, state, range(len(state)), data, 1, fusion=fusion)
+
+    def load_member(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        fused: ProgramId,
+        place: int,
+        data: SegmentHandle,
+        slots: int,
+    ) -> None:
+        """See base.FusesJobs."""
+        self._load(job, program, encoded, (), (), data, slots, member=MemberLoad(fused, place))
+
+    def _start_fusing(self, server: ForkServer) -> None:
+        if self._fused is not None:
+            self._fused.start(server, self._epoll)
+            self._supervisor.watch()
+
     def may_regrade(self, priority: Priority) -> Fault | None:
         """See base.Regrading."""
         if priority is Priority.LOW or not self._low_nice or may_be_less_nice():
@@ -288,6 +352,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             waited += not self._epoll.poll(0.1)
             self.poll()
         self._supervisor.close()
+        if self._fused is not None:
+            self._fused.close()
         for executor in list(self._jobs.values()):
             self._let_go(executor)
         self._checks.close()
@@ -380,10 +446,21 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     # ---- the fork server -------------------------------------------------------------------------
 
+    def _hear_workers(self) -> None:
+        if self._fused is not None:
+            self._events.extend(self._fused.hear())
+        super()._hear_workers()
+
+    def can_fork(self, server: ForkServer) -> None:
+        super().can_fork(server)
+        self._start_fusing(server)
+
     def child_exited(self, token: int, status: int | str) -> None:
         executor = self._by_token.get(token)
         if executor is None:
             super().child_exited(token, status)
+            if self._fused is not None:
+                self._events.extend(self._fused.exited(token, status))
             return
         executor.status = status
         if not executor.ended:
@@ -395,6 +472,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         for executor in list(self._jobs.values()):
             executor.status = how
             self._bury(executor)
+        if self._fused is not None:
+            for token in self._fused.processes:
+                self._events.extend(self._fused.exited(token, how))
         super().fork_server_lost(how)
 
 
@@ -461,7 +541,8 @@ def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
 def _send_load(channel: Channel, load: LoadCommand) -> None:
     """Send a load as its executor reads it. It may be larger than a packet, so it is passed by descriptor."""
     sizes = {"data_bytes": load.nbytes, "transient_bytes": load.transient, "new_buffers": load.new_buffers}
-    description = pack({"program": load.program, "slots": load.slots, "binding": load.binding, **sizes})
+    group = {"fusion": load.fusion, "member": load.member}
+    description = pack({"program": load.program, "slots": load.slots, "binding": load.binding, **sizes, **group})
     fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, load.encoded])
     try:
         channel.send(LOAD, [], (fd, *load.held.fds))

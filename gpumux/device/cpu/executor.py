@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from gpumux.device.base import GENERATOR
+from gpumux.device.cpu.group import GroupSteps, part_of, unpack_fusion
 from gpumux.device.cpu.peers import Moved, Peers
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run.graph import turn_off_optimisation
@@ -63,9 +64,9 @@ from gpumux.device.workers.channel import (
 from gpumux.device.workers.confinement import data_bytes, end_connecting, limit_data
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
-from gpumux.program.ir import ALIGN, aligned
+from gpumux.program.ir import ALIGN, Program, aligned
 from gpumux.program.profile import dumps
-from gpumux.program.validate import refuse_rank
+from gpumux.program.validate import refuse_rank, state_slots
 from gpumux.types import Gang
 
 # ---- Answering steps directly, without the daemon: the client waits for one process less.
@@ -263,6 +264,7 @@ class Executor:
         self._progress = progress_on(page)
         self._buffers: list[torch.Tensor] = []
         self._programs: dict[int, LoadedProgram] = {}
+        self._groups: dict[int, GroupSteps] = {}  # by the fused program's number
         self._numerics = CurrentNumerics()
         self._newest: LoadedProgram | None = None  # the program that the newest launch ran
         self._python_s = python_cost()
@@ -321,7 +323,12 @@ class Executor:
             if loaded is not self._newest:  # numerics are the process's, not a program's
                 self._numerics.apply(loaded.program.numerics)
                 self._newest = loaded
+            group = self._groups.get(program)
+            if group is not None and scalars is not None:
+                scalars = group.begin(scalars)
             ended_step = loaded.run(step, cut, piece, slot, scalars)
+            if group is not None and ended_step:
+                group.end()
         except GpumuxError as error:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
             return False
@@ -402,7 +409,12 @@ class Executor:
             more = sum(load["new_buffers"]) + load["data_bytes"] + load["transient_bytes"]
             limit_data(self._before, self._heap.planned + more)
             self._buffers.extend(allocate_state(load["new_buffers"]))
-            bound = [self._buffer(i) for i in load["binding"]]
+            if load["member"] is None:
+                bound = [self._buffer(i) for i in load["binding"]]
+            else:
+                fused, place = load["member"]
+                bound = self._parts(fused, place, decoded)
+                self._buffers.extend(bound)
             loaded = LoadedProgram(
                 decoded,
                 bound,
@@ -412,6 +424,10 @@ class Executor:
                 python_s=self._python_s,
                 progress=self._progress,
             )
+            if load["member"] is not None:
+                self._groups[fused].join(place, loaded, data)
+            if load["fusion"]:
+                self._groups[program] = GroupSteps(loaded, data, unpack_fusion(load["fusion"]))
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
             del self._buffers[kept:]
             fault = error if isinstance(error, GpumuxError) else _refusal(error)
@@ -450,6 +466,15 @@ class Executor:
             self._channel.send(PROFILED, [b"", error.code, error.message, error.remedy])
             return
         self._channel.send(PROFILED, [text, "", "", ""])
+
+    def _parts(self, fused: int, place: int, program: Program) -> list[torch.Tensor]:
+        """A member's part of each buffer of a group's state, by the state slots of the member's own program."""
+        loaded = self._programs.get(fused)
+        if loaded is None or fused not in self._groups:
+            raise ProgramError(f"program {fused} is no fused one", "load the fused program before its members'")
+        sizes = state_slots(program)
+        lines = [loaded.operands.state(slot) for slot in range(len(sizes))]
+        return [part_of(line, place * nbytes, nbytes) for line, nbytes in zip(lines, sizes, strict=True)]
 
     def _buffer(self, index: int) -> torch.Tensor:
         if not 0 <= index < len(self._buffers):

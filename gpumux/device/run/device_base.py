@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from gpumux.device import base as dev
 from gpumux.device.base import DeviceEvent, SegmentHandle
-from gpumux.device.run.schedule import LoadCommand, ProfileCommand, Schedule, TransferCommand
+from gpumux.device.run.schedule import LoadCommand, MemberLoad, ProfileCommand, Schedule, TransferCommand
 from gpumux.device.workers.channel import Descriptors
 from gpumux.device.workers.checks import Checks
 from gpumux.device.workers.confinement import Confined
@@ -140,11 +140,29 @@ class DeviceBase(ABC, Generic[J]):
         data: SegmentHandle,
         slots: int,
     ) -> None:
+        self._load(job, program, encoded, new_buffers, binding, data, slots)
+
+    def _load(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        new_buffers: Sequence[int],
+        binding: Sequence[int],
+        data: SegmentHandle,
+        slots: int,
+        *,
+        fusion: bytes = b"",
+        member: MemberLoad | None = None,
+    ) -> None:
+        """Load a program. That of a member lies on state and data that others are charged for."""
         held, footprint = self._live(job), self._checks.footprint(job, program, encoded)
         if held is None or footprint is None:
             self._emit(dev.ProgramRefused(job, program, self._fault_of(job) if held is None else UNCHECKED))
             return
-        charge, transient = sum(new_buffers) + self._data_charge(data, footprint), footprint.transient_bytes
+        charge, transient = sum(new_buffers), footprint.transient_bytes
+        if member is None:
+            charge += self._data_charge(data, footprint)
         free = self.memory().free_bytes
         there = 0  # bytes of the arena in which the temporaries lie
         if held.arena is not None:
@@ -166,6 +184,8 @@ class DeviceBase(ABC, Generic[J]):
             charge=charge,
             transient=transient,
             room=free - charge,
+            fusion=fusion,
+            member=member,
         )
         self._submit(job, load, None)
 

@@ -100,6 +100,13 @@ class Operands:
     def checks(self) -> tuple[IndexCheck, ...]:
         return self._checks.checks
 
+    def state(self, slot: int) -> torch.Tensor:
+        """The buffer that a state slot is bound to. Raises ProgramError for a slot that the program does not have."""
+        for storage, entry in enumerate(self.program.storages):
+            if entry.kind == "state" and entry.slot == slot:
+                return self._bases[storage]
+        raise ProgramError(f"no state slot {slot}", "name slots that the program has")
+
     def slot(self, slot: int) -> SlotOperands:
         """Operands of steps in `slot`. Raises ProgramError for a slot that the segment does not have."""
         found = self._made.get(slot)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from gpumux.device.workers.channel import Descriptors
 from gpumux.types import JobId, ProgramId, TransferId
@@ -30,9 +30,17 @@ from gpumux.types import JobId, ProgramId, TransferId
 T = TypeVar("T")
 
 
+class MemberLoad(NamedTuple):
+    """A program to load for one member of a group of jobs (base.Fusing): on part `place` of the state of `fused`."""
+
+    fused: ProgramId
+    place: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """A program to load, as Device.load_program was given it."""
+    """A program to load, as Device.load_program was given it. `fusion`: of a fused program, how its steps are made of
+    its members'. `member`: set for the own program of a member."""
 
     program: ProgramId
     encoded: bytes
@@ -44,6 +52,8 @@ class LoadCommand:
     charge: int  # bytes of buffers and blocks it was admitted with
     transient: int  # bytes of temporaries it was admitted with
     room: int  # bytes of temporaries it could have been admitted with
+    fusion: bytes = b""
+    member: MemberLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)

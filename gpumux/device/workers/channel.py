@@ -15,6 +15,8 @@ message's length, and raises MalformedMessage for what the other end does not se
     executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED
     daemon -> checker       CHECK [] +fd
     checker -> daemon       CHECKED · REFUSED
+    daemon -> fuser         FUSE [jobs] +fd · PROVE []
+    fuser -> daemon         FUSED · PROVEN · REFUSED
 """
 
 from __future__ import annotations
@@ -57,8 +59,22 @@ MAX_TEXT = 4000  # characters of a fault's text
     LEAVE,
     CHECK,
     RENICE,
-) = range(18)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, EXCHANGED) = range(18, 27)
+    FUSE,
+    PROVE,
+) = range(20)
+(
+    DONE,
+    FAILED,
+    LOADED,
+    REFUSED,
+    RECUT,
+    TRANSFERRED,
+    CHECKED,
+    PROFILED,
+    EXCHANGED,
+    FUSED,
+    PROVEN,
+) = range(20, 31)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import importlib
 import mmap
 import os
 import resource
@@ -197,10 +198,23 @@ def check_program(channel: Channel, settings: dict[str, Any], program: int) -> b
     return True
 
 
+# ---- The fuser: a child that makes and proves one fused Program (gpumux/device/workers/fusing.py). What does it is no
+# part of a device, so the daemon names it; no client can.
+
+
+def fuse_program(settings: dict[str, Any], fds: list[int]) -> None:
+    """Call the function that is named in the settings, `module:function`, with the channel and the settings, in a new
+    fork. `fds`: the channel's descriptor."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    limit_check(settings["cpu_s"], settings["wall_s"])
+    module, name = settings["function"].split(":")
+    getattr(importlib.import_module(module), name)(Channel(socket.socket(fileno=fds[0])), settings)
+
+
 # ---- The fork server.
 
 
-_CHILDREN = {"executor": executor.main, "checker": check_programs}
+_CHILDREN = {"executor": executor.main, "checker": check_programs, "fuser": fuse_program}
 
 
 @dataclass(slots=True)

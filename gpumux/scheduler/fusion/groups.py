@@ -10,7 +10,8 @@ A kind is a Program, a priority and the users that allow it (`FusionRules.circle
 
 1. *Charging*, then *building*: memory for the stacked state is charged before the fused Program is made and proven.
    The jobs run alone meanwhile.
-2. *Gathering*: each job is held at its next border until all are there. They give up `wait_s` after the first was held.
+2. *Gathering*: each job is held at its next border until all are there. They give up `gather_s` after the first was
+   held.
 3. *Running*: a fused step is launched when all members have one. `wait_s` after the first of them had one, those that
    have one run alone, each on its own part of the stacked state.
 4. *Ending*: no step is launched; when none runs, the state is unstacked and the memory given back.
@@ -18,7 +19,7 @@ A kind is a Program, a priority and the users that allow it (`FusionRules.circle
 A group is kept while the median of its fused steps is not above the sum of its members' own medians by more than the
 noise. Otherwise the Program is never fused again for as many jobs.
 
-Nothing in the daemon gives it events yet, and no client can ask for it.
+`gpumux/daemon/fusion/jobs.py` gives it events and carries its commands out. No client can ask for it yet.
 
 Every command is carried out in order with those before it. The sequence of Stack, RunFused, RunAlone and Unstack is
 what a log has to hold: carried out again from the same state and batches it gives the same bits.
@@ -46,13 +47,15 @@ MEASURED_ALONE = 3  # steps that a job has run by itself before it joins a group
 
 @dataclass(frozen=True, slots=True)
 class FusionRules:
-    """When jobs are fused. `wait_s`: seconds that a ready step waits for the other members'. `settle_s`: seconds from
-    the first two jobs of a kind to its first group, in which further ones may come. `retry_s`: seconds from a group's
+    """When jobs are fused. `wait_s`: seconds that a ready step waits for the other members'; `gather_s`: that it waits
+    for them once, before their group begins. `settle_s`: seconds from the first two jobs of a kind to its first group,
+    in which further ones may come. `retry_s`: seconds from a group's
     beginning until it may end for a larger one, and from its end to the next. `least`, `most`: members of a group.
     `samples`: fused steps that it is judged by. `agreed`: sets of user ids that allow their jobs to be fused with each
     other's; a user that is in none of them shares with no other. Raises ConfigError for values that can't be."""
 
     wait_s: float = 0.005
+    gather_s: float = 0.1
     settle_s: float = 1.0
     retry_s: float = 10.0
     least: int = 2
@@ -61,7 +64,7 @@ class FusionRules:
     agreed: tuple[frozenset[int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("wait_s", "settle_s", "retry_s"):
+        for name in ("wait_s", "gather_s", "settle_s", "retry_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "give seconds that are not negative")
         if not 2 <= self.least <= self.most:
@@ -167,13 +170,22 @@ class FusedProgramBuilt:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """The group is lost, and what its members had there. Those that are still there have their state in their own
+    places, and steps under way run there: their ends are reported as ever."""
+
+    group: GroupId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WaitOver:
     """Nothing happened until `due()`."""
 
 
 Event: TypeAlias = (
     FusibleJobOpened | StepReady | AloneEnded | FusedEnded | StateWanted | StateReturned | PriorityChanged
-    | FusibleJobClosed | MemoryCharged | FusedProgramBuilt | WaitOver
+    | FusibleJobClosed | MemoryCharged | FusedProgramBuilt | GroupFailed | WaitOver
 )  # fmt: skip
 
 # ---- Commands
@@ -181,11 +193,12 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ChargeMemory:
-    """Charge the stacked state and the fused step of `models` jobs -> MemoryCharged."""
+    """Charge the stacked state and the fused step of `models` jobs of these users -> MemoryCharged."""
 
     group: GroupId
     program: str
     models: int
+    users: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +363,8 @@ class FusionGroups:
                 self._charged(self._found(group), reason, now)
             case FusedProgramBuilt(group, reason):
                 self._built(self._found(group), reason, now)
+            case GroupFailed(group, reason):
+                self._failed(group, reason, now)
         self._decide(now)
         commands, self._commands = self._commands, []
         return commands
@@ -361,6 +376,11 @@ class FusionGroups:
     def at_home(self, job: JobId) -> bool:
         """Whether the job's state lies in its own place, all commands so far carried out."""
         return self._jobs[job].group is None
+
+    def idle(self, job: JobId) -> bool:
+        """Whether no step of the job runs or waits, and its state lies in its own place."""
+        found = self._jobs[job]
+        return found.group is None and not found.pending and found.running is _Running.NOTHING
 
     def group_of(self, job: JobId) -> tuple[JobId, ...]:
         """The jobs that run as one with this one, itself included; empty: it runs by itself."""
@@ -447,6 +467,17 @@ class FusionGroups:
         group.phase = _Phase.GATHERING
         group.until = now + self._rules.settle_s  # its jobs may be gone: memory is not kept for none
 
+    def _failed(self, number: GroupId, reason: str, now: float) -> None:
+        for group in self._groups.values():
+            if group.group != number:
+                continue
+            if group.phase is _Phase.GATHERING:
+                self._commands.append(ReleaseMemory(number))
+                self._forget(group, f"its group failed: {reason}", now)
+            else:
+                self._end(group, f"it failed: {reason}")
+            return
+
     # ---- Decisions
 
     def _decide(self, now: float) -> None:
@@ -471,7 +502,7 @@ class FusionGroups:
                 return
             if len(group.members) < group.models:
                 if not group.members:
-                    group.until = now + self._rules.wait_s
+                    group.until = now + self._rules.gather_s
                 group.members.append(job)
                 return
         self._run_alone(job)
@@ -488,7 +519,7 @@ class FusionGroups:
         group = self._groups[kind] = _Group(self._next, kind, size)
         group.fused_s = deque(maxlen=self._rules.samples)
         self._next += 1
-        self._commands.append(ChargeMemory(group.group, kind.program, size))
+        self._commands.append(ChargeMemory(group.group, kind.program, size, kind.circle))
 
     def _gather(self, group: _Group, now: float) -> None:
         if len(group.members) == group.models:
