@@ -188,6 +188,7 @@ def test_jobs_of_separate_clients_train_as_one_within_1e_9(clients: Clients):
     assert not clients.ended
 
 
+@pytest.mark.extended
 def test_a_member_whose_process_is_killed_costs_the_others_nothing(clients: Clients):
     clients.train_until_fused()
     clients.train(3)
