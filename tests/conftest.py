@@ -46,6 +46,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected: what tests import stays, and collections on the way would find nothing
     # A shell that runs this in the background has it ignore Ctrl-C, and what it starts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,6 +71,7 @@ def pytest_collection_finish() -> None:
     than before, would walk all of it: a third of a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
