@@ -26,6 +26,7 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cases import mark_extended
 from tests.leaks import leaked, logging_as_before, snapshot
 
 pytest_plugins = ["pytester"]
@@ -53,9 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves_runtime_files: kills a daemon, which then can't clean up after itself")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake the quick ones find shows early. Where files are run side by side, those
     with slow tests are first, so that no worker is left alone with one."""
+    mark_extended(items)
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     for item in slow:
         item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
