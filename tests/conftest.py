@@ -27,6 +27,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cases import mark_extended
+from tests.global_state import changed
+from tests.global_state import settings as process_settings
 from tests.leaks import leaked, logging_as_before, snapshot
 
 pytest_plugins = ["pytester"]
@@ -130,10 +132,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = snapshot()
+    before, set_before = snapshot(), process_settings()
     yield
+    left = changed(set_before)
     found = leaked(before, FAILED_SETTLE_S if request.node.stash.get(FAILED, False) else SETTLE_S)
     assert not found, "the test leaks: " + "; ".join(found)
+    assert not left, "later tests of this process would find changed: " + "; ".join(left)
 
 
 @pytest.fixture(autouse=True)
