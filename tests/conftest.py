@@ -26,6 +26,9 @@ del os.environ["GPUMUX_CORE"]
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cases import mark_extended
+from tests.global_state import changed
+from tests.global_state import settings as process_settings
 from tests.leaks import leaked, logging_as_before, snapshot
 
 pytest_plugins = ["pytester"]
@@ -46,15 +49,18 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected: what tests import stays, and collections on the way would find nothing
     # A shell that runs this in the background has it ignore Ctrl-C, and what it starts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "leaves_runtime_files: kills a daemon, which then can't clean up after itself")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake the quick ones find shows early. Where files are run side by side, those
     with slow tests are first, so that no worker is left alone with one."""
+    mark_extended(items)
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     for item in slow:
         item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
@@ -70,6 +76,7 @@ def pytest_collection_finish() -> None:
     than before, would walk all of it: a third of a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -125,10 +132,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = snapshot()
+    before, set_before = snapshot(), process_settings()
     yield
+    left = changed(set_before)
     found = leaked(before, FAILED_SETTLE_S if request.node.stash.get(FAILED, False) else SETTLE_S)
     assert not found, "the test leaks: " + "; ".join(found)
+    assert not left, "later tests of this process would find changed: " + "; ".join(left)
 
 
 @pytest.fixture(autouse=True)

@@ -180,7 +180,7 @@ def test_the_suite_fails_for_a_test_that_leaks(pytester: pytest.Pytester):
     (root / "tests").mkdir()
     (root / "tests" / "__init__.py").touch()
     here = os.path.dirname(__file__)
-    for name in ("leaks.py", "conftest.py"):
+    for name in ("leaks.py", "cases.py", "global_state.py", "conftest.py"):
         with open(os.path.join(here, name)) as source:
             (root / "tests" / name).write_text(source.read().replace("SETTLE_S = 30.0", "SETTLE_S = 0.0"))
     (root / "tests" / "test_leaky.py").write_text(PLUGIN_TEST)

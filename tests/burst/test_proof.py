@@ -46,6 +46,7 @@ def refusal(
     return error.value
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("proof", [1, 2], ids=["in the first step", "in later ones"])
 @pytest.mark.parametrize("change", OF_OPERATORS)
 def test_a_mistake_in_a_ranks_operators_is_found_at_capture(

@@ -30,6 +30,7 @@ def test_random_placements_compute_what_plain_torch_computes(name: str, ranks: i
         assert gang.ranks.moved == gang.predicted, placement
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_layers_on_one_rank_compute_the_same_bits(name: str, ranks: int) -> None:

@@ -148,6 +148,7 @@ class Output(dict[str, Any]):
             raise AttributeError(name) from gone
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize(
     "value",

@@ -109,6 +109,7 @@ def write(state: Any) -> None:
         t.mul_(0.5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("between", [stay, begin_anew, swap, write])
 @pytest.mark.parametrize("use", [into_a_tuple, into_one_item, into_a_nested_tuple, into_a_tuple_of_a_list])
 def test_tensors_that_a_step_puts_into_a_new_tuple_are_state(

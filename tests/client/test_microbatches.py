@@ -74,6 +74,7 @@ def classify(model: nn.Module, opt: Any, data: Any, each: Any = None, **options:
     return Work([model], [opt], [(step, data[0])], simple_loop(data, 12, each), {"microbatches": 4, **options})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -38,6 +38,7 @@ def results(step: Callable[..., Any], data: list[Any], endpoint: str) -> None:
             assert torch.equal(got, want)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("name", OF_A_NUMBER)
 def test_a_number_comes_first(name: str, dtype: torch.dtype, endpoint: str):

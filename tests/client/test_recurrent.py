@@ -82,6 +82,7 @@ def trained(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = t
     return Work([model], [opt], [(step, data[0]), (evaluate, data[0])], loop)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("options", LAYERS)
@@ -94,6 +95,7 @@ def test_an_lstm_in_bfloat16(options: str, endpoint: str) -> None:
     check(lambda: trained(dtype=torch.bfloat16, **LAYERS[options]), endpoint)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", ["plain", "no bias", "all"])
 @pytest.mark.parametrize("kind", ["gru", "rnn"])
 def test_layers_that_torch_makes_of_products(kind: str, options: str, endpoint: str) -> None:

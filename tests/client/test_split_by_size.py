@@ -43,6 +43,7 @@ def share_that_is_right(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return F.cross_entropy(scores, y), ((scores.argmax(1) == y) & held).float().sum() / held.sum()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss_of", [masked, masked_by_floats, smoothed, share_that_is_right])
 def test_a_mean_over_what_counts_is_taken_in_every_type(loss_of: Loss, dtype: torch.dtype, endpoint: str) -> None:

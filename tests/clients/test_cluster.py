@@ -9,6 +9,7 @@ import pytest
 from clients import cluster
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_the_demo_loses_the_node_that_is_killed_and_no_other(capsys: pytest.CaptureFixture[str]):

@@ -416,6 +416,7 @@ def test_a_launch_of_what_is_not_there_fails_the_job(
     assert lost.fault == fault
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("count", [3600, 3700, 20_000, 28_000])
 def test_a_step_may_have_many_scalars(driver: Driver, count: int) -> None:
     job = driver.open()

@@ -45,6 +45,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_array_trains_each_model_as_if_alone(name: str):
     factory = training(small, OPTIMIZERS[name], nn.CrossEntropyLoss())
@@ -54,6 +55,7 @@ def test_an_array_trains_each_model_as_if_alone(name: str):
     assert not any("per-model" in how for how in found.values()), found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("alike", [False, True])
 def test_fused_optimizers(kind: type[torch.optim.Optimizer], alike: bool):

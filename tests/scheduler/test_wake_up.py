@@ -11,6 +11,7 @@ from .world import World
 TURNS = 3000
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tardy", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize(("highs", "lows"), [(1, 1), (1, 3), (3, 3)])
 def test_no_held_job_is_forgotten(highs: int, lows: int, tardy: float) -> None:

@@ -179,6 +179,7 @@ def test_every_rank_evaluates_with_the_running_statistics_of_the_newest_step(dae
             torch.testing.assert_close(look(batch[0]).result(), theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.extended
 def test_kills_change_no_bit(tmp_path):
     """An executor of one rank, then the daemon of the other, in the middle of pairs."""
     data = batches(12)

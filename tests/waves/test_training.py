@@ -183,7 +183,7 @@ def test_what_is_read_after_each_step_is_the_replica_of_that_step(endpoint):
             assert all(torch.equal(named[key], value) for key, value in reference.model.state_dict().items())
 
 
-@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("after", [1, 2, pytest.param(5, marks=pytest.mark.extended)])
 def test_a_checkpoint_holds_both_replicas_in_the_middle_of_a_pair(endpoint, after: int, tmp_path):
     data = batches(9)
     reference = WaveReference(Tied, adamw, loss_of)
@@ -249,7 +249,7 @@ def keeping(tmp_path_factory) -> Iterator[str]:
         yield daemon.endpoint
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.parametrize("after", [0, 1, 2, pytest.param(5, marks=pytest.mark.extended)])
 def test_a_job_that_was_kept_goes_on_in_the_middle_of_a_pair(keeping, after: int):
     """Both replicas, both optimizers, the last gradients, the generator and statistics come from the snapshot."""
     data = batches(9)

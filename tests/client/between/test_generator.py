@@ -346,6 +346,7 @@ DRAWING = {
 SIZES = [(1,), (2,), (3,), (6,), (14,), (15,), (16,), (4, 8), (64, 33), (1000,), (3, 1001)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("target", DRAWING)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "not contiguous"])

@@ -199,6 +199,7 @@ def raising(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     signal.signal(number, before)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [network, with_dropout])
 @pytest.mark.parametrize("end", ["at once", "after more steps"])
 def test_l1_an_interrupt_while_a_step_is_sent(

@@ -98,6 +98,7 @@ def test_m1_after_the_fetch_all_is_as_without_gpumux(endpoint: str) -> None:
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "reference",
     [
@@ -394,6 +395,7 @@ def fill(model: Any) -> None:
         model[0].weight.mul_(0.5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "write",
     [

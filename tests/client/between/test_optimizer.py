@@ -16,6 +16,7 @@ from gpumux import client, errors
 from tests.client.between.support import DATA, Script, X, Y, adam, made, momentum, network, same, without_zeroing
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimize", [adam, momentum])
 @pytest.mark.parametrize(
     "zero",
@@ -248,6 +249,7 @@ def test_o5_the_state_is_of_its_own_type_again(endpoint: str) -> None:
     assert s.optimizer.state is before
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "write",
     [
@@ -280,6 +282,7 @@ def test_o6_writing_it_is_noticed_and_load_state_answers_it(then: Any, write: An
     same(script, endpoint)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "write",
     [

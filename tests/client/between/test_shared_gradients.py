@@ -241,6 +241,7 @@ def test_g3_windows_given_later_go_on_from_their_values(endpoint: str) -> None:
     same(each(act), endpoint, make=linear, step=without_zeroing, optimize=momentum)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("write", [Tensor.zero_, torch.zero_, lambda t: t.mul_(0.5), lambda t: t.fill_(0.0)])
 @pytest.mark.parametrize("then", ["train", "read", "end"])
 def test_g3_memory_given_as_windows_can_not_be_written_once_a_step_added(then: str, write: Any, endpoint: str) -> None:
@@ -461,6 +462,7 @@ def given_and_replaced_later(s: Script) -> Any:
 WAYS = [given_before_each, given_once, given_as_windows, given_and_replaced_later]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", [without_zeroing, whole, functional, zeroing_last], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("script", WAYS, ids=lambda f: f.__name__)
 def test_g3_what_is_given_is_added_to_by_steps_that_add_in_place_alone(script: Any, step: Any, endpoint: str) -> None:

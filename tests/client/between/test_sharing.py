@@ -228,6 +228,7 @@ OPTIMIZERS = [FlatState, OneForAll, PassesOn, SharesAtTimes]
 STYLES = [whole, zeros_first, zeros_last]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("step", "act"),
     [*((without_zeroing, act) for act in ACTS), *((step, read) for step in STYLES), (whole, backward_here)],
@@ -275,6 +276,7 @@ class KeepsCopy(KeepsGradient):
         return p.grad.clone()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", [whole, without_zeroing, zeros_first], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("optimize", KEEPERS, ids=lambda f: f.__name__)
 def test_state_that_keeps_gradients_which_are_there_between_steps_is_refused(
@@ -314,6 +316,7 @@ def backward_and_step_here(s: Script) -> Any:
     return out + s.train(2, 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", [without_zeroing, zeros_last], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("optimize", OPTIMIZERS, ids=lambda f: f.__name__)
 def test_state_that_the_script_made_to_share_memory(optimize: Any, step: Any, endpoint: str) -> None:
@@ -363,6 +366,7 @@ def read_gradients(s: Script, i: int) -> list[Any]:
     return [p.grad.clone() for p in s.model.parameters()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("act", [nothing, halved, read_gradients, read_model_at_times], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("change", [one_for_two, windows, overlapping_windows, the_parameter_itself])
 def test_gradients_that_a_step_made_to_share_memory(change: Any, act: Any, endpoint: str) -> None:
@@ -671,6 +675,7 @@ def test_a_model_whose_buffers_are_replaced_goes_on(endpoint: str) -> None:
     same(script, endpoint, make=Keeps, optimize=momentum)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimize", [Replaces, PassesOn, SharesAtTimes, KeepsGradient, KeepsDetached, KeepsWindow])
 @pytest.mark.parametrize("at_once", [lambda i: False, always, lambda i: i == 3])
 def test_state_that_is_replaced_and_read_before(at_once: Any, optimize: Any, endpoint: str) -> None:

@@ -23,6 +23,7 @@ def stack(dim: int, transposed: bool) -> nn.Sequential:
     )  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dim", SPACE)

@@ -38,6 +38,7 @@ LABELLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("case", LABELLED)
 def test_cross_entropy(case: str, per_model: bool):
@@ -112,6 +113,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("case", OTHERS)
 def test_losses_element_by_element(case: str, per_model: bool):

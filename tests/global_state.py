@@ -1,0 +1,81 @@
+"""Settings of the whole process that a test may leave changed, so that a later test in the same process depends on it.
+
+`settings()` reads them, `changed(before)` says what differs and puts it back. It costs about a tenth of a millisecond.
+What has to differ from test to test is left out: random generators, and variables that libraries set when they are
+loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGALRM)
+
+
+def settings() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "the working directory": os.getcwd(),
+        "the umask": _umask(),
+        "sys.path": list(sys.path),
+        "whether garbage is collected": gc.isenabled(),
+        "variables GPUMUX_*": {name: value for name, value in os.environ.items() if name.startswith("GPUMUX_")},
+    }
+    for number in SIGNALS:
+        found[f"the handler of {number.name}"] = signal.getsignal(number)
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "set_deterministic_debug_mode"):  # loaded to its end
+        found["torch's number of threads"] = torch.get_num_threads()
+        found["torch's default type"] = torch.get_default_dtype()
+        found["torch's deterministic mode"] = torch.get_deterministic_debug_mode()
+        found["whether torch takes gradients"] = torch.is_grad_enabled()
+    return found
+
+
+def changed(before: dict[str, Any]) -> list[str]:
+    """One line for each setting that is not as it was; it is then."""
+    now = settings()
+    names = [name for name in now if name in before and now[name] != before[name]]
+    for name in names:
+        _set(name, before[name])
+    return [f"{name} is {now[name]!r} and was {before[name]!r}" for name in names]
+
+
+def _set(name: str, value: Any) -> None:
+    import torch  # seconds, where it is not loaded; this is a test that fails
+
+    match name:
+        case "the working directory":
+            os.chdir(value)
+        case "the umask":
+            os.umask(value)
+        case "sys.path":
+            sys.path[:] = value
+        case "whether garbage is collected":
+            (gc.enable if value else gc.disable)()
+        case "variables GPUMUX_*":
+            for key in [key for key in os.environ if key.startswith("GPUMUX_")]:
+                del os.environ[key]
+            os.environ.update(value)
+        case "torch's number of threads":
+            torch.set_num_threads(value)
+        case "torch's default type":
+            torch.set_default_dtype(value)
+        case "torch's deterministic mode":
+            torch.set_deterministic_debug_mode(value)
+        case "whether torch takes gradients":
+            torch.set_grad_enabled(value)
+        case _:
+            signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
+
+
+def _umask() -> int:
+    """Read without a moment in which it is another, which os.umask() would need."""
+    line = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert line is not None
+    return int(line[1], 8)
