@@ -311,7 +311,11 @@ def patched(
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         (torch.Tensor, "prod", here(torch.Tensor.prod, product)), (torch, "prod", here(torch.prod, product)),
-        (torch.nn.functional, "one_hot", here(_ONE_HOT, _one_hot)),
+        *(
+            (module, "one_hot", here(_ONE_HOT, _one_hot))  # also where a script imported it by its name
+            for module in list(sys.modules.values())
+            if getattr(module, "__dict__", {}).get("one_hot") is _ONE_HOT
+        ),
         *scaling.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
