@@ -484,6 +484,7 @@ class Walk:
         elif of_class(cls) is Origin.LIBRARY:
             self._scalars(label, space, _STRUCTURE | {"training"})
             self._named_callables(label, space)
+            self.watches.append(watches.appeared(label, space, {"forward"}))  # torch's own forward may be replaced
         else:
             self._objects.append((label, module))
             self._class(label, cls, space)
