@@ -21,7 +21,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.bans import Ban, Bans
 from gpumux.scheduler.jobs import LowKey, Span
 
 # ---- What low work costs: one measured quantity each.
@@ -105,9 +105,27 @@ class RangeCost(RobustMean):
             return self.ban.probing
         return self.count >= MIN_SAMPLES and self.mean * (1.0 + slack) > slack
 
-    def restart(self) -> None:
-        """Forget the samples, but not the ban."""
-        self.count, self.mean, self.deviation = 0, 0.0, 0.0
+    @property
+    def judged_rate(self) -> float:
+        """The loss by which it is judged: what a probe found where there is a ban, and else what samples agree on."""
+        return max(self.newest if self.ban is not None else min(self.mean, self.median), 0.0)
+
+    def update_ban(self, bans: Bans, found: Ban | None, step_s: float, now: float) -> None:
+        """Impose, lengthen or lift the ban, where the range is `to_judge`. `found`: the ban that there is reason for;
+        None: there is none. `step_s`: seconds a step of the high job takes alone."""
+        ban, rate = self.ban, self.judged_rate
+        if ban is None:
+            if found is not None:
+                self.ban = found
+                bans.impose(found, step_s)
+        elif found is not None:
+            ban.ratio, ban.samples = found.ratio, ban.samples + 1
+            bans.lengthen(ban, now, step_s)
+        else:
+            bans.lift(ban)
+            self.ban = None
+            self.count, self.mean, self.deviation = 0, 0.0, 0.0
+            self.add(rate)
 
 
 class LaunchCost:
