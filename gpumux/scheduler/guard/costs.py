@@ -225,8 +225,7 @@ class LaunchPlan:
     and cost of all."""
 
     __slots__ = (
-        "_lightest", "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried",
-        "version",
+        "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried", "version",
     )  # fmt: skip
 
     def __init__(
@@ -240,7 +239,6 @@ class LaunchPlan:
         self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
         self._rest: list[float] | None = None
         self._timed: dict[int, list[tuple[int, float, float]]] | None = None
-        self._lightest = inf
 
     @property
     def timed(self) -> dict[int, list[tuple[int, float, float]]]:
@@ -248,21 +246,13 @@ class LaunchPlan:
         what each takes of what a step may lose (-inf: it is untried), and its cost."""
         found = self._timed
         if found is None:
-            found, end = {}, len(self.at) // 3
+            found = {}
             for index, option in enumerate(self.at):
                 if option is not None and index % 3 != AFTER_START and option.score - self.score <= self._seconds:
                     takes = option.upper if option.tried else -inf
                     found.setdefault(index // 3, []).append((index % 3, takes, option.cost))
-                    if index // 3 < end:
-                        self._lightest = min(self._lightest, takes)
             self._timed = found
         return found
-
-    @property
-    def lightest(self) -> float:
-        """The least that one of these takes. Not counting the end of the step: the next step pays for launches
-        there."""
-        return self._lightest if self.timed else inf
 
     def is_current(self, version: int, step: int, price: float, limit: float) -> bool:
         """Whether the plan still holds in the high job's step `step`; `version` is that of what is known of the
