@@ -173,6 +173,8 @@ PARTS: dict[str, tuple[Edit, ...]] = {
         text("scheduler/guard/guard", "min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)",
              "plan.cost"),
     ),
+    "holds that outlast a piece": (function(HIGH, "HighJob.piece_changed", "self._reconsider()", "return"),),
+    "moments not afforded": (function("scheduler/guard/guard", "SlowdownGuard._unaffordable", "return False"),),
     "rates of low pieces": (function(COSTS, "LowCosts.relative_rate", "return 1.0"),),
     "unpaid losses": (text(BUDGET, "unpaid = excess - MOST_OVERDRAFT * self.credit", "unpaid = 0.0"),),
     "recovery without low work": (constant(BUDGET, TAIL_RECOVER=1.0),),
