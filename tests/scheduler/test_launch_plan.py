@@ -27,14 +27,11 @@ def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end)
     for index in range(len(at) - 1):
         assert plan.rest(index) == min(takes[index + 1 :], default=inf)
     timed = {
-        (index // 3, index % 3)
+        (index // 3, index % 3, place.upper if place.tried else -inf)
         for index, place in enumerate(at)
         if place is not None and index % 3 != AFTER_START and place.score - plan.score <= SECONDS
     }
-    assert {(piece, moment) for piece, found in plan.timed.items() for moment, _, _ in found} == timed
-    assert plan.lightest == min(
-        [takes[3 * piece + moment] for piece, moment in timed if piece < len(pieces)], default=inf
-    )
+    assert {(piece, moment, least) for piece, found in plan.timed.items() for moment, least, _ in found} == timed
 
 
 def test_a_plan_lasts_until_the_price_or_the_limit_is_another_one() -> None:

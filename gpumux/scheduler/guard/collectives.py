@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
-from gpumux.scheduler.guard.costs import MIN_SAMPLES, RangeCost
+from gpumux.scheduler.guard.costs import RangeCost
 from gpumux.scheduler.guard.device_view import LowLaunch, LowLaunches
 from gpumux.scheduler.guard.high_job import Gate, HighJob
 
@@ -59,10 +59,11 @@ def exchange_ended(
 def _judge(high: HighJob, gate: Gate, bans: Bans, low: LowLaunch, cost: RangeCost, now: float) -> None:
     """Impose, lengthen or lift the ban of this low work beside the exchange. It is banned if one launch costs more than
     a step may lose, or if what the exchange loses is dearer than the pause before it is worth to low work."""
-    budget, ban = high.budget, gate.ban(low.key)
+    gate.ban(low.key)  # forgets one that was lifted
+    budget = high.budget
     if not cost.to_judge(budget.slack):
         return
-    rate = max(cost.newest if ban is not None else min(cost.mean, cost.median), 0.0)
+    rate = cost.judged_rate
     ratio = 1.0 / (1.0 - rate)
     loss = rate * min(min(low.step.pieces), gate.exchange.value * ratio)
     why: Why | None = None
@@ -71,18 +72,10 @@ def _judge(high: HighJob, gate: Gate, bans: Bans, low: LowLaunch, cost: RangeCos
             why = "tail"
         elif loss * budget.price > gate.arrivals.usual:
             why = "price"
-    if ban is None:
-        if why and cost.count >= MIN_SAMPLES:
-            cost.ban = Ban(
-                high=high.job.id, low=low.job.id, operators=(gate.operator, gate.operator), program=gate.program,
-                share=low.key.share, ratio=ratio, samples=cost.count, why=why, since=now,
-            )  # fmt: skip
-            bans.impose(cost.ban, high.solo_step())
-    elif why:
-        ban.ratio, ban.samples = ratio, ban.samples + 1
-        bans.lengthen(ban, now, high.solo_step())
-    else:
-        bans.lift(ban)
-        cost.ban = None
-        cost.restart()
-        cost.add(rate)
+    ban: Ban | None = None
+    if why:
+        ban = Ban(
+            high=high.job.id, low=low.job.id, operators=(gate.operator, gate.operator), program=gate.program,
+            share=low.key.share, ratio=ratio, samples=cost.count, why=why, since=now,
+        )  # fmt: skip
+    cost.update_ban(bans, ban, high.solo_step(), now)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.bans import Ban, Bans
 from gpumux.scheduler.jobs import LowKey, Span
 
 # ---- What low work costs: one measured quantity each.
@@ -105,9 +105,27 @@ class RangeCost(RobustMean):
             return self.ban.probing
         return self.count >= MIN_SAMPLES and self.mean * (1.0 + slack) > slack
 
-    def restart(self) -> None:
-        """Forget the samples, but not the ban."""
-        self.count, self.mean, self.deviation = 0, 0.0, 0.0
+    @property
+    def judged_rate(self) -> float:
+        """The loss by which it is judged: what a probe found where there is a ban, and else what samples agree on."""
+        return max(self.newest if self.ban is not None else min(self.mean, self.median), 0.0)
+
+    def update_ban(self, bans: Bans, found: Ban | None, step_s: float, now: float) -> None:
+        """Impose, lengthen or lift the ban, where the range is `to_judge`. `found`: the ban that there is reason for;
+        None: there is none. `step_s`: seconds a step of the high job takes alone."""
+        ban, rate = self.ban, self.judged_rate
+        if ban is None:
+            if found is not None:
+                self.ban = found
+                bans.impose(found, step_s)
+        elif found is not None:
+            ban.ratio, ban.samples = found.ratio, ban.samples + 1
+            bans.lengthen(ban, now, step_s)
+        else:
+            bans.lift(ban)
+            self.ban = None
+            self.count, self.mean, self.deviation = 0, 0.0, 0.0
+            self.add(rate)
 
 
 class LaunchCost:
@@ -207,8 +225,7 @@ class LaunchPlan:
     and cost of all."""
 
     __slots__ = (
-        "_lightest", "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried",
-        "version",
+        "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried", "version",
     )  # fmt: skip
 
     def __init__(
@@ -222,7 +239,6 @@ class LaunchPlan:
         self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
         self._rest: list[float] | None = None
         self._timed: dict[int, list[tuple[int, float, float]]] | None = None
-        self._lightest = inf
 
     @property
     def timed(self) -> dict[int, list[tuple[int, float, float]]]:
@@ -230,21 +246,13 @@ class LaunchPlan:
         what each takes of what a step may lose (-inf: it is untried), and its cost."""
         found = self._timed
         if found is None:
-            found, end = {}, len(self.at) // 3
+            found = {}
             for index, option in enumerate(self.at):
                 if option is not None and index % 3 != AFTER_START and option.score - self.score <= self._seconds:
                     takes = option.upper if option.tried else -inf
                     found.setdefault(index // 3, []).append((index % 3, takes, option.cost))
-                    if index // 3 < end:
-                        self._lightest = min(self._lightest, takes)
             self._timed = found
         return found
-
-    @property
-    def lightest(self) -> float:
-        """The least that one of these takes. Not counting the end of the step: the next step pays for launches
-        there."""
-        return self._lightest if self.timed else inf
 
     def is_current(self, version: int, step: int, price: float, limit: float) -> bool:
         """Whether the plan still holds in the high job's step `step`; `version` is that of what is known of the

@@ -130,7 +130,6 @@ class LaunchDecision:
     version_seen = 0
     low_version = ANY_VERSION  # DeviceView.low_version, where the low launches that are out made a difference
     need = -inf  # HighJob.least_need
-    earliest_arrival = 0.0  # until then, that job's next step is not expected earlier than when this was decided
 
     def __init__(self, job: ScheduledJob, step: JobStep, share: float, seconds: float) -> None:
         self.job, self.step, self.share = job, step, share

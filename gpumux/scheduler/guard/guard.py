@@ -108,17 +108,11 @@ class SlowdownGuard:
         at, program = step.launched, step.program
         seconds, span = (step.pieces[at], step.spans[at]) if at else (program.pieces[0], program.spans[0])
         takes = view.launch_overhead + view.overrun + seconds * STRETCH
-        start = max(now, view.low_until) if view.low_launches else now
-        if start + takes < view.calm:
-            return 1.0
-        cached = decisions.cached(job, step, now)
-        if cached is not None and now < cached.earliest_arrival:  # it is not over before that step now, either
-            decisions.hold(cached)
-            return 0.0
         view.refresh(windows, self.high_jobs, now)
         end = view.free_at + takes
         if end < view.calm:
             return 1.0
+        cached = decisions.cached(job, step, now)
         if cached is not None:
             decisions.hold(cached)
             return 0.0
@@ -386,7 +380,6 @@ class SlowdownGuard:
             if latest is None or hold.until > latest.until:  # before that it would be held in any case
                 latest = hold
                 decision.hold_for(high, hold)
-                decision.earliest_arrival = 0.0 if high.arrivals.unpredictable else arrival
 
     def _before_exchange(
         self, decision: LaunchDecision, high: HighJob, gate: Gate, key: LowKey, seconds: float

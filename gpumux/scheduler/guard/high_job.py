@@ -7,7 +7,7 @@ loses beside each low program (`costs.py`).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -171,14 +171,7 @@ class InterArrivals:
 
     def count_passed(self, waited: float, at_least: int) -> int:
         """How many pauses were no longer than `waited`; `at_least` of them are known to be."""
-        known, beyond = self.sorted, len(self.sorted)
-        while at_least < beyond:
-            middle = (at_least + beyond) // 2
-            if waited < known[middle]:
-                beyond = middle
-            else:
-                at_least = middle + 1
-        return at_least
+        return bisect_right(self.sorted, waited, at_least)
 
     def chance_within(self, passed: int, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds, which `passed` of the pauses were no longer than,
@@ -694,12 +687,8 @@ class HighCosts:
 
     def beside(self, key: LowKey) -> LowCosts:
         """The costs of the low program on that share."""
-        placement = self.placements.get(key.program)
-        if placement is not None:
-            for low_costs in placement.by_share:  # few: faster than a dictionary
-                if low_costs.share == key.share:
-                    return low_costs
-        return self._new(key)
+        found = self.by_low.get(key)
+        return found if found is not None else self._new(key)
 
     def placement(self, program: JobProgram, shares: Sequence[float]) -> LowPlacement:
         """Where launches of the low program may begin, on each of these shares."""

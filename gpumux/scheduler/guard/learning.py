@@ -13,7 +13,7 @@ from typing import Final
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
 from gpumux.scheduler.guard.collectives import exchange_ended
-from gpumux.scheduler.guard.costs import MIN_SAMPLES, ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
@@ -346,14 +346,12 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
     """Impose, lengthen or lift the ban of low work of this kind beside the range."""
     low_costs, budget = costs.beside(low.key), high.budget
     range_cost = low_costs.ranges[piece]
-    ban = range_cost.ban
     if not range_cost.to_judge(budget.slack):
         return
     newest = high.costs
     if newest is not None and newest is not costs and newest.key == costs.key:
         return  # the program was cut anew
-    rate = range_cost.newest if ban is not None else min(range_cost.mean, range_cost.median)
-    rate = max(rate, 0.0)
+    rate = range_cost.judged_rate
     ratio = 1.0 / (1.0 - rate)
     speed = max(range_cost.speed, low_costs.speed, LEAST_SPEED)
     overlap = min(min(low.step.pieces) / speed, costs.solo_s[piece] * ratio)
@@ -363,21 +361,13 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
             why = "tail"
         elif low_costs.known > 1 and rate > BAN_RATIO * low_costs.elsewhere(piece) + budget.slack:
             why = "price"
-    if ban is None:
-        if why and range_cost.count >= MIN_SAMPLES:
-            range_cost.ban = Ban(
-                high=high.job.id, low=low.job.id, operators=(costs.bounds[piece], costs.bounds[piece + 1]),
-                program=costs.key, share=low.key.share, ratio=ratio, samples=range_cost.count, why=why, since=now,
-            )  # fmt: skip
-            bans.impose(range_cost.ban, costs.total)
-    elif why:
-        ban.ratio, ban.samples = ratio, ban.samples + 1
-        bans.lengthen(ban, now, costs.total)
-    else:
-        bans.lift(ban)
-        range_cost.ban = None
-        range_cost.restart()
-        range_cost.add(rate)
+    ban: Ban | None = None
+    if why:
+        ban = Ban(
+            high=high.job.id, low=low.job.id, operators=(costs.bounds[piece], costs.bounds[piece + 1]),
+            program=costs.key, share=low.key.share, ratio=ratio, samples=range_cost.count, why=why, since=now,
+        )  # fmt: skip
+    range_cost.update_ban(bans, ban, costs.total, now)
     low_costs.publish(piece)
 
 

@@ -54,8 +54,7 @@ def may_explore_now(high: HighJob) -> bool:
 
 def may_probe(high: HighJob, ban: Ban, now: float) -> bool:
     """Whether one launch is made to find out if what it was banned from still suffers."""
-    bears = high.steps < LEARNING_STEPS or (high.budget.violations_left >= 1.0 and high.explored_step < high.steps)
-    return bears and ban.until <= now and not ban.probing
+    return may_explore_unknown(high) and ban.until <= now and not ban.probing
 
 
 def may_explore(
@@ -180,9 +179,7 @@ def hold_for_arrival(
     decision.expected = max(decision.expected, min(mean, most))
     room, affordable = budget.limit - view.pending, budget.balance + budget.credit
     rare = RARELY if high.trust.trusted else 0.0
-    if bearable(1.0, most, mean, worst, room, affordable, rare) or bearable(
-        arrivals.chance_within(passed, idle_s, seconds), most, mean, worst, room, affordable, rare
-    ):
+    if bearable(arrivals.chance_within(passed, idle_s, seconds), most, mean, worst, room, affordable, rare):
         if worst > room:
             decision.relies_on_arrivals = True
         return None
@@ -312,8 +309,6 @@ def time_until_bearable(
         if end < earliest:
             return at
         most = most_delay(end, earliest, at)
-        if bearable(1.0, most, mean, worst, room, affordable, rare):
-            return at
         chance = arrivals.chance_within(behind, at, seconds)
         if bearable(chance, most, mean, worst, room, affordable, rare):
             return at
@@ -372,8 +367,6 @@ def next_timed_launch(running: RunningPiece, plan: LaunchPlan, view: DeviceView)
     if not plan.timed:
         return inf
     used, limit = budget.used + view.pending, budget.limit
-    if not running.more and len(solo_s) not in plan.timed and used + plan.lightest > limit:
-        return inf
     at, begins, next_step = running.at, running.until + view.pending - solo_s[running.at], False
     soon = view.now + TIMED_S
     affordable = inf if budget.full and used <= 0.0 else budget.balance + budget.credit
