@@ -1,8 +1,8 @@
 """Settings of the whole process that a test may leave changed, so that a later test in the same process depends on it.
 
 `settings()` reads them, `changed(before)` says what differs and puts it back. It costs about a tenth of a millisecond.
-What has to differ from test to test is left out: random generators, and variables that libraries set when they are
-loaded.
+What differs from test to test on its own is left out: random generators, variables that libraries set when they are
+loaded, handlers of signals (pytest's own limits of time set them), and torch's threads, which benchmarks set.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import Any
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGALRM)
 
 
 def settings() -> dict[str, Any]:
@@ -26,11 +23,8 @@ def settings() -> dict[str, Any]:
         "whether garbage is collected": gc.isenabled(),
         "variables GPUMUX_*": {name: value for name, value in os.environ.items() if name.startswith("GPUMUX_")},
     }
-    for number in SIGNALS:
-        found[f"the handler of {number.name}"] = signal.getsignal(number)
     torch = sys.modules.get("torch")
     if hasattr(torch, "set_deterministic_debug_mode"):  # loaded to its end
-        found["torch's number of threads"] = torch.get_num_threads()
         found["torch's default type"] = torch.get_default_dtype()
         found["torch's deterministic mode"] = torch.get_deterministic_debug_mode()
         found["whether torch takes gradients"] = torch.is_grad_enabled()
@@ -62,16 +56,12 @@ def _set(name: str, value: Any) -> None:
             for key in [key for key in os.environ if key.startswith("GPUMUX_")]:
                 del os.environ[key]
             os.environ.update(value)
-        case "torch's number of threads":
-            torch.set_num_threads(value)
         case "torch's default type":
             torch.set_default_dtype(value)
         case "torch's deterministic mode":
             torch.set_deterministic_debug_mode(value)
         case "whether torch takes gradients":
             torch.set_grad_enabled(value)
-        case _:
-            signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
 
 
 def _umask() -> int:

@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -1208,6 +1209,9 @@ def _process_group() -> Iterator[None]:
     )
     try:
         yield
+        # A thread of the group may still want the interpreter, to let go of the last step's sum. If the model is freed
+        # before, which waits for that thread without letting it have it, both wait for ever.
+        time.sleep(0.1)
     finally:
         dist.destroy_process_group()
 

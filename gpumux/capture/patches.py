@@ -269,10 +269,12 @@ def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
 
 def _one_hot(source: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Replaces one_hot. Over tensors without values torch compares with each class, where a class out of range gives a
-    row of zeros without an error; a plain run writes ones at indices, which are checked."""
+    row of zeros without an error; a plain run writes ones at indices, which are checked. So each class is looked up
+    before it is compared."""
     if not isinstance(num_classes, int) or num_classes <= 0 or source.dtype != torch.int64 or source.numel() == 0:
         return _ONE_HOT(source, num_classes)
-    return source.new_zeros((*source.shape, num_classes)).scatter_(-1, source.unsqueeze(-1), 1)
+    classes = torch.arange(num_classes, device=source.device).unsqueeze(1)
+    return _ONE_HOT(torch.nn.functional.embedding(source, classes).squeeze(-1), num_classes)
 
 
 log = logging.getLogger("gpumux.client")

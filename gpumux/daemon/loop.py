@@ -309,7 +309,7 @@ class Loop:
         if self._commands.wake_at is not None and now >= self._commands.wake_at:
             self._commands.wake_at = None
             self.context.feed(ev.Tick())
-        if now >= self.fusion.due:
+        if self.fusion.active and now >= self.fusion.due:
             self.fusion.tick()
         if now >= self._tracing.due:
             self._tracing.finish()
@@ -349,7 +349,7 @@ class Loop:
         now, wake_at = self._turned, self._commands.wake_at
         self._alarm = alarm = min(
             self._leave_by, self._next_call, self._tracing.due, self._snapshot_requests.due, self._memory_overuse.due,
-            self._learned.due, self.fusion.due, inf if wake_at is None else wake_at,
+            self._learned.due, self.fusion.due if self.fusion.active else inf, inf if wake_at is None else wake_at,
         )  # fmt: skip
         due = self._device.due()
         question = self.context.questions.due if self._questions.items else inf
@@ -393,7 +393,7 @@ class Loop:
             event = released.popleft() if released else None
             if event is None:
                 event = events.popleft()
-                if fusion.takes(event):
+                if (fusion.active or type(event) is ev.JobRequested) and fusion.takes(event):
                     try:
                         fusion.take(event)
                     except Exception as error:  # noqa: BLE001

@@ -167,11 +167,8 @@ class JobFusion:
         self._now = -inf  # the newest time that FusionGroups was given
         self._over = False  # the daemon is leaving: all jobs end
         self.released: deque[Event] = deque()
-
-    @property
-    def active(self) -> bool:
-        """Whether there is a job that may be fused, or a group."""
-        return bool(self._members or self._by_job or self._asked)
+        # Whether there is, or was a moment ago, a job that may be fused, or a group. The loop reads it for each event.
+        self.active = False
 
     @property
     def due(self) -> float:
@@ -196,11 +193,15 @@ class JobFusion:
         """Whether `take` has to see the event."""
         return self.active or (type(event) is ev.JobRequested and event.spec.fusible)
 
+    def _look(self) -> None:
+        self.active = bool(self._members or self._by_job or self._asked)
+
     def take(self, event: Event) -> None:
         """Take an event that is for the scheduler. It is in `released` when the scheduler may have it."""
         kind = type(event)
         if kind is ev.JobRequested and event.spec.fusible:  # type: ignore[union-attr]
             self._asked.add((event.session, event.job))  # type: ignore[union-attr]
+            self.active = True
         elif kind is ev.SessionClosed:
             for job in [job for job, m in self._members.items() if m.record.session.id == event.session]:  # type: ignore[union-attr]
                 self._forget(job)
@@ -219,6 +220,7 @@ class JobFusion:
             if member is not None and not self._passes(member, event):
                 return
         self.released.append(event)
+        self._look()
 
     def _passes(self, member: _Member, event: Event) -> bool:
         """Take a member's event. Returns whether the scheduler may have it now."""
@@ -392,6 +394,7 @@ class JobFusion:
             self._refuse(group, "its members' buffers are not laid out as its state is")
             return
         self._by_job[group.job] = group
+        self.active = True
         group.opened = True
         self.released.append(ev.SessionOpened(group.session, group.peer))
         self.released.append(ev.JobRequested(group.session, group.job, _spec(group)))
