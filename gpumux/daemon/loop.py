@@ -393,7 +393,7 @@ class Loop:
             event = released.popleft() if released else None
             if event is None:
                 event = events.popleft()
-                if (fusion.active or type(event) is ev.JobRequested) and fusion.takes(event):
+                if fusion.active or (type(event) is ev.JobRequested and event.spec.fusible):
                     try:
                         fusion.take(event)
                     except Exception as error:  # noqa: BLE001

@@ -189,38 +189,30 @@ class JobFusion:
 
     # ---- Events
 
-    def takes(self, event: Event) -> bool:
-        """Whether `take` has to see the event."""
-        return self.active or (type(event) is ev.JobRequested and event.spec.fusible)
-
-    def _look(self) -> None:
-        self.active = bool(self._members or self._by_job or self._asked)
-
     def take(self, event: Event) -> None:
-        """Take an event that is for the scheduler. It is in `released` when the scheduler may have it."""
-        kind = type(event)
-        if kind is ev.JobRequested and event.spec.fusible:  # type: ignore[union-attr]
-            self._asked.add((event.session, event.job))  # type: ignore[union-attr]
-            self.active = True
-        elif kind is ev.SessionClosed:
-            for job in [job for job, m in self._members.items() if m.record.session.id == event.session]:  # type: ignore[union-attr]
-                self._forget(job)
-            self._asked = {each for each in self._asked if each[0] != event.session}  # type: ignore[union-attr]
-        elif kind is ev.DrainRequested:
-            self._over = True
-            for job in list(self._members):
-                self._forget(job)
-        else:
-            job_id = getattr(event, "job", None)
-            group = self._by_job.get(job_id) if job_id is not None else None
-            member = self._members.get(job_id) if job_id is not None else None
-            if group is not None and kind is TransferEnded:
-                self._moved(group, event)  # type: ignore[arg-type]
+        """Take an event that is for the scheduler. It is in `released` when the scheduler may have it. Called while
+        `active`, and for requests of jobs that may be fused."""
+        match event:
+            case ev.JobRequested(session, job, spec) if spec.fusible:
+                self._asked.add((session, job))
+            case ev.SessionClosed(session):
+                for job in [job for job, member in self._members.items() if member.record.session.id == session]:
+                    self._forget(job)
+                self._asked = {each for each in self._asked if each[0] != session}
+            case ev.DrainRequested():
+                self._over = True
+                for job in list(self._members):
+                    self._forget(job)
+            case TransferEnded(job) if (group := self._by_job.get(job)) is not None:
+                self._moved(group, event)
                 return
-            if member is not None and not self._passes(member, event):
-                return
+            case _:
+                asked_of = getattr(event, "job", None)
+                member = self._members.get(asked_of) if asked_of is not None else None
+                if member is not None and not self._passes(member, event):
+                    return
         self.released.append(event)
-        self._look()
+        self.active = bool(self._members or self._by_job or self._asked)
 
     def _passes(self, member: _Member, event: Event) -> bool:
         """Take a member's event. Returns whether the scheduler may have it now."""

@@ -47,13 +47,6 @@ def device() -> Iterator[CpuDevice]:
     device.close()
 
 
-@pytest.fixture
-def driver(device: CpuDevice) -> Iterator[Driver]:
-    driver = Driver(CASE, device)
-    yield driver
-    driver.finish()
-
-
 FusingAnswer = FusedProgramMade | FusedProgramProven | FusedProgramRefused
 
 
