@@ -292,8 +292,10 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     )  # fmt: skip
     if info.kind != "sim":
         log.info("processes of jobs: %s", "; ".join(m.what for m in confined.measures if not m.missing))
-        for missing in (measure.missing for measure in confined.measures if measure.missing):
-            log.warning("processes of jobs: %s", missing)
+        for measure in confined.measures:
+            if measure.missing:
+                level = logging.INFO if measure.name == confinement.GROUPS else logging.WARNING
+                log.log(level, "processes of jobs: %s", measure.missing)
     if info.kind == "sim":
         log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
     return opened

@@ -201,9 +201,10 @@ def test_the_state_directory(tmp_path):
 
 def test_what_job_processes_are_kept_from_is_tried(monkeypatch):
     found = {finding.name: finding for finding in doctor.job_processes("auto")}
-    assert list(found) == ["jobs: user", "jobs: privileges", "jobs: memory", "jobs: calls"]
+    assert list(found) == ["jobs: user", "jobs: privileges", "jobs: memory", "jobs: memory group", "jobs: calls"]
     assert all(finding.level != doctor.FAIL for finding in found.values()), found
     assert found["jobs: privileges"].level == found["jobs: memory"].level == doctor.OK
+    assert found["jobs: memory group"].level == doctor.OK, "a machine without has the other limit"
     assert all(finding.remedy for finding in found.values() if finding.level == doctor.WARN)
     off = {finding.name: finding for finding in doctor.job_processes("off")}
     assert "confine is off" in off["jobs: calls"].detail or "libseccomp" in off["jobs: calls"].detail

@@ -46,6 +46,7 @@ from gpumux.device.cpu.jobs import (
 )
 from gpumux.device.run.device_base import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, DeviceBase, is_seed
 from gpumux.device.run.schedule import LoadCommand, MemberLoad, ProfileCommand, Schedule, TransferCommand
+from gpumux.device.workers import memory_groups
 from gpumux.device.workers.channel import (
     ANSWER,
     CUT,
@@ -79,9 +80,10 @@ from gpumux.device.workers.channel import (
     text,
     unpack,
 )
-from gpumux.device.workers.confinement import Confined
+from gpumux.device.workers.confinement import Confined, most_memory
 from gpumux.device.workers.fork_server import ForkServer
 from gpumux.device.workers.fusing import FusedPrograms
+from gpumux.device.workers.memory_groups import MemoryGroups
 from gpumux.errors import ConfigError
 from gpumux.hostmemory import cpu_name, memory_file
 from gpumux.program.ir import DEFAULT, ProgramLimits
@@ -144,6 +146,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         )
         self._low_nice = low_nice
         self._fused = FusedPrograms(fuser, self._confined.of(None)) if fuser else None
+        self._groups: MemoryGroups | None = None
         self._by_token: dict[int, ExecutorRecord] = {}
         self._by_fd: dict[int, ExecutorRecord] = {}
         self._fds: tuple[int, ...] = ()
@@ -154,6 +157,11 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if self._threads > self._cores:
             raise ConfigError(f"{self._threads} threads on {self._cores} cores", "use --threads with no more than that")
         self._total = hostmemory.free_bytes()
+        if self._confined.groups:
+            try:
+                self._groups = MemoryGroups(memory_groups.find())
+            except OSError as error:
+                _log.warning("memory of jobs' processes is bounded by no control group: %s", error)
         self._open_epoll()
         self._fds = (self._epoll.fileno(),)
         self._start_supervisor()
@@ -207,10 +215,17 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         settings: dict[str, Any] = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
         settings |= {"shares": spec.arena is not None, "connects": connects}
         settings["confinement"] = self._confined.of(spec.user, connects=connects, most_bytes=self._total)
+        group = ""
         try:
+            if self._groups is not None:
+                group = self._groups.make(most_memory(0))
+                settings["confinement"]["memory_group"] = self._groups.entrance(group)
             executor = start_executor(self._fork_server, job, settings, spec.arena)
         except OSError as error:
+            if self._groups is not None and group:
+                self._groups.remove(group)
             return self._emit(JobDied(job, no_process(error)))
+        executor.memory_group = group
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
@@ -356,6 +371,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             self._fused.close()
         for executor in list(self._jobs.values()):
             self._let_go(executor)
+        if self._groups is not None:
+            self._groups.close()
         self._checks.close()
         self._epoll.close()
         os.close(self._wakeup)
@@ -371,6 +388,11 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         return data.nbytes
 
     def _carry_out(self, executor: ExecutorRecord, command: Command | UnscheduledCommand) -> None:
+        if isinstance(command, LoadCommand) and self._groups is not None:
+            try:
+                self._groups.allow(executor.memory_group, most_memory(executor.charged + executor.transient))
+            except OSError as error:
+                _log.error("job %s: its control group keeps its limit of memory: %s", executor.job, error)
         fault = send(executor.channel, command)
         if fault is not None:  # without an end of the process its job would wait, and hold its place, for ever
             executor.failure = fault
@@ -432,6 +454,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if not executor.unloading:
             self._events += unheard(executor, self._schedule)
         unfinished = self._schedule.drop(job)
+        if self._groups is not None:
+            executor.exceeded = self._groups.exceeded(executor.memory_group)
         for token in self._checks.forget(job):
             self._supervisor.kill(token)
         self._events.extend(obituary(executor, unfinished))
@@ -443,6 +467,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         self._by_fd.pop(executor.channel.fileno(), None)
         executor.channel.close()
         executor.page.close()
+        if self._groups is not None:
+            self._groups.remove(executor.memory_group)
 
     # ---- the fork server -------------------------------------------------------------------------
 

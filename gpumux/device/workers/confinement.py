@@ -7,7 +7,8 @@ other job. Right after its fork such a process gives up:
   not root can't change users: all its jobs run as its own.
 - Capabilities, which a job of root would still have, new privileges (PR_SET_NO_NEW_PRIVS), and being looked into by
   processes of the same user (PR_SET_DUMPABLE).
-- Memory beyond its share (RLIMIT_DATA; `limit_data`).
+- Memory beyond its share: private memory by RLIMIT_DATA (`limit_data`), all of it by a control group, where the daemon
+  can make one (memory_groups.py).
 - System calls that it does not need, by a filter of libseccomp. Among them are those that make a socket, so it has no
   network; a rank of a gang loses them once it is connected to its peers (`end_connecting`). It can signal no other
   process, nor trace or read one.
@@ -37,6 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpumux.device.workers import memory_groups
 from gpumux.errors import ConfigError
 
 LIBRARY = "libseccomp.so.2"
@@ -58,13 +60,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Confinement:
     """What one process gives up. `user`, `group`: whom it becomes, None to stay. `calls`: whether system calls are
     filtered. `connects`: it may make connections until `end_connecting`. `most_bytes`: of private memory that it may
-    ever take beside what its fork began with, 0 for no limit."""
+    ever take beside what its fork began with, 0 for no limit. `memory_group`: the entrance of its control group, ""
+    for none."""
 
     user: int | None
     group: int | None
     calls: bool
     connects: bool = False
     most_bytes: int = 0
+    memory_group: str = ""
 
 
 class Measure(NamedTuple):
@@ -82,6 +86,7 @@ class Measure(NamedTuple):
 def measures() -> list[Measure]:
     """What confines processes that are started by this one."""
     user, why, shut = "", _no_filter(), _closed_to_others()
+    ungrouped = memory_groups.find().missing
     if os.geteuid() != 0:
         user = f"the daemon is not root: all jobs run as its user {os.geteuid()}"
     elif not _may_change_user():
@@ -97,6 +102,11 @@ def measures() -> list[Measure]:
         Measure("privileges", "no capabilities, no new privileges, and closed to other processes of the same user"),
         Measure("memory", "private memory is bounded by what was planned"),
         Measure(
+            GROUPS, "all memory is, with files in memory and what they fork, by a control group each",
+            f"memory is bounded for private memory alone, by no control group: {ungrouped}" if ungrouped else "",
+            "in a systemd unit set Delegate=memory and ProtectControlGroups=no" if ungrouped else "",
+        ),
+        Measure(
             "calls", "no system call that they don't need, no network but a gang's connections", why,
             f"install {LIBRARY} (Debian: libseccomp2)" if LIBRARY in why else "",
         ),
@@ -106,18 +116,19 @@ def measures() -> list[Measure]:
 @dataclass(frozen=True, slots=True)
 class Confined:
     """What the processes of a device are kept from. `users`: each takes its job's user. `calls`: system calls are
-    filtered."""
+    filtered. `groups`: each has a control group for its memory."""
 
     users: bool
     calls: bool
     measures: tuple[Measure, ...]
+    groups: bool = False
 
     @classmethod
     def choose(cls, setting: str) -> Confined:
         """By the daemon's setting `confine`: auto does what is possible, require raises ConfigError if something is
         not, off leaves out what can be left out."""
         found = measures()
-        missing = [measure for measure in found if measure.missing]
+        missing = [measure for measure in found if measure.missing and measure.name != GROUPS]
         if setting == "require" and missing:
             remedy = f"{missing[0].remedy or 'mend it'}, or set confine to auto"
             raise ConfigError(f"confine is require, but {missing[0].missing}", remedy)
@@ -125,17 +136,22 @@ class Confined:
             why = "the daemon's setting confine is off"
             found = [m._replace(missing=why) if m.name in _OPTIONAL and not m.missing else m for m in found]
         absent = {measure.name for measure in found if measure.missing}
-        return cls("user" not in absent, "calls" not in absent, tuple(found))
+        grouped = any(measure.name == GROUPS and not measure.missing for measure in found)
+        return cls("user" not in absent, "calls" not in absent, tuple(found), grouped)
 
-    def of(self, user: int | None, *, connects: bool = False, most_bytes: int = 0) -> dict[str, Any]:
+    def of(
+        self, user: int | None, *, connects: bool = False, most_bytes: int = 0, memory_group: str = ""
+    ) -> dict[str, Any]:
         """The fields of the Confinement of a process for a job of this user (None: not known, or it does not matter),
-        which may make connections, and takes at most `most_bytes` and SPARE_BYTES of memory (0: no limit)."""
+        which may make connections, and takes at most `most_bytes` and SPARE_BYTES of memory (0: no limit).
+        `memory_group`: the entrance of its control group."""
         own, group = identity(user) if self.users else (None, None)
         most = most_bytes + SPARE_BYTES if most_bytes else 0
-        return asdict(Confinement(own, group, self.calls, connects, most))
+        return asdict(Confinement(own, group, self.calls, connects, most, memory_group))
 
 
-_OPTIONAL = ("user", "calls")
+GROUPS = "memory group"
+_OPTIONAL = ("user", "calls", GROUPS)
 
 
 def identity(uid: int | None) -> tuple[int, int]:
@@ -198,6 +214,8 @@ def _no_filter() -> str:
 def confine(given: Confinement) -> None:
     """Confine this process, which has one thread. Raises OSError if any of it fails: it must not run then. A signal set
     for the parent's death is lost where the user changes."""
+    if given.memory_group:
+        memory_groups.join(given.memory_group)
     if given.most_bytes:
         most, hard = data_bytes() + given.most_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the service may have one
@@ -232,6 +250,11 @@ def limit_data(before: int, planned: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_DATA, (min(most, before + planned * SPARE_FACTOR + SPARE_BYTES), most))
+
+
+def most_memory(planned: int) -> int:
+    """Bytes of memory for the control group of a process for which `planned` bytes are planned."""
+    return planned * SPARE_FACTOR + SPARE_BYTES
 
 
 def data_bytes() -> int:
@@ -412,7 +435,7 @@ def doubts(confined: Confined, found: dict[str, Any]) -> list[str]:
         "memory": found["data_bytes"] != resource.RLIM_INFINITY,
         "calls": found["calls"] and not found["network"],
     }
-    return [measure.name for measure in confined.measures if not measure.missing and not holds[measure.name]]
+    return [measure.name for measure in confined.measures if not measure.missing and not holds.get(measure.name, True)]
 
 
 def trial(setting: str) -> Confined:
