@@ -104,6 +104,7 @@ class LiveJob:
         self.heard: list = []
         self.done: dict[int, object] = {}
         self.transfers: dict[int, object] = {}
+        self.saved: dict[int, msg.SnapshotSaved] = {}
         self.ended: list = []
         session.register(self.id, self._hear)
         spec = JobSpec(name, Priority(priority), max_inflight=inflight, gang=gang)
@@ -122,6 +123,8 @@ class LiveJob:
             self.done[message.step] = message
         elif isinstance(message, msg.TransferDone):
             self.transfers[message.transfer] = message
+        elif isinstance(message, msg.SnapshotSaved):
+            self.saved[message.snapshot] = message
         elif isinstance(message, msg.JobEnded):
             self.ended.append(message)
 

@@ -9,10 +9,11 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ class Counting:
         """Begin one."""
         self.job.session.call(msg.PrepareSnapshot(0, self.job.id))
         self.job.session.call(msg.TakeSnapshot(0, self.job.id, number, self.job.steps, 1), [b"notes"])
+
+    def saved(self, number: int) -> msg.SnapshotSaved:
+        """Take one, and wait for its end."""
+        self.snapshot(number)
+        assert self.job.session.wait(lambda: number in self.job.saved, SOON_S)
+        return self.job.saved[number]
 
 
 def named(pid: int, word: str) -> list[int]:
@@ -197,6 +204,69 @@ def test_a_state_directory_that_cannot_be_written_to_is_refused_with_what_helps(
             assert refused.value.remedy == state_directory.WRITABLE
     finally:
         os.close(at)
+
+
+def not_mountable() -> str:
+    """Why no file system can be mounted here, or ""."""
+    if os.geteuid() != 0:
+        return "mounts a file system: run as root"
+    with tempfile.TemporaryDirectory() as at:
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", at], capture_output=True, check=False).returncode:
+            return "no file system can be mounted here"
+        subprocess.run(["umount", at], check=True)
+    return ""
+
+
+@contextmanager
+def disk(at: Path) -> Iterator[None]:
+    """A disk of 8 MiB."""
+    at.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0700,size=8m", "tmpfs", str(at)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+@contextmanager
+def full(at: Path) -> Iterator[None]:
+    with suppress(OSError), (at / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+    yield
+    (at / "filler").unlink()
+
+
+def test_a_full_disk_costs_snapshots_and_no_step(tmp_path: Path):
+    """One that became read-only does the same (tests/daemon/snapshots/test_store.py, tests/faults)."""
+    if why := not_mountable():
+        pytest.skip(why)
+    state = tmp_path / "state"
+    with (
+        disk(state),
+        serving(tmp_path, "--state-dir", str(state)) as daemon,
+        Session.connect(daemon.endpoint, SOON_S) as session,
+    ):
+        job = Counting(session, "kept")
+        kept = state / "snapshots" / str(os.geteuid()) / job.job.id
+
+        def held() -> list[str]:
+            return sorted(path.name.partition("-")[0] for path in kept.iterdir())
+
+        assert job.saved(1).code == ""
+        good = held()
+        with full(state):
+            failed = job.saved(2)
+            assert (failed.code, "No space" in failed.message) == ("snapshot_failed", True), failed
+            assert failed.remedy
+            assert held() == good, "the one before stays"
+            job.check()
+            other = Counting(session, "beside")
+            other.check()
+            other.job.close()
+        assert job.saved(3).code == ""
+        job.check()
+        assert held() == [f"{number:08}" for number in (1, 3)]
 
 
 # ---- Descriptors.

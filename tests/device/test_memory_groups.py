@@ -213,7 +213,9 @@ def test_a_job_that_took_too_much_is_told_how_much_it_may_have():
 
 
 def test_a_missing_group_is_said_and_not_required(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_groups, "find", lambda: memory_groups.OwnGroup(Path("/"), find().files, "no groups here"))
+    monkeypatch.setattr(
+        memory_groups, "find", lambda: memory_groups.OwnGroup(Path("/"), find().files, "no groups here")
+    )
     monkeypatch.setattr(confinement, "_no_filter", lambda: "")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(confinement, "_may_change_user", lambda: True)

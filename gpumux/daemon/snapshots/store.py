@@ -13,6 +13,7 @@ The writer's process (writer.py) uses this module; its functions may take long.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -118,7 +119,7 @@ class Store:
         except (OSError, SafetensorError, MemoryError) as error:
             raise SnapshotFailed(
                 f"{self.root / str(owner.uid) / owner.job} could not be written to: {_reason(error)}",
-                "make room on that disk, or put state_dir on a larger one",
+                _remedy(error),
             ) from error
 
     def _save(self, home: int, number: int, tensors: Mapping[str, Array], facts: Mapping[str, str]) -> int:
@@ -350,6 +351,12 @@ def _opener(home: int) -> Callable[[str, int], int]:
 def _path(home: int, name: str) -> str:
     """A path for a library that takes no descriptor. Nothing but this user can put a link there."""
     return f"/proc/self/fd/{home}/{name}"
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EIO):
+        return "look into the kernel's log what that disk has, mount it writable, or put state_dir on another one"
+    return "make room on that disk, or put state_dir on a larger one"
 
 
 def _reason(error: BaseException) -> str:
