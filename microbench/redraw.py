@@ -17,7 +17,7 @@ from typing import Any
 
 from gpumux.errors import ConfigError
 from gpumux.files import check_writable
-from microbench import ablation, fusionplot, pairwise, sweep, wave_curves, waves
+from microbench import ablation, convergence, fusionplot, pairwise, sweep, wave_curves, waves
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -64,6 +64,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "wave-curves.svg": draw_wave_curves,
     "wave-memory.svg": lambda path: waves.draw(path, read("sim-waves")["memory_over_time"]),
     "fusion_throughput.png": lambda path: draw_fusion(path, "cpu-fusion-floor", "--throughput"),
+    "fusion_convergence.png": lambda path: convergence.draw(path, read("cpu-convergence")["models"]),
     "fusion_memory.png": lambda path: draw_fusion(path, "cpu-fusion-memory", "--memory"),
 }
 
