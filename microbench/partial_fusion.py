@@ -74,7 +74,7 @@ def resnet(config: dict[str, Any]) -> nn.Module:
     for block in blocks[BLOCKS - config["unlike"] :]:
         before, after = block.conv1, block.conv2
         inside = after.out_channels + config["model"] + 1
-        block.conv1 = nn.Conv2d(before.in_channels, inside, 3, before.stride, padding=1, bias=False)
+        block.conv1 = nn.Conv2d(before.in_channels, inside, 3, before.stride[0], padding=1, bias=False)
         block.bn1 = nn.BatchNorm2d(inside)
         block.conv2 = nn.Conv2d(inside, after.out_channels, 3, padding=1, bias=False)
     return model
