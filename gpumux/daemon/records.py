@@ -97,6 +97,7 @@ class JobRecord:
     device_answers: bool = False  # the device has the session's channel, to answer steps itself
     group_steps: int = 0  # steps that ran in a group of jobs (daemon/fusion), and its part of their device seconds
     group_s: float = 0.0
+    replays: int = 0  # steps that its client, which came back, runs again from now on
 
     @property
     def ending(self) -> bool:

@@ -8,6 +8,7 @@ changes its meaning; a changed message gets a new tag.
     client -> daemon                    daemon -> client
     Hello                               Welcome | Refusal
     OpenJob / OpenGangJob               JobOpened | Refusal
+    OpenFusibleJob                      JobOpened | Refusal
     LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (its segment by the channel)
     Step (+ inline inputs on TCP)       StepDone (+ inline results on TCP) | StepFailed
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
@@ -223,6 +224,11 @@ class OpenJob:
     seed: int
     models: int = 1
     shares_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFusibleJob(OpenJob):
+    """OpenJob of a job whose steps may run as one with those of jobs that have the same Program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -701,7 +707,7 @@ Message = (
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
     | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
-    | ClusterMessage | GrantedHello
+    | ClusterMessage | GrantedHello | OpenFusibleJob
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -715,7 +721,7 @@ REGISTRY: dict[int, type[Any]] = {
     **SNAPSHOT_REGISTRY,
     49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
     **CLUSTER_REGISTRY,
-    62: GrantedHello,
+    62: GrantedHello, 63: OpenFusibleJob,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
@@ -723,7 +729,7 @@ FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
      GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT,
-     *CLUSTER_FROM_CLIENT, GrantedHello}
+     *CLUSTER_FROM_CLIENT, GrantedHello, OpenFusibleJob}
 )  # fmt: skip
 
 

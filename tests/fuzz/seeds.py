@@ -18,6 +18,7 @@ MESSAGES: tuple[tuple[m.Message, int], ...] = (
     (m.Refusal(1, "refused", "no", "ask"), 0),
     (m.OpenJob(1, JOB, "name", 1, 1.0, 1.1, None, 2, 2**64 - 1), 0),
     (m.OpenJob(1, JOB, "", 0, 1.0, 1.1, 1 << 30, 2, 0), 0),
+    (m.OpenFusibleJob(1, JOB, "", 0, 1.0, 1.1, 1 << 30, 2, 0), 0),
     (m.JobOpened(1, JOB), 0),
     (m.LoadProgram(1, JOB, 1, [4, 1 << 20], [0, 1]), 1),
     (m.ProgramLoaded(1, JOB, 1, 5, 2, 4096, ["slow"]), 0),
