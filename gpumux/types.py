@@ -100,6 +100,16 @@ class JobSpec:
     fusible: bool = False
 
 
+class GroupPlace(NamedTuple):
+    """How a step ran in a group of jobs: of `models` of them, at `place`, as part of one fused step (`fused`) or by its
+    job's own Program on that part of the stacked state. `program`: the content hash of the group's fused Program."""
+
+    models: int
+    place: int
+    fused: bool
+    program: str
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Device memory a program adds. Persistent state and transient bytes are separate because jobs

@@ -491,10 +491,12 @@ class Job(Generic[Batch]):
                 program.give_generator(slot, generator)
             inputs = choice.tensors if generator is None else [*choice.tensors, generator]
             frames = [] if filled else program.fill(slot, inputs)
-            self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.program.lowered.counts[0]]
             if recorder is not None:
                 entry = recorder.step(step, program, scalars, program.laid(slot, inputs))
+            self._pending.add(
+                step, future, number, slot, choice, entry.what.ran_in_group if entry is not None else None
+            )
             self._remote.post_step(step, number, slot, scalars, frames)
         except BaseException:
             self._pending.forget(step)

@@ -11,6 +11,7 @@ changes its meaning; a changed message gets a new tag.
     OpenFusibleJob                      JobOpened | Refusal
     LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (its segment by the channel)
     Step (+ inline inputs on TCP)       StepDone (+ inline results on TCP) | StepFailed
+                                        GroupStepDone: StepDone of a step that ran in a group
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
@@ -303,6 +304,22 @@ class StepDone(NamedTuple):
     device_s: float
     total_s: float
     frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStepDone:
+    """StepDone of a step that ran in a group of jobs; its last fields are those of gpumux.types.GroupPlace."""
+
+    job: str
+    step: int
+    queue_s: float
+    device_s: float
+    total_s: float
+    frames: int
+    models: int
+    place: int
+    fused: bool
+    program: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -707,7 +724,7 @@ Message = (
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
     | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
-    | ClusterMessage | GrantedHello | OpenFusibleJob
+    | ClusterMessage | GrantedHello | OpenFusibleJob | GroupStepDone
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -721,7 +738,7 @@ REGISTRY: dict[int, type[Any]] = {
     **SNAPSHOT_REGISTRY,
     49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
     **CLUSTER_REGISTRY,
-    62: GrantedHello, 63: OpenFusibleJob,
+    62: GrantedHello, 63: OpenFusibleJob, 64: GroupStepDone,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.

@@ -25,6 +25,7 @@ MESSAGES: tuple[tuple[m.Message, int], ...] = (
     (m.Step(JOB, 1, 1, 0, [0.1, 3, float("nan")], 0), 0),
     (m.Step(JOB, 2**40, 0, 1, [], 2), 2),
     (m.StepDone(JOB, 1, 0.0, 1e-3, 2e-3, 0), 0),
+    (m.GroupStepDone(JOB, 1, 0.0, 1e-3, 2e-3, 0, 8, 7, True, "ab" * 32), 0),
     (m.StepFailed(JOB, 1, "job_failed", "it", "that"), 0),
     (m.OpenTransfer(1, JOB, 1, [0, 1, 2], True), 0),
     (m.TransferSegment(1, JOB, 1, 2, 64), 0),

@@ -3,7 +3,7 @@
 It stands between what comes in and the scheduler, and sees the events and commands of jobs that may be fused alone.
 To the scheduler a group is one more low job of its members' user, in a session of its own: its memory is charged, its
 steps are paced and guarded as any job's are. To the device it is a job as well (`FusesJobs` in gpumux/device/base.py).
-No client knows of it.
+Clients are told which of their steps ran in a group, so that a recovery can run them again with the same bits.
 
     a member's step     is held until it is to run: in the member's own place it goes on to the scheduler as it came, in
                         a group it becomes a step of the group's, alone or with those of the other members
@@ -41,6 +41,7 @@ from gpumux.scheduler.fusion import groups as fg
 from gpumux.types import (
     Fault,
     Footprint,
+    GroupPlace,
     JobDied,
     JobId,
     JobSpec,
@@ -688,6 +689,10 @@ class JobFusion:
             if member is None or number not in member.record.steps:
                 continue
             _, submitted = member.steps.pop(number)
+            assert group.offer is not None
+            member.record.steps[number].group = GroupPlace(
+                group.models, group.members.index(job), step.program == FUSED, group.offer.content_hash
+            )
             member.record.group_steps += 1
             member.record.group_s += times.device_s / len(step.members)
             waited = max(0.0, step.submitted - submitted)
