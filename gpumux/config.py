@@ -128,6 +128,19 @@ def _users(value: Any, where: str) -> frozenset[int]:
     return _ids(value, where, lambda name: pwd.getpwnam(name).pw_uid, "user")
 
 
+def users_together(sets: Sequence[str]) -> tuple[frozenset[int], ...]:
+    """The user ids of each set in `fuse_together`. Raises ConfigError."""
+    where = "[fusion] fuse_together"
+    found = tuple(_users([int(one) if one.isdecimal() else one for one in each.split()], where) for each in sets)
+    for each, users in zip(sets, found, strict=True):
+        if len(users) < 2:
+            raise ConfigError(f"{where}: {each!r} is one user, or none", 'write sets of users, such as ["ann bob"]')
+    twice = [user for number, users in enumerate(found) for user in users if any(user in o for o in found[:number])]
+    if twice:
+        raise ConfigError(f"{where}: user {twice[0]} is in two sets", "write all that agree with one in a single set")
+    return found
+
+
 def _groups(value: Any, where: str) -> frozenset[int]:
     return _ids(value, where, lambda name: grp.getgrnam(name).gr_gid, "group")
 
@@ -199,7 +212,7 @@ POLICIES = ("fifo", "streams", "paced", "guarded")
 CONFINEMENTS = ("auto", "require", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-TABLES = ("daemon", "limits", "access", "gangs")
+TABLES = ("daemon", "limits", "access", "gangs", "fusion")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and those for clients
@@ -360,6 +373,31 @@ class Config:
         reload=True,
     )
 
+    fuse_most: int = _setting(
+        32, "the most equal jobs that run as one, of those submitted with fusible=True; 1: none do", table="fusion",
+        low=1, high=1024,
+    )  # fmt: skip
+    fuse_wait_s: float = _setting(
+        0.005, "how long a step of a job in a group waits for the others' steps, before it runs by itself",
+        table="fusion", low=0.0, high=60,
+    )  # fmt: skip
+    fuse_gather_s: float = _setting(
+        0.1, "how long steps wait once, when a group begins, until all of its jobs have one", table="fusion",
+        low=0.0, high=60,
+    )  # fmt: skip
+    fuse_settle_s: float = _setting(
+        1.0, "how long from the first two equal jobs to their group, so that others may come", table="fusion",
+        low=0.0, high=3600,
+    )  # fmt: skip
+    fuse_retry_s: float = _setting(
+        10.0, "how long from the end of a group to the next, and until one may end for a larger one", table="fusion",
+        low=0.0, high=86400,
+    )  # fmt: skip
+    fuse_together: tuple[str, ...] = _setting(
+        (), "sets of users whose jobs may run as one with each other's, names or numbers with spaces between; by"
+        " default a user's jobs run so with each other alone", table="fusion",
+    )  # fmt: skip
+
 
 RELOADABLE = frozenset(each.name for each in fields(Config) if each.metadata["reload"])
 FILE_ONLY = frozenset({"rules"})  # too much for a variable or a flag
@@ -506,6 +544,7 @@ def _together(config: Config) -> None:
             raise ConfigError(
                 f"[gangs] stores: {network!r} is no network", 'write addresses like "10.0.0.0/8" or "192.168.1.7"'
             ) from None
+    users_together(config.fuse_together)
     for endpoint in config.endpoint:
         if not endpoint.startswith(("ipc://", "tcp://")):
             raise ConfigError(

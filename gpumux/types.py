@@ -84,7 +84,7 @@ class JobSpec:
     whose jobs share one arena for temporaries with it, None for memory of its own. `models`: number of models
     that a step trains; it only changes what is shown of the job. `gang`: the job is one rank of several. `user`: the
     user of this machine that it belongs to, None if it is not known. `fusible`: its steps may run as one with those of
-    jobs that have the same Program. No client can ask for that yet."""
+    jobs that have the same Program."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -98,6 +98,16 @@ class JobSpec:
     arena: int | None = None
     user: int | None = None
     fusible: bool = False
+
+
+class GroupPlace(NamedTuple):
+    """How a step ran in a group of jobs: of `models` of them, at `place`, as part of one fused step (`fused`) or by its
+    job's own Program on that part of the stacked state. `program`: the content hash of the group's fused Program."""
+
+    models: int
+    place: int
+    fused: bool
+    program: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +286,23 @@ class LowPromise(TypedDict):
     bans: int
 
 
+class FusionStatistics(TypedDict):
+    """Of a job submitted with fusible=True. `possible`: whether its daemon fuses jobs; `jobs`: how many run as one now,
+    itself included; `steps`: its own steps that ran in a group so far; `why`: the sentence that says why."""
+
+    possible: bool
+    jobs: int
+    steps: int
+    why: str
+
+
 class JobStatistics(TypedDict):
     """Job.stats(). Sizes are in bytes, times in seconds.
 
     `exactness`, `because`, `tolerance` (by dtype, relative to a tensor's largest element) and `microbatches` (parts, by
     function) say how results compare with the reference run's; the last three are there for "equivalent" results only.
-    `promise` is None under policies without a guard. `ranks` has the statistics of each rank of a job over several
-    devices, `waves` is there for a job in waves.
+    `promise` is None under policies without a guard, `fusion` unless the job was submitted with fusible=True. `ranks`
+    has the statistics of each rank of a job over several devices, `waves` is there for a job in waves.
     """
 
     exactness: Literal["bit-equal", "equivalent"]
@@ -316,5 +336,6 @@ class JobStatistics(TypedDict):
     max_slowdown: float
     models: int
     gang: dict[str, Any] | None
+    fusion: FusionStatistics | None
     promise: HighPromise | LowPromise | None
     mine: bool

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,14 @@ _AGAIN = re.compile(r"job '([^']+)': .* It is back after ([0-9.]+) s, from (.*),
 class Phoenix:
     """A daemon that can be killed and is started again, on one endpoint and one state directory."""
 
-    def __init__(self, directory: Path, threads: int = 1, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        threads: int = 1,
+        flags: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = {"GPUMUX_SNAPSHOT_S": str(SNAPSHOT_S), **(settings or {})}
         self.endpoint = f"ipc://{directory}/gpumux.sock"
         self.directory = directory
         self._command = [*GPUMUX, "serve", "--device", "cpu", "--threads", str(threads), "--endpoint", self.endpoint]
@@ -65,7 +72,7 @@ class Phoenix:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUMUX_")}
-        environment["GPUMUX_SNAPSHOT_S"] = str(SNAPSHOT_S)
+        environment |= self._settings
         return subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,

@@ -77,7 +77,7 @@ def answers(count: int, spec: GpuSpec, looks: int = LOOKS) -> Iterator[dict[str,
     for look in range(looks):
         if count:
             simulation.run(seconds=INTERVAL_S * (look + 1))
-        body = status(identity, scheduler, records, 0, memory)
+        body = status(identity, scheduler, records, 0, memory, lambda job: None)
         body["daemon"]["uptime_s"] = INTERVAL_S * (look + 1)
         for job in body["jobs"]:
             job["mine"] = True

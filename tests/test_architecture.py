@@ -68,6 +68,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "gpumux.client",
         "gpumux.fuse.job.submit_array",
     ): "users look for it beside submit; nothing of the client uses it",
+    ("gpumux.client.recovery", "gpumux.fuse.replay.GroupReplay"): "loaded where a job comes back that ran in a group",
 } | {
     ("gpumux", f"gpumux.{name}"): "names for users and type checkers, loaded at first use"
     for name in (

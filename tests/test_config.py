@@ -125,6 +125,26 @@ def test_lists_are_written_with_commas_outside_the_file(tmp_path):
     assert load({"endpoint": ["ipc:///a", "ipc:///b"]}, {}).endpoint == ("ipc:///a", "ipc:///b")
 
 
+def test_users_whose_jobs_run_as_one_are_sets_of_names_and_numbers(tmp_path):
+    told = load({}, {}, written(tmp_path, "[fusion]\nfuse_together = ['root 7', '1000 1001 1002']\n"))
+    assert config.users_together(told.fuse_together) == (frozenset({0, 7}), frozenset({1000, 1001, 1002}))
+    assert load({}, {"GPUMUX_FUSE_TOGETHER": "root 7, 8 9"}).fuse_together == ("root 7", "8 9")
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        ("['root']", "one user"),
+        ("['']", "one user"),
+        ("['root 7', '8 7']", "user 7 is in two sets"),
+        ("['root nobody-of-that-name']", "no user"),
+    ],
+)
+def test_sets_of_users_that_can_not_be_are_refused(tmp_path, sets, says):
+    with pytest.raises(ConfigError, match=rf"fuse_together.*{says}"):
+        load({}, {}, written(tmp_path, f"[fusion]\nfuse_together = {sets}\n"))
+
+
 def test_every_default_passes_its_own_check():
     for spec in fields(Config):
         assert config._check(spec, spec.default, spec.name) == spec.default

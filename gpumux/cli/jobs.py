@@ -84,6 +84,8 @@ def explanation(
         lines += ["", "what to do"]
         for remedy in body["remedies"]:
             lines += [f"  {remedy['text']}", *([f"    $ {remedy['command']}{where}"] if remedy["command"] else [])]
+    if body.get("fusion") is not None:
+        lines += ["", "fusion", f"  {body['fusion']['why']}"]
     if story:
         lines += ["", "all that is known", *(f"  {sentence}" for sentence in body["sentences"])]
         lines += ["", "what happened last", *(f"  {line}" for line in body["story"])]

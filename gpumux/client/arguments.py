@@ -53,6 +53,7 @@ class SubmitOptions(TypedDict, total=False):
     batch_norm: BatchNorm
     waves: int
     memory: Literal["own", "shared"]
+    fusible: bool
     cluster: str | None
     gpus: int | None
     min_gpus: int
@@ -61,7 +62,7 @@ class SubmitOptions(TypedDict, total=False):
 
 def job_spec(
     step: Any, priority: Any, name: Any, weight: Any, max_slowdown: Any, memory_limit: Any, max_inflight: Any,
-    seed: Any, memory: Any = "own",
+    seed: Any, memory: Any = "own", fusible: Any = False,
 ) -> JobSpec:  # fmt: skip
     """The JobSpec of these arguments of submit(). Raises ConfigError, naming the argument and its valid values."""
     if not callable(step):
@@ -82,12 +83,19 @@ def job_spec(
         raise ConfigError(
             'memory="shared" is for low jobs: they wait for each other', 'leave out memory=, or submit it with "low"'
         )
+    if not isinstance(fusible, bool):
+        raise ConfigError(f"fusible is {fusible!r:.60}", "use True or False")
+    if fusible and (level is Priority.HIGH or memory == "shared"):
+        other = 'priority="high"' if level is Priority.HIGH else 'memory="shared"'
+        raise ConfigError(f"fusible=True does not go together with {other}", "leave out one of them")
     inflight = whole("max_inflight", max_inflight, 1, 64, "use 1 to 64; 2 keeps the device busy")
     if seed is None:
         seed = torch.initial_seed()
     seed = whole("seed", seed, 0, 2**64 - 1, "use a whole number from 0 to 2**64 - 1")
     arena = os.getuid() if memory == "shared" else None
-    return JobSpec(_label(step, name), level, share, slowdown, memory_limit, inflight, seed, arena=arena)
+    return JobSpec(
+        _label(step, name), level, share, slowdown, memory_limit, inflight, seed, arena=arena, fusible=fusible
+    )
 
 
 def _label(step: Callable[..., Any], name: Any) -> str:

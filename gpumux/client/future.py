@@ -19,7 +19,7 @@ from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
 from gpumux.notebook import facts_table
-from gpumux.types import StepTimes
+from gpumux.types import GroupPlace, StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
 
@@ -394,13 +394,17 @@ def skipped_in(future: StepFuture) -> frozenset[int]:
 
 
 class _Step:
-    __slots__ = ("captured", "future", "host", "program", "slot", "written")
+    __slots__ = ("captured", "future", "grouped", "host", "program", "slot", "written")
 
-    def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
+    def __init__(
+        self, future: StepFuture, program: int, slot: int, *, choice: Choice,
+        grouped: Callable[[GroupPlace], None] | None,
+    ) -> None:  # fmt: skip
         self.captured = choice.program
         self.future = future
         self.program = program
         self.slot = slot
+        self.grouped = grouped
         self.host = choice.values[sum(choice.program.lowered.counts) :]
         self.written = [(choice.tensors[position], index) for index, position in choice.program.written]
 
@@ -438,8 +442,17 @@ class Pending:
         self._survives = ends
         self._no_answer = ends | {UnknownJob.code, JobClosed.code} if ends else ends
 
-    def add(self, step: int, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
-        self.steps[step] = _Step(future, program, slot, choice)
+    def add(
+        self,
+        step: int,
+        future: StepFuture,
+        program: int,
+        slot: int,
+        choice: Choice,
+        grouped: Callable[[GroupPlace], None] | None = None,
+    ) -> None:
+        """Add a step that is about to be sent. `grouped`: called if it runs in a group of jobs."""
+        self.steps[step] = _Step(future, program, slot, choice=choice, grouped=grouped)
 
     def forget(self, step: int) -> None:
         """Drop a step that was never sent."""
@@ -459,13 +472,15 @@ class Pending:
 
     def on_message(self, message: Any, frames: Sequence[Any]) -> None:
         """Handle the session's messages for this job."""
-        if type(message) is m.StepDone:
+        if type(message) is m.StepDone or type(message) is m.GroupStepDone:
             step = self.steps.get(message.step)
             if step is None:
                 return
             program = self._remote.programs[step.program]
             if type(step) is _Step:
                 tensors = program.take(step.slot, frames)
+                if type(message) is m.GroupStepDone and step.grouped is not None:
+                    step.grouped(GroupPlace(message.models, message.place, message.fused, message.program))
                 times = StepTimes(message.queue_s, message.device_s, message.total_s)
                 if step.written:
                     write_back(step.written, tensors)

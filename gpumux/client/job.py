@@ -105,7 +105,7 @@ BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
 def exactness(
-    table: StateTable, microbatches: Mapping[str, int], compiled: bool = False, ranks: int = 1
+    table: StateTable, microbatches: Mapping[str, int], compiled: bool = False, ranks: int = 1, fused: bool = False
 ) -> dict[str, Any]:
     """The entries of Job.stats() about equality of results.
 
@@ -114,7 +114,7 @@ def exactness(
     relative to the largest element of the tensor.
 
     microbatches: the number of parts of a batch, by function. compiled: whether a function is compiled. ranks: over how
-    many devices the job runs.
+    many devices the job runs. fused: whether its steps may run as one with other jobs'.
     """
     because: list[str] = []
     more: dict[str, Any] = {}
@@ -136,6 +136,8 @@ def exactness(
             "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled"
             " run of it with the same torch build on the same kind of machine"
         )
+    if fused:
+        because.append("its steps may run fused with those of equal jobs, whose batched operators round otherwise")
     if not because:
         return {"exactness": BIT_EQUAL}
     tolerance = {**TOLERANCE, "float32": TF32_TOLERANCE} if table.tf32 else dict(TOLERANCE)
@@ -489,10 +491,12 @@ class Job(Generic[Batch]):
                 program.give_generator(slot, generator)
             inputs = choice.tensors if generator is None else [*choice.tensors, generator]
             frames = [] if filled else program.fill(slot, inputs)
-            self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.program.lowered.counts[0]]
             if recorder is not None:
                 entry = recorder.step(step, program, scalars, program.laid(slot, inputs))
+            self._pending.add(
+                step, future, number, slot, choice, entry.what.ran_in_group if entry is not None else None
+            )
             self._remote.post_step(step, number, slot, scalars, frames)
         except BaseException:
             self._pending.forget(step)
@@ -549,14 +553,17 @@ class Job(Generic[Batch]):
         """The daemon's figures for the job: steps, queue and device seconds, memory in bytes, outstanding launches.
         `rng` says which random generator the job draws from (submit()). `exactness` is "bit-equal" (README,
         "Equal results") or "equivalent": then `because` gives the reasons, and `tolerance` how far a step's results may
-        be from the reference run's, relative to the largest element of the tensor (README, "Microbatches")."""
+        be from the reference run's, relative to the largest element of the tensor (README, "Microbatches"). `fusion`,
+        of a job submitted with fusible=True: whether it runs as one with others now, and if not, why."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
         rng = {"rng": "client" if self._clients_generator else "own"}
         ranks = 1 if self._over is None else self._over.ranks
+        fusion = reply.body.get("fusion")  # a daemon from before jobs were fused says nothing
+        fused = fusion is not None and fusion["possible"]
         waves = {} if self._waves is None else {"waves": len(LANES)}
-        same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks) | waves
+        same = exactness(self._table, {f.name: f.microbatches for f in functions}, compiled, ranks, fused) | waves
         return cast(JobStatistics, {**same, **rng, **reply.body})
 
     @property

@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -35,14 +35,18 @@ from gpumux.errors import (
     InternalError,
     JobClosed,
     JobFailed,
+    NotFusible,
     NotOwner,
     PeersLost,
     TooFewRanks,
     UnknownJob,
 )
-from gpumux.types import JobSpec
+from gpumux.types import GroupPlace, JobSpec
 from gpumux.wire import messages as m
 from gpumux.wire.messages import MAX_ASKED, FindKept, ReadSnapshot
+
+if TYPE_CHECKING:
+    from gpumux.fuse.replay import GroupReplay
 
 T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
@@ -105,13 +109,17 @@ class PushEntry:
     data: torch.Tensor | LocalBytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepEntry:
-    """A step was run: its Program, host scalars and batch."""
+    """A step was run: its Program, host scalars and batch. `group`: how, once it was answered, if it ran in a group."""
 
     program: int
     scalars: list[float | int | bool]
     batch: list[torch.Tensor]
+    group: GroupPlace | None = None
+
+    def ran_in_group(self, group: GroupPlace) -> None:
+        self.group = group
 
 
 class ReplayRecorder:
@@ -297,6 +305,8 @@ class Recovery:
         self._crashes = 0  # crashes since then, with no further step answered
         self._device = session.device_facts
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
+        self._group: GroupReplay | None = None  # in which an attempt runs steps again that ran so
+        self._by_itself = False  # an attempt runs even those by themselves
         self.recorder = recorder
         self.snapshots: Snapshots | None = None
         self._copy = SnapshotCopy(remote.held) if place is not None else None
@@ -632,6 +642,7 @@ class Recovery:
         session = self.session
         session.unregister(self._id)
         remote.reset(session)
+        self._group, self._by_itself = None, False
         session.register(self._id, pending.on_message)
         session.open_job(self._id, self._spec, None)
         self._opened = session
@@ -642,16 +653,22 @@ class Recovery:
         for entry in self.recorder.log.since(point):
             what = entry.what
             if isinstance(what, StepEntry):
+                steps += 1
+                if self._ran_in_group(entry.step, what) and self._run_in_group(what):
+                    continue
+                self._leave_group()
                 if self.paused and not paused and entry.step in pending.held:
                     self._pause_again()  # so that no step runs that waited, paused; those before it have to
                     paused = True
                 self._run_again(entry.step, what)
-                steps += 1
-            elif isinstance(what, LoadEntry):
+                continue
+            self._leave_group()
+            if isinstance(what, LoadEntry):
                 remote.load(what.program)
             else:
                 data = what.data
                 remote.put(what.buffers, data.data() if isinstance(data, LocalBytes) else data)
+        self._leave_group()
         self.recorder.log.recovered(point, lost)
         self.snapshots.restart()
         if self.paused and not paused:
@@ -704,7 +721,8 @@ class Recovery:
         for number in range(self._remote.loads):
             if number not in later:
                 self._remote.load(number)
-        self._remote.restore(read, sum(isinstance(entry.what, StepEntry) for entry in again))
+        steps = [entry for entry in again if isinstance(entry.what, StepEntry)]
+        self._remote.restore(read, sum(not self._ran_in_group(entry.step, entry.what) for entry in steps))
         return point, [n for n in numbers if n > point]
 
     def _ended_for_now(self) -> bool:
@@ -719,6 +737,37 @@ class Recovery:
         if remote.ended is not None:
             raise remote.end_error()
         remote.call(m.PauseJob)
+
+    def _ran_in_group(self, step: int, ran: StepEntry) -> bool:
+        """Whether a step ran in a group of jobs, and was answered."""
+        return ran.group is not None and step not in self._pending.held
+
+    def _run_in_group(self, ran: StepEntry) -> bool:
+        """Run a step again in a group like the one that it ran in. Returns False if there can be none: the step is to
+        run by itself then, and all later ones."""
+        from gpumux.fuse.replay import GroupReplay
+
+        assert ran.group is not None
+        if self._by_itself:
+            return False
+        if self._group is None:
+            self._group = GroupReplay(self._remote, self._spec)
+        try:
+            self._group.enter(ran.program, ran.group)
+        except (NotFusible, AdmissionRefused) as error:
+            log.warning(
+                "job %r: steps that ran as one with those of other jobs run again by themselves (%s): results are"
+                " equivalent, and not bit-equal, to those before", self._name, error.message,
+            )  # fmt: skip
+            self._by_itself = True
+            return False
+        self._group.run(ran.group.fused, ran.scalars, ran.batch)
+        return True
+
+    def _leave_group(self) -> None:
+        """Have the job's own buffers hold its state, so that steps run there."""
+        if self._group is not None:
+            self._group.leave()
 
     def _run_again(self, step: int, ran: StepEntry) -> None:
         program, pending, remote = self._remote.programs[ran.program], self._pending, self._remote

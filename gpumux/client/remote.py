@@ -18,7 +18,7 @@ from gpumux.capture.state import StateTable, byte_view, raw_bytes
 from gpumux.client.session import Loading, Session, Waits
 from gpumux.errors import DaemonGone, GpumuxError, JobFailed, from_code
 from gpumux.program import codec
-from gpumux.program.ir import SlotLayout, aligned, slot_layout
+from gpumux.program.ir import Program, SlotLayout, aligned, slot_layout
 from gpumux.types import GENERATOR_BYTES
 from gpumux.wire import messages as m
 
@@ -333,6 +333,11 @@ class Remote:
     def hashes(self) -> list[str]:
         """The content hashes of the job's Programs, oldest first. Any thread may ask."""
         return list(dict.fromkeys(content for content, _ in list(self._numbers)))  # another one may add to them
+
+    def bound(self, number: int) -> tuple[Program, tuple[int, ...]]:
+        """The job's Program `number`, and the job buffer of each of its state slots."""
+        lowered, _, _ = self._loads[number]
+        return lowered.program, lowered.binding
 
     @property
     def loads(self) -> int:

@@ -500,7 +500,8 @@ def open_message(job: str, spec: JobSpec) -> m.OpenJob | m.OpenGangJob:
             0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
             spec.seed, spec.models, gang.id, gang.rank, gang.ranks, gang.store, gang.timeout_s,
         )  # fmt: skip
-    return m.OpenJob(
+    opening = m.OpenFusibleJob if spec.fusible else m.OpenJob
+    return opening(
         0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
         spec.seed, spec.models, spec.arena is not None,
     )  # fmt: skip

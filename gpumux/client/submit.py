@@ -64,7 +64,7 @@ def submit(
     plan: str | Path | SavedPlan | RankPlacement | None = None, endpoints: Sequence[str] | None = None,
     devices: int | None = None,
     peers_timeout_s: float = 30.0, batch_norm: BatchNorm = "refuse", waves: int = 1,
-    memory: Literal["own", "shared"] = "own",
+    memory: Literal["own", "shared"] = "own", fusible: bool = False,
     cluster: str | None = None, gpus: int | None = None, min_gpus: int = 1, urgency: int = 0,
 ) -> Job[Batch]:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and push its state there.
@@ -82,6 +82,10 @@ def submit(
     endpoint: the daemon's; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
     memory: "shared": its temporaries lie in one arena with those of the user's other low jobs that say so. The jobs are
         charged the largest step among them once, and take turns: one waits until another is past its peak.
+    fusible: let the daemon run a step together with one of each equal job, also of other processes, as one fused step
+        (docs/fusion.md, "Equal jobs of separate processes"): of jobs of this user, or of users that the daemon's
+        configuration says agree. Results are equivalent, not bit-equal; `stats()["fusion"]` says what happens.
+        For low jobs on a CPU, whose steps draw no random numbers; a step that can't be fused runs by itself.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
     memory_limit: bytes this job may hold on the device. max_inflight: the most unanswered steps.
     rng: the source of random draws (dropout). "client": torch's default generator, as in the plain loop. A step begins
@@ -149,11 +153,13 @@ def submit(
     optimizers = with_inner(several(optimizer, torch.optim.Optimizer, "optimizer"))
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     name = resume if name is None else name
-    spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed, memory)
+    spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed, memory, fusible)
     if max_variants is not None:
         max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     check_compile(compile)
+    if compile and fusible:
+        raise ConfigError("fusible=True does not go together with compile=True", "leave out one of them")
     check_rng(rng, seed)
     plan = read_plan(plan)
     placement: RankPlacement | None
@@ -173,13 +179,13 @@ def submit(
     if placement is not None:
         placement.check_names(models)
         refuse_with_ranks(microbatches=microbatches > 1, compile=compile, resume=resume is not None)
-        refuse_with_ranks(memory=memory == "shared")
+        refuse_with_ranks(memory=memory == "shared", fusible=fusible)
         timeout_s = number("peers_timeout_s", peers_timeout_s, lambda s: 0 < s <= 3600, "use seconds, at most 3600")
 
     if waves > 1:
         high = priority == "high"
         refuse_with_waves(microbatches=microbatches > 1, compile=compile, priority=high)
-        refuse_with_waves(memory=memory == "shared")
+        refuse_with_waves(memory=memory == "shared", fusible=fusible)
 
     link = found_kept = None
     if cluster is not None:

@@ -9,12 +9,13 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpumux.access import Access, Rule
-from gpumux.config import RELOADABLE, Config
+from gpumux.config import RELOADABLE, Config, users_together
 from gpumux.daemon import logs
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.errors import ConfigError
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.config import SchedulerConfig
+from gpumux.scheduler.fusion.groups import FusionRules
 from gpumux.wire.limits import Limits
 
 
@@ -28,6 +29,20 @@ def core_config(config: Config) -> SchedulerConfig:
         max_inflight=config.max_inflight,
         max_programs_per_job=config.max_programs_per_job,
         access=Access(config.rules),
+    )
+
+
+def fusion_rules(config: Config) -> FusionRules | None:
+    """When jobs run as one; None: never."""
+    if config.fuse_most < 2:
+        return None
+    return FusionRules(
+        wait_s=config.fuse_wait_s,
+        gather_s=config.fuse_gather_s,
+        settle_s=config.fuse_settle_s,
+        retry_s=config.fuse_retry_s,
+        most=config.fuse_most,
+        agreed=users_together(config.fuse_together),
     )
 
 

@@ -43,7 +43,6 @@ log = logging.getLogger("gpumux.daemon")
 UNKNOWN_UID = -1
 ENDED_JOB = "another job"  # name shown for a job that has ended: its owner is unknown
 _JOB_ID = re.compile(r"\b[0-9a-f]{32}\b")
-_HIDDEN = {"job": "", "name": "", "pid": 0}  # replaces fields of a job's entry in GetStatus
 
 
 class Permissions:
@@ -100,8 +99,14 @@ class Permissions:
         for entry in body["jobs"]:
             record = self._records.jobs.get(JobId(entry["job"]))
             mine = record is not None and self.governs(session, record)
-            jobs.append({**entry, **({} if mine else _HIDDEN), "mine": mine})
+            jobs.append({**entry, **({} if mine else _hidden(entry)), "mine": mine})
         return {**body, "jobs": jobs}
+
+
+def _hidden(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shown in place of some fields of a job's entry in GetStatus."""
+    fusion = entry.get("fusion")
+    return {"job": "", "name": "", "pid": 0, "fusion": None if fusion is None else {**fusion, "why": ""}}
 
 
 def with_short_ids(text: str, shorts: Mapping[JobId, str], unknown: str | None = None) -> str:

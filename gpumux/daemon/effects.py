@@ -106,11 +106,9 @@ class CommandRunner:
         if c.answered:
             return
         frames = _results(step) if job.session.inline else ()
-        self._context.reply(
-            job.session,
-            msg.StepDone(c.job, c.step, times.queue_s, times.device_s, times.total_s, len(frames)),
-            frames,
-        )
+        done = msg.StepDone(c.job, c.step, times.queue_s, times.device_s, times.total_s, len(frames))
+        answer = done if step.group is None else msg.GroupStepDone(*done, *step.group)
+        self._context.reply(job.session, answer, frames)
 
     def _fail_step(self, c: cmd.FailStep) -> None:
         job = self._records.jobs.get(c.job)

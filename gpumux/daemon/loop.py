@@ -30,6 +30,7 @@ from typing import Any, Final
 from gpumux.config import Config
 from gpumux.daemon import report
 from gpumux.daemon.config_reload import Reloading, core_config
+from gpumux.daemon.config_reload import fusion_rules as rules_of
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.effects import CommandRunner, Completions
 from gpumux.daemon.fusion.jobs import JobFusion
@@ -128,7 +129,7 @@ ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 class Loop:
     """Runs a daemon whose parts are open. `identity` is what GetStatus reports about the daemon. `writer` is None if
     this daemon keeps no snapshots, `crashes` if it writes no reports of bugs, `learned` if it forgets at its end what
-    it learned of interference. `fusion_rules`: when jobs run as one, None for the defaults."""
+    it learned of interference. `fusion_rules`: when jobs run as one, if not as `config` says."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class Loop:
         self._commands = CommandRunner(self.context, self._snapshot_requests.forgotten)
         self.fusion = JobFusion(
             self.context,
-            fusion_rules or FusionRules(),
+            fusion_rules or rules_of(config),
             lambda command: self._commands.handlers[type(command)](command),
             clock,
         )
@@ -535,7 +536,9 @@ class Loop:
     def status(self) -> dict[str, Any]:
         """The body of GetStatus."""
         held = self._device.memory()
-        return report.status(self._identity, self.scheduler, self.context.records, self.segments.used_bytes, held)
+        return report.status(
+            self._identity, self.scheduler, self.context.records, self.segments.used_bytes, held, self.fusion.report
+        )
 
     def figures(self) -> Figures:
         """The figures that the gauges show."""

@@ -103,6 +103,7 @@ def say_core() -> None:
 
 
 EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
+FUSER = "gpumux.fuse.equal:serve"  # makes fused Programs of equal jobs, in a process of its own
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
 
 
@@ -282,6 +283,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
         profiles=[load_profile(Path(path)) for path in config.profiles],
         allow_ops=config.allow_ops,
         confined=confined,
+        fuser=FUSER if config.fuse_most > 1 else "",
     )
     stack.callback(device.close)
     opened = OpenDevice(device)

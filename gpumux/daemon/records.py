@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpumux.daemon.segments import SharedSegment
 from gpumux.program.codec import Outline
 from gpumux.program.ir import aligned
-from gpumux.types import Fault, JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
+from gpumux.types import Fault, GroupPlace, JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +54,7 @@ class StepRecord:
     program: ProgramRecord
     slot: int
     scalars: tuple[float | int, ...]
+    group: GroupPlace | None = None  # once it has run, if it did in a group
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +98,7 @@ class JobRecord:
     device_answers: bool = False  # the device has the session's channel, to answer steps itself
     group_steps: int = 0  # steps that ran in a group of jobs (daemon/fusion), and its part of their device seconds
     group_s: float = 0.0
+    replays: int = 0  # steps that its client, which came back, runs again from now on
 
     @property
     def ending(self) -> bool:

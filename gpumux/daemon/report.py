@@ -13,7 +13,9 @@ jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued,
           memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known),
           device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago, max_slowdown, models (that a
           step trains), gang (None, or {id, rank, ranks, waits (for its peers, now), waited_s, sent_bytes,
-          received_bytes}), promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
+          received_bytes}), fusion (None, or of a job that may be fused {possible (whether this daemon fuses jobs), jobs
+          (that run as one now, itself included), steps (its own that ran so), why (a sentence; "" if not mine)}),
+          promise, mine (whether the asker may change it; where not, job and name are "" and pid is 0:
           daemon/context.py)}]; promise is None where nothing is known, and otherwise
           {verdict (a line of text, scheduler/verdict.py), slowdown, slowdown_p99 (both over the job alone, or
           None), promised, promised_p99 (their limits), steps (that are judged), kept, broken_for_s (0 unless it is
@@ -72,9 +74,14 @@ def state_of(job: dict[str, Any]) -> str:
 
 
 def status(
-    identity: Identity, scheduler: Scheduler, records: Records, shared_bytes: int, held: MemoryFigures
+    identity: Identity,
+    scheduler: Scheduler,
+    records: Records,
+    shared_bytes: int,
+    held: MemoryFigures,
+    fusion: Callable[[JobId], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Make the body of GetStatus. `held`: the device's memory figures."""
+    """Make the body of GetStatus. `held`: the device's memory figures; `fusion`: of a job."""
     snapshot = scheduler.snapshot()
     config, device = identity.config, identity.device
     memory = snapshot["memory"]
@@ -107,7 +114,11 @@ def status(
         },
         "sessions": len(records.sessions),
         "windows": snapshot["windows"],
-        "jobs": [_job(job, records, snapshot, held) for job in snapshot["jobs"] if job["job"] in records.jobs],
+        "jobs": [
+            {**_job(job, records, snapshot, held), "fusion": fusion(job["job"])}
+            for job in snapshot["jobs"]
+            if job["job"] in records.jobs
+        ],
         "guard": _guard_status(snapshot["guard"]),
     }
 

@@ -98,6 +98,7 @@ class Questions:
             "verdict": brief(found.verdict),
             "causes": [brief(cause) for cause in found.causes],
             "remedies": [{"text": brief(each.text), "command": brief(each.command)} for each in found.remedies],
+            "fusion": next((each["fusion"] for each in self._report()["jobs"] if each["short"] == job.short), None),
             "sentences": sentences,
             "story": story,
         }
@@ -220,7 +221,7 @@ class Reserving:
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
 # Answered by and by (QuestionQueue):
 SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob, msg.GetInterference})
-OPENINGS = frozenset({msg.OpenJob, msg.OpenGangJob})  # bounded by time (OpeningQueue)
+OPENINGS = frozenset({msg.OpenJob, msg.OpenGangJob, msg.OpenFusibleJob})  # bounded by time (OpeningQueue)
 QUEUED = SLOW | OPENINGS
 MAX_TRANSFERS = 16  # transfers of one job that have not ended
 MAX_UNLOADED = 128  # Programs of one user that are not loaded yet: twice the jobs that a user may have
@@ -252,6 +253,7 @@ class Requests:
             msg.StepAwaited: self._step_awaited,
             msg.OpenJob: self._open_job,
             msg.OpenGangJob: self._open_job,
+            msg.OpenFusibleJob: self._open_job,
             msg.LoadProgram: self._load_program,
             msg.OpenTransfer: self._open_transfer,
             msg.FillTransfer: self._fill_transfer,
@@ -564,11 +566,14 @@ def _spec(m: msg.OpenJob | msg.OpenGangJob, uid: int) -> JobSpec:
     """Make a JobSpec of a user's message, with the types that the scheduler expects; the scheduler checks ranges."""
     if m.priority not in (Priority.LOW, Priority.HIGH):
         raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
+    if isinstance(m, msg.OpenFusibleJob) and m.shares_memory:
+        raise ProtocolError("a job that may be fused and shares memory", "open it without one of both")
     return JobSpec(
         m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models,
         Gang(m.gang, m.rank, m.ranks, m.store, m.timeout_s) if isinstance(m, msg.OpenGangJob) else None,
         uid if isinstance(m, msg.OpenJob) and m.shares_memory else None,
         uid if uid >= 0 else None,
+        isinstance(m, msg.OpenFusibleJob),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ is the order of the models in the fused Program.
 - Host scalars may differ between jobs at any step (learning rates, step counts), so that all of them are taken to.
 
 `serve` is the process that makes and proves a fused Program for a device (`gpumux/device/workers/fusing.py`).
-`scheduler/fusion/groups.py` decides when jobs run so; nothing connects it with a device yet.
+`gpumux/scheduler/fusion/groups.py` decides when jobs run so.
 """
 
 from __future__ import annotations

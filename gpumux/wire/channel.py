@@ -4,8 +4,8 @@ ZeroMQ carries everything else, and everything over TCP. ZeroMQ passes each mess
 channel a step costs one system call to send and one to receive, and descriptors of shared memory can be passed.
 
     client -> daemon   OpenChannel, first and once; then Step and Goodbye
-    daemon -> client   ChannelOpened or Refusal, first and once; then StepDone, StepFailed and SegmentPassed, which
-                       brings the descriptor of a shared-memory segment (SCM_RIGHTS)
+    daemon -> client   ChannelOpened or Refusal, first and once; then StepDone, GroupStepDone, StepFailed and
+                       SegmentPassed, which brings the descriptor of a shared-memory segment (SCM_RIGHTS)
 
 A message is one packet. A longer one from a client (a Step with many scalars) is several packets; all but the last
 begin with the byte MORE. A message of the daemon is always one packet: the process that ran a step may also write to
@@ -34,6 +34,7 @@ from gpumux.wire.messages import (
     PROTOCOL_VERSION,
     ChannelOpened,
     Goodbye,
+    GroupStepDone,
     Message,
     OpenChannel,
     Refusal,
@@ -47,7 +48,7 @@ from gpumux.wire.shared_memory import Segment
 PACKET = 32 << 10  # bytes; well below the smallest socket buffer that Linux grants
 MORE = 0xC1  # no msgpack value begins with this byte
 FROM_CLIENT = frozenset({Step, Goodbye})  # on an open channel
-FROM_DAEMON = frozenset({StepDone, StepFailed, SegmentPassed})
+FROM_DAEMON = frozenset({StepDone, GroupStepDone, StepFailed, SegmentPassed})
 
 _MORE = bytes((MORE,))
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL

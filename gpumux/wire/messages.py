@@ -8,8 +8,10 @@ changes its meaning; a changed message gets a new tag.
     client -> daemon                    daemon -> client
     Hello                               Welcome | Refusal
     OpenJob / OpenGangJob               JobOpened | Refusal
+    OpenFusibleJob                      JobOpened | Refusal
     LoadProgram (+1 frame: Program)     ProgramLoaded | Refusal   (its segment by the channel)
     Step (+ inline inputs on TCP)       StepDone (+ inline results on TCP) | StepFailed
+                                        GroupStepDone: StepDone of a step that ran in a group
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
@@ -226,6 +228,11 @@ class OpenJob:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenFusibleJob(OpenJob):
+    """OpenJob of a job whose steps may run as one with those of jobs that have the same Program."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenGangJob:
     """OpenJob for one rank of a job on several devices; its last fields are those of gpumux.types.Gang. It shares no
     memory with other jobs."""
@@ -297,6 +304,22 @@ class StepDone(NamedTuple):
     device_s: float
     total_s: float
     frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStepDone:
+    """StepDone of a step that ran in a group of jobs; its last fields are those of gpumux.types.GroupPlace."""
+
+    job: str
+    step: int
+    queue_s: float
+    device_s: float
+    total_s: float
+    frames: int
+    models: int
+    place: int
+    fused: bool
+    program: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -701,7 +724,7 @@ Message = (
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
     | RecordTrace | TracePart | ChangeJob | StepAwaited | OpenChannel | ChannelOpened | SegmentPassed | OpenGangJob
     | GetInterference | Reserve | ConfirmReservation | ReleaseReservation | SnapshotMessage
-    | ClusterMessage | GrantedHello
+    | ClusterMessage | GrantedHello | OpenFusibleJob | GroupStepDone
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -715,7 +738,7 @@ REGISTRY: dict[int, type[Any]] = {
     **SNAPSHOT_REGISTRY,
     49: Reserve, 50: ConfirmReservation, 51: ReleaseReservation,
     **CLUSTER_REGISTRY,
-    62: GrantedHello,
+    62: GrantedHello, 63: OpenFusibleJob, 64: GroupStepDone,
 }  # fmt: skip
 
 # What a client may send; any other message from a client is a protocol error.
@@ -723,7 +746,7 @@ FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
      Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited, OpenChannel, OpenGangJob,
      GetInterference, Reserve, ConfirmReservation, ReleaseReservation, *SNAPSHOT_FROM_CLIENT,
-     *CLUSTER_FROM_CLIENT, GrantedHello}
+     *CLUSTER_FROM_CLIENT, GrantedHello, OpenFusibleJob}
 )  # fmt: skip
 
 

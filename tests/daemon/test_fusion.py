@@ -12,11 +12,11 @@ from random import Random
 
 import pytest
 
+from gpumux.config import Config
 from gpumux.device import base as dev
 from gpumux.fuse.equal import FusedJobs, fuse_jobs
 from gpumux.program import codec
 from gpumux.program.ir import Program, ProgramBuilder, TensorRef, slot_layout
-from gpumux.scheduler import events as ev
 from gpumux.scheduler.fusion.groups import MEASURED_ALONE, FusionRules
 from gpumux.types import (
     Fault,
@@ -24,7 +24,6 @@ from gpumux.types import (
     JobDied,
     JobId,
     JobReleased,
-    JobSpec,
     PieceDone,
     PieceFailed,
     Priority,
@@ -36,7 +35,7 @@ from gpumux.types import (
 from gpumux.wire import messages as msg
 from gpumux.wire import router as wire
 from gpumux.wire.shared_memory import Segment
-from tests.daemon.fakes import INFO, Daemon
+from tests.daemon.fakes import INFO, Daemon, FakeDevice, FakeWriter
 
 RULES = FusionRules()
 RESTLESS = FusionRules(settle_s=0.001, retry_s=0.0)  # groups end as soon as a larger one is possible
@@ -246,9 +245,15 @@ class Clients:
     """A daemon, and clients with a fusible job each, which has the state 0 and adds what it is told. `total`: what the
     state has to be; `sums`: what answered steps said, each compared when it comes."""
 
-    def __init__(self, jobs: str = "abc", rules: FusionRules = RULES) -> None:
+    def __init__(self, jobs: str = "abc", rules: FusionRules | None = RULES, config: Config | None = None) -> None:
         self.device = FusingDevice()
-        self.daemon = Daemon(device=self.device, fusion_rules=rules)  # type: ignore[arg-type]
+        self.writer = FakeWriter()
+        self.daemon = Daemon(
+            config=config,
+            device=self.device,  # type: ignore[arg-type]
+            writer=self.writer,
+            fusion_rules=rules,
+        )
         self.total: dict[str, float] = {}
         self.expected: dict[str, dict[int, float]] = {}
         self.next: dict[str, int] = {}
@@ -263,10 +268,8 @@ class Clients:
     def open(self, name: str, uid: int = 1000, fusible: bool = True, priority: Priority = Priority.LOW) -> None:
         daemon = self.daemon
         daemon.connect(name, uid)
-        spec = JobSpec(name, priority=priority, fusible=fusible, user=uid)
-        daemon.loop.context.records.opening[SessionId(name), self.id(name)] = (daemon.ref(), spec)
-        daemon.loop.context.feed(ev.JobRequested(SessionId(name), self.id(name), spec))
-        daemon.turn()
+        opening = msg.OpenFusibleJob if fusible else msg.OpenJob
+        daemon.say(name, opening(daemon.ref(), self.id(name), name, int(priority), 1.0, 1.1, None, 2, 0))
         daemon.load(name, self.id(name), adder(), 0, [8], [0])
         assert ProgramId(0) in self.device.jobs[self.id(name)].programs
         self.total[name], self.expected[name], self.next[name] = 0.0, {}, 0
@@ -377,6 +380,7 @@ class Clients:
 
     def close(self) -> None:
         self.daemon.close()
+        self.writer.close()
 
 
 @pytest.fixture
@@ -564,6 +568,79 @@ def test_jobs_of_other_users_and_jobs_that_did_not_ask_are_never_fused():
         assert not clients.device.requests
     finally:
         clients.close()
+
+
+def test_users_that_agree_are_fused_with_each_other_and_with_no_other():
+    clients = Clients("", FusionRules(agreed=(frozenset({1000, 1001}),)))
+    try:
+        for name, uid in (("a", 1000), ("b", 1001), ("c", 1002)):
+            clients.open(name, uid)
+        for _ in range(6):
+            clients.play()
+            clients.daemon.now += RULES.settle_s / 2
+        assert clients.device.launched["fused"]
+        fused = {job["name"]: job["fusion"]["jobs"] for job in clients.daemon.loop.status()["jobs"]}
+        assert fused == {"a": 2, "b": 2, "c": 1}
+    finally:
+        clients.close()
+
+
+def test_the_status_says_with_how_many_a_job_runs_and_others_learn_no_reason(clients: Clients):
+    clients.together()
+    clients.open("z", uid=1001, fusible=False)
+    for name, sentence in (("a", "runs fused with 2 other jobs: results are equivalent, not equal"), ("z", "")):
+        (answer,) = [m for m, _ in clients.daemon.say(name, msg.GetStatus(7)) if type(m) is msg.Report]
+        entries = {job["short"]: job["fusion"] for job in answer.body["jobs"]}
+        steps = clients.daemon.loop.context.records.jobs[clients.id("a")].group_steps
+        assert entries["j1"] == {"possible": True, "jobs": 3, "steps": steps, "why": sentence}
+        assert entries["j4"] is None
+    (answer,) = [m for m, _ in clients.daemon.say("a", msg.ExplainJob(8, clients.id("a"))) if type(m) is msg.Report]
+    assert answer.body["fusion"]["why"].startswith("runs fused with 2 other jobs")
+
+
+def test_a_daemon_that_fuses_nothing_takes_such_jobs_and_says_so():
+    clients = Clients("ab", None, Config(fuse_most=1))
+    try:
+        for _ in range(6):
+            clients.play("ab")
+            clients.daemon.now += RULES.settle_s / 2
+        assert set(clients.device.launched) == {"home"}
+        for job in clients.daemon.loop.status()["jobs"]:
+            assert job["fusion"]["possible"] is False
+            assert "fuse_most" in job["fusion"]["why"]
+    finally:
+        clients.close()
+    daemon = Daemon(device=FakeDevice())
+    try:
+        daemon.connect("a")
+        daemon.say("a", msg.OpenFusibleJob(1, "ab" * 16, "a", 0, 1.0, 1.1, None, 2, 0))
+        (job,) = daemon.loop.status()["jobs"]
+        assert job["fusion"] == {
+            "possible": False, "jobs": 1, "steps": 0, "why": "runs by itself: this daemon's device does not fuse jobs",
+        }  # fmt: skip
+    finally:
+        daemon.close()
+
+
+def test_a_job_that_may_be_fused_shares_no_memory(clients: Clients):
+    clients.daemon.connect("z")
+    refused = clients.daemon.say("z", msg.OpenFusibleJob(1, "ab" * 16, "a", 0, 1.0, 1.1, None, 2, 0, 1, True))
+    assert [m.code for m, _ in refused] == ["protocol"]
+
+
+def test_steps_that_a_recovered_job_runs_again_are_never_fused(clients: Clients):
+    clients.daemon.say("a", msg.Replay(9, clients.id("a"), 8, 1), b"")
+    record = clients.daemon.loop.context.records.jobs[clients.id("a")]
+    for _ in range(8):
+        clients.play()
+        clients.daemon.now += RULES.settle_s
+        if record.replays:
+            assert not record.group_steps
+    assert clients.device.launched["fused"], "of the others"
+    for _ in range(30):
+        clients.play()
+        clients.daemon.now += RULES.retry_s / 2
+    assert record.group_steps
 
 
 @pytest.mark.parametrize("running", [False, True])

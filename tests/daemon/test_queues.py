@@ -114,6 +114,7 @@ NOTES = b"n" * 100
 GANG = ("ef" * 16, 0, 2, "127.0.0.1:1", 30.0)
 FLOODS: dict[type, Sender] = {
     msg.OpenJob: lambda i: (msg.OpenJob(i, f"{i:032x}", "x", 0, 1.0, 1.1, None, 2, 0), []),
+    msg.OpenFusibleJob: lambda i: (msg.OpenFusibleJob(i, f"{i:032x}", "x", 0, 1.0, 1.1, None, 2, 0), []),
     msg.OpenGangJob: lambda i: (msg.OpenGangJob(i, f"{i:032x}", "x", 0, 1.0, 1.1, None, 2, 0, 1, *GANG), []),
     msg.LoadProgram: lambda i: (msg.LoadProgram(i, JOB, i, [], []), [b"x" * 100]),
     msg.Step: lambda i: (msg.Step(JOB, i, 0, i % 2, [], 0), []),

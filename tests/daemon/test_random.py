@@ -33,8 +33,9 @@ reserved, leases = st.sampled_from([-1, 0, 100, 1 << 20, 1 << 60]), st.sampled_f
 def requests():
     """A message without its ref, as (class, fields, payload frames)."""
     return st.one_of(
-        st.tuples(st.just(msg.OpenJob), st.tuples(jobs, st.just("n"), st.sampled_from([0, 1, 9]), weights, st.just(1.1),
-                  st.none(), st.integers(0, 3), st.just(0)), st.just([])),
+        st.tuples(st.sampled_from([msg.OpenJob, msg.OpenFusibleJob]), st.tuples(jobs, st.just("n"),
+                  st.sampled_from([0, 1, 9]), weights, st.just(1.1), st.none(), st.integers(0, 3), st.just(0)),
+                  st.just([])),
         st.tuples(st.just(msg.LoadProgram), st.tuples(jobs, small, sizes, st.just([])),
                   st.sampled_from(PROGRAMS).map(lambda p: [p])),
         st.tuples(st.just(msg.OpenTransfer), st.tuples(jobs, small, st.lists(small, max_size=2), st.booleans()),

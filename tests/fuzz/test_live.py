@@ -107,9 +107,12 @@ def requests(job: st.SearchStrategy[str]):
     lists = st.lists(NUMBERS, max_size=3)
     scalars = st.lists(FLOATS | NUMBERS, max_size=3)
     return st.one_of(
-        st.tuples(
-            st.builds(msg.OpenJob, NUMBERS, job, st.just("x"), NUMBERS, FLOATS, FLOATS, optional, NUMBERS, NUMBERS),
-            empty,
+        *(
+            st.tuples(
+                st.builds(opening, NUMBERS, job, st.just("x"), NUMBERS, FLOATS, FLOATS, optional, NUMBERS, NUMBERS),
+                empty,
+            )
+            for opening in (msg.OpenJob, msg.OpenFusibleJob)
         ),
         st.tuples(st.builds(msg.LoadProgram, NUMBERS, job, NUMBERS, lists, lists), st.just([PROGRAM[:40]])),
         st.tuples(st.builds(msg.Step, job, NUMBERS, NUMBERS, NUMBERS, scalars, st.just(0)), empty),

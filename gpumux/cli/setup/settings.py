@@ -26,6 +26,7 @@ ABOUT = {
     "limits": "What clients may ask for. Further requests are refused.",
     "access": "Who may do what, and who is let in from other machines.",
     "gangs": "Jobs that run on several devices.",
+    "fusion": "Equal jobs whose steps run as one ([fusion.md](fusion.md#equal-jobs-of-separate-processes)).",
 }
 
 HEAD = """\

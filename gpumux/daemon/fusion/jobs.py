@@ -3,7 +3,7 @@
 It stands between what comes in and the scheduler, and sees the events and commands of jobs that may be fused alone.
 To the scheduler a group is one more low job of its members' user, in a session of its own: its memory is charged, its
 steps are paced and guarded as any job's are. To the device it is a job as well (`FusesJobs` in gpumux/device/base.py).
-No client knows of it.
+Clients are told which of their steps ran in a group, so that a recovery can run them again with the same bits.
 
     a member's step     is held until it is to run: in the member's own place it goes on to the scheduler as it came, in
                         a group it becomes a step of the group's, alone or with those of the other members
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from secrets import token_hex
+from typing import Any
 
 from gpumux.daemon.context import DaemonContext, log
 from gpumux.daemon.records import JobRecord, ProgramRecord, TransferRecord, aligned_total
@@ -40,6 +41,7 @@ from gpumux.scheduler.fusion import groups as fg
 from gpumux.types import (
     Fault,
     Footprint,
+    GroupPlace,
     JobDied,
     JobId,
     JobSpec,
@@ -144,17 +146,23 @@ class _Group:
 
 class JobFusion:
     """All of it in one daemon. The loop passes it every event and command while it is `active`, and sends the
-    scheduler what is in `released`, in order. `carry_out` carries out a command as usual."""
+    scheduler what is in `released`, in order. `rules`: None if no jobs run as one; `carry_out` carries out a command as
+    usual."""
 
     def __init__(
-        self, context: DaemonContext, rules: fg.FusionRules, carry_out: Carry, clock: Callable[[], float]
+        self, context: DaemonContext, rules: fg.FusionRules | None, carry_out: Carry, clock: Callable[[], float]
     ) -> None:
         self._context = context
         self._clock = clock
         self._carry = carry_out
         self._device = context.device
-        self._fuses = context.device if isinstance(context.device, FusesJobs) else None
-        self._groups = fg.FusionGroups(rules)
+        self._fuses = context.device if rules is not None and isinstance(context.device, FusesJobs) else None
+        self._never = (
+            "fuse_most is 1 in this daemon's configuration" if rules is None
+            else "" if self._fuses is not None
+            else "this daemon's device does not fuse jobs"
+        )  # fmt: skip
+        self._groups = fg.FusionGroups(rules or fg.FusionRules())
         self._inbox: deque[fg.Event] = deque()
         self._deciding = False
         self._asked: set[tuple[SessionId, JobId]] = set()
@@ -180,7 +188,21 @@ class JobFusion:
 
     def explain(self, job: JobId) -> str:
         """One sentence: whether the job runs fused, and if not, why; "" if it may not."""
-        return self._groups.explain(job) if job in self._members else ""
+        record = self._context.records.jobs.get(job)
+        if record is None or not record.spec.fusible:
+            return ""
+        if self._never:
+            return f"runs by itself: {self._never}"
+        return self._groups.explain(job) if job in self._members else "runs by itself: it ends"
+
+    def report(self, job: JobId) -> dict[str, Any] | None:
+        """The entry `fusion` of a job in GetStatus (gpumux/daemon/report.py); None if the job may not be fused."""
+        why = self.explain(job)
+        if not why:
+            return None
+        jobs = len(self._groups.group_of(job)) if job in self._members else 0
+        steps = self._context.records.jobs[job].group_steps
+        return {"possible": not self._never, "jobs": max(1, jobs), "steps": steps, "why": why}
 
     def close(self) -> None:
         """Close the shared memory of groups that are left."""
@@ -193,7 +215,7 @@ class JobFusion:
         """Take an event that is for the scheduler. It is in `released` when the scheduler may have it. Called while
         `active`, and for requests of jobs that may be fused."""
         match event:
-            case ev.JobRequested(session, job, spec) if spec.fusible:
+            case ev.JobRequested(session, job, spec) if spec.fusible and not self._never:
                 self._asked.add((session, job))
             case ev.SessionClosed(session):
                 for job in [job for job, member in self._members.items() if member.record.session.id == session]:
@@ -219,6 +241,8 @@ class JobFusion:
         job = member.record.id
         match event:
             case ev.StepSubmitted():
+                if member.record.replays:
+                    self._want(member, _REPLAYED)
                 if member.held:
                     member.held.append(event)
                 else:
@@ -363,9 +387,7 @@ class JobFusion:
     # ---- Making a group
 
     def _make(self, number: fg.GroupId, key: str, models: int, users: frozenset[int]) -> None:
-        if self._fuses is None:
-            self._decide(fg.MemoryCharged(number, "this daemon's device does not fuse jobs"))
-            return
+        assert self._fuses is not None
         peer = next(
             m.record.session.peer
             for m in self._members.values()
@@ -667,6 +689,10 @@ class JobFusion:
             if member is None or number not in member.record.steps:
                 continue
             _, submitted = member.steps.pop(number)
+            assert group.offer is not None
+            member.record.steps[number].group = GroupPlace(
+                group.models, group.members.index(job), step.program == FUSED, group.offer.content_hash
+            )
             member.record.group_steps += 1
             member.record.group_s += times.device_s / len(step.members)
             waited = max(0.0, step.submitted - submitted)
@@ -774,6 +800,10 @@ class JobFusion:
         member = self._members.get(job)
         if member is None or member.steps.pop(step, None) is None:
             return
+        if member.record.replays:
+            member.record.replays -= 1
+            if not member.record.replays:
+                self._unwant(member, _REPLAYED)
         for group in list(self._by_number.values()):
             for number, jobs in group.at_home.items():
                 if job in jobs:
@@ -858,6 +888,7 @@ class JobFusion:
 
 
 _HIGH = "it is high, and only low jobs are fused"
+_REPLAYED = "its steps run again, after it was recovered"
 
 
 def _own(place: int) -> ProgramId:

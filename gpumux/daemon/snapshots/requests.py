@@ -187,6 +187,7 @@ class SnapshotRestorer:
         log.info("job %s: its client came back, and %d steps run again", job.short, m.replays)
         self._context.metrics.restores.inc()
         self._context.metrics.replayed_steps.inc(m.replays)
+        job.replays = m.replays
         if not frames[0]:
             self._context.reply(session, msg.Done(m.ref))
             return

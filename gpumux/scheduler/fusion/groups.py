@@ -19,7 +19,7 @@ A kind is a Program, a priority and the users that allow it (`FusionRules.circle
 A group is kept while the median of its fused steps is not above the sum of its members' own medians by more than the
 noise. Otherwise the Program is never fused again for as many jobs.
 
-`gpumux/daemon/fusion/jobs.py` gives it events and carries its commands out. No client can ask for it yet.
+`gpumux/daemon/fusion/jobs.py` gives it events and carries its commands out.
 
 Every command is carried out in order with those before it. The sequence of Stack, RunFused, RunAlone and Unstack is
 what a log has to hold: carried out again from the same state and batches it gives the same bits.
