@@ -115,8 +115,8 @@ class BadBatch(GpumuxError, IndexError, RuntimeError):
     code = "bad_batch"
 
 
-class BadValue(GpumuxError, ValueError):
-    """Also what torch.distributions raises for arguments and samples out of range."""
+class BadValue(GpumuxError, ValueError, RuntimeError):
+    """Also what torch.distributions raises for arguments and samples out of range, and torch.linalg for matrices."""
 
     code = "bad_value"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +62,112 @@ def label_read_later(train: Train) -> Any:
         except IndexError:
             continue
         losses.append(loss.item())
+    return losses, model
+
+
+def _probabilities(train: Train, spoil: Callable[[Tensor], Tensor]) -> Any:
+    """A loop with binary_cross_entropy whose third batch has targets that are none."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(x, (y % 2).float().unsqueeze(1)) for x, y in batches_of()]
+    batches[2] = batches[2][0], spoil(batches[2][1])
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy(model(x), y * 0.9 + 0.05)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for i, (x, y) in enumerate(batches):
+        try:
+            losses.append(run(x, y).item())
+        except RuntimeError:
+            losses.append(-float(i))
+    return losses, model, optimizer
+
+
+@idiom("a target outside of 0 to 1 for binary_cross_entropy, caught by except RuntimeError")
+def no_probability(train: Train) -> Any:
+    return _probabilities(train, lambda y: y * 255)
+
+
+@idiom("a target that is NaN for binary_cross_entropy, caught by except RuntimeError")
+def nan_as_probability(train: Train) -> Any:
+    return _probabilities(train, lambda y: y / 0 * 0)
+
+
+@idiom(
+    "a label that is out of range after the step has computed it (labels from 1 on: y - 1), caught by except IndexError"
+)
+def computed_label(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches = [(x, y + 1) for x, y in batches]
+    batches[2][1][0] = 0
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y - 1)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except IndexError:
+            losses.append(-1.0)
+    return losses, model, optimizer
+
+
+@idiom("a class out of range in a one_hot of another name, caught by except RuntimeError")
+def one_hot_class(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    batches[2][1][0] = 4
+    encode = partial(nn.functional.one_hot, num_classes=4)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), encode(y).float())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except RuntimeError:
+            losses.append(-1.0)
+    return losses, model, optimizer
+
+
+@idiom("a matrix of the batch that has no Cholesky factor, caught by except RuntimeError")
+def no_factor(train: Train) -> Any:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    matrices = [torch.eye(8) * (i + 1) + 0.5 for i in range(4)]
+    matrices[2] = -matrices[2]
+
+    def step(covariance: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model(torch.linalg.cholesky(covariance)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (matrices[0],), model=model, optimizer=optimizer)
+    losses = []
+    for covariance in matrices:
+        try:
+            losses.append(run(covariance).item())
+        except RuntimeError:
+            losses.append(-1.0)
     return losses, model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -584,3 +584,32 @@ def reused_buffer(train: Train) -> Any:
         y.copy_(labels)
         losses.append(run(x, y))
     return losses, model
+
+
+class _Pair:
+    """A batch as graph and detection repositories have it: a plain class that moves and unpacks."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs = inputs
+        self.labels = labels
+
+    def to(self, device: str) -> _Pair:
+        return _Pair(self.inputs.to(device), self.labels.to(device))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.inputs
+        yield self.labels
+
+
+@idiom("an object of a plain class with __iter__ and to(): x, y = batch.to(device)")
+def plain_class(train: Train) -> Any:
+    model, optimizer = _classifier()
+    usual = _supervised(model, optimizer)
+
+    def step(batch: _Pair) -> Tensor:
+        x, y = batch.to("cpu")
+        return usual(x, y)
+
+    batches = [_Pair(x, y) for x, y in _pairs()]
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(batch) for batch in batches], model

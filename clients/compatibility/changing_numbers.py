@@ -521,7 +521,7 @@ def meter_inside(train: Train) -> Any:
 @idiom(
     "losses.append(loss.detach()) inside the step, averaged after each epoch",
     refused=errors.NotRepeatable,
-    instead="return the tensors, and append them after the step",
+    instead="return the loss, and append it in the loop: losses.append(run(x, y))",
 )
 def tensors_appended_inside(train: Train) -> Any:
     model, optimizer = _classifier()

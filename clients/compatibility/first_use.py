@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from clients.compatibility.parts import batches_of, classifier, usual_step
 from clients.compatibility.suite import Train, idiom
-from gpumux.errors import DataDependent, NotRepeatable
+from gpumux.errors import CaptureError, DataDependent, NotRepeatable
 
 
 def _trained(train: Train, model: nn.Module) -> Any:
@@ -285,3 +286,68 @@ def scheduled_outside(train: Train) -> Any:
 )
 def scheduled_inside(train: Train) -> Any:
     return _scheduled(train, inside=True)
+
+
+@idiom("frequencies made at the first use by a function under functools.lru_cache")
+def cached_function(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+
+    @functools.lru_cache(maxsize=8)
+    def rotation(length: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(length).float()[:, None] * 100.0 ** (-torch.arange(8).float() / 8)
+        return angles.cos(), angles.sin()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        cos, sin = rotation(len(x))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x * cos + x.flip(1) * sin), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = [run(x[: 6 - i % 2], y[: 6 - i % 2]).item() for i, (x, y) in enumerate(batches)]
+    return losses, rotation(3), model
+
+
+@idiom("a mask from a function under functools.lru_cache, called before the step was submitted")
+def cached_before(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+
+    @functools.lru_cache
+    def mask(width: int) -> Tensor:
+        return (torch.rand(width) < 0.5).float()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x * mask(8)), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    mask(8)
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in batches], mask(8), model
+
+
+@idiom(
+    "a norm of the first weights, kept by functools.lru_cache at its first use",
+    refused=CaptureError,
+    instead="call the function once before you submit",
+)
+def cached_weights(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+
+    @functools.lru_cache
+    def norm() -> Tensor:
+        return next(model.parameters()).detach().norm()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) * norm()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in batches], model

@@ -267,18 +267,7 @@ def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
         )
 
 
-def _one_hot(source: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Replaces one_hot. Over tensors without values torch compares with each class, where a class out of range gives a
-    row of zeros without an error; a plain run writes ones at indices, which are checked. So each class is looked up
-    before it is compared."""
-    if not isinstance(num_classes, int) or num_classes <= 0 or source.dtype != torch.int64 or source.numel() == 0:
-        return _ONE_HOT(source, num_classes)
-    classes = torch.arange(num_classes, device=source.device).unsqueeze(1)
-    return _ONE_HOT(torch.nn.functional.embedding(source, classes).squeeze(-1), num_classes)
-
-
 log = logging.getLogger("gpumux.client")
-_ONE_HOT = torch.nn.functional.one_hot
 _told: set[str] = set()  # lines with a print that was warned of
 _AS_TENSOR = torch.as_tensor
 _CAPTURABLE = "_get_capturable_supported_devices"
@@ -313,11 +302,6 @@ def patched(
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
         (torch.Tensor, "prod", here(torch.Tensor.prod, product)), (torch, "prod", here(torch.prod, product)),
-        *(
-            (module, "one_hot", here(_ONE_HOT, _one_hot))  # also where a script imported it by its name
-            for module in list(sys.modules.values())
-            if getattr(module, "__dict__", {}).get("one_hot") is _ONE_HOT
-        ),
         *scaling.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),

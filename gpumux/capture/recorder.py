@@ -29,7 +29,6 @@ from gpumux.capture.source import (
     Layers,
     Observer,
     by_numbers,
-    distribution_check,
     instead_of,
     origin,
     user_line,
@@ -38,6 +37,7 @@ from gpumux.capture.source import (
 )
 from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
+from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
@@ -548,6 +548,9 @@ class Recorder(TorchDispatchMode):
         self._state_value = state_value
         self._after_backward = after_backward
         self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
+        self._asserted = AssertedValues(
+            self._device_op, lambda good, wrong: self.checks.append((self.view_of(good), wrong))
+        )
         self.skips: list[tuple[torch.optim.Optimizer, int]] = []  # whose step is left out where the view is true
         self._lookup = lookup
         self._observer = observer
@@ -775,6 +778,9 @@ class Recorder(TorchDispatchMode):
             values = [self.constant(tensor) for tensor in args]
             if all(value is not None for value in values):
                 return self._read(func, values)
+        done, out = self._asserted.dispatch(func, args, kwargs)
+        if done:
+            return self._lift(out) if func is aten._is_all_true.default else out
         if func is aten._local_scalar_dense.default:
             view = self.view_of(self.to_fake(args[0]))
             error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
@@ -782,9 +788,6 @@ class Recorder(TorchDispatchMode):
                 return self._read(func, [value])
             self.value_read = view
             raise error
-        if func is aten._is_all_true.default and (check := distribution_check()) is not None:
-            self.checks.append((self.view_of(self._device_op(aten.all.default, args, {})), f"{user_line()}: {check}"))
-            return self._lift(torch.tensor(True))
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
             raise values_checked()
         if func is aten._embedding_bag_backward.default and not self._gpu:

@@ -216,6 +216,13 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
         names = ", ".join(f"a new {type(c.new).__name__} of tensors into {c.name}" for c in held[:3])
         return NotRepeatable(f"the step puts {names}", _IN_PLACE)
     names = ", ".join(f"{c.name} ({_shown(c.old)} -> {_shown(c.new)})" for c in changes[:3])
+    grown = next((c.name[4:-1] for c in changes if c.name.startswith("len(") and type(c.new) is int), None)
+    if grown is not None:
+        return NotRepeatable(
+            f"the step changes the length of a container while it runs: {names}",
+            "gpumux runs a step's Python only when it captures it: return the value from the step, and put it there in"
+            f" the loop: {grown}.append(step(x, y)) (what a step returns is a tensor that is already detached)",
+        )
     return NotRepeatable(
         f"the step changes Python variables while it runs: {names}",
         "gpumux runs a step's Python only when it captures it: count, and step schedulers,"

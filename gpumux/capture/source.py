@@ -131,6 +131,24 @@ _CHECKS = {
 }
 
 
+def calling() -> tuple[int, int]:
+    """Which call of a function in C++ dispatches the present operator: the frame that makes it, and the place in the
+    frame's code. Two operators have the same only if one such call runs both."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _dispatches(frame.f_code.co_filename):
+        frame = frame.f_back
+    return id(frame), frame.f_lasti if frame is not None else -1
+
+
+@cache
+def _dispatches(path: str) -> bool:
+    """Whether a file's frames stand between a call in C++ and a mode's code for its operators."""
+    torch_home = os.path.dirname(os.path.abspath(_torch_file()))
+    places = ["_dynamo", "_compile.py", "_ops.py", os.path.join("utils", "_python_dispatch.py")]
+    here = os.path.dirname(os.path.abspath(__file__))
+    return path.startswith((here, *[os.path.join(torch_home, place) for place in places]))
+
+
 def by_numbers() -> bool:
     """Whether an optimizer is on the stack that keeps numbers as tensors in its state and reads their values in Python
     at each step."""

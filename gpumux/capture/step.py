@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.capture.batch.arrays import tensor_over
+from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.batch.containers import flatten
 from gpumux.capture.batch.effects import (
     LeftOnBatch,
@@ -56,7 +57,6 @@ from gpumux.capture.values.comparison import (
 from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
-from gpumux.program.indices import BatchCheck
 from gpumux.program.ir import Op, Program
 from gpumux.program.validate import written_storages
 
@@ -210,7 +210,6 @@ class StepProgram:
     undecided: bool = False  # whether what it leaves behind on the host depends on what it skips
 
     def __post_init__(self) -> None:
-        self.batch_check = BatchCheck(self.lowered.program)
         self.writes = changes_state(self.lowered.program)
         self.leaf = self.lowered.results[0] if self.lowered.result_spec.is_leaf() else None
         results, further = self.lowered.results, self.lowered.further
@@ -218,12 +217,15 @@ class StepProgram:
         others = [(i, what) for (_, i), what in zip(results[len(self._returned) :], further, strict=True)]
         self.checks = tuple((i, what) for i, what in others if isinstance(what, ValueCheck))
         self.written = tuple((i, what.position) for i, what in others if isinstance(what, WrittenInput))
+        outs = self.lowered.program.results
+        self.batch_check = BatchCheck(self.lowered.program, [(outs[i], what.wrong) for i, what in self.checks])
         self.skips = tuple((i, what.optimizer) for i, what in others if isinstance(what, SkippedStep))
 
-    def refuse_batch(self, tensors: Sequence[torch.Tensor], table: StateTable) -> None:
-        """Raises CaptureError or BadBatch for a batch that the Program can't run on."""
-        if self.batch_check.checks:
-            self.batch_check.run(tensors)
+    def refuse_batch(self, tensors: Sequence[torch.Tensor], values: Sequence[Number], table: StateTable) -> None:
+        """Raises CaptureError, BadBatch or BadValue for a batch that the Program can't run on. `values`: the
+        evaluator's, host scalars first."""
+        if self.batch_check:
+            self.batch_check.run(tensors, values)
         for left in self.on_batch:
             refuse_old_gradient(tensors[left.position], left.position)
         if self.written:
@@ -583,7 +585,7 @@ class StepFunction:
                 if values is not None:
                     if at and phase.of_numbers:
                         case.phases.insert(0, case.phases.pop(at))
-                    found.refuse_batch(tensors, self._table)
+                    found.refuse_batch(tensors, values, self._table)
                     return Choice(found, values, tensors)
         case.numbers = numbers  # those that are no symbols are the same, or will be constants of the trace
         found = self._capture(case, args, kwargs, state)
@@ -592,7 +594,7 @@ class StepFunction:
         env = self._environment(case, numbers, state)
         values = found.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
-        found.refuse_batch(tensors, self._table)
+        found.refuse_batch(tensors, values, self._table)
         return Choice(found, values, tensors)
 
     def _environment(self, case: Case, numbers: Numbers, state: State) -> dict[str, Number]:

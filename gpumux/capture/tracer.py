@@ -45,11 +45,12 @@ from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_number, is_symbol
+from gpumux.capture.values.caches import Caches
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.values.held import HeldValues, ReadValue, ReadValues
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
-from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, raised_in_step
+from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
 from gpumux.program.ir import ITEM_BYTES
 
 # ---- refusals of batches, and of what a trace did
@@ -427,6 +428,8 @@ class Tracer:
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
         self._warned = False  # of objects of the batch that a step changes
+        self._caches = Caches()
+        self._unknown: torch.Tensor | None = None  # of another trace, which the newest trace met
         self._left: list[LeftValue] = []  # of the traces whose tensors still lie in variables
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
 
@@ -447,10 +450,16 @@ class Tracer:
             scope = Scope(source.user_line)
             plain = fingerprint.read()
             with fingerprint.replaced(partial(symbol, scope)) if lift.symbols else nullcontext():
-                raw, again = self._trace(
-                    fn, args, kwargs, entry, host_values, fingerprint, may_change, by_device and self._by_device,
-                    lift, scope,
+                run = partial(
+                    self._trace, fn, args, kwargs, entry, host_values, fingerprint, may_change,
+                    by_device and self._by_device, lift,
                 )  # fmt: skip
+                try:
+                    raw, again = run(scope)
+                except UnknownTensor:
+                    if self._unknown is None or not self._caches.found(self._unknown):
+                        raise
+                    raw, again = run(scope)
             if again:
                 raise TraceAgain([change for change in fingerprint.changes(plain) if not change.flag], raw)
             return raw
@@ -464,6 +473,7 @@ class Tracer:
         tape = RngTape()
 
         def unknown(tensor: torch.Tensor) -> Exception:
+            self._unknown = tensor
             return left_by_another_call(self._left, tensor, self.table, fn)
 
         before = fingerprint.read()
@@ -553,6 +563,7 @@ class Tracer:
                 }
                 constants = left.constants(partial(self._known, rec, taken, left, read))
                 left.refuse_buffers()
+                self._caches.empty(lambda tensor: rec.constant(tensor) is not None)
                 raw.read_values = read.found
                 self._restorers += left.restorers()
             except TraceOver as over:

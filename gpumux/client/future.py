@@ -17,6 +17,7 @@ from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.batch.effects import write_back
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
+from gpumux.client.tracebacks import folded
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
 from gpumux.notebook import facts_table
 from gpumux.types import GroupPlace, StepTimes
@@ -78,7 +79,7 @@ class StepFuture:
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
             self._told = True
-            raise self._error
+            raise self._error.with_traceback(None)  # not with the lines at which it was raised before
         return self._value
 
     @property
@@ -252,11 +253,20 @@ class StepFuture:
         return numpy.array(value, dtype=dtype) if copy else numpy.asarray(value, dtype=dtype)
 
     @classmethod
+    @folded
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = with_results((args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+for _name in (
+    "result", "item", "__getattr__", "__copy__", "__deepcopy__", "__iter__", "__len__", "__contains__", "__bool__",
+    "__float__", "__int__", "__complex__", "__index__", "__round__", "__neg__", "__abs__", "__invert__", "__str__",
+    "__format__", "__array__", "_compare", "_computed", "_changed",
+):  # fmt: skip
+    setattr(StepFuture, _name, folded(getattr(StepFuture, _name)))
 
 
 def _operator(by: Callable[..., Any], *, first: bool) -> Callable[[StepFuture, Any], Any]:

@@ -46,7 +46,7 @@ from gpumux.client.recovery import JobPlace, Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
-from gpumux.client.tracebacks import fold, folded
+from gpumux.client.tracebacks import folded
 from gpumux.client.transport import Shield
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.notebook import facts_table
@@ -231,6 +231,7 @@ class Job(Generic[Batch]):
         with self._lock:
             function = self._persist(lambda: self.capture(fn, example, 1, microbatches, compile))
 
+        @folded
         def call(*batch: More.args, **named: More.kwargs) -> StepFuture:
             return self._run(function, batch, named)
 
@@ -353,6 +354,7 @@ class Job(Generic[Batch]):
 
     # ---- steps -----------------------------------------------------------------------------------
 
+    @folded
     def step(self, *batch: Batch.args, **named: Batch.kwargs) -> StepFuture:
         """Run the submitted step on a batch. Returns at once while fewer than `max_inflight` steps
         are unanswered, else waits for the oldest. Raises CaptureError, LocalWrite, JobFailed,
@@ -365,9 +367,8 @@ class Job(Generic[Batch]):
         with self._lock:
             try:
                 return self._persist(lambda: self._submit_step(function, batch, named))
-            except BaseException as error:
+            except BaseException:
                 self._progress.end()
-                fold(error)
                 raise
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -521,6 +522,7 @@ class Job(Generic[Batch]):
 
     # ---- state -----------------------------------------------------------------------------------
 
+    @folded
     def sync(self) -> None:
         """Copy the trained state into the local models and optimizers, over any change made to them meanwhile. Waits
         for the steps submitted so far. Reading a local tensor fetches what the read needs; this fetches all state."""

@@ -1,13 +1,13 @@
 """The indices that come with a batch (labels, token numbers), and range checks of them.
 
 Some kernels read or write out of bounds when an index is wrong, and none fails before the step has begun. So indices of
-the batch are checked beforehand: by the client before it sends a step, and by the executor, which trusts no client.
-Indices that the Program computes can't be checked ahead, but for those that it only pads, copies or converts.
+the batch are checked beforehand: by the client before it sends a step (capture/batch/checks.py, which also looks at
+those that the Program computes from the batch), and by the executor, which trusts no client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from gpumux.errors import BadBatch, JobFailed
-from gpumux.program.check import DTYPES, named_arguments, written
+from gpumux.errors import JobFailed
+from gpumux.program.check import named_arguments
 from gpumux.program.ir import Op, Program, TensorRef, View
 from gpumux.program.operators import INDEX_ARGS
 from gpumux.program.validate import tensor_refs
@@ -68,7 +68,9 @@ class IndexChecks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class IndexUse:
+    """A tensor that an operator takes indices from: they are in low..high, inclusive, or equal `ignored`."""
+
     view: int
     low: int
     high: int
@@ -84,35 +86,47 @@ def _size(views: _Views, ref: TensorRef, dim: int) -> int:
     return size[dim] if size else 1
 
 
-def _embedding(a: _Arguments, views: _Views) -> Iterator[_Use]:
-    yield _Use(a["indices"].view, 0, _size(views, a["weight"], 0) - 1)
+def _embedding(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["indices"].view, 0, _size(views, a["weight"], 0) - 1)
 
 
-def _embedding_backward(a: _Arguments, views: _Views) -> Iterator[_Use]:
-    yield _Use(a["indices"].view, 0, a["num_weights"] - 1)
+def _embedding_backward(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["indices"].view, 0, a["num_weights"] - 1)
 
 
-def _bag(a: _Arguments, views: _Views) -> Iterator[_Use]:
-    yield _Use(a["indices"].view, 0, _size(views, a["weight"], 0) - 1)
-    yield _Use(a["offsets"].view, 0, prod(views[a["indices"].view].size))
+def _bag(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["indices"].view, 0, _size(views, a["weight"], 0) - 1)
+    yield IndexUse(a["offsets"].view, 0, prod(views[a["indices"].view].size))
 
 
-def _nll(a: _Arguments, views: _Views) -> Iterator[_Use]:
+def _nll(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
     size = views[a["self"].view].size
     classes = size[1] if len(size) > 1 else size[0]
-    yield _Use(a["target"].view, 0, classes - 1, a["ignore_index"])
+    yield IndexUse(a["target"].view, 0, classes - 1, a["ignore_index"])
 
 
-def _along(a: _Arguments, views: _Views) -> Iterator[_Use]:
-    yield _Use(a["index"].view, 0, _size(views, a["self"], a["dim"]) - 1)
+def _margin(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["target"].view, 0, _size(views, a["self"], -1) - 1)
 
 
-def _take(a: _Arguments, views: _Views) -> Iterator[_Use]:
+def _margins(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["target"].view, -1, _size(views, a["self"], -1) - 1)
+
+
+def _unpooled(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["indices"].view, 0, prod(a["output_size"]) - 1)
+
+
+def _along(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["index"].view, 0, _size(views, a["self"], a["dim"]) - 1)
+
+
+def _take(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
     count = prod(views[a["self"].view].size)
-    yield _Use(a["index"].view, -count, count - 1)
+    yield IndexUse(a["index"].view, -count, count - 1)
 
 
-def _indexed(a: _Arguments, views: _Views) -> Iterator[_Use]:
+def _indexed(a: _Arguments, views: _Views) -> Iterator[IndexUse]:
     """self[indices...]: entry i indexes dimension i, unless a mask came before, which takes several dimensions."""
     known = True
     for dim, ref in enumerate(a["indices"]):
@@ -123,22 +137,24 @@ def _indexed(a: _Arguments, views: _Views) -> Iterator[_Use]:
             continue
         bound = _size(views, a["self"], dim)
         if known:
-            yield _Use(ref.view, -bound, bound - 1)
+            yield IndexUse(ref.view, -bound, bound - 1)
 
 
-def _pooled(dims: int, a: _Arguments, views: _Views) -> Iterator[_Use]:
-    yield _Use(a["indices"].view, 0, prod(views[a["self"].view].size[-dims:]) - 1)
+def _pooled(dims: int, a: _Arguments, views: _Views) -> Iterator[IndexUse]:
+    yield IndexUse(a["indices"].view, 0, prod(views[a["self"].view].size[-dims:]) - 1)
 
 
-_USES: dict[str, Callable[[_Arguments, _Views], Iterator[_Use]]] = {
+_USES: dict[str, Callable[[_Arguments, _Views], Iterator[IndexUse]]] = {
     "embedding": _embedding, "_embedding_bag": _bag, "_embedding_bag_forward_only": _bag,
     "embedding_dense_backward": _embedding_backward, "_embedding_bag_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll, "nll_loss_backward": _nll,
     "nll_loss2d_forward": _nll, "nll_loss2d_backward": _nll,
+    "multi_margin_loss": _margin, "multilabel_margin_loss_forward": _margins,
+    "max_unpool2d": _unpooled, "max_unpool3d": _unpooled,
     "gather": _along, "scatter": _along, "scatter_": _along, "scatter_add": _along, "scatter_add_": _along,
     "scatter_reduce": _along, "scatter_reduce_": _along, "index_select": _along,
     "index_add": _along, "index_add_": _along, "index_copy": _along, "index_copy_": _along,
-    "index_fill": _along, "index_fill_": _along,
+    "index_reduce": _along, "index_reduce_": _along, "index_fill": _along, "index_fill_": _along,
     "take": _take, "put": _take, "put_": _take,
     "index": _indexed, "index_put": _indexed, "index_put_": _indexed, "_unsafe_index": _indexed,
     "_unsafe_index_put": _indexed,
@@ -147,7 +163,7 @@ _USES: dict[str, Callable[[_Arguments, _Views], Iterator[_Use]]] = {
 }  # fmt: skip
 
 
-def _uses(op: Op, views: _Views) -> Iterator[_Use]:
+def index_uses(op: Op, views: _Views) -> Iterator[IndexUse]:
     bounds = _USES.get(op.target.split(".")[1])
     if bounds is not None:
         yield from bounds({argument.name: value for argument, value, _ in named_arguments(op)}, views)
@@ -163,84 +179,8 @@ def index_checks(program: Program, written: Set[int]) -> IndexChecks:
         for position in INDEX_ARGS.get(op.target, ()):
             refs = tensor_refs(op.args[position : position + 1])
             storages.update(program.views[ref.view].storage for ref in refs)
-        for use in _uses(op, program.views):
+        for use in index_uses(op, program.views):
             storage = program.views[use.view].storage
             if storage in positions and storage not in written:
                 checks[IndexCheck(use.view, positions[storage], use.low, use.high, use.ignored, op.target)] = None
     return IndexChecks(frozenset(storages & positions.keys()), tuple(checks))
-
-
-# ---- the check of a client, before it sends a step
-
-
-# Operators whose result has the values of their argument, and constants.
-_MOVES = frozenset(("aten.clone.default", "aten._to_copy.default", "aten.constant_pad_nd.default"))
-_INTEGERS = frozenset(("uint8", "int8", "int16", "int32", "int64"))
-
-
-class BatchCheck:
-    """Checks the indices of a Program's batches, and those that the step pads, copies or converts first: those are
-    computed as the step does."""
-
-    def __init__(self, program: Program) -> None:
-        changed = {program.views[ref.view].storage for op in program.ops for ref in tensor_refs(tuple(written(op)))}
-        self._views = program.views
-        self._inputs = {program.views[v].storage: i for i, v in enumerate(program.inputs)}
-        self._made = {
-            program.views[op.outs[0]].storage: op
-            for op in program.ops
-            if op.target in _MOVES and isinstance(op.outs[0], int)
-        }
-        self._made = {storage: op for storage, op in self._made.items() if storage not in changed}
-        found: dict[tuple[int, int, int, int | None], IndexCheck] = {}
-        for op in program.ops:
-            for use in _uses(op, program.views):
-                position = self._source(use.view, changed)
-                if position is not None:
-                    key = (use.view, use.low, use.high, use.ignored)
-                    found.setdefault(key, IndexCheck(use.view, position, use.low, use.high, use.ignored, op.target))
-        self.checks = tuple(found.values())
-
-    def _source(self, view: int, changed: Set[int]) -> int | None:
-        """The input that the values of a view are those of; None if they are computed."""
-        storage = self._views[view].storage
-        if self._views[view].dtype not in _INTEGERS or storage in changed:
-            return None
-        if storage in self._inputs:
-            return self._inputs[storage]
-        op = self._made.get(storage)
-        first = op.args[0] if op is not None else None
-        return self._source(first.view, changed) if isinstance(first, TensorRef) else None
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises BadBatch for the first index out of range in a batch on the CPU. A batch on a GPU is left to the
-        device's own check, because reading it here would wait for the GPU."""
-        for check in self.checks:
-            if tensors[check.position].device.type == "cpu":
-                value = check.bad(self._values(check.view, tensors))
-                if value is not None:
-                    raise BadBatch(
-                        f"{check.sentence(value)}: it is out of range",
-                        "the step was not run, and the job's state is as it was: correct the batch, or leave it out",
-                    )
-
-    def _values(self, view: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        found = self._views[view]
-        if found.storage in self._inputs:
-            tensor = tensors[self._inputs[found.storage]].detach()
-            return tensor.as_strided(found.size, found.stride, tensor.storage_offset() + found.offset)
-        op = self._made[found.storage]
-        source = op.args[0]
-        assert isinstance(source, TensorRef)
-        values = self._values(source.view, tensors)
-        if op.target == "aten.constant_pad_nd.default":
-            values = torch.ops.aten.constant_pad_nd.default(values, *op.args[1:])
-        whole = self._views[_first(op)]
-        made = torch.empty_strided(whole.size, whole.stride, dtype=DTYPES[whole.dtype])
-        return made.copy_(values).as_strided(found.size, found.stride, found.offset)
-
-
-def _first(op: Op) -> int:
-    made = op.outs[0]
-    assert isinstance(made, int)
-    return made

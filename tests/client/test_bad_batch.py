@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumux import client
-from gpumux.errors import BadBatch
+from gpumux.errors import BadBatch, BadValue, JobFailed
 from tests.threads import one_thread
 
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -83,7 +83,74 @@ def indexed() -> Made:
     return model, lambda x, i: model(x)[i].sum(), (x, torch.tensor([-2, 1])), (x, torch.tensor([-3, 1]))
 
 
-@pytest.mark.parametrize("make", [labels, tokens, shifted, converted, gathered, indexed])
+def probabilities() -> Made:
+    model = nn.Linear(4, 1)
+    x = torch.randn(4, 4)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy(model(x).sigmoid(), y.float().unsqueeze(1) / 2)
+
+    return model, loss, (x, torch.tensor([0, 1, 2, 1])), (x, torch.tensor([0, 1, 3, 1]))
+
+
+def shifted_right() -> Made:
+    """A decoder's inputs, as encoder-decoder models make them from the labels."""
+    model = nn.Embedding(10, 4)
+
+    def loss(y: Tensor) -> Tensor:
+        inputs = y.new_zeros(y.shape)
+        inputs[:, 1:] = y[:, :-1].clone()
+        inputs[:, 0] = 1
+        return model(inputs.masked_fill(inputs == -100, 0)).square().mean()
+
+    return model, loss, (torch.tensor([[3, -100, 9]]),), (torch.tensor([[3, 10, 9]]),)
+
+
+def margins() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    return (
+        model,
+        lambda x, y: nn.functional.multi_margin_loss(model(x), y - 1),
+        (x, torch.tensor([1, 3])),
+        (x, torch.tensor([0, 3])),
+    )
+
+
+def factored() -> Made:
+    model = nn.Linear(2, 2)
+    good, bad = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    return model, lambda a: model(torch.linalg.cholesky(a)).sum(), (good,), (bad,)
+
+
+def eigenvalues() -> Made:
+    model = nn.Linear(4, 2)
+    good, bad = torch.diag(torch.arange(1.0, 5.0)), torch.full((4, 4), float("nan"))
+    return model, lambda a: model(torch.linalg.eigvalsh(a).unsqueeze(0)).sum(), (good,), (bad,)
+
+
+def sampled() -> Made:
+    model = nn.Linear(4, 3)
+    good, bad = torch.rand(2, 4), torch.full((2, 4), -0.5)
+    return model, lambda p: model(torch.bernoulli(p)).sum(), (good,), (bad,)
+
+
+def divided() -> Made:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    return (
+        model,
+        lambda x, n: (model(x) * (7 // n).unsqueeze(1)).sum(),
+        (x, torch.tensor([1, 2])),
+        (x, torch.tensor([1, 0])),
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [labels, tokens, shifted, converted, gathered, indexed, probabilities, shifted_right, margins, factored,
+     eigenvalues, sampled, divided],
+)  # fmt: skip
 def test_a_bad_batch_costs_its_step_alone(make: Callable[[], Made], endpoint: str) -> None:
     def run(submit: bool) -> Any:
         torch.manual_seed(0)
@@ -117,8 +184,36 @@ def test_a_bad_batch_costs_its_step_alone(make: Callable[[], Made], endpoint: st
     kinds: list[type[Exception]] = []
     assert run(True) == run(False)
     assert len(kinds) == 2
-    assert kinds[0] is BadBatch
-    assert issubclass(BadBatch, kinds[1])
+    assert kinds[0] is (BadValue if make is factored else BadBatch)
+    assert issubclass(kinds[0], kinds[1]) or kinds[1] is torch.linalg.LinAlgError
+
+
+def test_a_check_may_not_compute_more_than_the_batch_is_large(endpoint: str) -> None:
+    """Labels that are computed at such a cost are left to the daemon."""
+    x = torch.tensor([0, 1])
+
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.embedding(x.repeat(1 << 20)[:2], torch.ones(2, 3)).sum()
+
+    with (
+        client.submit(step, example=(x,), endpoint=endpoint) as job,
+        pytest.raises(JobFailed, match="out of range"),
+    ):
+        job.step(x + 1).result(timeout=60)
+
+
+def test_a_matrix_of_the_weights_that_has_no_factor_is_reported(endpoint: str) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.eye_(model.weight)
+
+    def step(x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(model.weight * x).sum()
+
+    with client.submit(step, example=(torch.ones(1),), model=model, endpoint=endpoint) as job:
+        assert job.step(torch.ones(1)).item() == 2.0
+        with pytest.raises(RuntimeError, match=r"linalg\.cholesky: the matrix has no such result") as caught:
+            job.step(-torch.ones(1)).item()
+        assert isinstance(caught.value, BadValue)
 
 
 def test_steps_on_their_way_are_not_disturbed(endpoint: str) -> None:

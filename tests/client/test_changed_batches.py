@@ -123,12 +123,16 @@ def test_a_step_in_which_a_check_fails(endpoint: str, monkeypatch: pytest.Monkey
     # torch.compile turns checks off for the whole process, and another test may have called it.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
 
+    model = torch.nn.Linear(1, 1)
+
     def step(x: torch.Tensor) -> torch.Tensor:
         x.sub_(1)
-        return torch.distributions.Normal(0.0, x).log_prob(torch.ones(()))
+        return torch.distributions.Normal(0.0, x * (1 + 0 * model.bias)).log_prob(
+            torch.ones(())
+        )  # the daemon's check: it needs the bias
 
     x = torch.full((3,), 0.5)
-    with client.submit(step, example=(x,), endpoint=endpoint) as job:
+    with client.submit(step, example=(x,), model=model, endpoint=endpoint) as job:
         with pytest.raises(errors.BadValue):
             job.step(x).result()
         assert torch.equal(x, torch.full((3,), -0.5))

@@ -94,3 +94,34 @@ def test_errors_of_others_are_left_alone() -> None:
     before = caught.value.__traceback__
     fold(caught.value)
     assert caught.value.__traceback__ is before
+
+
+def test_an_error_of_a_result_ends_at_the_line_that_wants_it(endpoint: str) -> None:
+    model = nn.Linear(4, 2)
+
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy(model(x).sigmoid(), torch.ones(3, 2))
+
+    with one_thread(), client.submit(step, example=X, model=model, endpoint=endpoint) as job:
+        future = job.step(X * float("nan"))
+        for _ in range(2):
+            for want in (future.item, future.result, lambda: float(future), lambda: 1 + future, future.mean):
+                with pytest.raises(errors.JobFailed) as caught:
+                    want()
+                name = "test_an_error_of_a_result_ends_at_the_line_that_wants_it"
+                assert functions(caught.value) in ([name], [name, "<lambda>"])
+
+
+def test_an_error_of_a_call_ends_at_the_call(endpoint: str) -> None:
+    model = nn.Linear(4, 2)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    y = torch.tensor([0, 1, 1])
+    with one_thread(), client.submit(loss, example=(X, y), model=model, endpoint=endpoint) as job:
+        evaluate = job.add(loss, example=(X, y))
+        for step in (job.step, evaluate):
+            with pytest.raises(errors.BadBatch) as caught:
+                step(X, y + 9)
+            assert functions(caught.value) == ["test_an_error_of_a_call_ends_at_the_call"]

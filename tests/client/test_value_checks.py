@@ -25,6 +25,7 @@ def opened(endpoint: str, model: nn.Module, **options: Any) -> client.Job:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor, scale: Tensor) -> Tensor:
+        scale = scale * (1 + 0 * model.bias[0])  # so that the check is the daemon's
         loss: Tensor = -Normal(model(x)[:, 0], scale).log_prob(x[:, 0]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -44,6 +45,34 @@ def test_a_value_out_of_range_fails_its_step_as_in_the_plain_loop(endpoint: str)
         assert isinstance(e.value, errors.BadValue)
         assert f"{__file__}:" in e.value.message
         assert isinstance(job.step(X, GOOD).result(), Tensor), "an error that was raised is not raised again"
+
+
+def test_a_value_of_the_batch_is_checked_before_the_step(endpoint: str) -> None:
+    model = nn.Linear(8, 4)
+
+    def step(x: Tensor, scale: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.bias.add_(1)
+        return Normal(model(x)[:, 0], scale.clamp(max=1)).log_prob(x[:, 0]).mean()
+
+    with client.submit(step, example=(X, GOOD), model=model, endpoint=endpoint) as job:
+        before = model.bias.clone()
+        with pytest.raises(errors.BadValue, match="the step was not run"):
+            job.step(X, BAD)
+        job.step(X, GOOD).result()
+        assert torch.equal(model.bias, before + 1)
+
+
+def test_the_covariance_of_a_multivariate_normal_is_checked(endpoint: str) -> None:
+    good, bad = torch.eye(3), -torch.eye(3)
+
+    def step(covariance: Tensor) -> Tensor:
+        return torch.distributions.MultivariateNormal(torch.zeros(3), covariance).log_prob(torch.ones(3))
+
+    with client.submit(step, example=(good,), endpoint=endpoint) as job:
+        assert torch.equal(job.step(good).result(), step(good))
+        with pytest.raises(errors.BadValue, match="outside of PositiveDefinite"):
+            job.step(bad)
 
 
 def test_one_that_the_script_does_not_look_at_is_raised_by_a_later_step(endpoint: str) -> None:

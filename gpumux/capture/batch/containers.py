@@ -1,8 +1,9 @@
 """Batches and results as lists of leaves: containers that torch's pytree knows, and objects that hold values.
 
-An object (a dataclass, a namespace, a mapping of a class of its own) is opened to its attributes and entries. Made
-again, it is another object of the same class. The class's code runs for neither. Classes are not registered with torch,
-which would change what they are to the rest of the process.
+An object (a dataclass, a namespace, a mapping of a class of its own, an object of a plain class all of whose attributes
+are values) is opened to its attributes and entries. Made again, it is another object of the same class. The class's
+code runs for neither. Classes are not registered with torch, which would change what they are to the rest of the
+process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpumux.errors import CaptureError
 
 _LEAVES = frozenset({torch.Tensor, numpy.ndarray, bool, int, float, str, type(None)})
 _VALUES = (torch.Tensor, bool, int, float, str)
+_ARRAYS = (torch.Tensor, numpy.ndarray)
 
 # Every class that was opened, by which two of one name differ in a description. Kept, because the number must never
 # mean another class.
@@ -80,8 +82,18 @@ def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 
 def _opens(leaf: Any) -> bool:
     kind = type(leaf)
-    opens = isinstance(leaf, (dict, UserDict, SimpleNamespace)) or is_dataclass(kind)
+    opens = isinstance(leaf, (dict, UserDict, SimpleNamespace)) or is_dataclass(kind) or _consists_of_values(leaf)
     return opens and not isinstance(leaf, type) and _plain_base(kind) in (object, dict, OrderedDict, SimpleNamespace)
+
+
+def _consists_of_values(leaf: Any) -> bool:
+    """Whether an object of a plain class holds tensors or arrays, and nothing but values beside them."""
+    if isinstance(leaf, (torch.nn.Module, torch.Tensor)) or not type(leaf).__flags__ & _HEAP_TYPE:
+        return False
+    held = pytree.tree_leaves(getattr(leaf, "__dict__", {}))
+    return any(isinstance(each, _ARRAYS) for each in held) and all(
+        each is None or isinstance(each, (*_VALUES, *_ARRAYS)) for each in held
+    )
 
 
 def _plain_base(kind: type) -> Any:

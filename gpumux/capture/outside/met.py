@@ -11,6 +11,7 @@ from gpumux.capture import source
 from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.recorder import TraceRecord
 from gpumux.capture.state import UNRETURNED, Reading, StateTable, has_memory
+from gpumux.capture.values.caches import cache_with
 from gpumux.capture.values.held import counts
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.errors import CaptureError, UnknownTensor
@@ -70,7 +71,10 @@ class Met:
             return
         held = [(name, t) for name, t in self._all_named() if t.untyped_storage()._cdata == storage]
         if not held:
-            return
+            name = cache_with(tensor)
+            if name is None:
+                return
+            held = [(name, tensor)]
         named = next((t for _, t in held if t is tensor), held[0][1])
         try:
             outside.adopt(named, [name for name, t in held if t is named])

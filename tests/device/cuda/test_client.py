@@ -19,7 +19,7 @@ from gpumux.capture import state
 from gpumux.capture import step as variants
 from gpumux.capture.lower import Lowered
 from gpumux.errors import GpumuxError, JobFailed
-from gpumux.program.indices import BatchCheck
+from gpumux.capture.batch.checks import BatchCheck
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
 from tests.device.cuda.serving import START_S, close, serving
