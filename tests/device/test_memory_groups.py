@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from gpumux.device.cpu.jobs import ExecutorRecord
 from gpumux.device.workers import confinement, memory_groups
 from gpumux.device.workers.confinement import Confined, most_memory
 from gpumux.device.workers.memory_groups import MemoryGroups, find
-from gpumux.types import JobId
+from gpumux.types import JobDied, JobId
 from tests.device.cpu.support import executors
 from tests.device.harness import Case, Driver
 from tests.program import samples
@@ -125,6 +126,22 @@ def test_the_daemon_moves_out_of_the_group_that_has_limited_ones_below(tmp_path:
     assert groups.exceeded(name) == 6 * MIB
 
 
+def test_swap_is_bounded_where_the_kernel_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = find(version_2(tmp_path, path=""))
+    groups, make = MemoryGroups(place), Path.mkdir
+
+    def mkdir(path: Path, *args: int, **options: bool) -> None:
+        make(path, *args, **options)
+        (path / "memory.swap.max").write_text("max")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    name = groups.make(5 * MIB)
+    swap = place.path / name / "memory.swap.max"
+    assert swap.read_text() == str(5 * MIB)
+    groups.allow(name, 6 * MIB)
+    assert swap.read_text() == str(6 * MIB)
+
+
 def test_a_daemon_that_is_not_alone_in_its_group_stays_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = find(version_2(tmp_path, path=""))
     moves: list[tuple[str, str]] = []
@@ -184,6 +201,66 @@ def test_files_in_memory_count_and_what_takes_too_many_is_killed():
 
 
 @live
+def test_the_limit_with_swap_is_raised_before_the_other_one():
+    groups, place = MemoryGroups(find()), find()
+    name = groups.make(32 * MIB)
+    try:
+        swap = place.path / name / place.files.swap
+        if not swap.exists():
+            pytest.skip("this kernel does not count swap")
+        assert int(swap.read_text()) == 32 * MIB * place.files.swap_factor
+        groups.allow(name, 512 * MIB)
+        assert int(swap.read_text()) == 512 * MIB * place.files.swap_factor
+        assert int((place.path / name / place.files.limit).read_text()) == 512 * MIB
+    finally:
+        groups.close()
+
+
+@live
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process as another user")
+def test_a_process_of_another_user_can_neither_leave_its_group_nor_change_it():
+    groups = MemoryGroups(find())
+    name, other = groups.make(256 * MIB), groups.make(256 * MIB)
+    try:
+        own, others = Path(groups.entrance(name)).parent, Path(groups.entrance(other)).parent
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            held = 0
+            try:
+                given = confinement.Confinement(4001, 4001, False, memory_group=groups.entrance(name))
+                confinement.confine(given)
+                held = sum(map(refused, attempts(own, others)))
+            finally:
+                os.write(writer, bytes([held]))
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert os.read(reader, 1)[0] == len(list(attempts(own, others)))
+        os.close(reader)
+        os.close(writer)
+    finally:
+        groups.close()
+
+
+def attempts(own: Path, other: Path) -> Iterator[tuple[Path, str]]:
+    """Files of the kernel's that would undo a limit, and what to write to each."""
+    for group in (own.parent, other):
+        yield group / "cgroup.procs", "0"
+    for group in (own, other):
+        yield group / find().files.limit, "-1"
+        yield group / find().files.swap, "-1"
+
+
+def refused(attempt: tuple[Path, str]) -> bool:
+    path, text = attempt
+    try:
+        path.write_text(text)
+    except OSError:
+        return True
+    return False
+
+
+@live
 def test_a_jobs_process_is_in_a_group_with_the_share_of_what_it_has_loaded():
     device = CpuDevice(threads=1, cores=2, confined=Confined(False, False, (), True))
     device.open()
@@ -210,6 +287,28 @@ def test_a_job_that_took_too_much_is_told_how_much_it_may_have():
     assert "ran out of memory" in record.crash(None).remedy
     record.exceeded = 3 << 30
     assert "took more memory than the 3221225472 bytes it may have" in record.crash(None).message
+    record.status = int(signal.SIGSEGV)  # the kernel had killed what the process forked
+    assert "died of SIGSEGV" in record.crash(None).message
+
+
+@live
+def test_a_job_whose_group_cant_be_made_is_told_why(monkeypatch: pytest.MonkeyPatch):
+    device = CpuDevice(threads=1, cores=2, confined=Confined(False, False, (), True))
+    device.open()
+    driver = Driver(CASE, device)
+    try:
+
+        def make(groups: MemoryGroups, most: int) -> str:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(MemoryGroups, "make", make)
+        job = driver.open()
+        fault = driver.until(JobDied, job.job).fault
+        assert "can't make a control group for its memory: Read-only file system" in fault.message
+        assert "restart the daemon" in fault.remedy
+    finally:
+        driver.finish()
+        device.close()
 
 
 def test_a_missing_group_is_said_and_not_required(monkeypatch: pytest.MonkeyPatch):

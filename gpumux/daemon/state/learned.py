@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from math import inf
 from typing import Any, Final
@@ -60,9 +61,12 @@ class LearnedFile:
         return f"{self.shown}.other"
 
     def write(self, content: bytes) -> None:
-        """Replace it. Raises OSError, and leaves the former one then."""
+        """Replace it. Raises OSError, and leaves the former one then. What lies under the new file's name is removed
+        before, not opened: it may be a pipe, at which opening would wait, or another name of a file elsewhere."""
         new = f"{NAME}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=self._directory)
         fd = os.open(new, flags, 0o600, dir_fd=self._directory)
         with open(fd, "wb") as file:
             file.write(content)

@@ -216,13 +216,16 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         settings |= {"shares": spec.arena is not None, "connects": connects}
         settings["confinement"] = self._confined.of(spec.user, connects=connects, most_bytes=self._total)
         group = ""
-        try:
-            if self._groups is not None:
+        if self._groups is not None:
+            try:
                 group = self._groups.make(most_memory(0))
-                settings["confinement"]["memory_group"] = self._groups.entrance(group)
+            except OSError as error:
+                return self._emit(JobDied(job, no_group(error)))
+            settings["confinement"]["memory_group"] = self._groups.entrance(group)
+        try:
             executor = start_executor(self._fork_server, job, settings, spec.arena)
         except OSError as error:
-            if self._groups is not None and group:
+            if self._groups is not None:
                 self._groups.remove(group)
             return self._emit(JobDied(job, no_process(error)))
         executor.memory_group = group
@@ -604,6 +607,13 @@ _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
 def no_process(error: OSError) -> Fault:
     """The fault of a job whose process can't be started: the daemon ran out of a resource."""
     return Fault("job_failed", f"its process can't be started: {error.strerror}", _FEW)
+
+
+def no_group(error: OSError) -> Fault:
+    """The fault of a job for whose memory no control group can be made, where the daemon could make some at its start.
+    A job without a limit that others have would not be safe."""
+    remedy = "restart the daemon, which then goes on without such groups and says so, or make its own group writable"
+    return Fault("job_failed", f"the daemon can't make a control group for its memory: {error.strerror}", remedy)
 
 
 def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:

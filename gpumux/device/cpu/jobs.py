@@ -115,7 +115,7 @@ class ExecutorRecord(DeviceJob):
     status: int | str | None = None  # how it ended: a wait status, or words
     failure: Fault | None = None
     memory_group: str = ""  # its control group (workers/memory_groups.py)
-    exceeded: int = 0  # bytes that the group may have, if it was killed for taking more
+    exceeded: int = 0  # bytes that the group may have, if a process of it was killed for taking more
     reported: LaunchId | None = None  # the launch whose end was found on the page before the process reported it
 
     @property
@@ -151,7 +151,7 @@ class ExecutorRecord(DeviceJob):
             last_op = named if named >= 0 and launch.cut == 0 else None
             doing = f" while running {listing.describe(launch, last_op)} of program {launch.program}" if listing else ""
         remedy = "look for values the operator can't take (indices out of range, division by zero)"
-        if self.exceeded:
+        if self.exceeded and self.status == signal.SIGKILL:
             message = f"the process running the job took more memory than the {self.exceeded} bytes it may have{doing}"
             remedy = "look for an operator that takes far more memory than its results"
             return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")

@@ -102,7 +102,9 @@ def measures() -> list[Measure]:
         Measure("privileges", "no capabilities, no new privileges, and closed to other processes of the same user"),
         Measure("memory", "private memory is bounded by what was planned"),
         Measure(
-            GROUPS, "all memory is, with files in memory and what they fork, by a control group each",
+            GROUPS,
+            "all memory is, with files in memory and what they fork, by a control group each"
+            + (", which one that is taken over could leave, as the daemon's user" if user else ""),
             f"memory is bounded for private memory alone, by no control group: {ungrouped}" if ungrouped else "",
             "in a systemd unit set Delegate=memory and ProtectControlGroups=no" if ungrouped else "",
         ),

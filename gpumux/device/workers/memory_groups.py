@@ -1,9 +1,13 @@
 """A memory control group for each job's process. No torch.
 
 RLIMIT_DATA (confinement.py) counts private memory alone. A control group counts files in memory, shared mappings and
-what the process forks as well, and belongs to the daemon: the process can't raise its limit. A daemon can only make
-groups below its own, and only if it was given that: version 2 by delegation (systemd: `Delegate=memory` and no
-`ProtectControlGroups=`; a container: its own control groups, writable), version 1 by rights in the hierarchy.
+what the process forks as well, and belongs to the daemon's user: a process that runs as another user can neither leave
+it nor raise its limit. One that runs as the daemon's user could, since it may write the same files. Swap is bounded
+too, where there is any: memory that the kernel moves there is not counted as the group's any more.
+
+A daemon can only make groups below its own, and only if it was given that: version 2 by delegation (systemd:
+`Delegate=memory` and no `ProtectControlGroups=`; a container: its own control groups, writable), version 1 by rights in
+the hierarchy.
 
 In version 2 a group has either processes or limited groups below it, so the daemon moves into a group of its own first.
 """
@@ -25,14 +29,18 @@ _OWN: Final = "gpumux"  # the daemon's processes are in it
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Names of a group's files. `killed` has the field `oom_kill`."""
+    """Names of a group's files. `killed` has the field `oom_kill`. `swap` bounds what the group has in swap (version
+    2), or in memory and swap together (version 1), so it takes `swap_factor` times the limit; the file is missing where
+    the kernel does not count swap."""
 
     limit: str
     killed: str
+    swap: str
+    swap_factor: int
 
 
-_VERSION_1: Final = Files("memory.limit_in_bytes", "memory.oom_control")
-_VERSION_2: Final = Files("memory.max", "memory.events")
+_VERSION_1: Final = Files("memory.limit_in_bytes", "memory.oom_control", "memory.memsw.limit_in_bytes", 2)
+_VERSION_2: Final = Files("memory.max", "memory.events", "memory.swap.max", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,7 @@ class MemoryGroups:
             raise
 
     def make(self, most: int) -> str:
-        """Make a group of at most `most` bytes. Returns its name. Raises OSError."""
+        """Make a group of at most `most` bytes of memory, and as many of swap. Returns its name. Raises OSError."""
         self._sweep()
         while True:
             name = f"{_OWN}-{os.getpid()}-{next(self._numbers)}"
@@ -126,12 +134,20 @@ class MemoryGroups:
                 continue  # it is of a daemon that was killed and had this process's id
             break
         try:
-            (self._parent / name / self._files.limit).write_text(str(most))
+            self._limit(name, most)
         except OSError:
             (self._parent / name).rmdir()
             raise
         self._limits[name] = most
         return name
+
+    def _limit(self, name: str, most: int) -> None:
+        """Set or raise a group's limits. In version 1 that of memory and swap together may never be the smaller one."""
+        limits = [(self._files.limit, most)]
+        if (self._parent / name / self._files.swap).exists():
+            limits.insert(0 if name in self._limits else 1, (self._files.swap, most * self._files.swap_factor))
+        for file, value in limits:
+            (self._parent / name / file).write_text(str(value))
 
     def entrance(self, name: str) -> str:
         """The file through which a process joins the group (`join`)."""
@@ -140,7 +156,7 @@ class MemoryGroups:
     def allow(self, name: str, most: int) -> None:
         """Raise a group's limit to `most` bytes, if it is less. Raises OSError."""
         if most > self._limits[name]:
-            (self._parent / name / self._files.limit).write_text(str(most))
+            self._limit(name, most)
             self._limits[name] = most
 
     def exceeded(self, name: str) -> int:

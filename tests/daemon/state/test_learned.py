@@ -103,6 +103,28 @@ def test_it_is_written_although_more_is_learned_all_the_time(file):
     running.close()
 
 
+@pytest.mark.parametrize("planted", ["pipe", "link", "hard link"])
+def test_what_lies_under_the_new_files_name_is_replaced_unopened(tmp_path: Path, planted: str):
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "state"
+    elsewhere.write_text("precious")
+    directory.mkdir()
+    new = directory / f"{NAME}.new"
+    plant = {
+        "pipe": lambda: os.mkfifo(new),
+        "link": lambda: new.symlink_to(elsewhere),
+        "hard link": lambda: new.hardlink_to(elsewhere),
+    }
+    plant[planted]()
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    reader = os.open(new, os.O_RDONLY | os.O_NONBLOCK)  # with one, opening a pipe to write to it does not wait
+    file = LearnedFile(fd, str(directory / NAME))
+    file.write(b"learned")
+    assert file.read() == b"learned"
+    assert elsewhere.read_text() == "precious"
+    os.close(reader)
+    os.close(fd)
+
+
 def test_more_programs_than_are_kept_are_packed_once_and_the_newest_stay(file):
     running = daemon(file)
     programs = {f"{at:04}": 1 for at in range(learned.MOST_PROGRAMS + 44)}
