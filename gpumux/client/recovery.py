@@ -38,6 +38,7 @@ from gpumux.errors import (
     NotFusible,
     NotOwner,
     PeersLost,
+    ProgramError,
     TooFewRanks,
     UnknownJob,
 )
@@ -754,7 +755,7 @@ class Recovery:
             self._group = GroupReplay(self._remote, self._spec)
         try:
             self._group.enter(ran.program, ran.group)
-        except (NotFusible, AdmissionRefused) as error:
+        except (NotFusible, AdmissionRefused, ProgramError) as error:
             log.warning(
                 "job %r: steps that ran as one with those of other jobs run again by themselves (%s): results are"
                 " equivalent, and not bit-equal, to those before", self._name, error.message,

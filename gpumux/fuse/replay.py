@@ -69,8 +69,9 @@ class GroupReplay:
 
     def enter(self, number: int, group: GroupPlace) -> None:
         """Have the next steps run as those of the job's Program `number` did in this group. Raises NotFusible if this
-        client does not make the fused Program that the daemon ran, and AdmissionRefused if there is no room for the
-        group: the job's own buffers hold its state then. Idempotent."""
+        client does not make the fused Program that the daemon ran, AdmissionRefused if there is no room for the group,
+        and ProgramError if the daemon refuses a Program of it: the job's own buffers hold its state then.
+        Idempotent."""
         if self._open is None or not self._open.fits(number, group):
             self.leave()
             self._open = self._enter(number, group)

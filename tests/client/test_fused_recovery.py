@@ -106,6 +106,7 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
     return all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in a)
 
 
+@pytest.mark.slow
 def test_a_recovered_job_has_the_bits_of_the_steps_that_ran_as_one(
     victim: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

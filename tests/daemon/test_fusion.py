@@ -257,6 +257,7 @@ class Clients:
         self.total: dict[str, float] = {}
         self.expected: dict[str, dict[int, float]] = {}
         self.next: dict[str, int] = {}
+        self.places: dict[tuple[str, int], tuple[int, int, bool]] = {}  # of steps that ran in a group
         self.ended: dict[str, str] = {}
         self.transfers = 0
         for job in jobs:
@@ -298,8 +299,10 @@ class Clients:
         daemon.router.read = len(daemon.router.sent)
         for name, message, _ in new:
             match message:
-                case msg.StepDone(job, step):
+                case msg.StepDone(job=job, step=step) | msg.GroupStepDone(job=job, step=step):
                     assert job == self.id(name)
+                    if isinstance(message, msg.GroupStepDone):
+                        self.places[name, step] = (message.models, message.place, message.fused)
                     expected = self.expected[name].pop(step)
                     if self.id(name) in self.device.jobs:  # its last step may have ended it
                         programs = self.device.jobs[self.id(name)].programs.values()
@@ -395,6 +398,9 @@ def test_steps_of_equal_jobs_run_as_one_and_each_has_its_own_results(clients: Cl
     clients.device.launched.clear()
     clients.rounds(5)
     assert clients.device.launched == {"fused": 5}
+    newest = [[clients.places[name, clients.next[name] - n] for n in (1, 2)] for name in "abc"]
+    assert sorted(newest) == [[(3, place, True)] * 2 for place in range(3)]
+    assert not any(step == 0 for _, step in clients.places)
     assert clients.read("a") == clients.total["a"]
 
 
@@ -408,6 +414,8 @@ def test_a_straggler_costs_the_others_at_most_the_wait(clients: Clients):
     clients.hear()
     clients.settle()
     assert clients.device.launched == {"part": 2}, "each on its part of the state"
+    before, alone = (clients.places["b", clients.next["b"] - n] for n in (2, 1))
+    assert alone == (*before[:2], False)
     clients.step("c")
     clients.rounds(1, "ab")
     assert clients.device.launched["fused"] == 1

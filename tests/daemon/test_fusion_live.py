@@ -129,7 +129,7 @@ class Clients:
         sent, self.daemon.router.sent = self.daemon.router.sent, []
         for session, message, _ in sent:
             line = next(each for each in self.lines if each.name == session)
-            if isinstance(message, msg.StepDone):
+            if isinstance(message, msg.StepDone | msg.GroupStepDone):
                 line.answered()
             elif isinstance(message, msg.JobEnded | msg.StepFailed):
                 self.ended[session] = message.code

@@ -220,6 +220,50 @@ def test_a_straggler_costs_the_others_at_most_the_wait():
     assert kinds(device.step("b")) == ["RunFused"], "all together again"
 
 
+def test_a_member_that_stops_is_waited_for_no_longer_than_fusing_saves():
+    device, _ = fused()
+    device.end("a", 0.001)  # it saves two thirds of three steps of 1 ms
+    waits = 0
+    while device.core.group_of(JobId("a")):
+        for job in "ab":
+            device.step(job)
+        device.advance(WAIT)
+        for job in "ab":
+            device.end(job)
+        waits += 1
+        assert waits <= RULES.samples + 1, "each costs them the wait"
+    assert "waited for each other" in device.core.explain(JobId("a"))
+    assert waits >= RULES.samples
+    for job in "ab":
+        device.step(job)
+        assert device.running[job] is None, "at once"
+        device.end(job)
+    device.now += RULES.retry_s
+    for _ in range(3):
+        for job in "ab":
+            device.step(job)
+        for job in "ab":
+            device.end(job)
+    (charge,) = [c for c in device.log if isinstance(c, fg.ChargeMemory)][1:]
+    assert charge.models == 2, "without it"
+
+
+def test_fused_steps_that_save_more_than_the_others_wait_keep_a_slow_member():
+    device, _ = fused()
+    device.end("a", 0.001)
+    for _ in range(3 * RULES.samples):
+        for job in "ab":  # one of three steps the third does not make
+            device.step(job)
+        device.advance(WAIT)
+        for job in "ab":
+            device.end(job)
+        for _ in range(int(WAIT / 0.002) + 1):
+            for job in "abc":
+                device.step(job)
+            device.end("a", 0.001)
+    assert device.core.group_of(JobId("a")) == ("a", "b", "c")
+
+
 def test_a_member_that_dies_ends_the_group_when_the_others_steps_have_ended():
     device, group = fused()
     assert device.close("b") == []

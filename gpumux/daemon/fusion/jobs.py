@@ -3,7 +3,7 @@
 It stands between what comes in and the scheduler, and sees the events and commands of jobs that may be fused alone.
 To the scheduler a group is one more low job of its members' user, in a session of its own: its memory is charged, its
 steps are paced and guarded as any job's are. To the device it is a job as well (`FusesJobs` in gpumux/device/base.py).
-Clients are told which of their steps ran in a group, so that a recovery can run them again with the same bits.
+No client knows of it, but each is told which of its steps ran in a group, so that a recovery can run them so again.
 
     a member's step     is held until it is to run: in the member's own place it goes on to the scheduler as it came, in
                         a group it becomes a step of the group's, alone or with those of the other members

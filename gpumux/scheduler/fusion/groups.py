@@ -17,7 +17,9 @@ A kind is a Program, a priority and the users that allow it (`FusionRules.circle
 4. *Ending*: no step is launched; when none runs, the state is unstacked and the memory given back.
 
 A group is kept while the median of its fused steps is not above the sum of its members' own medians by more than the
-noise. Otherwise the Program is never fused again for as many jobs.
+noise. Otherwise the Program is never fused again for as many jobs. A group also ends when its members have waited in
+vain for longer than its fused steps save, which a member that stops, or is much slower than the others, brings about;
+they may form another one later, without a member that makes no steps.
 
 `gpumux/daemon/fusion/jobs.py` gives it events and carries its commands out.
 
@@ -314,6 +316,7 @@ class _Group:
     members: list[_FusibleJob] = field(default_factory=list)  # while gathering: those held so far
     fused_s: deque[float] = field(default_factory=deque)
     running: bool = False  # a fused step
+    patience: float = 0.0  # seconds that members may still wait in vain; fused steps that save some restore it
     until: float = inf  # when gathering is given up
 
 
@@ -322,6 +325,7 @@ class FusionGroups:
 
     def __init__(self, rules: FusionRules) -> None:
         self._rules = rules
+        self._patience = rules.samples * rules.wait_s
         self._jobs: dict[JobId, _FusibleJob] = {}  # in the order in which they were opened
         self._groups: dict[_Kind, _Group] = {}
         self._next: GroupId = 1
@@ -418,6 +422,8 @@ class FusionGroups:
         assert group.running
         group.running = False
         group.fused_s.append(seconds)
+        saved = sum(median(member.alone_s) for member in group.members if member.alone_s) - seconds
+        group.patience = min(self._patience, group.patience + max(0.0, saved))
         for member in group.members:
             self._over(member, now)
         if group.phase is _Phase.RUNNING and len(group.fused_s) == self._rules.samples and self._is_slower(group):
@@ -518,6 +524,7 @@ class FusionGroups:
             return
         group = self._groups[kind] = _Group(self._next, kind, size)
         group.fused_s = deque(maxlen=self._rules.samples)
+        group.patience = self._patience
         self._next += 1
         self._commands.append(ChargeMemory(group.group, kind.program, size, kind.circle))
 
@@ -554,6 +561,9 @@ class FusionGroups:
         elif ready and now >= self._until(group):
             for member in ready:
                 self._run_alone(member)
+            group.patience -= self._rules.wait_s
+            if group.patience < 0:
+                self._end(group, "its members waited for each other for longer than fusing saves")
 
     def _finish(self, group: _Group, now: float) -> None:
         if group.running or any(member.running is not _Running.NOTHING for member in group.members):

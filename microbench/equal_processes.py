@@ -1,0 +1,280 @@
+"""Separate processes that train equal jobs at one daemon (docs/fusion.md): the digits CNN in float64 without dropout,
+each process with its own batches and learning rate, and nothing but `fusible=True`.
+
+alone    a process a model, without the flag
+fused    a process a model, with it
+array    one process, which trains the models by submit_array, each with its own batch
+
+All processes are there throughout, and make a block of steps when it is their way's turn. With --straggler one of the
+fused processes makes no steps in further blocks, and with --kills one at a time is killed at random and started again.
+Every loss is compared with that of the plain loop.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.data import digits
+from gpumux import client
+from microbench import common
+from microbench.daemon import running_daemon
+from microbench.equal_jobs import factory
+
+BATCHES = 50  # of each model, again and again
+LEAST_LOSS = 1e-6  # of smaller ones the difference itself counts
+GIVE_UP_S = 180.0  # until all models run as one
+
+
+def batches(seed: int, batch: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x.double(), y) for x, y in islice(digits().batches(batch, seed), BATCHES)]
+
+
+# ---- The process that trains. It reads how many steps to make, a line each, and answers each with a line of JSON.
+
+
+def work(way: str, seed: int, models: int, endpoint: str, size: str, batch: int) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    take: Callable[[int], Any]
+    job: Any
+    if way == "array":
+        data = [batches(each, batch) for each in range(models)]
+        job = client.submit_array(factory(size), list(range(models)), data[0][0], endpoint=endpoint, times_file=None)
+        stacked = [tuple([each[n][part] for each in data] for part in range(2)) for n in range(BATCHES)]
+        take = lambda n: job.step(*stacked[n % BATCHES], per_model=True)  # noqa: E731
+    else:
+        step, model, optimizer = factory(size)(seed)
+        own = batches(seed, batch)
+        job = client.submit(
+            step, example=own[0], model=model, optimizer=optimizer, endpoint=endpoint, fusible=way == "fused",
+            name=f"{way} {seed}",
+        )  # fmt: skip
+        take = lambda n: job.step(*own[n % BATCHES])  # noqa: E731
+    taken = 0
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        futures = []
+        for _ in range(int(line)):
+            futures.append(take(taken))
+            taken += 1
+        losses = [future.result().detach().reshape(-1).tolist() for future in futures]
+        fusion = job.stats()["fusion"]
+        print(json.dumps({"losses": losses, "fusion": fusion}), flush=True)
+    job.close(sync=False)
+
+
+class Trainer:
+    """One such process, and the losses it has told. `models`: their seeds."""
+
+    def __init__(self, way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int) -> None:
+        self.way, self.seeds = way, seeds
+        words = [way, str(seeds[0]), str(len(seeds)), endpoint, size, str(batch)]
+        command = [sys.executable, "-c", f"from microbench.equal_processes import main; main({['--work', *words]!r})"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.losses: list[list[float]] = []
+        self.fusion: dict[str, Any] | None = None
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.way} {self.seeds} has ended ({self.process.wait()})")
+        return json.loads(line)
+
+    def ask(self, steps: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> None:
+        told = self.hear()
+        self.losses += told["losses"]
+        self.fusion = told["fusion"]
+
+    def off(self, plain: Sequence[Sequence[float]]) -> float:
+        """How far its losses are from the plain loops', relatively. `plain`: by seed."""
+        wanted = [[plain[seed][step] for seed in self.seeds] for step in range(len(self.losses))]
+        return max(
+            (abs(a - b) / max(abs(b), LEAST_LOSS))
+            for got, want in zip(self.losses, wanted, strict=True)
+            for a, b in zip(got, want, strict=True)
+        )
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        self.process.wait(60)
+
+
+def block(trainers: Sequence[Trainer], steps: int) -> float:
+    """Each makes so many steps. Returns seconds, until all have."""
+    began = time.perf_counter()
+    for trainer in trainers:
+        trainer.ask(steps)
+    for trainer in trainers:
+        trainer.answer()
+    return time.perf_counter() - began
+
+
+class PlainLoops:
+    """The losses of the plain loops, by seed, made as far as they are asked for."""
+
+    def __init__(self, models: int, size: str, batch: int) -> None:
+        self._steps = [factory(size)(seed)[0] for seed in range(models)]
+        self._data = [batches(seed, batch) for seed in range(models)]
+        self.losses: list[list[float]] = [[] for _ in range(models)]
+
+    def until(self, steps: int) -> list[list[float]]:
+        for step, data, losses in zip(self._steps, self._data, self.losses, strict=True):
+            while len(losses) < steps:
+                losses.append(step(*data[len(losses) % BATCHES]).item())
+        return self.losses
+
+
+# ---- What is measured
+
+
+def until_fused(trainers: Sequence[Trainer], steps: int) -> float:
+    """Blocks of steps until all run as one. Returns seconds. Raises TimeoutError."""
+    began = time.perf_counter()
+    while not all(each.fusion is not None and each.fusion["jobs"] == len(trainers) for each in trainers):
+        if time.perf_counter() - began > GIVE_UP_S:
+            raise TimeoutError(f"they never run as one: {trainers[0].fusion}")
+        block(trainers, steps)
+    return time.perf_counter() - began
+
+
+def throughput(trainers: dict[str, list[Trainer]], turns: int, steps: int, models: int) -> dict[str, Any]:
+    """Steps a second of all models together, by way, the ways in turns."""
+    rates: dict[str, list[float]] = {way: [] for way in trainers}
+    fused: list[float] = []
+    for turn in range(turns):
+        first = turn % len(trainers)
+        for way in [*list(trainers)[first:], *list(trainers)[:first]]:
+            before = [each.fusion["steps"] if each.fusion is not None else 0 for each in trainers[way]]
+            rates[way].append(models * steps / block(trainers[way], steps))
+            if way == "fused":
+                ran = sum(each.fusion["steps"] - was for each, was in zip(trainers[way], before, strict=True))  # type: ignore[index]
+                fused.append(ran / (models * steps))
+    over = {
+        way: common.figure([a / b for a, b in zip(rates["fused"], rates[way], strict=True)])
+        for way in ("alone", "array")
+    }
+    return {
+        "steps_per_s": {way: common.figure(of) for way, of in rates.items()},
+        "fused_over": over,
+        "share_of_steps_in_the_group": common.figure(fused),
+        "why": trainers["fused"][0].fusion["why"],  # type: ignore[index]
+    }
+
+
+def straggling(trainers: Sequence[Trainer], turns: int, steps: int) -> dict[str, Any]:
+    """Seconds a step of the others while one makes none, beside those of as many that all make them, in turns."""
+    with_it: list[float] = []
+    without: list[float] = []
+    for _ in range(turns):
+        with_it.append(block(trainers, steps) / steps)
+        without.append(block(trainers[1:], steps) / steps)
+    return {"all_step_s": common.figure(with_it), "one_makes_none_step_s": common.figure(without)}
+
+
+def kills(trainers: list[Trainer], count: int, steps: int, make: Callable[[int], Trainer], plain: PlainLoops) -> float:
+    """Kill one at random amid a block, start it again and wait until all run as one; `count` times. Returns how far the
+    others' losses are from the plain loops' at most."""
+    draw, worst = random.Random(0), 0.0
+    for _ in range(count):
+        until_fused(trainers, steps)
+        victim = draw.choice(trainers)
+        for trainer in trainers:
+            trainer.ask(steps)
+        time.sleep(draw.uniform(0.0, 0.2))  # amid the block
+        victim.process.kill()
+        victim.process.wait()
+        others = [each for each in trainers if each is not victim]
+        for trainer in others:
+            trainer.answer()
+        worst = max(worst, *(each.off(plain.until(len(each.losses))) for each in others))
+        trainers[trainers.index(victim)] = fresh = make(victim.seeds[0])
+        fresh.hear()
+        for trainer in trainers:
+            trainer.fusion = None
+    return worst
+
+
+def measure(args: Any) -> dict[str, Any]:
+    settings = {"GPUMUX_LEASE_S": "300"}  # a process that makes an array among many others is silent for long
+    settings |= {f"GPUMUX_{name.upper()}": value for name, _, value in (one.partition("=") for one in args.set)}
+    plain = PlainLoops(args.models, args.size, args.batch)
+    with running_daemon(threads=1, policy="guarded", settings=settings) as daemon:
+
+        def make(way: str, seeds: Sequence[int]) -> Trainer:
+            return Trainer(way, seeds, daemon.endpoint, args.size, args.batch)
+
+        every = range(args.models)
+        trainers = {way: [make(way, [seed]) for seed in every] for way in ("alone", "fused")}
+        trainers["array"] = [make("array", list(every))]
+        try:
+            for of in trainers.values():
+                for each in of:
+                    each.hear()
+            result: dict[str, Any] = {"seconds_until_fused": until_fused(trainers["fused"], args.steps)}
+            result |= throughput(trainers, args.turns, args.steps, args.models)
+            if args.straggler:
+                result["straggler"] = straggling(trainers["fused"], args.straggler, args.steps)
+            result["off"] = {
+                way: max(each.off(plain.until(len(each.losses))) for each in of) for way, of in trainers.items()
+            }
+            if args.kills:
+                off = kills(trainers["fused"], args.kills, args.steps, lambda seed: make("fused", [seed]), plain)
+                result["kills"] = {"count": args.kills, "off": off}
+        finally:
+            for of in trainers.values():
+                for each in of:
+                    each.close()
+    return {"models": args.models, "batch": args.batch, "size": args.size, "settings": settings, **result}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = common.parser(__doc__)
+    parser.add_argument("--work", nargs=6, metavar="WORD", help="be one of the processes that train")
+    parser.add_argument("--models", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--size", default="small", help="of the CNN (clients/models/cnn.py)")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=100, help="of every model, in each turn")
+    parser.add_argument("--straggler", type=int, default=0, metavar="TURNS", help="blocks in which one makes no steps")
+    parser.add_argument("--kills", type=int, default=0, help="how often one process is killed")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the daemon")
+    args = parser.parse_args(argv)
+    if args.work:
+        way, seed, models, endpoint, size, batch = args.work
+        work(way, int(seed), int(models), endpoint, size, int(batch))
+        return 0
+    before = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = measure(args)
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_default_dtype(before[1])
+    for way, over in result["fused_over"].items():
+        print(f"{args.models} processes: fused over {way} {over.median:.2f} ({over.low:.2f} to {over.high:.2f})")
+    print(json.dumps({name: result[name] for name in result if name != "fused_over"}, default=str, indent=1))
+    common.report("equal_processes", args.out, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
