@@ -62,7 +62,7 @@ class _Range:
         if values.numel() == 0:
             return None
         low, high = torch.aminmax(values)
-        if low >= self.low and high <= self.high:  # neither holds for NaN
+        if low.item() >= self.low and high.item() <= self.high:  # neither holds for NaN
             return None
         found = ~((values >= self.low) & (values <= self.high))
         if self.ignored is not None:
@@ -112,7 +112,7 @@ class BatchCheck:
 
     def _direct_and_computed(self, required: Sequence[tuple[int, str]]) -> list[tuple[int, _Action]]:
         program, views = self._program, self._program.views
-        known = set(self._inputs)
+        known, varying = set(self._inputs), set(self._inputs)  # of the batch or constants, and of the batch
         unwritten = set(self._inputs)  # inputs whose values are still the batch's
         known.update(i for i, storage in enumerate(program.storages) if storage.kind == "const")
         conditions: dict[int, list[_Range | _Holds]] = {}  # by the operator before which they hold
@@ -122,24 +122,27 @@ class BatchCheck:
         for index, op in enumerate(program.ops):
             for view, low, high, ignored in _ranges(op, views):
                 storage = views[view].storage
-                if storage in known:
+                if storage in varying:
                     position = self._inputs[storage] if storage in unwritten else None
                     conditions.setdefault(index, []).append(_Range(view, low, high, ignored, op.target, position))
             changed = {views[ref.view].storage for ref in tensor_refs(tuple(written(op)))}
             unwritten -= changed
             made = {views[v].storage for v in _outs(op)}
             given = {views[ref.view].storage for ref in tensor_refs(op_args(op))}
-            if given <= known and given and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
+            varies = bool(given & varying)
+            if varies and given <= known and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
                 last.append(index)
             if given <= known and op.target in _RUN and op.random is None:
                 known |= made
+                varying |= made if varies else set()
                 made_at.update(dict.fromkeys(made, index))
                 runnable.append(index)
             else:
                 known -= made | changed
+                varying &= known
         for view, wrong in required:
             storage = views[view].storage
-            if storage in known and storage in made_at:
+            if storage in varying and storage in made_at:
                 conditions.setdefault(made_at[storage] + 1, []).append(_Holds(view, wrong))
         return self._needed(conditions, runnable, last)
 
@@ -269,11 +272,12 @@ class BatchCheck:
                 view = self._program.views[index]
                 if view.storage in held:  # an argument, changed in place or returned again
                     continue
+                nbytes = self._program.storages[view.storage].nbytes
                 fits = tensor.dtype == DTYPES[view.dtype] and tensor.stride() == view.stride
-                if fits and tensor.storage_offset() == view.offset and tensor.is_contiguous():
-                    held[view.storage] = tensor
+                if fits and tensor.storage_offset() == view.offset and tensor.untyped_storage().nbytes() >= nbytes:
+                    held[view.storage] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
                     continue
-                count = -(-self._program.storages[view.storage].nbytes // ITEM_BYTES[view.dtype])
+                count = -(-nbytes // ITEM_BYTES[view.dtype])
                 held[view.storage] = torch.zeros(count, dtype=DTYPES[view.dtype])
                 _window(held[view.storage], view).copy_(tensor)
 
