@@ -340,7 +340,8 @@ def cached_weights(train: Train) -> Any:
 
     @functools.lru_cache
     def norm() -> Tensor:
-        return next(model.parameters()).detach().norm()
+        found: Tensor = next(model.parameters()).detach().norm()
+        return found
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

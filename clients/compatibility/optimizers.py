@@ -727,6 +727,31 @@ class _ByItsNorm(Optimizer):
                 p.add_(update, alpha=-group["lr"])
 
 
+class _CountsInZeros(Optimizer):
+    """Adam without its second half, with a count in a tensor that torch.zeros makes, read by item()."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["average"] = torch.zeros_like(p)
+                state["step"].add_(1)
+                state["average"].lerp_(p.grad, 0.1)
+                p.add_(state["average"], alpha=-group["lr"] / (1 - 0.9 ** state["step"].item()))
+
+
+@idiom("an optimizer that counts in state['step'] = torch.zeros(()) and reads it by item() (timm's Muon)")
+def counts_in_zeros(train: Train) -> Any:
+    model = network()
+    return _trained(train, model, _CountsInZeros(model.parameters(), lr=0.05))
+
+
 @idiom("an option of the groups that is a member of an IntEnum, by which the optimizer decides (SCION)")
 def by_its_norm(train: Train) -> Any:
     model = network()

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -577,6 +577,44 @@ def printed_inside(train: Train) -> Any:
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     return [run(x, y).item() for x, y in batches], out.getvalue(), model
+
+
+def _sampled_in_train_mode(train: Train, after: Callable[[], None]) -> Any:
+    """DCGAN's example samples its generator in train mode, where batch norm counts the samples as well."""
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    noise = torch.randn(6, 4)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(generator(torch.randn(len(x), 4)), x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = [torch.randn(6, 8) for _ in range(4)]
+    run = train(step, (batches[0],), model=generator, optimizer=optimizer)
+    losses, samples = [], []
+    for i, x in enumerate(batches):
+        losses.append(run(x).item())
+        if i % 2 == 0:
+            samples.append(generator(noise).detach())
+            after()
+    return losses, samples, generator
+
+
+def _sampled_and_loaded(train: Train) -> Any:
+    return _sampled_in_train_mode(train, train.load_state)
+
+
+@idiom(
+    "samples of a generator with batch norm, in train mode between steps, as DCGAN's example: fake = netG(fixed_noise)",
+    refused=LocalWrite,
+    instead="job.load_state() after it, or generator.eval() around it",
+    changed=_sampled_and_loaded,
+)
+def sampled_in_train_mode(train: Train) -> Any:
+    return _sampled_in_train_mode(train, lambda: None)
 
 
 @idiom("a new optimizer midway, under the same name: optimizer = SGD(...) at epoch 2")

@@ -385,7 +385,17 @@ _FORWARD_MODE = (
     " jacrev(jacrev(f)) for hessian(f), or torch.autograd.grad(..., create_graph=True)"
 )
 
+_MASK = (
+    "a mask as an index gives as many rows as it has values that are true: multiply by it, (loss * mask).sum() /"
+    " mask.sum(), or let cross_entropy leave labels out: ignore_index="
+)
+_OF_GRAPHS = (
+    "add the self-loops before the step, edge_index, _ = add_remaining_self_loops(edge_index), and make the layers"
+    " (GCNConv, GATConv) with add_self_loops=False; give a loss of some nodes weights in place of a mask"
+)
 _INSTEAD = {
+    **dict.fromkeys(("index", "nonzero", "masked_select"), _MASK),
+    "linalg_lstsq": "use torch.linalg.solve(a.mT @ a, a.mT @ b), or torch.linalg.pinv(a) @ b",
     "bincount": "count with torch.zeros(n, dtype=torch.int64).index_add_(0, index, torch.ones_like(index))",
     "_efficientzerotensor": _FORWARD_MODE,
     "to": _FORWARD_MODE,  # dispatched as such only by what forward mode does to find strides
@@ -397,7 +407,10 @@ _INSTEAD = {
 
 def instead_of(target: str, general: str) -> str:
     """The remedy for an operator ("aten.NAME.OVERLOAD"); `general` if there is no special one."""
-    return _INSTEAD.get(target.split(".")[1], general)
+    name = target.split(".")[1]
+    if name in ("index", "nonzero", "masked_select") and "torch_geometric" in user_line():
+        return _OF_GRAPHS
+    return _INSTEAD.get(name, general)
 
 
 def value_read(*, whole_number: bool = False) -> DataDependent:

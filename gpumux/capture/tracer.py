@@ -457,7 +457,8 @@ class Tracer:
                 try:
                     raw, again = run(scope)
                 except UnknownTensor:
-                    if self._unknown is None or not self._caches.found(self._unknown):
+                    unknown, self._unknown = self._unknown, None
+                    if unknown is None or not self._caches.found(unknown):
                         raise
                     raw, again = run(scope)
             if again:

@@ -188,6 +188,23 @@ def test_a_bad_batch_costs_its_step_alone(make: Callable[[], Made], endpoint: st
     assert issubclass(kinds[0], kinds[1]) or kinds[1] is torch.linalg.LinAlgError
 
 
+def test_what_the_plain_step_would_have_drawn_before_is_said(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        first = nn.functional.cross_entropy(model(x), y)
+        return first + nn.functional.cross_entropy(nn.functional.dropout(model(x)), y - 1)
+
+    x, y = torch.randn(2, 4), torch.tensor([1, 2])
+    with client.submit(step, example=(x, y), model=model, endpoint=endpoint) as job:
+        with pytest.raises(BadBatch):
+            job.step(x, y + 1)
+        assert not caplog.records, "the first loss takes no 3"
+        with pytest.raises(BadBatch):
+            job.step(x, y - 1)
+        assert "where the plain step first drew random numbers" in caplog.text
+
+
 def test_a_check_may_not_compute_more_than_the_batch_is_large(endpoint: str) -> None:
     """Labels that are computed at such a cost are left to the daemon."""
     x = torch.tensor([0, 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import logging
@@ -13,6 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy
@@ -107,11 +107,10 @@ def test_reading_values(read: Callable[[torch.Tensor], Any], endpoint: str) -> N
 
 def test_a_tensor_that_was_not_given_is_named(endpoint: str) -> None:
     model = nn.Linear(6, 3)
-    hidden = functools.cache(lambda: torch.ones(2))  # held by no variable
-    hidden()
+    hidden = ContextVar("hidden", default=torch.ones(2))  # held by no variable
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return model(x)[:, :2] * hidden()  # uses it
+        return model(x)[:, :2] * hidden.get()  # uses it
 
     error = refusal(step, endpoint, errors.UnknownTensor, model=model)
     assert "shape (2,)" in error.message
@@ -519,6 +518,10 @@ INSTEAD: dict[str, tuple[Any, Any, tuple[Any, ...], str, str]] = {
             lambda m, x, y, n: F.ctc_loss(m(x).log_softmax(-1), y, n, torch.ones_like(n)),
             (torch.ones(7, 2, 5), TOKENS[:2, :1], LENGTHS[:2]),
             "_ctc_loss", "torch.logaddexp over padded targets"),
+    "mask": (lambda: nn.Linear(6, 3), lambda m, x, y: F.cross_entropy(m(x)[y > 0], y[y > 0]),
+             (torch.ones(4, 6), torch.tensor([0, 1, 2, 1])), "aten.index", "(loss * mask).sum() / mask.sum()"),
+    "least squares": (lambda: nn.Linear(6, 3), lambda m, x: torch.linalg.lstsq(m(x), x).solution.sum(),
+                      (torch.ones(4, 6),), "linalg_lstsq", "torch.linalg.solve"),
     "packed": (lambda: nn.GRU(6, 3, batch_first=True),
                lambda m, x, n: m(nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True))[1].mean(),
                (torch.ones(4, 6, 6), LENGTHS), "_pack_padded_sequence", "give the padded batch to the recurrent layer"),

@@ -9,6 +9,7 @@ checked ahead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from gpumux.program.check import DTYPES, named_arguments, overload, written
 from gpumux.program.indices import index_uses
 from gpumux.program.ir import ITEM_BYTES, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.validate import op_args, tensor_refs
+
+log = logging.getLogger("gpumux.client")
 
 _RUN = frozenset(
     "aten." + (name if "." in name else f"{name}.default")
@@ -59,7 +62,7 @@ class _Range:
         if values.numel() == 0:
             return None
         low, high = torch.aminmax(values)
-        if low >= self.low and high <= self.high:  # neither holds for NaN
+        if low.item() >= self.low and high.item() <= self.high:  # neither holds for NaN
             return None
         found = ~((values >= self.low) & (values <= self.high))
         if self.ignored is not None:
@@ -93,52 +96,59 @@ class BatchCheck:
     def __init__(self, program: Program, required: Sequence[tuple[int, str]] = ()) -> None:
         self._program = program
         self._inputs = {program.views[v].storage: i for i, v in enumerate(program.inputs) if v != program.generator}
-        self._actions = self._direct_and_computed(required)
+        self._sequence: list[tuple[int, _Action]] = self._direct_and_computed(required)
+        self._draws, self._writes = _first(program)
         self._copied = {  # inputs that the check itself writes
             program.views[ref.view].storage
-            for op in self._actions
+            for _, op in self._sequence
             if isinstance(op, Op)
             for ref in tensor_refs(tuple(written(op)))
         }
 
     def __bool__(self) -> bool:
-        return bool(self._actions)
+        return bool(self._sequence)
 
     # ---- what is run ---------------------------------------------------------------------------------
 
-    def _direct_and_computed(self, required: Sequence[tuple[int, str]]) -> list[_Action]:
+    def _direct_and_computed(self, required: Sequence[tuple[int, str]]) -> list[tuple[int, _Action]]:
         program, views = self._program, self._program.views
-        known = set(self._inputs)
+        known, varying = set(self._inputs), set(self._inputs)  # of the batch or constants, and of the batch
         unwritten = set(self._inputs)  # inputs whose values are still the batch's
         known.update(i for i, storage in enumerate(program.storages) if storage.kind == "const")
         conditions: dict[int, list[_Range | _Holds]] = {}  # by the operator before which they hold
+        made_at: dict[int, int] = {}  # the newest operator that wrote a storage
         runnable: list[int] = []
         last: list[int] = []  # operators that are run for their errors
         for index, op in enumerate(program.ops):
             for view, low, high, ignored in _ranges(op, views):
                 storage = views[view].storage
-                if storage in known:
+                if storage in varying:
                     position = self._inputs[storage] if storage in unwritten else None
                     conditions.setdefault(index, []).append(_Range(view, low, high, ignored, op.target, position))
             changed = {views[ref.view].storage for ref in tensor_refs(tuple(written(op)))}
             unwritten -= changed
             made = {views[v].storage for v in _outs(op)}
             given = {views[ref.view].storage for ref in tensor_refs(op_args(op))}
-            if given <= known and given and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
+            varies = bool(given & varying)
+            if varies and given <= known and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
                 last.append(index)
             if given <= known and op.target in _RUN and op.random is None:
                 known |= made
+                varying |= made if varies else set()
+                made_at.update(dict.fromkeys(made, index))
                 runnable.append(index)
             else:
                 known -= made | changed
-        at_end = [_Holds(view, wrong) for view, wrong in required if views[view].storage in known]
-        if at_end:
-            conditions[len(program.ops)] = list(at_end)
+                varying &= known
+        for view, wrong in required:
+            storage = views[view].storage
+            if storage in varying and storage in made_at:
+                conditions.setdefault(made_at[storage] + 1, []).append(_Holds(view, wrong))
         return self._needed(conditions, runnable, last)
 
     def _needed(
         self, conditions: dict[int, list[_Range | _Holds]], runnable: list[int], last: list[int]
-    ) -> list[_Action]:
+    ) -> list[tuple[int, _Action]]:
         """The conditions, and the operators that they need, in order. Without those that need operators if these would
         compute more than a check may."""
         program, views = self._program, self._program.views
@@ -155,18 +165,18 @@ class BatchCheck:
             wanted |= {views[c.view].storage for c in conditions.get(index, ())}
         most = _MOST_BYTES + 4 * sum(program.storages[storage].nbytes for storage in self._inputs)
         if nbytes > most:
-            direct = [c for _, found in sorted(conditions.items()) for c in found]
-            return [c for c in direct if isinstance(c, _Range) and c.position is not None]
-        actions: list[_Action] = []
+            direct = [(index, c) for index, found in sorted(conditions.items()) for c in found]
+            return [(index, c) for index, c in direct if isinstance(c, _Range) and c.position is not None]
+        actions: list[tuple[int, _Action]] = []
         seen: set[_Range] = set()
         for index in range(len(program.ops) + 1):
             for condition in conditions.get(index, ()):
                 if isinstance(condition, _Holds) or condition not in seen:
-                    actions.append(condition)
+                    actions.append((index, condition))
                 if isinstance(condition, _Range) and condition.position is not None:
                     seen.add(condition)
             if index in run:
-                actions.append(program.ops[index])
+                actions.append((index, program.ops[index]))
         return actions
 
     # ---- one batch -----------------------------------------------------------------------------------
@@ -182,19 +192,31 @@ class BatchCheck:
                 if storage in self._copied:
                     tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
                 held[storage] = tensor
-        for action in self._actions:
-            if isinstance(action, Op):
-                self._run(action, held, scalars)
-                continue
-            view = self._program.views[action.view]
-            if not self._has(view.storage, held):
-                continue
-            values = _window(held[view.storage], view)
-            if isinstance(action, _Holds):
-                if not values.all():
-                    raise BadValue(action.wrong, _NOT_RUN)
-            elif (wrong := action.wrong(values)) is not None:
-                raise BadBatch(wrong, _NOT_RUN)
+        for index, action in self._sequence:
+            try:
+                self._check(action, held, scalars)
+            except (BadBatch, BadValue) as error:
+                done = ["drew random numbers"] * (self._draws < index) + ["changed state"] * (self._writes < index)
+                if done:
+                    log.warning(
+                        "%s: the job is as before the call, where the plain step first %s",
+                        error.message, " and ".join(done),
+                    )  # fmt: skip
+                raise
+
+    def _check(self, action: _Action, held: dict[int, torch.Tensor], scalars: Sequence[float | int]) -> None:
+        if isinstance(action, Op):
+            self._run(action, held, scalars)
+            return
+        view = self._program.views[action.view]
+        if not self._has(view.storage, held):
+            return
+        values = _window(held[view.storage], view)
+        if isinstance(action, _Holds):
+            if not values.all():
+                raise BadValue(action.wrong, _NOT_RUN)
+        elif (wrong := action.wrong(values)) is not None:
+            raise BadBatch(wrong, _NOT_RUN)
 
     def _has(self, storage: int, held: dict[int, torch.Tensor]) -> bool:
         kept = self._program.storages[storage]
@@ -250,13 +272,27 @@ class BatchCheck:
                 view = self._program.views[index]
                 if view.storage in held:  # an argument, changed in place or returned again
                     continue
+                nbytes = self._program.storages[view.storage].nbytes
                 fits = tensor.dtype == DTYPES[view.dtype] and tensor.stride() == view.stride
-                if fits and tensor.storage_offset() == view.offset and tensor.is_contiguous():
-                    held[view.storage] = tensor
+                if fits and tensor.storage_offset() == view.offset and tensor.untyped_storage().nbytes() >= nbytes:
+                    held[view.storage] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
                     continue
-                count = -(-self._program.storages[view.storage].nbytes // ITEM_BYTES[view.dtype])
+                count = -(-nbytes // ITEM_BYTES[view.dtype])
                 held[view.storage] = torch.zeros(count, dtype=DTYPES[view.dtype])
                 _window(held[view.storage], view).copy_(tensor)
+
+
+def _first(program: Program) -> tuple[int, int]:
+    """The first operators that draw, and that write state."""
+    none = len(program.ops) + 1
+    draws = next((i for i, op in enumerate(program.ops) if op.random is not None), none)
+    states = {i for i, storage in enumerate(program.storages) if storage.kind == "state"}
+    writes = (
+        i
+        for i, op in enumerate(program.ops)
+        if any(program.views[ref.view].storage in states for ref in tensor_refs(tuple(written(op))))
+    )
+    return draws, next(writes, none)
 
 
 _NOT_RUN = "the step was not run, and the job's state is as it was: correct the batch, or leave it out"

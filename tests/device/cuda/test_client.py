@@ -17,9 +17,9 @@ from torch import nn
 from gpumux import client
 from gpumux.capture import state
 from gpumux.capture import step as variants
+from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.lower import Lowered
 from gpumux.errors import GpumuxError, JobFailed
-from gpumux.capture.batch.checks import BatchCheck
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
 from tests.device.cuda.serving import START_S, close, serving
