@@ -503,13 +503,50 @@ def _group_norm(args: list[object]) -> None:
         _holds(args, (1, 2), channels)
 
 
+def _fractional(dims: int) -> Callable[[list[object]], None]:
+    """A rule: the output size that the kernel takes from a list is the gradient's."""
+
+    def rule(args: list[object]) -> None:
+        _same_size(args, 0, 4)
+        view, size = args[0], args[3]
+        if isinstance(view, View) and size != view.size[-dims:]:
+            raise ProgramError(f"the output size {size} is not the end of the gradient's size {view.size}")
+
+    return rule
+
+
+def _antialiased(source: int, scales: int) -> Callable[[list[object]], None]:
+    """A rule: the scales from position `scales` on, if given, do not lead past the image that is resized. Argument
+    `source` is that image, or its size. The kernel walks it by 1 / scale for each number of the output, and compares
+    that with nothing. A scale that comes with each step is refused, since no value of it was looked at."""
+
+    def rule(args: list[object]) -> None:
+        image, made = args[source], args[1]
+        size = image.size if isinstance(image, View) else image
+        if not isinstance(size, tuple) or not isinstance(made, tuple):
+            raise ProgramError("antialiased resizing takes sizes as lists")
+        for given, before, after in zip(args[scales : scales + 2], size[-2:], made, strict=False):
+            if given is None:
+                continue
+            if not isinstance(given, (int, float)):
+                raise ProgramError("a scale of antialiased resizing that changes from step to step", _SCALES)
+            if not given * before * _ROUNDED >= after:
+                raise ProgramError(f"a scale of {given} does not make {after} numbers of {before}", _SCALES)
+
+    return rule
+
+
+_SCALES = "leave the scales out: they follow from the sizes"
+_ROUNDED = 1 + 1e-6  # sizes are products of the scales, rounded down
+
+
 _RULES: dict[str, Callable[[list[object]], None]] = {
     "aten.max_pool2d_with_indices_backward.default": _same(0, 7),
     "aten.max_pool3d_with_indices_backward.default": _same(0, 7),
     "aten.adaptive_max_pool2d_backward.default": _same(0, 2),
     "aten.adaptive_max_pool3d_backward.default": _same(0, 2),
-    "aten.fractional_max_pool2d_backward.default": _same(0, 4),
-    "aten.fractional_max_pool3d_backward.default": _same(0, 4),
+    "aten.fractional_max_pool2d_backward.default": _fractional(2),
+    "aten.fractional_max_pool3d_backward.default": _fractional(3),
     "aten.max_unpool2d.default": _same(0, 1),
     "aten.max_unpool3d.default": _same(0, 1),
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
@@ -525,6 +562,11 @@ _RULES: dict[str, Callable[[list[object]], None]] = {
     "aten._batch_norm_with_update_functional.default": _channels(0, (1, 2, 3, 4)),
     "aten._batch_norm_no_update.default": _channels(0, (1, 2, 3, 4)),
     "aten.cudnn_batch_norm.default": _channels(0, (1, 2, 3, 4)),
+    **{
+        f"aten._upsample_{kind}2d_aa{end}.default": _antialiased(source, scales)
+        for kind in ("bilinear", "bicubic")
+        for end, source, scales in (("", 0, 3), ("_backward", 2, 4))
+    },
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from gpumux.daemon.segments import SharedSegment
+from gpumux.daemon.segments import Segments, SharedSegment
 from gpumux.daemon.snapshots import requests, store
 from tests.faults import parts
 
@@ -32,6 +32,11 @@ def charges_twice(self: Any, uid: int, nbytes: int) -> None:
     self._notes_bytes[uid] += 2 * nbytes
 
 
+def frees_for_all_alone(self: Any, uid: int, nbytes: int) -> None:
+    """Shared memory that stays charged to its user."""
+    self.used_bytes -= nbytes
+
+
 def at_once(self: Any, job: Any, segment: Any, buffers: Any, push: bool, then: Any) -> None:
     """A transfer that does not wait for the steps before it."""
     device, data = self._context.device, bytearray(segment.read(0, segment.nbytes))
@@ -47,6 +52,7 @@ def unforced(self: Any, name: str, at: int) -> None:
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "shared memory is kept": (SharedSegment, "close", lambda self: None),
+    "shared memory stays charged": (Segments, "_released", frees_for_all_alone),
     "records of snapshots are kept": (requests.SnapshotRequests, "forgotten", lambda self, job: None),
     "saved before it is written": (parts.DirectWriter, "ask", early),
     "the newest snapshot is deleted": (store.Store, "_keep_newest", keeps_the_older),

@@ -332,6 +332,7 @@ class World:
             "launches": list(self.daemon.device.work),
             "bytes charged": loop.scheduler.snapshot()["memory"]["used"],
             "shared memory": loop.segments.used_bytes,
+            "shared memory by user": loop.segments.used_by,
             "snapshots of jobs": requests._jobs,
             "notes": requests._notes_bytes.total(),
             "questions for kept jobs": requests._finds,

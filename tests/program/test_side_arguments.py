@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from gpumux.program import check
+from gpumux.errors import ProgramError
+from gpumux.program import check, validate
+from gpumux.program.ir import ScalarRef, View
 from gpumux.program.operators import ALLOWED
 from tests.program import guard_pages, side_calls
 from tests.program.guard_pages import Separate, accepted, separate, variants
@@ -194,6 +197,62 @@ def test_an_argument_that_is_too_small_without_a_rule_is_noticed(process: Separa
     assert "aten._compute_linear_combination.default" not in ALLOWED
     taken, crashed = process.crashes(aten._compute_linear_combination.default, [((r(1, 4), r(2, 3)), {})])
     assert (taken, crashed) == (1, [0])
+
+
+# ---- Numbers that lead a kernel past its arguments.
+
+
+def antialiased(name: str, scale: Any) -> Any:
+    if name.endswith("backward"):
+        return (r(1, 1, 16, 16), [16, 16], [1, 1, 8, 8], False, scale, scale)
+    return (r(1, 1, 8, 8), [16, 16], False, scale, scale)
+
+
+@pytest.mark.parametrize("end", ["", "_backward"])
+@pytest.mark.parametrize("kind", ["bilinear", "bicubic"])
+def test_scales_of_antialiased_resizing_do_not_lead_past_the_image(process: Separate, kind: str, end: str):
+    name = f"_upsample_{kind}2d_aa{end}"
+    func = getattr(aten, name).default
+    sound = [antialiased(name, scale) for scale in (None, 2.0, 2.1, 2, 1e9)]
+    assert process.crashes(func, [(args, {}) for args in sound]) == (len(sound), [])
+    for scale in (1.0, 0.3, 0.01, 0.0, -2.0, float("nan")):
+        assert not accepted(func, *tree_flatten((antialiased(name, scale), {}))), scale
+
+
+def test_scales_that_torch_gives_antialiased_resizing_are_taken():
+    taken: list[bool] = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "_aa" in str(func):
+                taken.append(accepted(func, *tree_flatten((args, kwargs or {}))))
+            return func(*args, **(kwargs or {}))
+
+    for size in (7, 10, 33):
+        for scale in (0.1 * 3, 1.7, 3.0, 1 / 3):
+            x = torch.rand(1, 1, size, size, requires_grad=True)
+            with Asked():
+                torch.nn.functional.interpolate(x, scale_factor=scale, mode="bicubic", antialias=True).sum().backward()
+    assert len(taken) == 24
+    assert all(taken)
+
+
+def test_a_scale_of_antialiased_resizing_that_comes_with_each_step_is_refused():
+    image = View(0, "float32", (1, 1, 8, 8), (64, 64, 8, 1), 0)
+    rule = validate._RULES["aten._upsample_bilinear2d_aa.default"]
+    rule([image, (16, 16), False, 2.0, 2.0])
+    with pytest.raises(ProgramError, match="changes from step to step"):
+        rule([image, (16, 16), False, ScalarRef(0), 2.0])
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_output_size_of_fractional_pooling_is_the_gradients(dims: int):
+    rule = validate._RULES[f"aten.fractional_max_pool{dims}d_backward.default"]
+    gradient = View(0, "float32", (2, 3, *[2] * dims), (1,) * (2 + dims), 0)
+    rule([gradient, gradient, (2,) * dims, (2,) * dims, gradient])
+    for size in ((), (2,), (2,) * (dims - 1), (2,) * (dims + 1), (3,) * dims):
+        with pytest.raises(ProgramError, match="the output size"):
+            rule([gradient, gradient, (2,) * dims, size, gradient])
 
 
 # ---- The table of all allowed operators.
