@@ -225,7 +225,7 @@ class LaunchPlan:
     and cost of all."""
 
     __slots__ = (
-        "_limit", "_price", "_rest", "_seconds", "_step", "_timed", "at", "cost", "score", "tried", "version",
+        "_limit", "_price", "_seconds", "_step", "_timed", "at", "cost", "score", "tried", "version",
     )  # fmt: skip
 
     def __init__(
@@ -237,7 +237,6 @@ class LaunchPlan:
             if option is not None:
                 self.score, self.cost = min(self.score, option.score), min(self.cost, option.cost)
         self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
-        self._rest: list[float] | None = None
         self._timed: dict[int, list[tuple[int, float, float]]] | None = None
 
     @property
@@ -264,20 +263,6 @@ class LaunchPlan:
             return True
         same = abs(price - self._price) <= CHANGED * price and abs(limit - self._limit) <= CHANGED * limit
         return age < PLAN_MAX_STEPS and same
-
-    def rest(self, index: int) -> float:
-        """The least that an option behind `index` takes of what the step may lose: -inf where one is untried, inf where
-        there is none in this step."""
-        least = self._rest
-        if least is None:
-            least, lightest = [inf], inf
-            for option in reversed(self.at):
-                if option is not None and len(least) > 1:  # not the end of the step, which comes with a timer
-                    lightest = min(lightest, option.upper if option.tried else -inf)
-                least.append(lightest)
-            least.reverse()
-            self._rest = least
-        return least[index + 1]
 
 
 class PieceCosts:

@@ -32,7 +32,6 @@ from gpumux.scheduler.guard.costs import (
     ON_ARRIVAL,
     WORTH_S,
     LaunchKind,
-    LaunchOption,
     LaunchPlan,
     LowCosts,
 )
@@ -126,9 +125,6 @@ class SlowdownGuard:
             decisions.admitted = decision
             return decision.share
         decisions.hold(decision)
-        high = decision.high
-        assert high is not None
-        high.least_need = min(high.least_need, decision.need)
         if view.low_out and decision.hold.until == inf:
             decision.low_version = view.low_version
         return 0.0
@@ -140,7 +136,8 @@ class SlowdownGuard:
         view = self.view
         for running in view.running:
             if not may_explore_unknown(running.high) and running.costs.never_ran(piece.program.key, piece.span):
-                return LaunchDecision(job, step, 1.0, piece.seconds).hold_unknown(running.high, running.at)
+                hold = Hold("learning", running.high.job.id, piece=running.at)
+                return LaunchDecision(job, step, 1.0, piece.seconds).hold_for(running.high, hold)
         only = view.running[0] if len(view.running) == 1 else None
         if only is not None:
             planned = self._planned(only, job, step, piece)
@@ -160,28 +157,24 @@ class SlowdownGuard:
         """The decision for a launch that would begin at a moment of the high step that repeats; None if this one would
         not, or if another moment is no better."""
         view = self.view
-        at, wraps, moment, _ = launch_position(running, view)
+        at, _, moment, _ = launch_position(running, view)
         if moment not in MOMENTS:
             return None
         plan, index = self._plan(running, piece), 3 * at + moment
         option = plan.at[index]
-        if option is None or (option.tried and not wraps and self._unaffordable(running, option, piece)):
+        if option is None:
             until = next_timed_launch(running, plan, view)
             reason, high_piece = ("gap", -1) if at == len(running.costs.solo_s) else ("tail", at)
             hold = Hold(reason, running.high.job.id, piece=high_piece, until=until)
-            decision = LaunchDecision(job, step, 1.0, piece.seconds).hold_for(running.high, hold)
-        else:
-            tried = plan.tried[index]
-            decision = self._consider(job, step, piece, option.share)
-            if decision.hold is not None and not option.tried and tried is not None:
-                decision = self._consider(job, step, piece, tried.share)
-            if decision.hold is None or decision.hold.reason not in MOMENT_LIMITED:
-                return decision
+            return LaunchDecision(job, step, 1.0, piece.seconds).hold_for(running.high, hold)
+        tried = plan.tried[index]
+        decision = self._consider(job, step, piece, option.share)
+        if decision.hold is not None and not option.tried and tried is not None:
+            decision = self._consider(job, step, piece, tried.share)
+        if decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
             until = next_timed_launch(running, plan, view)
             if until < inf:
                 decision.hold.until = until
-        if until == inf and not wraps:
-            decision.need = plan.rest(index)
         return decision
 
     def _plan(self, running: RunningPiece, piece: LowPiece) -> LaunchPlan:
@@ -197,14 +190,6 @@ class SlowdownGuard:
         )  # fmt: skip
         running.planned, running.plan = piece, plan
         return plan
-
-    def _unaffordable(self, running: RunningPiece, option: LaunchOption, piece: LowPiece) -> bool:
-        """Whether the step may lose less by now than such a launch was seen to cost, and that alone decides."""
-        high = running.high
-        pending = max(self.view.pending, running.late)
-        if high.budget.used + pending + option.upper <= high.budget.limit or high.calibrating:
-            return False
-        return not running.costs.beside(piece.program.low_key(option.share)).any_ban
 
     def _best_share(self, whole: LaunchDecision, piece: LowPiece) -> LaunchDecision:
         """The decision for the share that gives most low work a second, after its cost; `whole` is that for the whole
@@ -251,7 +236,7 @@ class SlowdownGuard:
                 decision.exploring = high
             cost, next_step, kind = self._cost(running, low_costs, piece, lasts, decision)
             if decision.unknown and not may_explore_unknown(high):
-                return decision.hold_unknown(high, running.at)
+                return decision.hold_for(high, Hold("learning", high.job.id, piece=running.at))
             refused, ban = self._refused(running, low_costs, piece, cost, kind, next_step)
             if not refused and next_step_loss(running, low_costs.ranges, view, STRETCH * lasts) > high.budget.limit:
                 refused = "next"
@@ -408,12 +393,11 @@ class SlowdownGuard:
     # ---- what happens
 
     def begin_event(self) -> None:
-        if self.decisions.active:
-            self.decisions.begin_event()
+        self.decisions.begin_event()
 
     def end_event(self, now: float) -> float:
         """When to reconsider held jobs at the latest; inf: an event will come."""
-        return self.decisions.end_event(now) if self.decisions.active else inf
+        return self.decisions.end_event(now)
 
     def step_submitted(self, job: ScheduledJob, step: JobStep, delay: float, now: float) -> None:
         """A step of a high job was queued. The scheduler was given it `delay` seconds after it came."""

@@ -301,15 +301,6 @@ RECENT_STEPS: Final = 256  # steps whose slowdown is reported
 OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
 
-class Version:
-    """Version of what decisions depend on. A decision made under an older version is stale."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class HighJob:
     """What the guard knows of one high job. Times are seconds."""
 
@@ -318,8 +309,8 @@ class HighJob:
         "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
         "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
-        "least_need", "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
-        "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs", "step_version",
+        "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
+        "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs",
         "steps", "steps_beside_high", "tail_over", "tried", "trust", "version", "waits_for", "waits_for_step",
         "watched_until", "watching",
     )  # fmt: skip
@@ -337,9 +328,7 @@ class HighJob:
         self.pause_cost = 0.0  # seconds that low launches in this pause are expected to cost the exchange
         self.trust = ArrivalTrust()
         # Decisions to hold low work for this job:
-        self.version = Version()  # of everything they depend on
-        self.step_version = Version()  # of those that nothing changes before the step is over
-        self.least_need = inf  # they stay as they are in this step while it can't lose this many seconds more
+        self.version = 0  # of everything they depend on
         # Between its steps:
         self.idle_since = inf  # inf: it is not idle
         self.earliest_arrival = 0.0  # no step is expected before this time, if it is in the future
@@ -388,17 +377,7 @@ class HighJob:
 
     def changed(self) -> None:
         """Decisions to hold low work for this job are stale."""
-        self.step_version.count += 1
-        self._reconsider()
-
-    def piece_changed(self) -> None:
-        """The step went on to another piece: decisions are stale, unless the step can't lose enough in any case."""
-        if not self.calibrating and self.budget.used + self.least_need <= self.budget.limit:
-            self._reconsider()
-
-    def _reconsider(self) -> None:
-        self.version.count += 1
-        self.least_need = inf
+        self.version += 1
 
     # ---- what is known
 

@@ -147,15 +147,12 @@ class CostLearner:
         high = self._high_jobs.get(job.id)
         if high is None:
             high = self._high_jobs[job.id] = HighJob(job)
+        high.changed()
         due = high.ended
         if launch.piece:
             if high.resumed_at:
                 due = max(due, high.arrived)
-            if high.least_need < inf:
-                high.piece_changed()
         else:
-            if not high.calibrating:
-                high.changed()
             self._adopt(high, step)
             if job.outstanding == 1:
                 high.budget.begin_step(high.solo_step())
@@ -238,10 +235,8 @@ class CostLearner:
             self._step_done(high, job, step, ended)
         elif job.parked():
             self._park(high, costs.key, step.bounds[piece + 1], ended)
-        elif job.paused:  # it is not known when the rest of the step comes
+        else:
             high.changed()
-        elif high.least_need < inf:
-            high.piece_changed()
 
     def _beside_high(self, job: ScheduledJob, start: float, ended: float, windows: Windows) -> bool:
         """Whether another high job had a launch on the device since `start`."""
