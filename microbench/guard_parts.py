@@ -5,9 +5,9 @@
 On the simulated GPU: random pairs of one seed (sweep.py), a few of them on devices at three corners of what is guessed
 about hardware (published.py), random arrivals (arrivals.py), four of Orion's configurations, and jobs of which the
 guard has a wrong picture (guard_trials.py). A part is worth what the low jobs lose without it, and what the promise
-loses: `over` counts runs of which the mean or the 99th percentile is over what was promised. Each part is turned off in
-the sources of a copy of gpumux, which is compiled as the core is (`python -m gpumux.compile_core`); `--interpreted`
-does without, and takes several times as long.
+loses: `over` counts runs of which the mean or the 99th percentile is over what was promised. Each part gets a switch in
+the sources of a copy of gpumux, which is compiled once, as the core is (`python -m gpumux.compile_core`);
+`--interpreted` does without, and takes several times as long. `--together` turns off several parts at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import inf
@@ -47,23 +47,28 @@ DISTURBED_STEPS = 800
 PROMISED = 1.05
 STEPS, LEARNING = 2000, 200
 
-# ---- How a part is turned off: its source is edited. A source that an edit no longer fits is an error.
+# ---- How a part is turned off: its source is edited so that a switch decides, which is read from the environment when
+# the module is imported. So all parts take one build. A source that an edit no longer fits is an error.
 
-Edit = Callable[[Path], None]  # of the directory of gpumux's sources
+SWITCHES = "GPUMUX_WITHOUT"  # names of parts, separated by commas
+Edit = Callable[[Path, str], None]  # of the directory of gpumux's sources, and the name of the part's switch
 
 
 class NotFound(GpumuxError):
     """A source does not have what is to be edited."""
 
 
-def constant(module: str, **values: float) -> Edit:
+def constant(module: str, **values: object) -> Edit:
     """Gives named constants other values."""
 
-    def edit(sources: Path) -> None:
+    def edit(sources: Path, switch: str) -> None:
         path = sources / f"{module}.py"
         text = path.read_text()
         for name, value in values.items():
-            text, found = re.subn(rf"^{name}: Final = [^#\n]*", f"{name}: Final = {value}  ", text, flags=re.MULTILINE)
+            text, found = re.subn(
+                rf"^{name}: Final = ([^#\n]*[^#\s])", rf"{name}: Final = {value} if {switch} else \1", text,
+                flags=re.MULTILINE,
+            )  # fmt: skip
             if found != 1:
                 raise NotFound(f"{path} has {found} constants {name}", "mend microbench/guard_parts.py")
         path.write_text(text)
@@ -74,7 +79,7 @@ def constant(module: str, **values: float) -> Edit:
 def function(module: str, name: str, *lines: str) -> Edit:
     """Has a function, `name` or `Class.name`, do these lines first, the last of which returns."""
 
-    def edit(sources: Path) -> None:
+    def edit(sources: Path, switch: str) -> None:
         path = sources / f"{module}.py"
         text = path.read_text()
         scope: list[ast.stmt] = ast.parse(text).body
@@ -89,25 +94,52 @@ def function(module: str, name: str, *lines: str) -> Edit:
             assert first.end_lineno is not None
             at = first.end_lineno
         into = text.splitlines(keepends=True)
-        into.insert(at, indent("\n".join(lines) + "\n", " " * first.col_offset))
+        switched = [f"if {switch}:", *[f"    {line}" for line in lines]]
+        into.insert(at, indent("\n".join(switched) + "\n", " " * first.col_offset))
         path.write_text("".join(into))
 
     return edit
 
 
-def text(module: str, old: str, new: str) -> Edit:
-    """Has other text where this one is, once."""
+def expression(module: str, old: str, new: str) -> Edit:
+    """Has another expression where this one is, once."""
 
-    def edit(sources: Path) -> None:
+    def edit(sources: Path, switch: str) -> None:
         path = sources / f"{module}.py"
         found = path.read_text()
         if found.count(old) != 1:
             raise NotFound(f"{path} has {found.count(old)} times {old!r}", "mend microbench/guard_parts.py")
-        path.write_text(found.replace(old, new))
+        path.write_text(found.replace(old, f"(({new}) if {switch} else ({old}))"))
 
     return edit
 
 
+def switched(sources: Path, parts: Iterable[str]) -> None:
+    """Edit gpumux's sources, so that each of these parts is off where SWITCHES names it. Raises NotFound."""
+    switches: list[str] = []
+    for number, part in enumerate(parts):
+        switch = f"_OFF_{number}"
+        switches.append(
+            f'{switch}: Final[bool] = bool("{part}" in __import__("os").environ.get("{SWITCHES}", "").split(","))\n'
+        )
+        for edit in PARTS[part]:
+            edit(sources, switch)
+    for path in sorted((sources / "scheduler").rglob("*.py")):
+        text = path.read_text()
+        used = [line for line in switches if re.search(rf"\b{line.partition(':')[0]}\b", text)]
+        if used:
+            imports = [each for each in ast.parse(text).body if isinstance(each, ast.Import | ast.ImportFrom)]
+            into = text.splitlines(keepends=True)
+            typed = (
+                []
+                if re.search(r"^from typing import .*\bFinal\b", text, re.MULTILINE)
+                else ["from typing import Final\n"]
+            )
+            into[imports[-1].end_lineno : imports[-1].end_lineno] = [*typed, *used]
+            path.write_text("".join(into))
+
+
+DECISIONS = "scheduler/guard/decisions"
 HIGH, LEARN = "scheduler/guard/high_job", "scheduler/guard/learning"
 BUDGET, COSTS, TIMING = "scheduler/guard/budget", "scheduler/guard/costs", "scheduler/guard/timing"
 NEVER = 1 << 40
@@ -130,71 +162,70 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "violations' debt": (constant(BUDGET, DEBT_FACTOR=1.0),),
     "moments": (
         function(COSTS, "LaunchPlan.__init__", "at, tried = [None] * len(at), [None] * len(tried)"),
-        text(TIMING, "return at, next_step, START, until", "return at, next_step, FIRST_HALF, until"),
-        text(TIMING, "return len(solo_s), True, START, until", "return len(solo_s) - 1, False, SECOND_HALF, until"),
-        text(TIMING, "return at, next_step, AFTER_START, until", "return at, next_step, FIRST_HALF, until"),
-        text(TIMING, "return at, next_step, MIDDLE, until", "return at, next_step, SECOND_HALF, until"),
+        expression(TIMING, "at, next_step, START, until", "at, next_step, LATER, until"),
+        expression(TIMING, "len(solo_s), True, START, until", "len(solo_s) - 1, False, LATER, until"),
+        expression(TIMING, "at, next_step, AFTER_START, until", "at, next_step, LATER, until"),
     ),
-    "halves of pieces": (text(TIMING, "SECOND_HALF if 2 * (start - began)", "FIRST_HALF if 2 * (start - began)"),),
-    "the middle of pieces": (
-        text(COSTS, "MOMENTS: Final = (START, AFTER_START, MIDDLE)", "MOMENTS: Final = (START, AFTER_START)"),
-    ),
-    "effects of moments": (constant(COSTS, MOST_EFFECT=1.0),),
     "the end of the step": (function(HIGH, "HighJob.pause", "return 0.0"),),
     "stuck modes": (
-        text(HIGH, "return EXPLORE_IF_STUCK if budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER",
-             "return EXPLORE_NEVER"),
+        expression(HIGH, "EXPLORE_IF_STUCK if self.budget.violations_left >= 1.0 and held_long else EXPLORE_NEVER",
+                   "EXPLORE_NEVER"),
     ),
-    "confirming fits": (function(COSTS, "LaunchCost.may_fit", "return False"),),
-    "repeat factor": (constant(COSTS, REPEAT_FACTOR=1.0),),
+    "what is left of the step": (
+        expression(COSTS, "[*accumulate(reversed(solo_s))][::-1] if stuck else []", "[]"),
+    ),
+    "part beside high work": (function(TIMING, "exposed_part", "return 1.0"),),
+    "capped peaks": (expression(COSTS, "self.count > MIN_SAMPLES", "False"),),
+    "bans by price": (constant(LEARN, BAN_RATIO=1e9),),
+    "unpaid losses": (expression(BUDGET, "excess - MOST_OVERDRAFT * self.credit", "0.0"),),
+    "recovery without low work": (constant(BUDGET, TAIL_RECOVER=1.0),),
     "measuring again": (constant(COSTS, PROBE_EVERY=NEVER),),
-    "price": (text(BUDGET, "if gain < self.price * avoidable:", "if gain < 0.0:"),),
-    "credit": (text(BUDGET, 'return "budget"', 'return ""'),),
+    "price": (expression(BUDGET, "gain < self.price * avoidable", "gain < 0.0"),),
+    "credit": (expression(BUDGET, '"budget"', '""'),),
     "saved credit": (constant(BUDGET, MOST_CREDIT=1.0),),
-    "asking out of turn": (text("scheduler/policy", "if ready.size > 1 + len(others):", "if ready.size < 0:"),),
+    "asking out of turn": (expression("scheduler/policy", "ready.size > 1 + len(others)", "False"),),
     "asking others": (function("scheduler/policy", "Guarded._others", "return []"),),
     "finer cuts": (function(LEARN, "Cutting.step_ended", "return"),),
     "finest cuts": (constant(LEARN, FINEST=3.0),),
     "calibration": (constant(HIGH, SOLO_EVERY=NEVER),),
     "look-ahead: next step": (function(TIMING, "next_step_loss", "return 0.0"),),
     "look-ahead: pauses": (constant(TIMING, MOST_LOOKAHEAD=1),),
-    "shares": (function("scheduler/guard/guard", "SlowdownGuard._best_share", "return whole"),),
     "bans": (function(LEARN, "judge", "return"),),
-    "watching one step in four": (constant(HIGH, KNOWN_STEPS=NEVER),),
     "wider window": (function("scheduler/guard/decisions", "LowWindow.adapt", "return"),),
     "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),
-    "unknown ranges": (text(HIGH, "range_cost.rate = range_cost.upper_rate = prior", "pass"),),
+    "unknown ranges": (expression(HIGH, "not range_cost.count", "False"),),
     "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),
-    "speed beside each range": (text(LEARN, "max(range_cost.speed, low_costs.speed,", "max(low_costs.speed,"),),
     "overrun": (function(LEARN, "overrun", "return 0.0"),),
-    "launch overhead": (text(LEARN, "SMOOTHING * (max(0.0, late) - view.launch_overhead)", "0.0"),),
-    "old costs are no reason to wait": (constant("scheduler/guard/guard", OLD_STEPS=NEVER),),
-    "costs elsewhere": (
-        text("scheduler/guard/guard", "min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)",
-             "plan.cost"),
-    ),
-    "holds that outlast a piece": (function(HIGH, "HighJob.piece_changed", "self._reconsider()", "return"),),
-    "moments not afforded": (function("scheduler/guard/guard", "SlowdownGuard._unaffordable", "return False"),),
-    "rates of low pieces": (function(COSTS, "LowCosts.relative_rate", "return 1.0"),),
-    "unpaid losses": (text(BUDGET, "unpaid = excess - MOST_OVERDRAFT * self.credit", "unpaid = 0.0"),),
-    "recovery without low work": (constant(BUDGET, TAIL_RECOVER=1.0),),
+    "launch overhead": (expression(LEARN, "SMOOTHING * (max(0.0, late) - view.launch_overhead)", "0.0"),),
     "arrivals that the scheduler sees late": (constant(BUDGET, UNSEEN_S=0.0),),
     "trust in arrivals": (function(HIGH, "ArrivalTrust.step_ended", "return"),),
     "arrivals at random": (constant(HIGH, AT_RANDOM=0.0),),
+    "decisions kept": (function(DECISIONS, "Decisions.cached", "return None"),),
+    "moments that a timer marks": (function(TIMING, "next_timed_launch", "return inf"),),
+    "host's delays": (constant(BUDGET, MOST_DELAY_S=0.0),),
+    "optimism": (constant(COSTS, OPTIMISM=1.0),),
+    "worth of time": (constant(COSTS, WORTH_S=0.0),),
+    "robust means": (
+        function(
+            COSTS, "RobustMean.add", "self.count += 1",
+            "self.third, self.second, self.newest = self.second, self.newest, sample",
+            "self.mean += weight / min(self.count, MEMORY) * (sample - self.mean) if self.count > 1 else sample",
+            "self.deviation += (abs(sample - self.mean) - self.deviation) / min(self.count, MEMORY)", "return",
+        ),
+    ),
     "risk at random": (constant(TIMING, RISK=0.0, UNKNOWN_RISK=0.0, MOST_RISK=0.0),),
 }  # fmt: skip
 
 
 @contextmanager
-def turned_off(part: str, *, compiled: bool) -> Iterator[Path]:
-    """A directory with the packages gpumux, without that part, and microbench. Raises NotFound; where gpumux is to be
-    compiled, BuildFailed or compile_core.Missing."""
+def built(parts: Iterable[str], *, compiled: bool) -> Iterator[Path]:
+    """A directory with the packages gpumux, in which each of these parts has a switch, and microbench. Raises NotFound;
+    where gpumux is to be compiled, BuildFailed or compile_core.Missing."""
     with tempfile.TemporaryDirectory(prefix="guard-parts-") as name:
         left_out = shutil.ignore_patterns("__pycache__", "__compiled__", "results")
         for package in ("gpumux", "microbench"):
             shutil.copytree(ROOT / package, Path(name) / package, ignore=left_out)
-        for edit in PARTS[part]:
-            edit(Path(name) / "gpumux")
+        switched(Path(name) / "gpumux", parts)
         if compiled:
             compile_core.build(Path(name) / "gpumux")
         yield Path(name)
@@ -203,6 +234,9 @@ def turned_off(part: str, *, compiled: bool) -> Iterator[Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--together", action="append", default=[], metavar="PART,PART...", help="parts that are off at once, as one row"
+    )
     parser.add_argument("--pairs", type=whole, default=30, help="on the device as it is (default 30)")
     parser.add_argument("--corner-pairs", type=whole, default=8, help="on each of three others (default 8)")
     parser.add_argument("--steps", type=whole, default=STEPS, help=f"high steps, {LEARNING} of them to learn")
@@ -213,15 +247,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps <= LEARNING:
         parser.error(f"--steps has to be more than {LEARNING}")
+    off = [[part] for part in args.parts] + [group.split(",") for group in args.together]
+    parts = list(dict.fromkeys(part for each in off for part in each))
+    for part in parts:
+        if part not in PARTS:
+            parser.error(f"there is no part {part!r}: choose from {', '.join(PARTS)}")
     facts = common.machine()
     print(common.describe(facts))
     found: list[dict[str, Any]] = []
     runs = [case for case in cases(args.pairs, args.corner_pairs) if case[0] in args.kinds]
-    with ThreadPoolExecutor(args.processes) as pool:
-        work = [
-            pool.submit(without, part, runs, args.seed, args.steps, compiled=not args.interpreted)
-            for part in args.parts
-        ]
+    compiled = not args.interpreted
+    with built(parts, compiled=compiled) as directory, ThreadPoolExecutor(args.processes) as pool:
+        work = [pool.submit(without, directory, each, runs, args.seed, args.steps, compiled=compiled) for each in off]
         try:
             for each in work:
                 found.append(each.result())
@@ -254,18 +291,21 @@ def cases(pairs: int, corner_pairs: int) -> Iterator[Case]:
             yield "disturbed", name, pair
 
 
-def without(part: str, runs: list[Case], seed: int, steps: int, *, compiled: bool) -> dict[str, Any]:
-    """All runs with this part turned off, in a process of its own. Raises what `turned_off` does, or
+def without(
+    directory: Path, parts: list[str], runs: list[Case], seed: int, steps: int, *, compiled: bool
+) -> dict[str, Any]:
+    """All runs with these parts turned off, in a process of its own, with the packages in `directory`. Raises
     CalledProcessError."""
     source = "import json, sys; from microbench import guard_parts as it; it.measure(*json.load(sys.stdin))"
     core = "compiled" if compiled else "interpreted"
-    with turned_off(part, compiled=compiled) as directory:
-        done = subprocess.run(
-            [sys.executable, "-c", source], cwd=directory, env={**os.environ, "GPUMUX_CORE": core},
-            input=json.dumps([runs, seed, steps]), stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory), "GPUMUX_CORE": core, SWITCHES: ",".join(parts)},
+        input=json.dumps([runs, seed, steps]), stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
     rows = json.loads(done.stdout)
-    return {"part": part, "rows": rows, "summary": summary(part, rows)}
+    name = ", ".join(parts)
+    return {"part": name, "rows": rows, "summary": summary(name, rows)}
 
 
 def measure(runs: list[Case], seed: int, steps: int) -> None:

@@ -142,16 +142,12 @@ class Guarded(Paced):
             return None
         decisions = self._guard.decisions
         others_matter = not windows.low.launches and ready.size > 1  # else the device is left without low work
-        if decisions.still_all_held(ready, others_matter, now):
-            return None
         first = ready.peek()
         if first is None or not windows.fits(first, limit):
             return None
         chosen = self._first_admitted([first, *self._awaited(windows, first, limit)], windows, now)
         if chosen is None and others_matter and not decisions.holds_all(first):
             chosen = self._first_admitted(self._others(ready, first), windows, now)
-        if chosen is None:
-            decisions.none_admitted(first, ready.additions, bool(windows.low.launches))
         return chosen
 
     def _first_admitted(self, jobs: list[ScheduledJob], windows: Windows, now: float) -> NextLaunch | None:

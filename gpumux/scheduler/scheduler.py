@@ -505,7 +505,7 @@ def program_ready(state: SchedulerState, event: ProgramReady) -> None:
     if first:
         state.commands.append(AnnounceProgram(job.id, program.id))
     if state.guard is not None:
-        state.guard.decisions.recut(job)
+        state.guard.decisions.forget(job)
     request_cut(state, job)
     return refresh(state, job)
 
@@ -833,7 +833,7 @@ class Scheduler:
 
     def _why_not_launched(self, policy: Policy, job: ScheduledJob) -> tuple[str, tuple[object, ...]]:
         state = self._state
-        decision = state.guard.decisions.current(job, state.now) if state.guard is not None else None
+        decision = state.guard.decisions.current(job) if state.guard is not None else None
         if decision is not None and decision.hold is not None:
             return f"held:{decision.hold.reason}", (explain.HoldClause(state, decision.hold),)
         windows, name = state.windows, "high" if job.priority is _HIGH else "low"

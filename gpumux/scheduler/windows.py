@@ -56,7 +56,6 @@ class ReadyQueue:
         self._heap: list[Entry] = []
         self._number = 0  # of the newest entry
         self.size = 0  # ready jobs
-        self.additions = 0  # how often a job became ready
         self._other: ScheduledJob | None = None  # the job that may be launched out of turn
         self._holds_left = 0
         self._launches_left = 0
@@ -68,7 +67,6 @@ class ReadyQueue:
 
     def add(self, job: ScheduledJob) -> None:
         self.size += 1
-        self.additions += 1
         self._push(job)
 
     def remove(self, job: ScheduledJob) -> None:

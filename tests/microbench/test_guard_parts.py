@@ -38,12 +38,12 @@ def test_every_part_is_an_edit_that_fits_and_changes_something(part: str, tmp_pa
     sources = [path for path in SCHEDULER.rglob("*.py") if "__compiled__" not in path.parts]
     before = {path: path.read_text() for path in sources}
     shutil.copytree(SCHEDULER, tmp_path / "scheduler", ignore=shutil.ignore_patterns("__pycache__", "__compiled__"))
-    for edit in guard_parts.PARTS[part]:
-        edit(tmp_path)
+    guard_parts.switched(tmp_path, [part])
     changed = 0
     for path, text in before.items():
         edited = (tmp_path / "scheduler" / path.relative_to(SCHEDULER)).read_text()
         compile(edited, str(path), "exec")
+        assert edited.count(guard_parts.SWITCHES) == (edited != text)
         changed += edited != text
     assert changed
 
@@ -52,11 +52,11 @@ def test_an_edit_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("MOST: Final = 1\n\n\ndef least() -> int:\n    return 0\n")
     for edit in (
         guard_parts.constant("module", LEAST=2), guard_parts.function("module", "most", "return 1"),
-        guard_parts.text("module", "return 2", "return 1"),
+        guard_parts.expression("module", "MOST + 2", "1"),
     ):  # fmt: skip
         with pytest.raises(guard_parts.NotFound, match=r"guard_parts\.py"):
-            edit(tmp_path)
-    guard_parts.constant("module", MOST=2)(tmp_path)
-    guard_parts.function("module", "least", "return 3")(tmp_path)
-    edited = "MOST: Final = 2\n\n\ndef least() -> int:\n    return 3\n    return 0\n"
-    assert (tmp_path / "module.py").read_text().replace("2  \n", "2\n") == edited
+            edit(tmp_path, "OFF")
+    guard_parts.constant("module", MOST=2)(tmp_path, "OFF")
+    guard_parts.function("module", "least", "return 3")(tmp_path, "OFF")
+    edited = "MOST: Final = 2 if OFF else 1\n\n\ndef least() -> int:\n    if OFF:\n        return 3\n    return 0\n"
+    assert (tmp_path / "module.py").read_text() == edited

@@ -114,9 +114,9 @@ def test_a_job_whose_step_comes_is_not_idle_and_of_many_idle_ones_the_newest_are
     for when, track in enumerate(tracks):
         track.arrivals.add(100.0)
         track.idle_since = float(when)
-        before = [other.version.count for other in tracks]
+        before = [other.version for other in tracks]
         scene.became_idle(track)
-        dropped = [other for other, count in zip(tracks, before, strict=True) if other.version.count > count]
+        dropped = [other for other, count in zip(tracks, before, strict=True) if other.version > count]
         assert dropped == ([tracks[when - MAX_IDLE]] if when >= MAX_IDLE else []), (
             "nobody is held for its sake any more"
         )

@@ -115,8 +115,6 @@ class World:
         if guard is None:
             return
         until = [answer.hold.until for answer in guard.decisions.held_now if answer.hold is not None]
-        if guard.decisions.unchanged:
-            until.append(guard.decisions.all_held.until)
         if min(until, default=inf) < inf:
             assert self.wake_at <= max(min(until), self.now + SHORTEST_WAKE_S), (self.wake_at, until, self.now)
 

@@ -8,9 +8,8 @@ from typing import Final
 from gpumux.scheduler.guard.bans import Ban
 from gpumux.scheduler.guard.costs import LaunchKind, LowCosts
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
-from gpumux.scheduler.guard.high_job import HighCosts, HighJob, Version
+from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import JobStep, ScheduledJob
-from gpumux.scheduler.windows import ReadyQueue
 from gpumux.types import JobId
 
 # Why low work is held:
@@ -126,10 +125,8 @@ class LaunchDecision:
     # Why the piece is held, and what that depends on:
     hold: Hold | None = None
     high: HighJob | None = None  # the job it is held for
-    version: Version | None = None  # of that job
-    version_seen = 0
+    version = 0  # of that job
     low_version = ANY_VERSION  # DeviceView.low_version, where the low launches that are out made a difference
-    need = -inf  # HighJob.least_need
 
     def __init__(self, job: ScheduledJob, step: JobStep, share: float, seconds: float) -> None:
         self.job, self.step, self.share = job, step, share
@@ -137,75 +134,15 @@ class LaunchDecision:
 
     def hold_for(self, high: HighJob, hold: Hold) -> LaunchDecision:
         self.hold, self.high = hold, high
-        self.version, self.version_seen = high.version, high.version.count
-        return self
-
-    def hold_unknown(self, high: HighJob, piece: int) -> LaunchDecision:
-        """Hold a piece of which nothing is known while nothing may be risked: for the rest of the high step."""
-        self.hold_for(high, Hold("learning", high.job.id, piece=piece))
-        self.version, self.version_seen, self.need = high.step_version, high.step_version.count, inf
+        self.version = high.version
         return self
 
     def is_current(self, low_version: int, now: float) -> bool:
         """Whether what held the piece still does. Low launches that ended since can only have made it easier."""
-        hold, version = self.hold, self.version
+        hold, high = self.hold, self.high
         assert hold is not None
-        assert version is not None
-        return (
-            now < hold.until and version.count == self.version_seen and self.low_version in (ANY_VERSION, low_version)
-        )
-
-
-class AllHeld:
-    """Every low job that could launch was considered and is held: `first`, which is first in the queue, and others.
-
-    It stays so until one of their decisions is stale, or another job becomes ready. `until`: when one of them has to be
-    reconsidered at the latest. `first_only`: only the first was considered, since low work was out; once none is out,
-    the others count, too.
-    """
-
-    __slots__ = (
-        "_additions",
-        "_decisions",
-        "_first",
-        "_low_version",
-        "_low_version_seen",
-        "_step",
-        "first_only",
-        "until",
-    )
-
-    def __init__(self, first: ScheduledJob, additions: int, low_version: int, first_only: bool) -> None:
-        self._first, self._step, self._additions = first, first.queue[0], additions
-        self._low_version, self._low_version_seen = low_version, ANY_VERSION
-        self._decisions: list[LaunchDecision] = []  # one for each version they depend on
-        self.first_only = first_only
-        self.until = inf
-
-    def add(self, decision: LaunchDecision) -> None:
-        """One of the jobs is held by this decision."""
-        for other in self._decisions:
-            if decision.version is other.version and decision.version_seen == other.version_seen:
-                break
-        else:
-            self._decisions.append(decision)
-        if decision.low_version != ANY_VERSION:
-            self._low_version_seen = decision.low_version
-
-    def holds(self, ready: ReadyQueue, low_version: int, now: float) -> bool:
-        """Whether all of them are still held and no other job became ready."""
-        first = self._first
-        if now >= self.until or ready.additions != self._additions or not first.ready_entry:
-            return False
-        if low_version != self._low_version and (self._low_version_seen != ANY_VERSION or ready.peek() is not first):
-            return False
-        if not first.queue or first.queue[0] is not self._step:
-            return False
-        return all(_is_same(decision) for decision in self._decisions)
-
-
-def _is_same(decision: LaunchDecision) -> bool:
-    return decision.version is not None and decision.version.count == decision.version_seen
+        assert high is not None
+        return now < hold.until and self.version == high.version and self.low_version in (ANY_VERSION, low_version)
 
 
 class LowWindow:
@@ -236,47 +173,14 @@ class Decisions:
         self.held_now: list[LaunchDecision] = []  # decisions of this event that hold a job
         self.admitted: LaunchDecision | None = None  # of the launch that is made next, where one was needed
         self.holds = Holds()
-        self._first: ScheduledJob | None = (
-            None  # this event considered every low job that could launch, and this one first
-        )
-        self._additions = 0  # ReadyQueue.additions then
-        self._first_only = False
-        self.all_held: AllHeld | None = None  # as of an earlier event
-        self.unchanged = False  # that is still so after this event, and no job was considered
-        self.active = False  # this event considered low jobs, or some were held before it
 
     # ---- one event
 
     def begin_event(self) -> None:
-        """Needed only if the last event left the decisions `active`."""
-        self.unchanged, self._first = False, None
         self.held_now.clear()
-        self.active = bool(self.holds.class_reason)
-
-    def still_all_held(self, ready: ReadyQueue, others_matter: bool, now: float) -> bool:
-        """Whether every low job is still held as it was, so that none has to be considered. `others_matter`: jobs other
-        than the first may launch."""
-        found = self.all_held
-        if found is None or (others_matter and found.first_only):
-            return False
-        if not found.holds(ready, self._view.low_version, now):
-            return False
-        self.unchanged = self.active = True
-        return True
-
-    def none_admitted(self, first: ScheduledJob, additions: int, first_only: bool) -> None:
-        """Every low job that could launch was considered and is held."""
-        self._first, self._additions, self._first_only = first, additions, first_only
-        self.active = True
 
     def end_event(self, now: float) -> float:
-        """Note which jobs are held and why. Returns when to reconsider at the latest; inf: an event will come. Needed
-        only if the decisions are `active`."""
-        if not self.held_now:
-            if self.unchanged:
-                return self.all_held.until if self.all_held is not None else inf
-            self.holds.set_class_reason("", now)
-            return inf
+        """Note which jobs are held and why. Returns when to reconsider at the latest; inf: an event will come."""
         until, class_reason = inf, ""
         for decision in self.held_now:
             hold = decision.hold
@@ -289,11 +193,6 @@ class Decisions:
                 if hold.reason == "budget" and decision.high is not None:
                     decision.high.budget.exhausted = True
         self.holds.set_class_reason(class_reason, now)
-        if self._first is not None:
-            self.all_held = AllHeld(self._first, self._additions, self._view.low_version, self._first_only)
-            self.all_held.until = until
-            for decision in self.held_now:
-                self.all_held.add(decision)
         return until
 
     # ---- one job
@@ -305,16 +204,13 @@ class Decisions:
             return None
         return found
 
-    def current(self, job: ScheduledJob, now: float) -> LaunchDecision | None:
+    def current(self, job: ScheduledJob) -> LaunchDecision | None:
         """The decision that holds the job as of this event, or None."""
         found = self._by_job.get(job.id)
-        if found is None or found in self.held_now:
-            return found
-        return found if self.unchanged and found.is_current(self._view.low_version, now) else None
+        return found if found in self.held_now else None
 
     def hold(self, decision: LaunchDecision) -> None:
         """The job is held. The decision replaces one made earlier in the event."""
-        self.active = True
         before = self._by_job.get(decision.job.id)
         if before is decision:  # it still holds
             if decision not in self.held_now:
@@ -339,12 +235,6 @@ class Decisions:
             if decision in self.held_now:
                 self.held_now.remove(decision)
 
-    def recut(self, job: ScheduledJob) -> None:
-        """A program of the job was loaded or cut anew: its decision is of another piece."""
-        if job.id in self._by_job:
-            self.forget(job)
-            self.all_held = None
-
     def awaited(self, job: ScheduledJob) -> None:
         """A client waits for a step of the job. Where it is held for an idle high job that gets a step only after that,
         it is decided about anew."""
@@ -352,10 +242,8 @@ class Decisions:
         high = decision.high if decision is not None else None
         if high is not None and high.waits_for is job and high.idle_since < inf:
             self.forget(job)
-        self.all_held = None  # the job may not have been considered at all
 
     def job_gone(self, job: ScheduledJob, now: float) -> None:
         """The job is closing, or changes its class."""
         self.forget(job)
-        self.all_held = self._first = None
         self.holds.end(job, now)
