@@ -6,14 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.device.sim.cost import Kernel
+from gpumux.scheduler.guard.costs import START
 from gpumux.scheduler.guard.device_view import MAX_IDLE
+from gpumux.scheduler.guard.high_job import HighCosts
 from gpumux.scheduler.guard.timing import expected_arrival, hold_for_arrival
+from gpumux.scheduler.jobs import LowKey
 from gpumux.scheduler.windows import Windows
 from tests.scheduler.scenarios import (
     LIGHT,
     LOW,
     SMALL,
     SPAN,
+    STEP_S,
     decided,
     guard_of,
     held_seconds,
@@ -54,6 +58,25 @@ def test_a_job_that_several_idle_jobs_hold_is_reconsidered_when_the_last_of_them
     assert answer.hold.until == max(hold.until for hold in holds.values())
     assert answer.hold.high_id == answer.high.job.id, "who lets it last is who it is held for"
     assert holds[answer.hold.high_id].until == answer.hold.until
+
+
+def test_what_ran_beside_it_once_was_seen_whatever_the_share() -> None:
+    model = HighCosts("high", (0, 1), (STEP_S,))
+    assert model.never_ran(LOW.program, SPAN)
+    half = model.beside(LowKey(LOW.program, 0.5))
+    assert model.never_ran(LOW.program, SPAN)
+    half.learn((0, START, SPAN), 1e-5, 1e-5, 1e-4, 3, 1.0)
+    assert not model.never_ran(LOW.program, SPAN)
+    assert model.never_ran(LOW.program, "2-3")
+    assert model.never_ran("another", SPAN)
+
+
+def test_what_ran_beside_it_under_another_cut_was_seen() -> None:
+    model = HighCosts("high", (0, 2), (STEP_S,))
+    model.beside(LOW).learn((0, START, SPAN), 1e-5, 1e-5, 1e-4, 3, 1.0)
+    heir = model.recut((0, 1, 2), (STEP_S / 2, STEP_S / 2))
+    assert SPAN in heir.beside(LOW).lows
+    assert not heir.never_ran(LOW.program, SPAN)
 
 
 def test_low_work_is_not_held_anew_for_what_it_costs_as_the_high_job_is_cut_anew() -> None:

@@ -112,7 +112,7 @@ def test_a_piece_too_dear_nearly_everywhere_waits_for_the_moment_where_it_is_not
     assert job.p99_slowdown <= 1.10
     assert result.job("low").work_s > 0.1 * result.window_s, "it is not stuck"
     told = story(simulation, "low")
-    assert "held (tail): beside piece " in told
+    assert "held (tail): beside piece 0 (operators 0 to 6: full) of job 'high'" in told
     assert "tail" in [reason for reason, _ in held_seconds(simulation, "low").most_common(2)]
     assert "Beside 'low' it loses" in explained(simulation, "high")
 
@@ -184,7 +184,7 @@ def test_the_promise_holds_beside_many_unknown_programs() -> None:
     result = simulation.run(steps=1000, warmup_steps=200)
     job = result.job("high")
     assert job.mean_slowdown <= 1.05
-    assert job.p99_slowdown <= 1.125, "1.10 is promised; docs/multiplexing.md says that it is missed here"
+    assert job.p99_slowdown <= 1.11, "1.10 is promised; docs/multiplexing.md says that it is missed here"
     assert all(job.work_s > 0.0 for job in result.jobs)
     assert result.harvest > 0.2
 

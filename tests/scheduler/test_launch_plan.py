@@ -14,7 +14,7 @@ SECONDS = 1e-3
 PLACE = st.none() | st.tuples(st.floats(0.0, 1e-3), st.floats(0.0, 2e-3), st.booleans())
 
 
-@given(st.lists(st.tuples(PLACE, PLACE), min_size=1, max_size=6), PLACE)
+@given(st.lists(st.tuples(PLACE, PLACE, PLACE), min_size=1, max_size=6), PLACE)
 def test_a_plan_knows_the_moments_that_a_timer_marks_and_that_are_worth_waiting_for(pieces, end) -> None:
     moments = [(piece, moment, found) for piece, all_of in enumerate(pieces) for moment, found in enumerate(all_of)]
     at = [
@@ -23,11 +23,11 @@ def test_a_plan_knows_the_moments_that_a_timer_marks_and_that_are_worth_waiting_
     ]
     plan = LaunchPlan(at, at, seconds=SECONDS, version=0, step=0, price=1.0, limit=1.0)
     timed = {
-        index // 2: (place.upper if place.tried else -inf, place.cost)
+        (index // 3, index % 3, place.upper if place.tried else -inf)
         for index, place in enumerate(at)
-        if place is not None and index % 2 != AFTER_START and place.score - plan.score <= SECONDS
+        if place is not None and index % 3 != AFTER_START and place.score - plan.score <= SECONDS
     }
-    assert plan.timed == timed
+    assert {(piece, moment, least) for piece, found in plan.timed.items() for moment, least, _ in found} == timed
 
 
 def test_a_plan_lasts_until_the_price_or_the_limit_is_another_one() -> None:

@@ -16,7 +16,12 @@ from gpumux.scheduler.guard.budget import (
     VIOLATION_RATE,
 )
 from gpumux.scheduler.guard.costs import (
+    AFTER_START,
+    MIN_SAMPLES,
+    REPEAT_FACTOR,
     START,
+    TIMED_SPREAD,
+    LaunchCost,
     LaunchOption,
     LaunchPlan,
 )
@@ -52,7 +57,7 @@ def view(now: float = 0.0, pending: float = 0.0) -> Any:
 def planned(piece: int, place: LaunchOption) -> LaunchPlan:
     """To begin together with this piece, and nowhere else."""
     at: list[LaunchOption | None] = [None] * (3 * len(REFS) + 1)
-    at[2 * piece + START] = place
+    at[3 * piece + START] = place
     return LaunchPlan(at, at, seconds=1e-3, version=0, step=0, price=1.0, limit=1.0)
 
 
@@ -118,6 +123,22 @@ def test_once_a_job_is_known_what_steps_lost_too_much_is_paid_back_by_those_that
     for _ in range(steps):
         budget.end_step(0.0, shared=False, explored=False, unseen=0.0)
     assert budget.limit >= before
+
+
+def test_what_repeats_is_counted_without_the_margin_for_what_is_not_known() -> None:
+    limit = 100e-6
+    timed, anyhow = LaunchCost(TIMED_SPREAD, 3 + AFTER_START), LaunchCost()
+    for count in range(1, 2 * MIN_SAMPLES):
+        for launched in (timed, anyhow):
+            launched.add(103e-6, 103e-6, 0.1, 1e-3, count)
+        assert timed.may_fit(limit) == (count < MIN_SAMPLES), "it is worth another look"
+        assert (timed.upper <= limit) == (count >= MIN_SAMPLES)
+        assert not anyhow.may_fit(limit)
+        assert anyhow.upper > limit
+    assert timed.upper == pytest.approx(REPEAT_FACTOR * 103e-6)
+    dear = LaunchCost(TIMED_SPREAD, 3 + AFTER_START)
+    dear.add(110e-6, 110e-6, 0.1, 1e-3, 1)
+    assert not dear.may_fit(limit)
 
 
 def test_what_falls_into_the_pause_tells_nothing_of_what_is_felt() -> None:

@@ -9,8 +9,9 @@ The kind of a launch says where in the high step it began. A launch can't be cal
 from the operators it happens to overlap, so the same low piece may cost next to nothing or more than a step may lose.
 High steps repeat: a launch that begins together with a high piece overlaps the same operators every time, and costs the
 same again. So does one at the end of the step, where the high job pauses between steps. `LowPlacement` keeps, for each
-low piece, a `LaunchPlan` of the best share at each such moment. Where no launch was measured its cost is taken to be
-lower than elsewhere (optimism in the face of uncertainty), since otherwise it would never be tried.
+low piece, a `LaunchPlan` of the best share at each such moment. Where no launch was measured its cost is expected to be
+in the proportion in which other low pieces' costs differ there from elsewhere, and then taken to be lower than that
+(optimism in the face of uncertainty), since otherwise it would never be tried.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RATE_FLOOR: Final = 0.02  # difference between costs of a second beside low work
 FIRST_SPREAD: Final = 0.15  # of what a first launch cost: by how much the next may differ
 TIMED_SPREAD: Final = 0.02  # the same of a launch at a moment that repeats
 FORGET: Final = 0.98
+REPEAT_FACTOR: Final = 0.94  # of its cost counts for a launch that repeats: the limit has a margin for unknown ones
 
 
 class RobustMean:
@@ -85,11 +87,12 @@ class RangeCost(RobustMean):
     """What a range of a high program loses in a second beside low work. Forecasts use `rate`, what is expected, and
     `upper_rate`, what is seldom exceeded; where there is no sample, these are what other ranges lose."""
 
-    __slots__ = ("ban", "rate", "upper_rate")
+    __slots__ = ("ban", "rate", "speed", "upper_rate")
 
     def __init__(self) -> None:
         super().__init__(RATE_FLOOR)
         self.rate = self.upper_rate = 0.0
+        self.speed = 0.0  # solo seconds of low work done in a second; 0.0: not known
         self.ban: Ban | None = None
 
     def publish(self) -> None:
@@ -129,17 +132,18 @@ class LaunchCost:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
     __slots__ = (
-        "_spread", "cost", "count", "index", "last_peak", "last_step", "mean", "peak", "seconds", "upper",
+        "_spread", "cost", "count", "index", "last_peak", "last_step", "mean", "peak", "rate", "seconds", "upper",
         "worst",
     )  # fmt: skip
 
     def __init__(self, spread: float = FIRST_SPREAD, index: int = -1) -> None:
-        self.index = index  # 2 * high piece + moment, where the moment repeats; else -1
+        self.index = index  # 3 * high piece + moment, where the moment repeats; else -1
         self.count = 0
         self.mean = 0.0  # of what they cost in all
         self.peak = 0.0  # what they cost one step
         self.upper = 0.0  # what a step seldom loses more of
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another moment may cost
+        self.rate = 0.0  # high seconds lost in a second of a launch
         self.seconds = 0.0  # a launch took
         self.last_step = 0  # the high job's step when there last was one
         self._spread = spread
@@ -151,8 +155,8 @@ class LaunchCost:
         """What they seldom cost more than in all."""
         return self.cost.bound
 
-    def add(self, cost: float, peak: float, seconds: float, step: int) -> None:
-        """A launch of `seconds` cost so much in all, `peak` in one step."""
+    def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
+        """A launch of `seconds` cost so much in all, `peak` in one step, and `rate` in a second of it."""
         self.cost.add(cost)
         self.mean, self.count = self.cost.mean, self.cost.count
         part = 1.0 / self.count if self.count < 5 else 0.2
@@ -162,9 +166,15 @@ class LaunchCost:
         self.last_peak = peak
         self.peak += part * (capped - self.peak)
         self.worst = max(peak, FORGET * self.worst)
+        self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.last_step = step
-        self.upper = self.peak + (2 * self.cost.deviation if self.count > 1 else self._spread * self.peak)
+        upper = self.peak + (2 * self.cost.deviation if self.count > 1 else self._spread * self.peak)
+        self.upper = REPEAT_FACTOR * upper if self.count >= MIN_SAMPLES and self.index >= 0 else upper
+
+    def may_fit(self, limit: float) -> bool:
+        """Whether it would be within the limit if a few more launches cost as much."""
+        return self.index >= 0 and self.count < MIN_SAMPLES and REPEAT_FACTOR * self.peak <= limit
 
 
 # ---- Where in a high step a low piece may begin.
@@ -172,17 +182,20 @@ class LaunchCost:
 
 START: Final = 0  # a launch begins together with a high piece
 AFTER_START: Final = 1  # as soon as the host was told that the piece began
-LATER: Final = 2  # at any other time
-MOMENTS: Final = (START, AFTER_START)  # moments that repeat: what a launch costs there it costs again
+MIDDLE: Final = 2  # when half of it is over
+MOMENTS: Final = (START, AFTER_START, MIDDLE)  # moments that repeat: what a launch costs there it costs again
 ON_ARRIVAL: Final = -1  # stands for the high piece of a launch during which a step came
 
-# A launch as it repeats: the high piece it began beside, or ON_ARRIVAL; its moment, or LATER; and the low piece's span.
+# A launch as it repeats: the high piece it began beside, or ON_ARRIVAL; its moment, or the half of the piece
+# (timing.FIRST_HALF); and the low piece's span.
 LaunchKind: TypeAlias = tuple[int, int, Span]
 
 OPTIMISM: Final = 0.4  # of the expected cost of an untried launch is taken for its cost
 WORTH_S: Final = 0.1  # low seconds that a second of a slow launch is worth, where cost is what counts
 UNTRIED_WORST: Final = 2.5  # times its expected cost: the worst case of an untried launch
 ELSEWHERE_WORST: Final = 1.5  # times the most the piece cost elsewhere: the same
+LEAST_BASE_S: Final = 5e-6  # a piece that costs less anywhere says nothing about moments
+MOST_EFFECT: Final = 4.0
 EXPLORE_NEVER: Final = 0  # of untried launches by which a step may lose too much
 EXPLORE_IF_STUCK: Final = 1  # only if nothing that was tried will do
 EXPLORE_ALWAYS: Final = 2
@@ -207,7 +220,7 @@ Options: TypeAlias = list[LaunchOption | None]
 
 
 class LaunchPlan:
-    """Where one low piece may begin: the best option at each moment of each high piece (`at[2 * piece + moment]`) and
+    """Where one low piece may begin: the best option at each moment of each high piece (`at[3 * piece + moment]`) and
     at the end of the step (the last of `at`), or None; the same of those that were tried (`tried`); and the least score
     and cost of all."""
 
@@ -224,19 +237,20 @@ class LaunchPlan:
             if option is not None:
                 self.score, self.cost = min(self.score, option.score), min(self.cost, option.cost)
         self._step, self._seconds, self._price, self._limit = step, seconds, price, limit
-        self._timed: dict[int, tuple[float, float]] | None = None
+        self._timed: dict[int, list[tuple[int, float, float]]] | None = None
 
     @property
-    def timed(self) -> dict[int, tuple[float, float]]:
-        """By high piece, the options at its start, which a timer marks, that are worth waiting for: what each takes of
-        what a step may lose (-inf: it is untried), and its cost."""
+    def timed(self) -> dict[int, list[tuple[int, float, float]]]:
+        """By high piece, the options at moments that only a timer marks and that are worth waiting for: the moment,
+        what each takes of what a step may lose (-inf: it is untried), and its cost."""
         found = self._timed
         if found is None:
-            found = self._timed = {
-                at: (option.upper if option.tried else -inf, option.cost)
-                for at, option in enumerate(self.at[::2])
-                if option is not None and option.score - self.score <= self._seconds
-            }
+            found = {}
+            for index, option in enumerate(self.at):
+                if option is not None and index % 3 != AFTER_START and option.score - self.score <= self._seconds:
+                    takes = option.upper if option.tried else -inf
+                    found.setdefault(index // 3, []).append((index % 3, takes, option.cost))
+            self._timed = found
         return found
 
     def is_current(self, version: int, step: int, price: float, limit: float) -> bool:
@@ -283,21 +297,30 @@ class LowPlacement:
             found = self.pieces[low] = PieceCosts()
         return found
 
-    def learn(self, low: Span, cost: float, count: int, changed: bool) -> None:
-        """A launch of the low piece, the `count`-th of its kind, cost so many seconds. `changed`: it changed what is
-        known of the kind.
+    def learn(self, kind: LaunchKind, effects: dict[int, float], cost: float, count: int, changed: bool) -> None:
+        """A launch of this kind, the `count`-th, cost so many seconds. `changed`: it changed what is known of the kind.
 
         Launches are most often where they cost little. So that this does not pass for what they cost anywhere, each
         kind counts about once."""
         weight, cost = 1.0 / count, max(0.0, cost)
+        high_piece, moment, low = kind
         piece_costs = self.of(low)
+        base = piece_costs.base
         if not piece_costs.learned:
             piece_costs.learned, piece_costs.base = True, cost
         else:
-            piece_costs.base += 0.15 * weight * (cost - piece_costs.base)
+            if base > LEAST_BASE_S and moment in MOMENTS:
+                at = 3 * high_piece + moment
+                known = effects.get(at, 1.0)
+                effects[at] = known + 0.4 * weight * (min(cost / base, MOST_EFFECT) - known)
+            piece_costs.base = base + 0.15 * weight * (cost - base)
         piece_costs.worst = max(cost, FORGET**weight * piece_costs.worst)
         if changed or count <= MIN_SAMPLES:
             piece_costs.version += 1
+
+    def expected(self, low: Span, piece: int, moment: int, effects: dict[int, float]) -> float:
+        """What an untried launch at that moment is expected to cost."""
+        return self.of(low).base * effects.get(3 * piece + moment, 1.0)
 
     def worst_case(self, low: Span, expected: float) -> float:
         """What an untried launch with that expected cost may cost."""
@@ -341,7 +364,7 @@ class LowPlacement:
     def _tried(self, low: Span, limit: float, price: float, seconds: float, pauses: bool) -> Options:
         """The best share at each moment of those at which launches were seen to cost no step more than `limit`.
         `pauses`: the end of the step is one of the moments."""
-        count = 2 * len(self.by_share[0].ranges)
+        count = 3 * len(self.by_share[0].ranges)
         found: Options = [None] * (count + 1)
         for low_costs in self.by_share:
             time = WORTH_S * seconds / low_costs.share
@@ -365,24 +388,33 @@ class LowPlacement:
         high piece to the end of the step."""
         piece_costs = self.of(low)
         base, worst = piece_costs.base, ELSEWHERE_WORST * piece_costs.worst
+        # Moments that only a timer marks are explored where the others won't do.
+        moments = MOMENTS if left else (START, AFTER_START)
         for low_costs in self.by_share:
-            share, timed = low_costs.share, low_costs.timed.get(low, {})
+            share, effects, timed = low_costs.share, low_costs.effects, low_costs.timed.get(low, {})
             for piece in range(len(low_costs.ranges)):
-                for moment in MOMENTS:
+                for moment in moments:
                     if from_idle and not piece and moment == START:
                         continue
-                    index = 2 * piece + moment
+                    index = 3 * piece + moment
                     known = timed.get(index)
-                    cost, optimism = base, OPTIMISM
+                    cost, optimism = base * effects.get(index, 1.0), OPTIMISM
                     if known is not None:
-                        if known.upper <= limit or step - known.last_step < PROBE_EVERY:
+                        if known.upper <= limit:
+                            continue
+                        if known.may_fit(limit):
+                            yield index, LaunchOption(share, cost=known.mean, upper=known.peak, score=0.0, tried=False)
+                            continue
+                        if step - known.last_step < PROBE_EVERY:
                             continue
                         cost, optimism = max(cost, known.mean), 1.0
                     if max(UNTRIED_WORST * cost, worst) > bound:
                         continue
                     score = price * optimism * cost
                     if left:  # what counts is what one step loses: a launch that goes on in the next takes less of each
-                        part = min(1.0, left[piece] * share / seconds)
+                        beyond = left[piece + 1] if piece + 1 < len(left) else 0.0
+                        ends = 0.5 * (left[piece] + beyond) if moment == MIDDLE else left[piece]
+                        part = min(1.0, ends * share / seconds)
                         score *= max(part, 1.0 - part)
                     yield index, LaunchOption(share, cost=optimism * cost, upper=cost, score=score, tried=False)
 
@@ -392,11 +424,11 @@ class LowPlacement:
         """The same at the end of the step: the next step loses by what lasts longer than the pause."""
         for low_costs in self.by_share:
             share, end = low_costs.share, len(low_costs.ranges)
-            known = low_costs.timed.get(low, {}).get(2 * end + START)
+            known = low_costs.timed.get(low, {}).get(3 * end + START)
             exposed = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
-            cost, optimism = exposed * self.of(low).base, OPTIMISM
+            cost, optimism = exposed * self.expected(low, end, START, low_costs.effects), OPTIMISM
             if known is not None:
-                if known.upper <= limit or step - known.last_step < PROBE_EVERY:
+                if known.upper <= limit or (step - known.last_step < PROBE_EVERY and not known.may_fit(limit)):
                     continue
                 cost, optimism = max(cost, known.mean), 1.0
             if max(UNTRIED_WORST * cost, ELSEWHERE_WORST * exposed * self.of(low).worst) <= bound:
@@ -407,8 +439,11 @@ class LowPlacement:
 # ---- One low program, on one share of the device, beside one high program.
 
 
+LEAST_RELATIVE_RATE: Final = 0.25
+MOST_RELATIVE_RATE: Final = 1.0 / LEAST_RELATIVE_RATE
 MOST_KINDS: Final = 4096  # of launches remembered
 LEAST_EXPOSED: Final = 0.3  # part of a launch: what less of it costs says little about the whole
+BEST_EVERY: Final = 4  # steps for which the least known cost is cached
 MAX_RATE: Final = 0.95  # excess seconds in a second of overlap
 
 
@@ -416,8 +451,8 @@ class LowCosts:
     """What launches of the low program cost: by kind of launch, by low piece, and by range of the high program."""
 
     __slots__ = (
-        "_unconfirmed", "any_ban", "by_span", "key", "known", "launches", "lows", "on_arrival",
-        "placement", "ranges", "share", "speed", "timed", "typical", "updated",
+        "_best", "_unconfirmed", "any_ban", "by_span", "effects", "key", "known", "launches", "lows", "on_arrival",
+        "placement", "ranges", "rate", "share", "speed", "timed", "typical", "updated",
     )  # fmt: skip
 
     def __init__(self, key: LowKey, pieces: int, placement: LowPlacement) -> None:
@@ -435,21 +470,32 @@ class LowCosts:
         self.on_arrival: dict[Span, LaunchCost] = {}  # during which a step came, by low piece
         # Of launches of each low piece beside any high piece:
         self.lows: dict[Span, LaunchCost] = {}
-        self.typical = RangeCost()  # high seconds lost in a second of any launch: for people
+        self.effects: dict[int, float] = {}  # by index: what launches cost there, over what they cost elsewhere
+        self.rate = 0.0  # high seconds lost in a second of any launch
+        self.typical = RangeCost()  # the same, where one outlier counts for little: for people
+        self._best: dict[Span, tuple[int, float]] = {}  # see `best`
         self._unconfirmed: dict[Span, int] = {}  # launches in a row that seemed costly and were not believed
 
-    def add(self, piece: int, rate: float, weight: float) -> None:
-        """A second of the range beside low work cost `rate`."""
+    def add(self, piece: int, rate: float, weight: float) -> RangeCost:
+        """A second of the range beside low work cost `rate`. Returns the range's cost."""
         range_cost = self.ranges[piece]
         if not range_cost.count:
             self.known += 1
         range_cost.add(min(rate, MAX_RATE), weight)
         range_cost.publish()
+        return range_cost
 
     def publish(self, piece: int) -> None:
         """The range's cost or ban was changed otherwise than by `add`."""
         self.ranges[piece].publish()
         self.any_ban = any(each.ban is not None for each in self.ranges)
+
+    def relative_rate(self, low: Span) -> float:
+        """What a second of the low piece costs, over what a second of any costs."""
+        known = self.lows.get(low)
+        if known is None or self.rate <= 0.0:
+            return 1.0
+        return max(LEAST_RELATIVE_RATE, min(known.rate / self.rate, MOST_RELATIVE_RATE))
 
     def confirms(self, kind: LaunchKind, peak: float, needed: int, much: float) -> bool:
         """Whether to learn from a launch that was charged `peak` in a step. One that seems to have cost `much` counts
@@ -464,21 +510,23 @@ class LowCosts:
 
     def learn(self, kind: LaunchKind, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, a part `exposed` of it beside the high job, was charged `cost`, `peak` in one step."""
+        rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
         piece, _, low = kind
         launched = self.launches.get(kind)
         if launched is None:
             launched = self._new_kind(kind)
         mean, upper = launched.mean, launched.upper
-        launched.add(cost, peak, seconds, step)
+        launched.add(cost, peak, rate, seconds, step)
         if piece != ON_ARRIVAL and (exposed >= LEAST_EXPOSED or piece < len(self.ranges)):
             changed = abs(launched.mean - mean) + abs(launched.upper - upper) > CHANGED * upper + NOISE_FLOOR_S
             whole = max(exposed, LEAST_EXPOSED)
             anywhere = self.lows.get(low)
             if anywhere is None:
                 anywhere = self.lows[low] = LaunchCost()
-            anywhere.add(cost / whole, peak / whole, seconds, step)
-            self.typical.add(max(0.0, cost) / seconds if seconds > 0.0 else 0.0)
-            self.placement.learn(low, cost, launched.count, changed)
+            anywhere.add(cost / whole, peak / whole, rate, seconds, step)
+            self.rate += 0.1 * (rate - self.rate) if self.rate else rate
+            self.typical.add(rate)
+            self.placement.learn(kind, self.effects, cost, launched.count, changed)
 
     def _new_kind(self, kind: LaunchKind) -> LaunchCost:
         if len(self.launches) >= MOST_KINDS:  # `lows` still knows
@@ -486,7 +534,7 @@ class LowCosts:
                 each.clear()
         piece, moment, _ = kind
         repeats = piece != ON_ARRIVAL and moment in MOMENTS
-        return self.put(kind, LaunchCost(TIMED_SPREAD, 2 * piece + moment) if repeats else LaunchCost())
+        return self.put(kind, LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost())
 
     def put(self, kind: LaunchKind, cost: LaunchCost) -> LaunchCost:
         """Have launches of a kind of which nothing was known cost this much. Returns `cost`."""
@@ -499,6 +547,20 @@ class LowCosts:
             if cost.index >= 0:
                 self.timed.setdefault(low, {})[cost.index] = cost
         return cost
+
+    def best(self, low: Span, since: int) -> float:
+        """The least that launches of the low piece were found to cost since step `since`; inf: nothing is known."""
+        known = self._best.get(low)
+        if known is not None and 0 <= since - known[0] < BEST_EVERY:
+            return known[1]
+        least, launches = inf, self.by_span.get(low)
+        if launches is not None:
+            for launched in launches:
+                if launched.last_step >= since:
+                    least = min(least, launched.mean)
+        least = max(0.0, least)
+        self._best[low] = (since, least)
+        return least
 
     def elsewhere(self, piece: int) -> float:
         """What the other ranges cost: the median of those known; 0.0 where there are none."""

@@ -26,15 +26,17 @@ from gpumux.scheduler.config import SchedulerConfig
 from gpumux.scheduler.guard.bans import Ban, Bans
 from gpumux.scheduler.guard.collectives import cost_of_exchange
 from gpumux.scheduler.guard.costs import (
-    LATER,
     MIN_SAMPLES,
     MOMENTS,
+    NOISE_FLOOR_S,
     ON_ARRIVAL,
+    WORTH_S,
     LaunchKind,
     LaunchPlan,
     LowCosts,
 )
 from gpumux.scheduler.guard.decisions import (
+    HOLD_ALL,
     MOMENT_LIMITED,
     Decisions,
     Hold,
@@ -44,7 +46,9 @@ from gpumux.scheduler.guard.decisions import (
 from gpumux.scheduler.guard.device_view import DeviceView, RunningPiece
 from gpumux.scheduler.guard.high_job import (
     HELD_LONG_STEPS,
+    KNOWN_RANGES,
     LEARNING_STEPS,
+    LEAST_PRICE,
     AwaitedSteps,
     CostsByProgram,
     Gate,
@@ -72,6 +76,7 @@ from gpumux.types import CollectiveEnded, DeviceInfo, JobId, LaunchId, Priority
 _HIGH: Final = Priority.HIGH
 
 STRETCH: Final = 1.02  # of a low piece's predicted time: when it is taken to end
+OLD_STEPS: Final = 128  # steps after which the cost of a launch elsewhere is no reason to wait for that place
 
 
 class SlowdownGuard:
@@ -129,12 +134,19 @@ class SlowdownGuard:
     def _beside(self, job: ScheduledJob, step: JobStep, piece: LowPiece) -> LaunchDecision:
         """The decision while high pieces run."""
         view = self.view
+        for running in view.running:
+            if not may_explore_unknown(running.high) and running.costs.never_ran(piece.program.key, piece.span):
+                hold = Hold("learning", running.high.job.id, piece=running.at)
+                return LaunchDecision(job, step, 1.0, piece.seconds).hold_for(running.high, hold)
         only = view.running[0] if len(view.running) == 1 else None
         if only is not None:
             planned = self._planned(only, job, step, piece)
             if planned is not None:
                 return planned
         decision = self._consider(job, step, piece, 1.0)
+        # Between steps a smaller share would only last longer.
+        if len(self.shares) > 1 and (decision.expected > NOISE_FLOOR_S or decision.hold is not None):
+            decision = self._best_share(decision, piece)
         if only is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
             decision.hold.until = next_timed_launch(only, self._plan(only, piece), view)
         return decision
@@ -148,7 +160,7 @@ class SlowdownGuard:
         at, _, moment, _ = launch_position(running, view)
         if moment not in MOMENTS:
             return None
-        plan, index = self._plan(running, piece), 2 * at + moment
+        plan, index = self._plan(running, piece), 3 * at + moment
         option = plan.at[index]
         if option is None:
             until = next_timed_launch(running, plan, view)
@@ -173,10 +185,31 @@ class SlowdownGuard:
         placement = costs.placement(piece.program, self.shares)
         plan = placement.plan(
             piece.span, piece.seconds, price=high.budget.price, limit=high.budget.limit, step=high.steps,
-            exploration=high.exploration(placement), from_idle=high.from_idle, solo_s=costs.solo_s, pause=high.pause(),
+            exploration=high.exploration(placement), from_idle=high.from_idle, solo_s=costs.solo_s,
+            pause=high.pause(),
         )  # fmt: skip
         running.planned, running.plan = piece, plan
         return plan
+
+    def _best_share(self, whole: LaunchDecision, piece: LowPiece) -> LaunchDecision:
+        """The decision for the share that gives most low work a second, after its cost; `whole` is that for the whole
+        device."""
+        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in HOLD_ALL:
+            return whole
+        best, most = whole, self._worth(whole, piece)
+        for share in self.shares[1:]:
+            other = self._consider(whole.job, whole.step, piece, share)
+            worth = self._worth(other, piece)
+            if worth > most:
+                best, most = other, worth
+        return best
+
+    def _worth(self, decision: LaunchDecision, piece: LowPiece) -> float:
+        """Low seconds gained by the launch, less its cost; a high second is worth at least two low ones."""
+        if decision.hold is not None:
+            return -inf
+        price = max([LEAST_PRICE, *[running.high.budget.price for running in self.view.running]])
+        return piece.seconds - price * decision.expected - WORTH_S * decision.seconds
 
     def _consider(self, job: ScheduledJob, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
         """The decision for a launch on this share now, beside each of the high pieces that run."""
@@ -195,6 +228,12 @@ class SlowdownGuard:
             alike = low_costs.lows.get(piece.span)
             lasts = alike.seconds if alike is not None else seconds / max(speed, LEAST_SPEED)
             decision.seconds = lasts if alike is not None else max(decision.seconds, lasts)
+            if low_costs.known < min(KNOWN_RANGES, len(low_costs.ranges)):
+                if high.pieces < high.explored_piece + 2:
+                    return decision.hold_for(high, Hold("learning", high.job.id, piece=running.at))
+                if view.low_out:  # all low jobs wait, or some low launch would always be out
+                    return decision.hold_for(high, Hold("learning", high.job.id))
+                decision.exploring = high
             cost, next_step, kind = self._cost(running, low_costs, piece, lasts, decision)
             if decision.unknown and not may_explore_unknown(high):
                 return decision.hold_for(high, Hold("learning", high.job.id, piece=running.at))
@@ -203,7 +242,9 @@ class SlowdownGuard:
                 refused = "next"
             if not refused:
                 decision.expected = max(decision.expected, cost.expected)
-            elif view.low_out or not may_explore(high, self._plan(running, piece), low_costs, kind, ban, view.now):
+            elif view.low_out or not may_explore(
+                high, self._plan(running, piece), low_costs, kind, ban, view.now, decision.exposed
+            ):
                 hold = Hold(refused, high.job.id, piece=cost.piece if ban is None else cost.banned, ban=ban)
                 return decision.hold_for(high, hold)
             else:
@@ -232,7 +273,8 @@ class SlowdownGuard:
             expected, upper = max(0.0, known.mean), known.upper
         elif moment in MOMENTS and placement.of(span).learned:
             decision.exploring = running.high
-            expected = placement.of(span).base * (decision.exposed if at == len(solo_s) else 1.0)
+            part = decision.exposed if at == len(solo_s) else 1.0
+            expected = placement.expected(span, at, moment, low_costs.effects) * part
             return OverlapCost(expected, placement.worst_case(span, expected), at, -1), next_step, kind
         else:
             known = low_costs.lows.get(span)
@@ -275,10 +317,11 @@ class SlowdownGuard:
             return "tail", None
         plan = self._plan(running, piece)
         at, moment, _ = kind
-        avoidable = max(0.0, cost.expected - plan.cost)
-        if moment in MOMENTS and (option := plan.at[2 * at + moment]) is not None:
+        least = min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)
+        avoidable = max(0.0, cost.expected - least)
+        if moment in MOMENTS and (option := plan.at[3 * at + moment]) is not None:
             if option.share != low_costs.share:
-                option = plan.tried[2 * at + moment] or option
+                option = plan.tried[3 * at + moment] or option
             avoidable = (option.score - plan.score) / budget.price
         refused = budget.refuses(
             cost.expected, cost.upper, avoidable=avoidable, pending=pending, gain=piece.seconds, next_step=next_step
@@ -315,7 +358,7 @@ class SlowdownGuard:
                 continue
             costs = high.costs
             if hold.reason == "gap" and costs is not None and high.steps < LEARNING_STEPS and may_explore_now(high):
-                kind = (ON_ARRIVAL, LATER, span)
+                kind = (ON_ARRIVAL, 3, span)
                 if may_explore(high, None, costs.beside(key), kind, None, view.now):
                     decision.probed = decision.exploring = high
                     continue

@@ -13,7 +13,7 @@ from typing import Final
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
 from gpumux.scheduler.guard.collectives import exchange_ended
-from gpumux.scheduler.guard.costs import LATER, ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
@@ -130,6 +130,8 @@ class CostLearner:
                 if placement is not None:
                     placement.last_launch_step = running.high.steps
         if decision.exploring is not None:
+            decision.exploring.watching = True
+            decision.exploring.explored_piece = decision.exploring.pieces
             decision.exploring.explored_step = decision.exploring.steps
             low.exploring = True
         if decision.probed is not None:
@@ -194,6 +196,9 @@ class CostLearner:
             if low.kinds is not None:
                 for low_costs, _ in low.kinds:
                     low_costs.speed += 0.2 * (low.speed - low_costs.speed)
+            if low.charged_ranges is not None:
+                for range_cost in low.charged_ranges:
+                    update_speed(range_cost, low.speed)
         view.recent.add(low, bool(windows.high.launches), any(high.parked for high in view.idle_jobs))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
@@ -205,6 +210,7 @@ class CostLearner:
         start = max(high.ended, launch.at)
         ended = max(ended, start)
         high.ended = ended
+        high.pieces += 1
         if piece == 0:
             high.began, high.from_idle = start, step.from_idle
         costs = high.step_costs[step.id]
@@ -214,6 +220,9 @@ class CostLearner:
         found: LowLaunches = []
         if view.low_launches or recent.last_end > start:
             found = beside(view.low_launches, recent, start, ended)
+        if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
+            for low in found:
+                low.kinds = low.idle_costs = None
         if recent.open:
             learn_costs(recent, start, high.steps, high.budget)
         if found:
@@ -245,7 +254,7 @@ class CostLearner:
         """A high piece of `seconds` ended that ran beside these low launches."""
         high.shared = True
         baseline = costs.reference(piece, beside_high, high.from_idle)
-        if any(low.exploring for low in found):
+        if high.watching and any(low.exploring for low in found):
             high.tried = True
         if baseline.count:
             excess = seconds - baseline.value
@@ -255,8 +264,9 @@ class CostLearner:
             if (high.from_idle or high.resumed_at) and excess > 0.0:
                 part = relied_on_arrivals(found, high.idle_from, high.arrived)
                 high.arrival_loss += excess * part
-            self._charge(high, costs, piece, excess, found)
-        elif not high.calibrating:
+            if high.watching:
+                self._charge(high, costs, piece, excess, found)
+        elif high.watching and not high.calibrating:
             high.calibrate(1)
 
     def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
@@ -282,7 +292,8 @@ class CostLearner:
         high.changed()
         solo_s = high.solo_step()
         self._cutting.step_ended(high, solo_s, ended)
-        view.recent.end_step(view.low_launches)
+        if view.recent.end_step(view.low_launches):
+            high.watching = True
         for costs, other, low, piece in self._to_judge:
             if other is high:
                 judge(self._bans, costs, high, low, piece, ended)
@@ -337,7 +348,7 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
         return  # the program was cut anew
     rate = range_cost.judged_rate
     ratio = 1.0 / (1.0 - rate)
-    speed = max(low_costs.speed, LEAST_SPEED)
+    speed = max(range_cost.speed, low_costs.speed, LEAST_SPEED)
     overlap = min(min(low.step.pieces) / speed, costs.solo_s[piece] * ratio)
     why: Why | None = None
     if ratio > 1.0 + budget.slack:
@@ -445,7 +456,20 @@ def _charge(low_costs: LowCosts, launch: LowLaunch, piece: int, least: float, ex
     launch.charged += excess
     launch.charged_in_step += excess
     rate = excess / max(seconds, least)
-    low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
+    if low_costs.rate > 0.0:
+        rate /= low_costs.relative_rate(launch.span)
+    range_cost = low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
+    if launch.ended:
+        update_speed(range_cost, launch.speed)
+    elif launch.charged_ranges:
+        launch.charged_ranges.append(range_cost)
+    else:
+        launch.charged_ranges = [range_cost]
+
+
+def update_speed(range_cost: RangeCost, speed: float) -> None:
+    """Low work ran at `speed` beside the range."""
+    range_cost.speed = range_cost.speed + 0.2 * (speed - range_cost.speed) if range_cost.speed else speed
 
 
 def split_by_arrival(found: LowLaunches, arrived: float) -> tuple[LowLaunches, LowLaunches]:
@@ -484,7 +508,7 @@ def learn_costs(recent: RecentLaunches, until: float, step: int, budget: Slowdow
                 _learn(low_costs, kind, launch, step, budget)
         if launch.met_arrival and launch.idle_costs is not None:
             for costs in launch.idle_costs:
-                _learn(costs.beside(launch.key), (ON_ARRIVAL, LATER, launch.span), launch, step, budget)
+                _learn(costs.beside(launch.key), (ON_ARRIVAL, 3, launch.span), launch, step, budget)
     recent.open = still
 
 

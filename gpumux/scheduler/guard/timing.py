@@ -11,7 +11,7 @@ from gpumux.scheduler.guard.budget import VIOLATION_RATE
 from gpumux.scheduler.guard.costs import (
     AFTER_START,
     EXPLORE_NEVER,
-    LATER,
+    MIDDLE,
     MIN_SAMPLES,
     MOMENTS,
     PROBE_EVERY,
@@ -38,6 +38,9 @@ from gpumux.scheduler.jobs import LowKey, Span
 # ---- Exploration: launches that should be held, made to find out what they cost.
 
 
+TOO_COSTLY: Final = 1.25  # times what a step may lose: a piece that cost more wherever it was launched
+
+
 def may_explore_unknown(high: HighJob) -> bool:
     """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as a
     violation is left to lose by it."""
@@ -61,11 +64,13 @@ def may_explore(
     kind: LaunchKind,
     ban: Ban | None,
     now: float,
+    exposed: float = 1.0,
 ) -> bool:
     """Whether one launch that should be held is made to find out what it costs.
 
     That is so where a ban has expired; and for unknown costs while the job is new, while low work does not get to run,
-    or long after they were measured. `plan` says where the low piece may begin, beside high work.
+    or long after they were measured. `plan` says where the low piece may begin, beside high work; `exposed` is the part
+    of the launch that runs beside high work.
     """
     budget, learning = high.budget, high.learns(low_costs.placement)
     if not learning and (budget.violations_left < 1.0 or high.explored_step >= high.steps):
@@ -78,7 +83,7 @@ def may_explore(
     if plan is not None:
         high_piece, moment, _ = kind
         if moment in MOMENTS:
-            option = plan.at[2 * high_piece + moment]
+            option = plan.at[3 * high_piece + moment]
             if option is None or option.tried or option.share != low_costs.share:
                 return False
             held_steps = float(high.steps - last_launch_step)
@@ -90,8 +95,11 @@ def may_explore(
         if plan.score < inf:
             return False
     stale = high.steps - PROBE_EVERY
-    known = low_costs.launches.get(kind)
+    known, alike = low_costs.launches.get(kind), low_costs.lows.get(kind[2])
     if known is not None and known.last_step > stale:
+        return False
+    measured = alike is not None and alike.count >= MIN_SAMPLES and alike.last_step > stale
+    if measured and alike is not None and exposed * alike.peak > TOO_COSTLY * budget.limit:
         return False
     held_long = high.steps - last_launch_step >= HELD_LONG_STEPS
     return learning or held_long or high.steps - high.probed_step >= PROBE_EVERY
@@ -316,11 +324,13 @@ def time_until_bearable(
 
 TIMED_S: Final = 8e-6  # a launch that begins so close to a moment begins at it
 AFTER_START_S: Final = 100e-6  # one that begins no later was made as soon as the high piece was reported to have begun
+FIRST_HALF: Final = 3  # other launches, by the half of the high piece in which they begin
+SECOND_HALF: Final = 4
 
 
 def launch_position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, float]:
     """Where in the high step a launch made now would begin: the piece (one more than there are: at the step's end,
-    before a pause), whether only the next step loses by it, the moment, and the piece's end."""
+    before a pause), whether only the next step loses by it, the moment or half of the piece, and the piece's end."""
     found = running.position
     if found is None:
         found = running.position = _position(running, view)
@@ -345,7 +355,9 @@ def _position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, 
         return at, next_step, START, until
     if start - began <= AFTER_START_S and start > began and not next_step:
         return at, next_step, AFTER_START, until
-    return at, next_step, LATER, until
+    if abs(2 * start - until - began) <= 2 * TIMED_S:
+        return at, next_step, MIDDLE, until
+    return at, next_step, SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF, until
 
 
 def next_timed_launch(running: RunningPiece, plan: LaunchPlan, view: DeviceView) -> float:
@@ -359,9 +371,8 @@ def next_timed_launch(running: RunningPiece, plan: LaunchPlan, view: DeviceView)
     soon = view.now + TIMED_S
     affordable = inf if budget.full and used <= 0.0 else budget.balance + budget.credit
     for _ in range(len(solo_s) + 1):
-        option = plan.timed.get(at)
-        if option is not None:
-            (upper, cost), when = option, begins - view.launch_delay
+        for moment, upper, cost in plan.timed.get(at, ()):
+            when = (begins + 0.5 * solo_s[at] if moment == MIDDLE else begins) - view.launch_delay
             bears = used + upper <= limit and (next_step or upper == -inf or used + cost <= affordable)
             if when > soon and bears:
                 return when
