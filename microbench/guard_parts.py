@@ -167,7 +167,9 @@ PARTS: dict[str, tuple[Edit, ...]] = {
         expression(TIMING, "at, next_step, AFTER_START, until", "at, next_step, FIRST_HALF, until"),
         expression(TIMING, "at, next_step, MIDDLE, until", "at, next_step, SECOND_HALF, until"),
     ),
-    "halves of pieces": (expression(TIMING, "SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF", "FIRST_HALF"),),
+    "halves of pieces": (
+        expression(TIMING, "SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF", "FIRST_HALF"),
+    ),
     "the middle of pieces": (constant(COSTS, MOMENTS="(START, AFTER_START)"),),
     "effects of moments": (constant(COSTS, MOST_EFFECT=1.0),),
     "the end of the step": (function(HIGH, "HighJob.pause", "return 0.0"),),
@@ -195,7 +197,9 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),
     "unknown ranges": (expression(HIGH, "not range_cost.count", "False"),),
     "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),
-    "speed beside each range": (expression(LEARN, "max(range_cost.speed, low_costs.speed, LEAST_SPEED)", "max(low_costs.speed, LEAST_SPEED)"),),
+    "speed beside each range": (
+        expression(LEARN, "max(range_cost.speed, low_costs.speed, LEAST_SPEED)", "max(low_costs.speed, LEAST_SPEED)"),
+    ),
     "overrun": (function(LEARN, "overrun", "return 0.0"),),
     "launch overhead": (expression(LEARN, "SMOOTHING * (max(0.0, late) - view.launch_overhead)", "0.0"),),
     "old costs are no reason to wait": (constant("scheduler/guard/guard", OLD_STEPS=NEVER),),
