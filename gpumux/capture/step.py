@@ -200,7 +200,7 @@ class StepProgram:
     replaces: Replaces = NOTHING
     on_batch: Sequence[LeftOnBatch] = ()
     writes: bool = field(init=False)  # whether it changes state
-    batch_check: BatchCheck = field(init=False)
+    batch_check: BatchCheck | None = field(init=False)
     leaf: tuple[str, Any] | None = field(init=False)  # the result (as in Lowered.results) if it is no container
     _returned: tuple[Any, ...] = field(init=False)  # the entries of `results` that the step returns
     checks: tuple[tuple[int, ValueCheck], ...] = field(init=False)  # (tensor, what it is) of the others
@@ -218,13 +218,14 @@ class StepProgram:
         self.checks = tuple((i, what) for i, what in others if isinstance(what, ValueCheck))
         self.written = tuple((i, what.position) for i, what in others if isinstance(what, WrittenInput))
         outs = self.lowered.program.results
-        self.batch_check = BatchCheck(self.lowered.program, [(outs[i], what.wrong) for i, what in self.checks])
+        check = BatchCheck(self.lowered.program, [(outs[i], what.wrong) for i, what in self.checks])
+        self.batch_check = check if check else None
         self.skips = tuple((i, what.optimizer) for i, what in others if isinstance(what, SkippedStep))
 
     def refuse_batch(self, tensors: Sequence[torch.Tensor], values: Sequence[Number], table: StateTable) -> None:
         """Raises CaptureError, BadBatch or BadValue for a batch that the Program can't run on. `values`: the
         evaluator's, host scalars first."""
-        if self.batch_check:
+        if self.batch_check is not None:
             self.batch_check.run(tensors, values)
         for left in self.on_batch:
             refuse_old_gradient(tensors[left.position], left.position)

@@ -17,7 +17,7 @@ from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.batch.effects import write_back
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
-from gpumux.client.tracebacks import folded
+from gpumux.client.tracebacks import fold, folded
 from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
 from gpumux.notebook import facts_table
 from gpumux.types import GroupPlace, StepTimes
@@ -75,11 +75,15 @@ class StepFuture:
     def result(self, timeout: float | None = None) -> Any:
         """What the step returned, with tensors on the device of the local model. Waits at most `timeout` seconds, then
         raises TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
-        if not self._done and not self._wait(self._answered, timeout, self._step):
-            raise TimeoutError(f"the step was not answered within {timeout} s")
-        if self._error is not None:
-            self._told = True
-            raise self._error.with_traceback(None)  # not with the lines at which it was raised before
+        try:  # not `folded`, which every step would pay for
+            if not self._done and not self._wait(self._answered, timeout, self._step):
+                raise TimeoutError(f"the step was not answered within {timeout} s")
+            if self._error is not None:
+                self._told = True
+                raise self._error.with_traceback(None)  # not with the lines at which it was raised before
+        except GpumuxError as error:
+            fold(error)
+            raise
         return self._value
 
     @property
@@ -262,7 +266,7 @@ class StepFuture:
 
 
 for _name in (
-    "result", "item", "__getattr__", "__copy__", "__deepcopy__", "__iter__", "__len__", "__contains__", "__bool__",
+    "item", "__getattr__", "__copy__", "__deepcopy__", "__iter__", "__len__", "__contains__", "__bool__",
     "__float__", "__int__", "__complex__", "__index__", "__round__", "__neg__", "__abs__", "__invert__", "__str__",
     "__format__", "__array__", "_compare", "_computed", "_changed",
 ):  # fmt: skip

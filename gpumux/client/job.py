@@ -46,7 +46,7 @@ from gpumux.client.recovery import JobPlace, Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
-from gpumux.client.tracebacks import folded
+from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.notebook import facts_table
@@ -354,12 +354,15 @@ class Job(Generic[Batch]):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    @folded
     def step(self, *batch: Batch.args, **named: Batch.kwargs) -> StepFuture:
         """Run the submitted step on a batch. Returns at once while fewer than `max_inflight` steps
         are unanswered, else waits for the oldest. Raises CaptureError, LocalWrite, JobFailed,
         JobClosed or DaemonGone; the job is unchanged then."""
-        return self._run(self._functions[0][0], batch, named)
+        try:  # not `folded`, which every step would pay for
+            return self._run(self._functions[0][0], batch, named)
+        except GpumuxError as error:
+            fold(error)
+            raise
 
     def _run(self, function: Steppable, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         if named or any(type(one) is not torch.Tensor for one in batch):

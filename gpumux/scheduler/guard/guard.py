@@ -393,11 +393,13 @@ class SlowdownGuard:
     # ---- what happens
 
     def begin_event(self) -> None:
-        self.decisions.begin_event()
+        if self.decisions.held_now:
+            self.decisions.begin_event()
 
     def end_event(self, now: float) -> float:
         """When to reconsider held jobs at the latest; inf: an event will come."""
-        return self.decisions.end_event(now)
+        decisions = self.decisions
+        return decisions.end_event(now) if decisions.held_now or decisions.holds.class_reason else inf
 
     def step_submitted(self, job: ScheduledJob, step: JobStep, delay: float, now: float) -> None:
         """A step of a high job was queued. The scheduler was given it `delay` seconds after it came."""
