@@ -387,7 +387,7 @@ class Config:
     )  # fmt: skip
     fuse_settle_s: float = _setting(
         1.0, "how long from the first two equal jobs to their group, so that others may come", table="fusion",
-        low=0.0, high=3600,
+        low=0.1, high=3600,
     )  # fmt: skip
     fuse_retry_s: float = _setting(
         10.0, "how long from the end of a group to the next, and until one may end for a larger one", table="fusion",
