@@ -28,8 +28,8 @@ from gpumux.capture.patches import RngTape
 from gpumux.capture.source import (
     Layers,
     Observer,
+    counting,
     instead_of,
-    optimizer_inside,
     origin,
     user_line,
     value_read,
@@ -765,7 +765,7 @@ class Recorder(TorchDispatchMode):
         if func._overloadname in _OF_GENERATOR:  # with None
             func = getattr(func.overloadpacket, _OF_GENERATOR[func._overloadname])
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if func in _FILLED and args and not args[0] and not self._gpu and optimizer_inside() is not None:
+        if func in _FILLED and args and not args[0] and not self._gpu and counting():
             done, out = self._on_host.filled(_FILLED[func], kwargs.get("dtype"))
             if done:
                 return out

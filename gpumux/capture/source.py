@@ -157,6 +157,13 @@ def by_numbers() -> bool:
     return isinstance(optimizer_inside(), torch.optim.ASGD)
 
 
+def counting() -> bool:
+    """Whether an optimizer is on the stack that may read in Python what it counts in tensors. One whose kernels take
+    the counts (fused, capturable) keeps them on the device."""
+    found = optimizer_inside()
+    return found is not None and not any(group.get("fused") or group.get("capturable") for group in found.param_groups)
+
+
 def traceback_line(error: BaseException) -> str:
     """ "FILE:LINE" of the innermost user frame an exception passed through."""
     best = "an unknown line"
