@@ -21,7 +21,7 @@ from gpumux.program import allowed_ops
 from gpumux.program.check import DTYPES, named_arguments, overload, written
 from gpumux.program.indices import index_uses
 from gpumux.program.ir import ITEM_BYTES, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
-from gpumux.program.validate import op_args, tensor_refs
+from gpumux.program.validate import op_args, out_views, tensor_refs
 
 log = logging.getLogger("gpumux.client")
 
@@ -97,7 +97,6 @@ class BatchCheck:
         self._program = program
         self._inputs = {program.views[v].storage: i for i, v in enumerate(program.inputs) if v != program.generator}
         self._sequence: list[tuple[int, _Action]] = self._direct_and_computed(required)
-        self._draws, self._writes = _first(program)
         self._copied = {  # inputs that the check itself writes
             program.views[ref.view].storage
             for _, op in self._sequence
@@ -127,7 +126,7 @@ class BatchCheck:
                     conditions.setdefault(index, []).append(_Range(view, low, high, ignored, op.target, position))
             changed = {views[ref.view].storage for ref in tensor_refs(tuple(written(op)))}
             unwritten -= changed
-            made = {views[v].storage for v in _outs(op)}
+            made = {views[v].storage for v in out_views(op.outs)}
             given = {views[ref.view].storage for ref in tensor_refs(op_args(op))}
             varies = bool(given & varying)
             if varies and given <= known and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
@@ -157,7 +156,7 @@ class BatchCheck:
         able, probed = set(runnable), set(last)
         for index in range(len(program.ops) - 1, -1, -1):
             op = program.ops[index]
-            made = {views[v].storage for v in _outs(op)}
+            made = {views[v].storage for v in out_views(op.outs)}
             if index in probed or (index in able and made & wanted):
                 run.add(index)
                 wanted |= {views[ref.view].storage for ref in tensor_refs(op_args(op))}
@@ -196,7 +195,8 @@ class BatchCheck:
             try:
                 self._check(action, held, scalars)
             except (BadBatch, BadValue) as error:
-                done = ["drew random numbers"] * (self._draws < index) + ["changed state"] * (self._writes < index)
+                draws, writes = _first(self._program)
+                done = ["drew random numbers"] * (draws < index) + ["changed state"] * (writes < index)
                 if done:
                     log.warning(
                         "%s: the job is as before the call, where the plain step first %s",
@@ -303,14 +303,6 @@ def _window(base: torch.Tensor, view: View) -> torch.Tensor:
     dtype = DTYPES[view.dtype]
     start = base.storage_offset() * base.element_size() // dtype.itemsize
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), start + view.offset, view.size, view.stride)
-
-
-def _outs(op: Op) -> Iterator[int]:
-    for out in op.outs:
-        if isinstance(out, tuple):
-            yield from out
-        elif out is not None:
-            yield out
 
 
 _Row = tuple[int, float, float, int | None]

@@ -28,7 +28,7 @@ class Caches:
 
     def found(self, tensor: torch.Tensor) -> bool:
         """Whether a cache, not known yet, holds this tensor of an earlier trace. Empties the cache."""
-        new = [one for one in _all() if any(each is tensor for each in _held(one))]
+        new = _holding(tensor)
         for cache in new:
             cache.cache_clear()
         new = [one for one in new if not any(one is known for known in self._known)]
@@ -45,7 +45,7 @@ class Caches:
             changing = not all(map(constant, made))
             cache.cache_clear()
             if changing:
-                name = getattr(cache, "__qualname__", "a function")
+                name = _name(cache)
                 raise CaptureError(
                     f"the step keeps a tensor in the cache of {name} (functools), which depends on the batch, the"
                     " model's state or on draws",
@@ -55,12 +55,18 @@ class Caches:
 
 def cache_with(tensor: torch.Tensor) -> str | None:
     """The name of a cached function that holds this tensor, None if there is none."""
-    found = next((one for one in _all() if any(each is tensor for each in _held(one))), None)
-    return None if found is None else f"the cache of {getattr(found, '__qualname__', 'a function')}"
+    found = _holding(tensor)
+    return f"the cache of {_name(found[0])}" if found else None
 
 
-def _all() -> list[Any]:
-    return [one for one in gc.get_objects() if type(one) is _Cached]
+def _holding(tensor: torch.Tensor) -> list[Any]:
+    """All caches that hold this tensor."""
+    caches = [one for one in gc.get_objects() if type(one) is _Cached]
+    return [one for one in caches if any(each is tensor for each in _held(one))]
+
+
+def _name(cache: Any) -> str:
+    return getattr(cache, "__qualname__", "a function")
 
 
 def _held(cache: Any) -> Iterator[torch.Tensor]:

@@ -100,7 +100,7 @@ class MemoryGroups:
     def __init__(self, place: OwnGroup) -> None:
         self._files, self._parent = place.files, place.path
         self._limits: dict[str, int] = {}  # in bytes, by name
-        self._left: set[str] = set()  # groups whose processes are still on their way out
+        self._left: set[str] = set()  # groups of which some process has not ended yet
         if place.files is _VERSION_2:
             self._move_out()
         for path in self._parent.glob(f"{_OWN}-*-*"):  # of daemons that were killed
