@@ -284,7 +284,7 @@ def test_a_jobs_process_is_in_a_group_with_the_share_of_what_it_has_loaded():
 
 def test_a_job_that_took_too_much_is_told_how_much_it_may_have():
     channel, page = SimpleNamespace(), b"\0" * 8
-    record = ExecutorRecord(JobId("ab" * 16), 1, channel, page, status=int(signal.SIGKILL))  # type: ignore[arg-type]
+    record = ExecutorRecord(JobId("ab" * 16), channel, page, status=int(signal.SIGKILL))  # type: ignore[arg-type]
     assert "ran out of memory" in record.crash(None).remedy
     record.exceeded = 3 << 30
     assert "took more memory than the 3221225472 bytes it may have" in record.crash(None).message

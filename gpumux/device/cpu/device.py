@@ -42,7 +42,9 @@ from gpumux.device.cpu.jobs import (
     Listing,
     Renice,
     UnscheduledCommand,
-    start_executor,
+    forget_start,
+    new_executor,
+    start,
 )
 from gpumux.device.run.device_base import BAD_SEED, NO_FORK_SERVER, UNKNOWN_JOB, DeviceBase, is_seed
 from gpumux.device.run.schedule import LoadCommand, MemberLoad, ProfileCommand, Schedule, TransferCommand
@@ -206,6 +208,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         super().check(job, program, encoded, user)
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
+        """See base.Device. The job's process is started with its first command: a fork takes milliseconds of a core,
+        which a client could have the daemon spend for nothing by opening jobs."""
         if job in self._jobs:
             return None
         if self._fork_server is None or not is_seed(spec.seed):
@@ -223,17 +227,16 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 return self._emit(JobDied(job, no_group(error)))
             settings["confinement"]["memory_group"] = self._groups.entrance(group)
         try:
-            executor = start_executor(self._fork_server, job, settings, spec.arena)
+            executor = new_executor(job, settings, spec.arena)
         except OSError as error:
             if self._groups is not None:
                 self._groups.remove(group)
             return self._emit(JobDied(job, no_process(error)))
         executor.memory_group = group
         fd = executor.channel.fileno()
-        self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
+        self._jobs[job] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
-        self._schedule.open(job)
-        return self._supervisor.watch()
+        return self._schedule.open(job)
 
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
@@ -284,7 +287,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None:
             executor.failure = executor.failure or fault
-            self._supervisor.kill(executor.token)
+            self._end(executor)
 
     def make_fused(self, request: int, encoded: bytes, jobs: int) -> None:
         """See base.FusesJobs."""
@@ -353,6 +356,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         executor = self._live(job)
         if executor is not None and self._low_nice:
             more = self._low_nice if priority is Priority.LOW else 0
+            if executor.unstarted is not None:
+                executor.unstarted.settings["nice"] = more
+                return
             nice = min(MOST_NICE, _own_niceness() + more)
             self._supervisor.renice(executor.token, nice)
             self._carry_out(executor, Renice(nice))
@@ -396,14 +402,35 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 self._groups.allow(executor.memory_group, most_memory(executor.charged + executor.transient))
             except OSError as error:
                 _log.error("job %s: its control group keeps its limit of memory: %s", executor.job, error)
+        if executor.unstarted is not None:
+            if isinstance(command, Cut):
+                return None  # of a program that is not loaded
+            if self._fork_server is None:
+                executor.failure = NO_FORK_SERVER
+                return self._end(executor)
+            self._start(executor, self._fork_server)
         fault = send(executor.channel, command)
         if fault is not None:  # without an end of the process its job would wait, and hold its place, for ever
             executor.failure = fault
+            self._end(executor)
+        return None
+
+    def _start(self, executor: ExecutorRecord, server: ForkServer) -> None:
+        start(executor, server)
+        self._by_token[executor.token] = executor
+        self._supervisor.watch()
+
+    def _end(self, executor: ExecutorRecord) -> None:
+        """Kill a job's process, whose end is reported. If none was started, that its channel ends tells the same."""
+        if executor.unstarted is None:
             self._supervisor.kill(executor.token)
+        else:
+            forget_start(executor)
+            executor.status = "was never started"
 
     def _drop_job(self, executor: ExecutorRecord) -> None:
         executor.unloading = True
-        self._supervisor.kill(executor.token)
+        self._end(executor)
         for command in self._schedule.drop(executor.job):
             release(command)
         self._hand_over()
@@ -431,7 +458,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 self._distrust(executor, error)
                 return False
             if tag == DONE and executor.failure is not None:
-                self._supervisor.kill(executor.token)
+                self._end(executor)
         return True
 
     def _distrust(self, executor: ExecutorRecord, error: MalformedMessage) -> None:
@@ -446,7 +473,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         fd = executor.channel.fileno()
         if self._by_fd.pop(fd, None) is not None:
             self._epoll.unregister(fd)
-        self._supervisor.kill(executor.token)
+        self._end(executor)
         self._bury(executor)
 
     def _bury(self, executor: ExecutorRecord) -> None:
@@ -466,7 +493,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     def _let_go(self, executor: ExecutorRecord) -> None:
         del self._jobs[executor.job]
-        del self._by_token[executor.token]
+        self._by_token.pop(executor.token, None)  # there is none for one that was never started
         self._by_fd.pop(executor.channel.fileno(), None)
         executor.channel.close()
         executor.page.close()
@@ -499,8 +526,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     def fork_server_lost(self, how: str) -> None:
         for executor in list(self._jobs.values()):
-            executor.status = how
-            self._bury(executor)
+            if executor.unstarted is None:
+                executor.status = how
+                self._bury(executor)
         if self._fused is not None:
             for token in self._fused.processes:
                 self._events.extend(self._fused.exited(token, how))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,15 +102,25 @@ class Listing:
         return f"one of operators {start} to {stop - 1} ({', '.join(distinct[:6])}{more})"
 
 
+@dataclass(frozen=True, slots=True)
+class Unstarted:
+    """What a job's process will get when it is started: its settings, and its ends of the channel and of the page."""
+
+    settings: dict[str, Any]
+    channel: int
+    page: int
+
+
 @dataclass(slots=True)
 class ExecutorRecord(DeviceJob):
     """The daemon's record of one job's process. `page` is memory shared with it: while the process runs operators one
     by one, the page holds the operator's index plus one. `failure` is the fault that it reported before it ended."""
 
     job: JobId
-    token: int
     channel: Channel
     page: mmap.mmap
+    unstarted: Unstarted | None = None  # None once it is started
+    token: int = 0  # then
     programs: dict[ProgramId, Listing] = field(default_factory=dict)
     ended: bool = False  # its end of the channel is closed
     status: int | str | None = None  # how it ended: a wait status, or words
@@ -161,19 +172,31 @@ class ExecutorRecord(DeviceJob):
         return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
 
 
-def start_executor(
-    server: ForkServer, job: JobId, settings: dict[str, Any], arena: int | None
-) -> ExecutorRecord:  # fmt: skip
-    """Ask the fork server for a job's process. `arena`: that of its temporaries, if it shares one. Messages sent before
-    the process runs wait in its channel. Raises OSError."""
+def new_executor(job: JobId, settings: dict[str, Any], arena: int | None) -> ExecutorRecord:
+    """The record of a job's process, which is started later (`start`). `arena`: that of its temporaries, if it shares
+    one. Raises OSError."""
     ours, theirs = pair()
     ours.setblocking(False)
     try:
-        page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+        page = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
     except OSError:
         ours.close()
         theirs.close()
         raise
-    page = mmap.mmap(page_fd, mmap.PAGESIZE)
-    token = server.fork("executor", settings, (theirs.detach(), page_fd))
-    return ExecutorRecord(job, token, Channel(ours, daemons=True), page, arena=arena)
+    unstarted = Unstarted(settings, theirs.detach(), page)
+    return ExecutorRecord(job, Channel(ours, daemons=True), mmap.mmap(page, mmap.PAGESIZE), unstarted, arena=arena)
+
+
+def start(executor: ExecutorRecord, server: ForkServer) -> None:
+    """Ask the fork server for a job's process. Messages sent before it runs wait in its channel."""
+    what, executor.unstarted = executor.unstarted, None
+    assert what is not None
+    executor.token = server.fork("executor", what.settings, (what.channel, what.page))
+
+
+def forget_start(executor: ExecutorRecord) -> None:
+    """Close what an executor that is never started would have got."""
+    what, executor.unstarted = executor.unstarted, None
+    assert what is not None
+    os.close(what.channel)
+    os.close(what.page)

@@ -43,7 +43,7 @@ def executor(page):
     """Its process is not there; its page is."""
     ours, theirs = pair()
     with ours, theirs:
-        yield ExecutorRecord(JOB, 1, Channel(ours), page)
+        yield ExecutorRecord(JOB, Channel(ours), page)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ ANSWERED_BY = {LOADED: LOAD, TRANSFERRED: COMMANDS[3], PROFILED: COMMANDS[4], RE
 
 
 def record(page: mmap.mmap) -> ExecutorRecord:
-    found = ExecutorRecord(JOB, 1, None, page)  # type: ignore[arg-type] - nothing is read from it here
+    found = ExecutorRecord(JOB, None, page)  # type: ignore[arg-type] - nothing is read from it here
     found.programs[PROGRAM] = Listing(["aten.add.Tensor"], [0, 0], {0: [0, 1, 2]})
     found.transients[PROGRAM] = 0
     return found
