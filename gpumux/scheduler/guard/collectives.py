@@ -40,13 +40,13 @@ def exchange_ended(
         return
     high.shared = True
     if not baseline.known:
-        if high.watching and not high.calibrating:
+        if not high.calibrating:
             high.calibrate(1)
         return
     excess = seconds - baseline.value
     high.excess += excess
     high.budget.used += excess - baseline.late
-    if not high.watching or max(seconds, baseline.value) < LEAST_S:
+    if max(seconds, baseline.value) < LEAST_S:
         return
     overlap = sum([low.overlap for low in found])
     least = LEAST_OVERLAP * baseline.value

@@ -87,12 +87,11 @@ class RangeCost(RobustMean):
     """What a range of a high program loses in a second beside low work. Forecasts use `rate`, what is expected, and
     `upper_rate`, what is seldom exceeded; where there is no sample, these are what other ranges lose."""
 
-    __slots__ = ("ban", "rate", "speed", "upper_rate")
+    __slots__ = ("ban", "rate", "upper_rate")
 
     def __init__(self) -> None:
         super().__init__(RATE_FLOOR)
         self.rate = self.upper_rate = 0.0
-        self.speed = 0.0  # solo seconds of low work done in a second; 0.0: not known
         self.ban: Ban | None = None
 
     def publish(self) -> None:
@@ -443,7 +442,6 @@ LEAST_RELATIVE_RATE: Final = 0.25
 MOST_RELATIVE_RATE: Final = 1.0 / LEAST_RELATIVE_RATE
 MOST_KINDS: Final = 4096  # of launches remembered
 LEAST_EXPOSED: Final = 0.3  # part of a launch: what less of it costs says little about the whole
-BEST_EVERY: Final = 4  # steps for which the least known cost is cached
 MAX_RATE: Final = 0.95  # excess seconds in a second of overlap
 
 
@@ -451,7 +449,7 @@ class LowCosts:
     """What launches of the low program cost: by kind of launch, by low piece, and by range of the high program."""
 
     __slots__ = (
-        "_best", "_unconfirmed", "any_ban", "by_span", "effects", "key", "known", "launches", "lows", "on_arrival",
+        "_unconfirmed", "any_ban", "by_span", "effects", "key", "known", "launches", "lows", "on_arrival",
         "placement", "ranges", "rate", "share", "speed", "timed", "typical", "updated",
     )  # fmt: skip
 
@@ -473,17 +471,15 @@ class LowCosts:
         self.effects: dict[int, float] = {}  # by index: what launches cost there, over what they cost elsewhere
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = RangeCost()  # the same, where one outlier counts for little: for people
-        self._best: dict[Span, tuple[int, float]] = {}  # see `best`
         self._unconfirmed: dict[Span, int] = {}  # launches in a row that seemed costly and were not believed
 
-    def add(self, piece: int, rate: float, weight: float) -> RangeCost:
-        """A second of the range beside low work cost `rate`. Returns the range's cost."""
+    def add(self, piece: int, rate: float, weight: float) -> None:
+        """A second of the range beside low work cost `rate`."""
         range_cost = self.ranges[piece]
         if not range_cost.count:
             self.known += 1
         range_cost.add(min(rate, MAX_RATE), weight)
         range_cost.publish()
-        return range_cost
 
     def publish(self, piece: int) -> None:
         """The range's cost or ban was changed otherwise than by `add`."""
@@ -547,20 +543,6 @@ class LowCosts:
             if cost.index >= 0:
                 self.timed.setdefault(low, {})[cost.index] = cost
         return cost
-
-    def best(self, low: Span, since: int) -> float:
-        """The least that launches of the low piece were found to cost since step `since`; inf: nothing is known."""
-        known = self._best.get(low)
-        if known is not None and 0 <= since - known[0] < BEST_EVERY:
-            return known[1]
-        least, launches = inf, self.by_span.get(low)
-        if launches is not None:
-            for launched in launches:
-                if launched.last_step >= since:
-                    least = min(least, launched.mean)
-        least = max(0.0, least)
-        self._best[low] = (since, least)
-        return least
 
     def elsewhere(self, piece: int) -> float:
         """What the other ranges cost: the median of those known; 0.0 where there are none."""

@@ -76,7 +76,6 @@ from gpumux.types import CollectiveEnded, DeviceInfo, JobId, LaunchId, Priority
 _HIGH: Final = Priority.HIGH
 
 STRETCH: Final = 1.02  # of a low piece's predicted time: when it is taken to end
-OLD_STEPS: Final = 128  # steps after which the cost of a launch elsewhere is no reason to wait for that place
 
 
 class SlowdownGuard:
@@ -317,8 +316,7 @@ class SlowdownGuard:
             return "tail", None
         plan = self._plan(running, piece)
         at, moment, _ = kind
-        least = min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)
-        avoidable = max(0.0, cost.expected - least)
+        avoidable = max(0.0, cost.expected - plan.cost)
         if moment in MOMENTS and (option := plan.at[3 * at + moment]) is not None:
             if option.share != low_costs.share:
                 option = plan.tried[3 * at + moment] or option

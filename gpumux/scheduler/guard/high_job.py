@@ -290,9 +290,6 @@ HELD_LONG_STEPS: Final = 16  # steps for which low work was held: from then on m
 SPARE_VIOLATIONS: Final = 2.0  # violations left that exploration needs while low work does run
 LEAST_PRICE: Final = 2.0  # low seconds for a high second: below it credit is not short
 LEARNING_STEPS: Final = 200  # in which unknown launches are explored as long as there is credit
-KNOWN_STEPS: Final = 300  # after which only one step in WATCH_EVERY is learned from
-WATCH_AGAIN: Final = 32  # steps that are all learned from after several were slower than known costs explain
-WATCH_EVERY: Final = 4
 UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ and still count as equal
 RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
 USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
@@ -308,11 +305,10 @@ class HighJob:
         "arrival_loss", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
         "calibrating",
         "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
-        "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
+        "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step",
         "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
         "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs",
         "steps", "steps_beside_high", "tail_over", "tried", "trust", "version", "waits_for", "waits_for_step",
-        "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: ScheduledJob) -> None:
@@ -362,13 +358,10 @@ class HighJob:
         self.broken_since = inf  # when the steps in `ratios` began to break the promise; inf: they don't
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.queued_part = 0.0  # part of its steps that come while another one runs
-        self.late_steps = 0  # steps in a row beside low work that lost more than they may
         # Learning:
         self.calibrating = FIRST_SOLO_STEPS if self.ranks == 1 else FIRST_RANKS_STEPS  # steps without low work, wanted
         self.calibration_tries = 0
         self.last_solo_step = 0  # `steps` when there last was one
-        self.watching = True  # launches beside the step that runs are charged, and learned from
-        self.watched_until = KNOWN_STEPS
         self.explored_piece = -9  # `pieces` when an unknown launch was last explored
         self.explored_step = -1  # `steps` when that was
         self.probed_step = -(1 << 30)  # `steps` when a ban was last probed
@@ -499,12 +492,6 @@ class HighJob:
         if known and budget.learned:
             self._update_trust(excess)
         self.steps += 1
-        if shared:
-            self.late_steps = self.late_steps + 1 if excess > budget.limit else 0
-            # Launches then cost more than is known, unless steps without low work are as late.
-            if self.late_steps >= budget.confirmations:
-                self.watched_until = max(self.watched_until, self.steps + WATCH_AGAIN)
-        self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
             budget.end_learning()
             for placement in costs.placements.values():
@@ -806,7 +793,7 @@ def _inherit(heir: LowCosts, piece: int, parts: list[tuple[RangeCost, float]]) -
         return
     range_cost, total = heir.ranges[piece], sum([share for _, share in sampled])
     main = max(sampled, key=lambda part: part[1])[0]
-    range_cost.count, range_cost.speed = main.count, main.speed
+    range_cost.count = main.count
     range_cost.newest, range_cost.second, range_cost.third = main.newest, main.second, main.third
     range_cost.mean = sum([old.mean * share for old, share in sampled]) / total
     range_cost.deviation = sum([old.deviation * share for old, share in sampled]) / total

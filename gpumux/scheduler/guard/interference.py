@@ -98,7 +98,7 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # Lists of numbers in the order of the fields below. A later version of gpumux that measures something else gives its
 # data another VERSION: what an earlier one kept is then not taken up.
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
 MOST_KINDS: Final = 256  # kinds of launches of each, the newest: packing them takes time
 MOST_PIECES: Final = 100_000
@@ -157,7 +157,7 @@ def _keep_low(low: LowCosts) -> Kept:
         low.speed,
         low.rate,
         _keep_mean(low.typical),
-        [[at, cost.speed, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
+        [[at, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
         [[*_bounds(span), *_keep_launch(cost)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
         [[piece, moment, *_bounds(span), *_keep_launch(cost)] for (piece, moment, span), cost in launches],
         [[index, effect] for index, effect in low.effects.items()],
@@ -243,12 +243,11 @@ def _take_low(high: HighCosts, data: Kept) -> None:
     low.speed, low.rate = _number(speed, 0.0), _number(rate, 0.0)
     _take_mean(low.typical, typical, 0)
     pieces = len(low.ranges)
-    for at, range_speed, *mean in ranges:
+    for at, *mean in ranges:
         cost: RangeCost = low.ranges[_count(at, 0, pieces - 1)]
         _take_mean(cost, mean, 1)
         if not cost.mean < 1.0:
             raise ValueError(f"a range that loses {cost.mean} of its time")
-        cost.speed = _number(range_speed, 0.0)
         cost.publish()
         low.known += 1
     for first, end, *launch in lows:

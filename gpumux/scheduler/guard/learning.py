@@ -130,7 +130,6 @@ class CostLearner:
                 if placement is not None:
                     placement.last_launch_step = running.high.steps
         if decision.exploring is not None:
-            decision.exploring.watching = True
             decision.exploring.explored_piece = decision.exploring.pieces
             decision.exploring.explored_step = decision.exploring.steps
             low.exploring = True
@@ -191,14 +190,10 @@ class CostLearner:
                 view.launch_overhead += SMOOTHING * (max(0.0, late) - view.launch_overhead)
         if low.beside_high:
             self.harvested += seconds
-            if ended > low.began:
-                low.speed = low.predicted / (ended - low.began)
             if low.kinds is not None:
+                speed = low.predicted / (ended - low.began) if ended > low.began else 1.0
                 for low_costs, _ in low.kinds:
-                    low_costs.speed += 0.2 * (low.speed - low_costs.speed)
-            if low.charged_ranges is not None:
-                for range_cost in low.charged_ranges:
-                    update_speed(range_cost, low.speed)
+                    low_costs.speed += 0.2 * (speed - low_costs.speed)
         view.recent.add(low, bool(windows.high.launches), any(high.parked for high in view.idle_jobs))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
@@ -220,9 +215,6 @@ class CostLearner:
         found: LowLaunches = []
         if view.low_launches or recent.last_end > start:
             found = beside(view.low_launches, recent, start, ended)
-        if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
-            for low in found:
-                low.kinds = low.idle_costs = None
         if recent.open:
             learn_costs(recent, start, high.steps, high.budget)
         if found:
@@ -254,7 +246,7 @@ class CostLearner:
         """A high piece of `seconds` ended that ran beside these low launches."""
         high.shared = True
         baseline = costs.reference(piece, beside_high, high.from_idle)
-        if high.watching and any(low.exploring for low in found):
+        if any(low.exploring for low in found):
             high.tried = True
         if baseline.count:
             excess = seconds - baseline.value
@@ -264,9 +256,8 @@ class CostLearner:
             if (high.from_idle or high.resumed_at) and excess > 0.0:
                 part = relied_on_arrivals(found, high.idle_from, high.arrived)
                 high.arrival_loss += excess * part
-            if high.watching:
-                self._charge(high, costs, piece, excess, found)
-        elif high.watching and not high.calibrating:
+            self._charge(high, costs, piece, excess, found)
+        elif not high.calibrating:
             high.calibrate(1)
 
     def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
@@ -292,8 +283,7 @@ class CostLearner:
         high.changed()
         solo_s = high.solo_step()
         self._cutting.step_ended(high, solo_s, ended)
-        if view.recent.end_step(view.low_launches):
-            high.watching = True
+        view.recent.end_step(view.low_launches)
         for costs, other, low, piece in self._to_judge:
             if other is high:
                 judge(self._bans, costs, high, low, piece, ended)
@@ -348,7 +338,7 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
         return  # the program was cut anew
     rate = range_cost.judged_rate
     ratio = 1.0 / (1.0 - rate)
-    speed = max(range_cost.speed, low_costs.speed, LEAST_SPEED)
+    speed = max(low_costs.speed, LEAST_SPEED)
     overlap = min(min(low.step.pieces) / speed, costs.solo_s[piece] * ratio)
     why: Why | None = None
     if ratio > 1.0 + budget.slack:
@@ -458,18 +448,7 @@ def _charge(low_costs: LowCosts, launch: LowLaunch, piece: int, least: float, ex
     rate = excess / max(seconds, least)
     if low_costs.rate > 0.0:
         rate /= low_costs.relative_rate(launch.span)
-    range_cost = low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
-    if launch.ended:
-        update_speed(range_cost, launch.speed)
-    elif launch.charged_ranges:
-        launch.charged_ranges.append(range_cost)
-    else:
-        launch.charged_ranges = [range_cost]
-
-
-def update_speed(range_cost: RangeCost, speed: float) -> None:
-    """Low work ran at `speed` beside the range."""
-    range_cost.speed = range_cost.speed + 0.2 * (speed - range_cost.speed) if range_cost.speed else speed
+    low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
 
 
 def split_by_arrival(found: LowLaunches, arrived: float) -> tuple[LowLaunches, LowLaunches]:
