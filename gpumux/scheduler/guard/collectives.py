@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
-from gpumux.scheduler.guard.costs import RangeCost
+from gpumux.scheduler.guard.costs import LEAST_OVERLAP, RangeCost
 from gpumux.scheduler.guard.device_view import LowLaunch, LowLaunches
 from gpumux.scheduler.guard.high_job import Gate, HighJob
 
 LEAST_S: Final = 20e-6  # a shorter exchange tells nothing
-LEAST_OVERLAP: Final = 0.25  # of an exchange: a charge for a shorter overlap is spread over this much
 MOST_RATE: Final = 0.99  # of the seconds beside low work that may be lost
 
 

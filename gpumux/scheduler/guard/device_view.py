@@ -56,8 +56,6 @@ LowLaunches: TypeAlias = list[LowLaunch]
 class RecentLaunches:
     """The newest low launches that ended."""
 
-    __slots__ = ("last_end", "launches", "open")
-
     def __init__(self) -> None:
         self.launches: deque[LowLaunch] = deque(maxlen=RECENT)
         self.last_end = 0.0
@@ -104,12 +102,6 @@ class DeviceView:
     The view also keeps what it is made of: `idle_jobs` (all idle high jobs, the longest idle first), `low_launches`
     (those that are out) and `recent` (those that ended lately).
     """
-
-    __slots__ = (
-        "_idle_changes", "_looked_version", "_next_arrival", "_next_look", "_no_pieces", "calm", "free_at", "idle",
-        "idle_jobs", "launch_delay", "launch_overhead", "low_launches", "low_out", "low_until", "low_version", "now",
-        "overrun", "pending", "recent", "running", "version",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.version = 0  # changes with everything that decisions depend on, except for time

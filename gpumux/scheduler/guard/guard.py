@@ -29,11 +29,11 @@ from gpumux.scheduler.guard.costs import (
     MIN_SAMPLES,
     MOMENTS,
     NOISE_FLOOR_S,
-    ON_ARRIVAL,
     WORTH_S,
     LaunchKind,
     LaunchPlan,
     LowCosts,
+    on_arrival,
 )
 from gpumux.scheduler.guard.decisions import (
     HOLD_ALL,
@@ -355,9 +355,10 @@ class SlowdownGuard:
             if hold is None:
                 continue
             costs = high.costs
-            if hold.reason == "gap" and costs is not None and high.steps < LEARNING_STEPS and may_explore_now(high):
-                kind = (ON_ARRIVAL, 3, span)
-                if may_explore(high, None, costs.beside(key), kind, None, view.now):
+            new = hold.reason == "gap" and high.steps < LEARNING_STEPS and may_explore_now(high)
+            if new and costs is not None:
+                low_costs, kind = costs.beside(key), on_arrival(span)
+                if may_explore(high, None, low_costs, kind, None, view.now):
                     decision.probed = decision.exploring = high
                     continue
             if latest is None or hold.until > latest.until:  # before that it would be held in any case

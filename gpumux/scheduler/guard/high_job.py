@@ -20,10 +20,12 @@ from gpumux.scheduler.guard.costs import (
     EXPLORE_ALWAYS,
     EXPLORE_IF_STUCK,
     EXPLORE_NEVER,
+    START,
     LaunchCost,
     LowCosts,
     LowPlacement,
     RangeCost,
+    on_arrival,
 )
 from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey, ScheduledJob, Span
 from gpumux.types import JobId, StepId
@@ -48,8 +50,6 @@ ENOUGH_SAMPLES: Final = 2  # before an estimate is relied on
 
 class Baseline:
     """Seconds without low work. `value` is 0.0 while nothing is known."""
-
-    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "known", "late", "noise", "samples", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -116,19 +116,6 @@ class InterArrivals:
     one that nearly all exceed. Arrivals are `unpredictable` if they are `at_random`, which the spread of pauses tells,
     or if steps came when none was expected. A job that has been without a step for `longest` is idle for good: that is
     the longest pause seen or, if arrivals are predictable, many usual ones. All are 0.0 while no pause is known."""
-
-    __slots__ = (
-        "_before_steps",
-        "_newest",
-        "_surprised",
-        "at_random",
-        "least",
-        "longest",
-        "short",
-        "sorted",
-        "unpredictable",
-        "usual",
-    )
 
     def __init__(self, before_steps: bool = True) -> None:
         """`before_steps`: the pauses are between steps. A rank's pauses before an exchange end when its peers come, so
@@ -204,8 +191,6 @@ MOSTLY: Final = 0.5  # part of a step's loss: if so much was lost on arrival, th
 class ArrivalTrust:
     """Whether the known pauses are relied on: if `trusted`."""
 
-    __slots__ = ("capped_loss", "mean_loss", "trusted", "violations_left")
-
     def __init__(self) -> None:
         self.violations_left = ALLOWED_ARRIVAL_VIOLATIONS
         self.mean_loss = 0.0  # seconds that steps lose on arrival
@@ -236,8 +221,6 @@ MOST_LOW: Final = 64  # low programs of which a gate remembers what they cost it
 class Gate:
     """What is known of one gate: the gate before `operator` of the program with key `program`. `arrivals`: its pauses,
     from the piece before it to the end of the exchange; `exchange`: what that takes alone once the peers are there."""
-
-    __slots__ = ("_beside", "arrivals", "exchange", "operator", "program")
 
     def __init__(self, program: str, operator: int) -> None:
         self.program, self.operator = program, operator
@@ -300,16 +283,6 @@ OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second tha
 
 class HighJob:
     """What the guard knows of one high job. Times are seconds."""
-
-    __slots__ = (
-        "arrival_loss", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
-        "calibrating",
-        "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
-        "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step",
-        "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
-        "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs",
-        "steps", "steps_beside_high", "tail_over", "tried", "trust", "version", "waits_for", "waits_for_step",
-    )  # fmt: skip
 
     def __init__(self, job: ScheduledJob) -> None:
         self.job = job
@@ -578,8 +551,6 @@ class AwaitedSteps:
     """Low jobs for one of whose steps a client waits. `jobs` are these, the longest awaited first, and `waiting` the
     high jobs that get no step before, by low job."""
 
-    __slots__ = ("jobs", "waiting")
-
     def __init__(self) -> None:
         self.jobs: list[ScheduledJob] = []
         self.waiting: dict[JobId, list[HighJob]] = {}
@@ -630,11 +601,6 @@ class HighCosts:
     """What is known of one high program under one cut. `solo_s` are the best estimates of its pieces' seconds without
     low work, and `total` is their sum."""
 
-    __slots__ = (
-        "_beside_high", "bounds", "by_low", "changes", "first", "key", "placements", "solo", "solo_s", "steps", "total",
-        "updated",
-    )  # fmt: skip
-
     def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
         self.key = key
         self.bounds = bounds
@@ -668,7 +634,7 @@ class HighCosts:
     def arrival_cost(self, key: LowKey, span: Span) -> LaunchCost | None:
         """What is known of launches of the low piece during which a step came, or else of any; None: nothing."""
         low_costs = self.beside(key)
-        return low_costs.on_arrival.get(span) or low_costs.lows.get(span)
+        return low_costs.launches.get(on_arrival(span)) or low_costs.lows.get(span)
 
     def never_ran(self, low: str, span: Span) -> bool:
         """Whether no launch of the low piece was ever seen beside the program, on any share."""
@@ -676,7 +642,7 @@ class HighCosts:
         if placement is None:
             return True
         for low_costs in placement.by_share:
-            if span in low_costs.lows or span in low_costs.by_span:  # `lows` alone may be known from another cut
+            if span in low_costs.lows or (len(low_costs.ranges), START, span) in low_costs.launches:
                 return False
         return not placement.of(span).learned
 

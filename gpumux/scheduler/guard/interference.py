@@ -10,11 +10,9 @@ from math import inf, isfinite
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gpumux.scheduler.guard.costs import (
-    FIRST_SPREAD,
     MIN_SAMPLES,
     MOMENTS,
     ON_ARRIVAL,
-    TIMED_SPREAD,
     LaunchCost,
     LowCosts,
     RangeCost,
@@ -178,7 +176,7 @@ def _keep_mean(mean: RobustMean) -> Kept:
 
 
 def _keep_launch(cost: LaunchCost) -> Kept:
-    return [cost.peak, cost.upper, cost.worst, cost.rate, cost.seconds, cost.last_peak, *_keep_mean(cost.cost)]
+    return [cost.peak, cost.upper, cost.worst, cost.rate, cost.seconds, cost.last_peak, *_keep_mean(cost)]
 
 
 # ---- And taken up again. Every number is looked at, since a file may be damaged. Costs count as few samples: where the
@@ -256,9 +254,7 @@ def _take_low(high: HighCosts, data: Kept) -> None:
         raise ValueError("too many kinds of launches of one low program")
     for at, moment, first, end, *launch in launches:
         piece, when, span = _count(at, ON_ARRIVAL, pieces), _count(moment), _span(key.program, first, end)
-        repeats = piece != ON_ARRIVAL and when in MOMENTS
-        index, spread = (3 * piece + when, TIMED_SPREAD) if repeats else (-1, FIRST_SPREAD)
-        low.put((piece, when, span), _take_launch(LaunchCost(spread, index), launch))
+        low.launches[piece, when, span] = _take_launch(LaunchCost(when in MOMENTS), launch)
     for index, effect in effects:
         low.effects[_count(index, 0, 3 * pieces + 2)] = _number(effect, 0.0)
     for first, end, learned, base, worst in placed:
@@ -276,8 +272,7 @@ def _take_mean(mean: RobustMean, data: Kept, least: int) -> None:
 
 def _take_launch(cost: LaunchCost, data: Kept) -> LaunchCost:
     peak, upper, worst, rate, seconds, last_peak, *mean = data
-    _take_mean(cost.cost, mean, 1)
-    cost.mean, cost.count = cost.cost.mean, cost.cost.count
+    _take_mean(cost, mean, 1)
     cost.peak, cost.upper, cost.worst = _number(peak, 0.0), _number(upper), _number(worst)
     cost.rate, cost.seconds, cost.last_peak = _number(rate, 0.0), _number(seconds, 0.0), _number(last_peak)
     return cost

@@ -13,7 +13,7 @@ from typing import Final
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
 from gpumux.scheduler.guard.collectives import exchange_ended
-from gpumux.scheduler.guard.costs import ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import LEAST_OVERLAP, LaunchKind, LowCosts, RangeCost, on_arrival
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
@@ -25,8 +25,7 @@ _HIGH: Final = Priority.HIGH
 
 LEAST_SPEED: Final = 0.05  # of low work beside high work
 BAN_RATIO: Final = 3.0  # times what other ranges cost: a range that costs more is banned
-MOST_OVERRUN_S: Final = 1e-3
-MOST_LAUNCH_DELAY_S: Final = 1e-3
+MOST_LATE_S: Final = 1e-3  # that a low launch is taken to begin or end late
 SMOOTHING: Final = 0.1  # part of the newest sample in launch delay and overhead
 OVERRUN_FADES: Final = 0.996  # for each step of a high job
 ADAPT_EVERY: Final = 16  # steps
@@ -50,8 +49,6 @@ AWAY_S: Final = 10.0  # since its newest step, until low programs are no longer 
 
 class Cutting:
     """The piece length wanted for low programs. `usual_s` is that which the device makes by itself."""
-
-    __slots__ = ("changed", "finest", "high", "until", "usual_s")
 
     def __init__(self, usual_s: float) -> None:
         self.usual_s = usual_s
@@ -182,7 +179,7 @@ class CostLearner:
         low.began, low.ended = max(started, low.at), ended
         if not launch.count_before:
             delay = low.began - low.at
-            if delay < MOST_LAUNCH_DELAY_S:
+            if delay < MOST_LATE_S:
                 view.launch_delay += (SMOOTHING if view.launch_delay else 1.0) * (delay - view.launch_delay)
         if low.only_launch:
             late = ended - low.at - low.predicted
@@ -265,7 +262,7 @@ class CostLearner:
         if (high.from_idle and piece == 0) or (high.resumed_at and piece == high.resumed_at):
             before, since = split_by_arrival(found, high.arrived)
             if before:
-                self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_OVERRUN_S)
+                self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_LATE_S)
                 if not since:
                     charge_arrival(excess, before)
                     return
@@ -377,7 +374,6 @@ def recut_bans(bans: Bans, high: JobId, costs: HighCosts, cuts: Collection[HighC
 UNKNOWN_RATE: Final = 0.05  # added to what each launch is known to cost, so that unknown launches share equally
 DOUBTFUL: Final = 0.5  # of what a step may lose: a launch that seems to cost more needs confirmation
 LEAST_S: Final = 1e-6  # a shorter high piece tells nothing
-LEAST_OVERLAP: Final = 0.25  # of a piece: a charge for a shorter overlap is spread over this much
 
 
 def beside(out: dict[LaunchId, LowLaunch], recent: RecentLaunches, start: float, end: float) -> LowLaunches:
@@ -487,7 +483,7 @@ def learn_costs(recent: RecentLaunches, until: float, step: int, budget: Slowdow
                 _learn(low_costs, kind, launch, step, budget)
         if launch.met_arrival and launch.idle_costs is not None:
             for costs in launch.idle_costs:
-                _learn(costs.beside(launch.key), (ON_ARRIVAL, 3, launch.span), launch, step, budget)
+                _learn(costs.beside(launch.key), on_arrival(launch.span), launch, step, budget)
     recent.open = still
 
 
