@@ -190,7 +190,6 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "calibration": (constant(HIGH, SOLO_EVERY=NEVER),),
     "look-ahead: next step": (function(TIMING, "next_step_loss", "return 0.0"),),
     "look-ahead: pauses": (constant(TIMING, MOST_LOOKAHEAD=1),),
-    "shares": (function("scheduler/guard/guard", "SlowdownGuard._best_share", "return whole"),),
     "bans": (function(LEARN, "judge", "return"),),
     "wider window": (function("scheduler/guard/decisions", "LowWindow.adapt", "return"),),
     "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),

@@ -28,15 +28,12 @@ from gpumux.scheduler.guard.collectives import cost_of_exchange
 from gpumux.scheduler.guard.costs import (
     MIN_SAMPLES,
     MOMENTS,
-    NOISE_FLOOR_S,
-    WORTH_S,
     LaunchKind,
     LaunchPlan,
     LowCosts,
     on_arrival,
 )
 from gpumux.scheduler.guard.decisions import (
-    HOLD_ALL,
     MOMENT_LIMITED,
     Decisions,
     Hold,
@@ -48,7 +45,6 @@ from gpumux.scheduler.guard.high_job import (
     HELD_LONG_STEPS,
     KNOWN_RANGES,
     LEARNING_STEPS,
-    LEAST_PRICE,
     AwaitedSteps,
     CostsByProgram,
     Gate,
@@ -143,9 +139,6 @@ class SlowdownGuard:
             if planned is not None:
                 return planned
         decision = self._consider(job, step, piece, 1.0)
-        # Between steps a smaller share would only last longer.
-        if len(self.shares) > 1 and (decision.expected > NOISE_FLOOR_S or decision.hold is not None):
-            decision = self._best_share(decision, piece)
         if only is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
             decision.hold.until = next_timed_launch(only, self._plan(only, piece), view)
         return decision
@@ -189,26 +182,6 @@ class SlowdownGuard:
         )  # fmt: skip
         running.planned, running.plan = piece, plan
         return plan
-
-    def _best_share(self, whole: LaunchDecision, piece: LowPiece) -> LaunchDecision:
-        """The decision for the share that gives most low work a second, after its cost; `whole` is that for the whole
-        device."""
-        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in HOLD_ALL:
-            return whole
-        best, most = whole, self._worth(whole, piece)
-        for share in self.shares[1:]:
-            other = self._consider(whole.job, whole.step, piece, share)
-            worth = self._worth(other, piece)
-            if worth > most:
-                best, most = other, worth
-        return best
-
-    def _worth(self, decision: LaunchDecision, piece: LowPiece) -> float:
-        """Low seconds gained by the launch, less its cost; a high second is worth at least two low ones."""
-        if decision.hold is not None:
-            return -inf
-        price = max([LEAST_PRICE, *[running.high.budget.price for running in self.view.running]])
-        return piece.seconds - price * decision.expected - WORTH_S * decision.seconds
 
     def _consider(self, job: ScheduledJob, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
         """The decision for a launch on this share now, beside each of the high pieces that run."""
