@@ -9,7 +9,7 @@ loses: `over` counts runs of which the mean or the 99th percentile is over what 
 the sources of a copy of gpumux, which is compiled once, as the core is (`python -m gpumux.compile_core`);
 `--interpreted` does without, and takes several times as long. `--together` turns off several parts at once.
 
-Pairs differ by more than most parts are worth: without the repeat factor nothing was lost over 12 pairs, and 0.044 of
+Pairs differ by more than most parts are worth: without the repeat factor nothing was lost over 12 pairs, and 0.02 of
 the oracle's harvest over 25. So `--pairs 100` says whether a part may be deleted.
 """
 
