@@ -200,7 +200,6 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),
     "overrun": (function(LEARN, "overrun", "return 0.0"),),
     "launch overhead": (expression(LEARN, "SMOOTHING * (max(0.0, late) - view.launch_overhead)", "0.0"),),
-    "rates of low pieces": (function(COSTS, "LowCosts.relative_rate", "return 1.0"),),
     "unpaid losses": (expression(BUDGET, "excess - MOST_OVERDRAFT * self.credit", "0.0"),),
     "recovery without low work": (constant(BUDGET, TAIL_RECOVER=1.0),),
     "arrivals that the scheduler sees late": (constant(BUDGET, UNSEEN_S=0.0),),

@@ -128,14 +128,14 @@ def test_what_repeats_is_counted_without_the_margin_for_what_is_not_known() -> N
     timed, anyhow = LaunchCost(repeats=True), LaunchCost()
     for count in range(1, 2 * MIN_SAMPLES):
         for launched in (timed, anyhow):
-            launched.add_launch(103e-6, 103e-6, 0.1, 1e-3, count)
+            launched.add_launch(103e-6, 103e-6, 1e-3, count)
         assert timed.may_fit(limit) == (count < MIN_SAMPLES), "it is worth another look"
         assert (timed.upper <= limit) == (count >= MIN_SAMPLES)
         assert not anyhow.may_fit(limit)
         assert anyhow.upper > limit
     assert timed.upper == pytest.approx(REPEAT_FACTOR * 103e-6)
     dear = LaunchCost(repeats=True)
-    dear.add_launch(110e-6, 110e-6, 0.1, 1e-3, 1)
+    dear.add_launch(110e-6, 110e-6, 1e-3, 1)
     assert not dear.may_fit(limit)
 
 

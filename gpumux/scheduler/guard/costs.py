@@ -130,7 +130,7 @@ class RangeCost(RobustMean):
 class LaunchCost(RobustMean):
     """What launches of one kind cost: high seconds in all (the mean), and in the step that lost most by one."""
 
-    __slots__ = ("last_peak", "last_step", "peak", "rate", "repeats", "seconds", "upper", "worst")
+    __slots__ = ("last_peak", "last_step", "peak", "repeats", "seconds", "upper", "worst")
 
     def __init__(self, repeats: bool = False) -> None:
         super().__init__(NOISE_FLOOR_S)
@@ -138,13 +138,12 @@ class LaunchCost(RobustMean):
         self.peak = 0.0  # what they cost one step
         self.upper = 0.0  # what a step seldom loses more of
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another moment may cost
-        self.rate = 0.0  # high seconds lost in a second of a launch
         self.seconds = 0.0  # a launch took
         self.last_step = 0  # the high job's step when there last was one
         self.last_peak = 0.0
 
-    def add_launch(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
-        """A launch of `seconds` cost so much in all, `peak` in one step, and `rate` in a second of it."""
+    def add_launch(self, cost: float, peak: float, seconds: float, step: int) -> None:
+        """A launch of `seconds` cost so much in all, and `peak` in one step."""
         self.add(cost)
         part = 1.0 / self.count if self.count < 5 else 0.2
         capped = max(0.0, peak)
@@ -153,7 +152,6 @@ class LaunchCost(RobustMean):
         self.last_peak = peak
         self.peak += part * (capped - self.peak)
         self.worst = max(peak, FORGET * self.worst)
-        self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.last_step = step
         spread = TIMED_SPREAD if self.repeats else FIRST_SPREAD
@@ -430,7 +428,6 @@ class LowPlacement:
 # ---- One low program, on one share of the device, beside one high program.
 
 
-LEAST_RELATIVE_RATE: Final = 0.25  # and the most is its inverse
 MOST_KINDS: Final = 4096  # of launches remembered
 LEAST_EXPOSED: Final = 0.3  # part of a launch: what less of it costs says little about the whole
 MAX_RATE: Final = 0.95  # excess seconds in a second of overlap
@@ -441,8 +438,8 @@ class LowCosts:
     """What launches of the low program cost: by kind of launch, by low piece, and by range of the high program."""
 
     __slots__ = (
-        "_unconfirmed", "any_ban", "effects", "key", "known", "launches", "lows", "placement", "ranges", "rate",
-        "share", "speed", "typical", "updated",
+        "_unconfirmed", "any_ban", "effects", "key", "known", "launches", "lows", "placement", "ranges", "share",
+        "speed", "typical", "updated",
     )  # fmt: skip
 
     def __init__(self, key: LowKey, pieces: int, placement: LowPlacement) -> None:
@@ -456,8 +453,7 @@ class LowCosts:
         self.launches: dict[LaunchKind, LaunchCost] = {}
         self.lows: dict[Span, LaunchCost] = {}  # of launches of each low piece beside any high piece
         self.effects: dict[int, float] = {}  # by index: what launches cost there, over what they cost elsewhere
-        self.rate = 0.0  # high seconds lost in a second of any launch
-        self.typical = RangeCost()  # the same, where one outlier counts for little: for people
+        self.typical = RangeCost()  # high seconds lost in a second of any launch: for people
         self._unconfirmed: dict[Span, int] = {}  # launches in a row that seemed costly and were not believed
 
     def add(self, piece: int, rate: float, weight: float) -> None:
@@ -473,13 +469,6 @@ class LowCosts:
         self.ranges[piece].publish()
         self.any_ban = any(each.ban is not None for each in self.ranges)
 
-    def relative_rate(self, low: Span) -> float:
-        """What a second of the low piece costs, over what a second of any costs."""
-        known = self.lows.get(low)
-        if known is None or self.rate <= 0.0:
-            return 1.0
-        return max(LEAST_RELATIVE_RATE, min(known.rate / self.rate, 1.0 / LEAST_RELATIVE_RATE))
-
     def confirms(self, kind: LaunchKind, peak: float, needed: int, much: float) -> bool:
         """Whether to learn from a launch that was charged `peak` in a step. One that seems to have cost `much` counts
         only once `needed` of its kind have in a row: steps are that late without low work, too."""
@@ -493,7 +482,6 @@ class LowCosts:
 
     def learn(self, kind: LaunchKind, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, a part `exposed` of it beside the high job, was charged `cost`, `peak` in one step."""
-        rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
         piece, _, low = kind
         launched = self.launches.get(kind)
         if launched is None:
@@ -501,16 +489,15 @@ class LowCosts:
                 self.launches.clear()  # `lows` still knows
             launched = self.launches[kind] = LaunchCost(kind[1] in MOMENTS)
         mean, upper = launched.mean, launched.upper
-        launched.add_launch(cost, peak, rate, seconds, step)
+        launched.add_launch(cost, peak, seconds, step)
         if piece != ON_ARRIVAL and (exposed >= LEAST_EXPOSED or piece < len(self.ranges)):
             changed = abs(launched.mean - mean) + abs(launched.upper - upper) > CHANGED * upper + NOISE_FLOOR_S
             whole = max(exposed, LEAST_EXPOSED)
             anywhere = self.lows.get(low)
             if anywhere is None:
                 anywhere = self.lows[low] = LaunchCost()
-            anywhere.add_launch(cost / whole, peak / whole, rate, seconds, step)
-            self.rate += 0.1 * (rate - self.rate) if self.rate else rate
-            self.typical.add(rate)
+            anywhere.add_launch(cost / whole, peak / whole, seconds, step)
+            self.typical.add(max(0.0, cost) / seconds if seconds > 0.0 else 0.0)
             self.placement.learn(kind, self.effects, cost, launched.count, changed)
 
     def elsewhere(self, piece: int) -> float:

@@ -736,7 +736,7 @@ class HighCosts:
             heir = costs.beside(key)
             costs.mark_updated(heir)
             heir.speed = low_costs.speed
-            heir.lows, heir.rate, heir.typical = low_costs.lows.copy(), low_costs.rate, low_costs.typical
+            heir.lows, heir.typical = low_costs.lows.copy(), low_costs.typical
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(low_costs.ranges[old], share) for old, share in parts])
         return costs

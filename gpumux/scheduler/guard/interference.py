@@ -153,7 +153,6 @@ def _keep_low(low: LowCosts) -> Kept:
         low.key.share,
         int(low.placement.explored),
         low.speed,
-        low.rate,
         _keep_mean(low.typical),
         [[at, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
         [[*_bounds(span), *_keep_launch(cost)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
@@ -176,7 +175,7 @@ def _keep_mean(mean: RobustMean) -> Kept:
 
 
 def _keep_launch(cost: LaunchCost) -> Kept:
-    return [cost.peak, cost.upper, cost.worst, cost.rate, cost.seconds, cost.last_peak, *_keep_mean(cost)]
+    return [cost.peak, cost.upper, cost.worst, cost.seconds, cost.last_peak, *_keep_mean(cost)]
 
 
 # ---- And taken up again. Every number is looked at, since a file may be damaged. Costs count as few samples: where the
@@ -232,13 +231,13 @@ def _take_baseline(data: Kept) -> Baseline:
 
 
 def _take_low(high: HighCosts, data: Kept) -> None:
-    program, share, explored, speed, rate, typical, ranges, lows, launches, effects, placed = data
+    program, share, explored, speed, typical, ranges, lows, launches, effects, placed = data
     key = LowKey(_text(program), _number(share, 0.0))
     if not 0.0 < key.share <= 1.0:
         raise ValueError(f"a share of {share}")
     low = high.beside(key)
     low.placement.explored = bool(_count(explored, 0, 1))
-    low.speed, low.rate = _number(speed, 0.0), _number(rate, 0.0)
+    low.speed = _number(speed, 0.0)
     _take_mean(low.typical, typical, 0)
     pieces = len(low.ranges)
     for at, *mean in ranges:
@@ -271,8 +270,8 @@ def _take_mean(mean: RobustMean, data: Kept, least: int) -> None:
 
 
 def _take_launch(cost: LaunchCost, data: Kept) -> LaunchCost:
-    peak, upper, worst, rate, seconds, last_peak, *mean = data
+    peak, upper, worst, seconds, last_peak, *mean = data
     _take_mean(cost, mean, 1)
     cost.peak, cost.upper, cost.worst = _number(peak, 0.0), _number(upper), _number(worst)
-    cost.rate, cost.seconds, cost.last_peak = _number(rate, 0.0), _number(seconds, 0.0), _number(last_peak)
+    cost.seconds, cost.last_peak = _number(seconds, 0.0), _number(last_peak)
     return cost

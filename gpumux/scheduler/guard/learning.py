@@ -441,10 +441,7 @@ def _charge(low_costs: LowCosts, launch: LowLaunch, piece: int, least: float, ex
     seconds = launch.overlap
     launch.charged += excess
     launch.charged_in_step += excess
-    rate = excess / max(seconds, least)
-    if low_costs.rate > 0.0:
-        rate /= low_costs.relative_rate(launch.span)
-    low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
+    low_costs.add(piece, excess / max(seconds, least), min(seconds / (4 * least) + 0.25, 1.0))
 
 
 def split_by_arrival(found: LowLaunches, arrived: float) -> tuple[LowLaunches, LowLaunches]:
