@@ -4,7 +4,6 @@ that."""
 from __future__ import annotations
 
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +17,9 @@ from gpumux.scheduler.guard.budget import (
     StepNoise,
 )
 from gpumux.scheduler.guard.costs import NOISE_FLOOR_S, START
-from gpumux.scheduler.guard.high_job import ENOUGH_SAMPLES, KNOWN_STEPS, HighCosts, HighJob
-from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey
+from gpumux.scheduler.guard.high_job import HighCosts
+from gpumux.scheduler.jobs import LowKey
 from gpumux.simulate.run import Simulation
-from gpumux.types import Footprint, JobId, ProgramId, StepId
 from tests.scheduler.scenarios import SMALL, high, low, pace, world
 
 SOLO_S = 1e-3
@@ -119,37 +117,6 @@ def test_one_dear_launch_in_noise_is_not_believed_and_several_in_a_row_are() -> 
         False, False, True, False, False, True, False,
     ]  # fmt: skip
     assert dear > much > NOISE_FLOOR_S
-
-
-def known(confirmations: int) -> HighJob:
-    """A job whose steps, alone, show that so many late ones in a row have other causes than low work."""
-    track = HighJob(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05, gang=None)))  # type: ignore[arg-type]
-    track.adopt(HighCosts("key", (0, 1), (SOLO_S,)))
-    for baseline in track.costs.steps:
-        for _ in range(ENOUGH_SAMPLES):
-            baseline.add(SOLO_S)
-    track.steps, track.watched_until, track.calibrating, track.budget.confirmations = (
-        2 * KNOWN_STEPS,
-        0,
-        0,
-        confirmations,
-    )
-    track.budget.begin_step(SOLO_S)
-    return track
-
-
-def end(track: HighJob, late: float) -> bool:
-    """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is
-    its turn."""
-    track.began, track.shared = 0.0, True
-    track.end_step(JobStep(StepId(0), JobProgram(ProgramId(0), Footprint(0, 0, 0)), 0.0, 0), SOLO_S + late)
-    return track.watched_until > track.steps
-
-
-def test_late_steps_are_looked_into_unless_steps_alone_are_as_late() -> None:
-    assert end(known(confirmations=1), SOLO_S), "without noise the first one tells that something is not known"
-    noisy = known(confirmations=3)
-    assert [end(noisy, late) for late in (SOLO_S, SOLO_S, 0.0, SOLO_S, SOLO_S, SOLO_S)] == [False] * 5 + [True]
 
 
 NOISE_S = 0.5e-3  # for so long all is slower

@@ -16,11 +16,9 @@ from gpumux.scheduler.guard.budget import (
     VIOLATION_RATE,
 )
 from gpumux.scheduler.guard.costs import (
-    AFTER_START,
     MIN_SAMPLES,
     REPEAT_FACTOR,
     START,
-    TIMED_SPREAD,
     LaunchCost,
     LaunchOption,
     LaunchPlan,
@@ -127,17 +125,17 @@ def test_once_a_job_is_known_what_steps_lost_too_much_is_paid_back_by_those_that
 
 def test_what_repeats_is_counted_without_the_margin_for_what_is_not_known() -> None:
     limit = 100e-6
-    timed, anyhow = LaunchCost(TIMED_SPREAD, 3 + AFTER_START), LaunchCost()
+    timed, anyhow = LaunchCost(repeats=True), LaunchCost()
     for count in range(1, 2 * MIN_SAMPLES):
         for launched in (timed, anyhow):
-            launched.add(103e-6, 103e-6, 0.1, 1e-3, count)
+            launched.add_launch(103e-6, 103e-6, 1e-3, count)
         assert timed.may_fit(limit) == (count < MIN_SAMPLES), "it is worth another look"
         assert (timed.upper <= limit) == (count >= MIN_SAMPLES)
         assert not anyhow.may_fit(limit)
         assert anyhow.upper > limit
     assert timed.upper == pytest.approx(REPEAT_FACTOR * 103e-6)
-    dear = LaunchCost(TIMED_SPREAD, 3 + AFTER_START)
-    dear.add(110e-6, 110e-6, 0.1, 1e-3, 1)
+    dear = LaunchCost(repeats=True)
+    dear.add_launch(110e-6, 110e-6, 1e-3, 1)
     assert not dear.may_fit(limit)
 
 

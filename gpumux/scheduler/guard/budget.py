@@ -42,11 +42,9 @@ TOLERATED_DEBT: Final = 0.5  # violations too many without a consequence
 DEBT_FACTOR: Final = 0.85  # of the limit, for each violation beyond those
 LEAST_DEBT_FACTOR: Final = 0.5  # of the limit, however many they are
 UNPAID: Final = 8.0  # credits lost beyond the largest overdraft that count as one more violation
-PRICE_START: Final = 1.0
 PRICE_RISE: Final = 1.05  # for a step in which low work waited for credit
 PRICE_FALL: Final = 0.95  # for a step after which no more credit could be saved
-PRICE_LEAST: Final = 0.01
-PRICE_MOST: Final = 100.0
+PRICE_MOST: Final = 100.0  # and the least is its inverse
 UNSEEN_S: Final = 20e-6  # the scheduler takes for an event, during which a step may come
 MOST_DELAY_S: Final = 200e-6  # of a step's delay is charged to low work: beyond that, something else was the cause
 LEAST_SLOWDOWN: Final = 0.002  # allowed to a job that allows none
@@ -66,8 +64,6 @@ MOST_CONFIRMATIONS: Final = 5
 class StepNoise:
     """Of steps without low work: `over` is the part that loses much, and `violations` how many violations (budget.py)
     such steps cause on average. Both are 0.0 where all take the same time."""
-
-    __slots__ = ("_count", "_newest", "_over", "_violations", "over", "violations")
 
     def __init__(self) -> None:
         self.over = self.violations = 0.0
@@ -102,11 +98,6 @@ class StepNoise:
 class SlowdownBudget:
     """What one high job may lose. Seconds, except for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = (
-        "_shared_steps", "_solo_steps", "_unseen", "balance", "confirmations", "credit", "exhausted", "full", "learned",
-        "limit", "noise", "price", "rate_limit", "slack", "tail", "used", "violations_left",
-    )  # fmt: skip
-
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
         # Excess seconds in a second beside low work, at most, if the mean is kept.
@@ -115,7 +106,7 @@ class SlowdownBudget:
         self.balance = 0.0
         self.full = False  # the last step's credit could not be saved
         self.exhausted = False  # low work waited for credit in this step
-        self.price = PRICE_START
+        self.price = 1.0
         self.limit = 0.0  # the most the step that runs may lose
         self.used = 0.0  # what it has lost so far
         self.tail = TAIL_START
@@ -203,7 +194,7 @@ class SlowdownBudget:
         if self.exhausted:
             self.price = min(self.price * PRICE_RISE, PRICE_MOST)
         elif self.full:
-            self.price = max(self.price * PRICE_FALL, PRICE_LEAST)
+            self.price = max(self.price * PRICE_FALL, 1.0 / PRICE_MOST)
         self.exhausted = False
         self._update_limit()
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Final
 
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
-from gpumux.scheduler.guard.costs import RangeCost
+from gpumux.scheduler.guard.costs import LEAST_OVERLAP, RangeCost
 from gpumux.scheduler.guard.device_view import LowLaunch, LowLaunches
 from gpumux.scheduler.guard.high_job import Gate, HighJob
 
 LEAST_S: Final = 20e-6  # a shorter exchange tells nothing
-LEAST_OVERLAP: Final = 0.25  # of an exchange: a charge for a shorter overlap is spread over this much
 MOST_RATE: Final = 0.99  # of the seconds beside low work that may be lost
 
 
@@ -40,13 +39,13 @@ def exchange_ended(
         return
     high.shared = True
     if not baseline.known:
-        if high.watching and not high.calibrating:
+        if not high.calibrating:
             high.calibrate(1)
         return
     excess = seconds - baseline.value
     high.excess += excess
     high.budget.used += excess - baseline.late
-    if not high.watching or max(seconds, baseline.value) < LEAST_S:
+    if max(seconds, baseline.value) < LEAST_S:
         return
     overlap = sum([low.overlap for low in found])
     least = LEAST_OVERLAP * baseline.value

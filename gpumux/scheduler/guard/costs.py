@@ -87,12 +87,11 @@ class RangeCost(RobustMean):
     """What a range of a high program loses in a second beside low work. Forecasts use `rate`, what is expected, and
     `upper_rate`, what is seldom exceeded; where there is no sample, these are what other ranges lose."""
 
-    __slots__ = ("ban", "rate", "speed", "upper_rate")
+    __slots__ = ("ban", "rate", "upper_rate")
 
     def __init__(self) -> None:
         super().__init__(RATE_FLOOR)
         self.rate = self.upper_rate = 0.0
-        self.speed = 0.0  # solo seconds of low work done in a second; 0.0: not known
         self.ban: Ban | None = None
 
     def publish(self) -> None:
@@ -128,37 +127,24 @@ class RangeCost(RobustMean):
             self.add(rate)
 
 
-class LaunchCost:
-    """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
+class LaunchCost(RobustMean):
+    """What launches of one kind cost: high seconds in all (the mean), and in the step that lost most by one."""
 
-    __slots__ = (
-        "_spread", "cost", "count", "index", "last_peak", "last_step", "mean", "peak", "rate", "seconds", "upper",
-        "worst",
-    )  # fmt: skip
+    __slots__ = ("last_peak", "last_step", "peak", "repeats", "seconds", "upper", "worst")
 
-    def __init__(self, spread: float = FIRST_SPREAD, index: int = -1) -> None:
-        self.index = index  # 3 * high piece + moment, where the moment repeats; else -1
-        self.count = 0
-        self.mean = 0.0  # of what they cost in all
+    def __init__(self, repeats: bool = False) -> None:
+        super().__init__(NOISE_FLOOR_S)
+        self.repeats = repeats  # they begin at a moment that repeats
         self.peak = 0.0  # what they cost one step
         self.upper = 0.0  # what a step seldom loses more of
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another moment may cost
-        self.rate = 0.0  # high seconds lost in a second of a launch
         self.seconds = 0.0  # a launch took
         self.last_step = 0  # the high job's step when there last was one
-        self._spread = spread
         self.last_peak = 0.0
-        self.cost = RobustMean(NOISE_FLOOR_S)
 
-    @property
-    def bound(self) -> float:
-        """What they seldom cost more than in all."""
-        return self.cost.bound
-
-    def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
-        """A launch of `seconds` cost so much in all, `peak` in one step, and `rate` in a second of it."""
-        self.cost.add(cost)
-        self.mean, self.count = self.cost.mean, self.cost.count
+    def add_launch(self, cost: float, peak: float, seconds: float, step: int) -> None:
+        """A launch of `seconds` cost so much in all, and `peak` in one step."""
+        self.add(cost)
         part = 1.0 / self.count if self.count < 5 else 0.2
         capped = max(0.0, peak)
         if self.count > MIN_SAMPLES:  # one launch may be delayed by something else; two in a row are believed
@@ -166,15 +152,15 @@ class LaunchCost:
         self.last_peak = peak
         self.peak += part * (capped - self.peak)
         self.worst = max(peak, FORGET * self.worst)
-        self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.last_step = step
-        upper = self.peak + (2 * self.cost.deviation if self.count > 1 else self._spread * self.peak)
-        self.upper = REPEAT_FACTOR * upper if self.count >= MIN_SAMPLES and self.index >= 0 else upper
+        spread = TIMED_SPREAD if self.repeats else FIRST_SPREAD
+        upper = self.peak + (2 * self.deviation if self.count > 1 else spread * self.peak)
+        self.upper = REPEAT_FACTOR * upper if self.count >= MIN_SAMPLES and self.repeats else upper
 
     def may_fit(self, limit: float) -> bool:
         """Whether it would be within the limit if a few more launches cost as much."""
-        return self.index >= 0 and self.count < MIN_SAMPLES and REPEAT_FACTOR * self.peak <= limit
+        return self.repeats and self.count < MIN_SAMPLES and REPEAT_FACTOR * self.peak <= limit
 
 
 # ---- Where in a high step a low piece may begin.
@@ -190,11 +176,16 @@ ON_ARRIVAL: Final = -1  # stands for the high piece of a launch during which a s
 # (timing.FIRST_HALF); and the low piece's span.
 LaunchKind: TypeAlias = tuple[int, int, Span]
 
+
+def on_arrival(low: Span) -> LaunchKind:
+    """The kind of a launch of the low piece during which a step came."""
+    return ON_ARRIVAL, 3, low
+
+
 OPTIMISM: Final = 0.4  # of the expected cost of an untried launch is taken for its cost
 WORTH_S: Final = 0.1  # low seconds that a second of a slow launch is worth, where cost is what counts
 UNTRIED_WORST: Final = 2.5  # times its expected cost: the worst case of an untried launch
 ELSEWHERE_WORST: Final = 1.5  # times the most the piece cost elsewhere: the same
-LEAST_BASE_S: Final = 5e-6  # a piece that costs less anywhere says nothing about moments
 MOST_EFFECT: Final = 4.0
 EXPLORE_NEVER: Final = 0  # of untried launches by which a step may lose too much
 EXPLORE_IF_STUCK: Final = 1  # only if nothing that was tried will do
@@ -282,8 +273,6 @@ class LowPlacement:
     """Where launches of one low program may begin in the steps of one high program under one cut. `by_share` are its
     costs on each share, the whole device first."""
 
-    __slots__ = ("by_share", "explored", "last_launch_step", "pieces")
-
     def __init__(self) -> None:
         self.by_share: list[LowCosts] = []
         self.last_launch_step = 0  # the high job's step in which the low program was last launched
@@ -309,7 +298,7 @@ class LowPlacement:
         if not piece_costs.learned:
             piece_costs.learned, piece_costs.base = True, cost
         else:
-            if base > LEAST_BASE_S and moment in MOMENTS:
+            if base > NOISE_FLOOR_S and moment in MOMENTS:
                 at = 3 * high_piece + moment
                 known = effects.get(at, 1.0)
                 effects[at] = known + 0.4 * weight * (min(cost / base, MOST_EFFECT) - known)
@@ -364,13 +353,13 @@ class LowPlacement:
     def _tried(self, low: Span, limit: float, price: float, seconds: float, pauses: bool) -> Options:
         """The best share at each moment of those at which launches were seen to cost no step more than `limit`.
         `pauses`: the end of the step is one of the moments."""
-        count = 3 * len(self.by_share[0].ranges)
-        found: Options = [None] * (count + 1)
+        count = 3 * len(self.by_share[0].ranges) + 1
+        found: Options = [None] * count
         for low_costs in self.by_share:
             time = WORTH_S * seconds / low_costs.share
-            for known in low_costs.by_span.get(low, ()):
-                index = known.index
-                if known.upper <= limit and (0 <= index < count or (pauses and index == count)):
+            for index in range(count if pauses else count - 1):
+                known = low_costs.launches.get((index // 3, index % 3, low))
+                if known is not None and known.upper <= limit:
                     cost = max(0.0, known.mean)
                     score, other = price * cost + time, found[index]
                     if other is None or score < other.score:
@@ -391,13 +380,13 @@ class LowPlacement:
         # Moments that only a timer marks are explored where the others won't do.
         moments = MOMENTS if left else (START, AFTER_START)
         for low_costs in self.by_share:
-            share, effects, timed = low_costs.share, low_costs.effects, low_costs.timed.get(low, {})
+            share, effects = low_costs.share, low_costs.effects
             for piece in range(len(low_costs.ranges)):
                 for moment in moments:
                     if from_idle and not piece and moment == START:
                         continue
                     index = 3 * piece + moment
-                    known = timed.get(index)
+                    known = low_costs.launches.get((piece, moment, low))
                     cost, optimism = base * effects.get(index, 1.0), OPTIMISM
                     if known is not None:
                         if known.upper <= limit:
@@ -424,7 +413,7 @@ class LowPlacement:
         """The same at the end of the step: the next step loses by what lasts longer than the pause."""
         for low_costs in self.by_share:
             share, end = low_costs.share, len(low_costs.ranges)
-            known = low_costs.timed.get(low, {}).get(3 * end + START)
+            known = low_costs.launches.get((end, START, low))
             exposed = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
             cost, optimism = exposed * self.expected(low, end, START, low_costs.effects), OPTIMISM
             if known is not None:
@@ -439,20 +428,18 @@ class LowPlacement:
 # ---- One low program, on one share of the device, beside one high program.
 
 
-LEAST_RELATIVE_RATE: Final = 0.25
-MOST_RELATIVE_RATE: Final = 1.0 / LEAST_RELATIVE_RATE
 MOST_KINDS: Final = 4096  # of launches remembered
 LEAST_EXPOSED: Final = 0.3  # part of a launch: what less of it costs says little about the whole
-BEST_EVERY: Final = 4  # steps for which the least known cost is cached
 MAX_RATE: Final = 0.95  # excess seconds in a second of overlap
+LEAST_OVERLAP: Final = 0.25  # of a range: a charge for a shorter overlap is spread over this much
 
 
 class LowCosts:
     """What launches of the low program cost: by kind of launch, by low piece, and by range of the high program."""
 
     __slots__ = (
-        "_best", "_unconfirmed", "any_ban", "by_span", "effects", "key", "known", "launches", "lows", "on_arrival",
-        "placement", "ranges", "rate", "share", "speed", "timed", "typical", "updated",
+        "_unconfirmed", "any_ban", "effects", "key", "known", "launches", "lows", "placement", "ranges", "share",
+        "speed", "typical", "updated",
     )  # fmt: skip
 
     def __init__(self, key: LowKey, pieces: int, placement: LowPlacement) -> None:
@@ -464,38 +451,23 @@ class LowCosts:
         self.updated = False  # it is among HighCosts.updated
         self.speed = key.share  # solo seconds of low work done in a second
         self.launches: dict[LaunchKind, LaunchCost] = {}
-        # The same launches again:
-        self.by_span: dict[Span, list[LaunchCost]] = {}  # beside a high piece, by low piece
-        self.timed: dict[Span, dict[int, LaunchCost]] = {}  # at moments that repeat, by low piece and index
-        self.on_arrival: dict[Span, LaunchCost] = {}  # during which a step came, by low piece
-        # Of launches of each low piece beside any high piece:
-        self.lows: dict[Span, LaunchCost] = {}
+        self.lows: dict[Span, LaunchCost] = {}  # of launches of each low piece beside any high piece
         self.effects: dict[int, float] = {}  # by index: what launches cost there, over what they cost elsewhere
-        self.rate = 0.0  # high seconds lost in a second of any launch
-        self.typical = RangeCost()  # the same, where one outlier counts for little: for people
-        self._best: dict[Span, tuple[int, float]] = {}  # see `best`
+        self.typical = RangeCost()  # high seconds lost in a second of any launch: for people
         self._unconfirmed: dict[Span, int] = {}  # launches in a row that seemed costly and were not believed
 
-    def add(self, piece: int, rate: float, weight: float) -> RangeCost:
-        """A second of the range beside low work cost `rate`. Returns the range's cost."""
+    def add(self, piece: int, rate: float, weight: float) -> None:
+        """A second of the range beside low work cost `rate`."""
         range_cost = self.ranges[piece]
         if not range_cost.count:
             self.known += 1
         range_cost.add(min(rate, MAX_RATE), weight)
         range_cost.publish()
-        return range_cost
 
     def publish(self, piece: int) -> None:
         """The range's cost or ban was changed otherwise than by `add`."""
         self.ranges[piece].publish()
         self.any_ban = any(each.ban is not None for each in self.ranges)
-
-    def relative_rate(self, low: Span) -> float:
-        """What a second of the low piece costs, over what a second of any costs."""
-        known = self.lows.get(low)
-        if known is None or self.rate <= 0.0:
-            return 1.0
-        return max(LEAST_RELATIVE_RATE, min(known.rate / self.rate, MOST_RELATIVE_RATE))
 
     def confirms(self, kind: LaunchKind, peak: float, needed: int, much: float) -> bool:
         """Whether to learn from a launch that was charged `peak` in a step. One that seems to have cost `much` counts
@@ -510,57 +482,23 @@ class LowCosts:
 
     def learn(self, kind: LaunchKind, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, a part `exposed` of it beside the high job, was charged `cost`, `peak` in one step."""
-        rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
         piece, _, low = kind
         launched = self.launches.get(kind)
         if launched is None:
-            launched = self._new_kind(kind)
+            if len(self.launches) >= MOST_KINDS:
+                self.launches.clear()  # `lows` still knows
+            launched = self.launches[kind] = LaunchCost(kind[1] in MOMENTS)
         mean, upper = launched.mean, launched.upper
-        launched.add(cost, peak, rate, seconds, step)
+        launched.add_launch(cost, peak, seconds, step)
         if piece != ON_ARRIVAL and (exposed >= LEAST_EXPOSED or piece < len(self.ranges)):
             changed = abs(launched.mean - mean) + abs(launched.upper - upper) > CHANGED * upper + NOISE_FLOOR_S
             whole = max(exposed, LEAST_EXPOSED)
             anywhere = self.lows.get(low)
             if anywhere is None:
                 anywhere = self.lows[low] = LaunchCost()
-            anywhere.add(cost / whole, peak / whole, rate, seconds, step)
-            self.rate += 0.1 * (rate - self.rate) if self.rate else rate
-            self.typical.add(rate)
+            anywhere.add_launch(cost / whole, peak / whole, seconds, step)
+            self.typical.add(max(0.0, cost) / seconds if seconds > 0.0 else 0.0)
             self.placement.learn(kind, self.effects, cost, launched.count, changed)
-
-    def _new_kind(self, kind: LaunchKind) -> LaunchCost:
-        if len(self.launches) >= MOST_KINDS:  # `lows` still knows
-            for each in (self.launches, self.on_arrival, self.by_span, self.timed):
-                each.clear()
-        piece, moment, _ = kind
-        repeats = piece != ON_ARRIVAL and moment in MOMENTS
-        return self.put(kind, LaunchCost(TIMED_SPREAD, 3 * piece + moment) if repeats else LaunchCost())
-
-    def put(self, kind: LaunchKind, cost: LaunchCost) -> LaunchCost:
-        """Have launches of a kind of which nothing was known cost this much. Returns `cost`."""
-        piece, _, low = kind
-        self.launches[kind] = cost
-        if piece == ON_ARRIVAL:
-            self.on_arrival[low] = cost
-        else:
-            self.by_span.setdefault(low, []).append(cost)
-            if cost.index >= 0:
-                self.timed.setdefault(low, {})[cost.index] = cost
-        return cost
-
-    def best(self, low: Span, since: int) -> float:
-        """The least that launches of the low piece were found to cost since step `since`; inf: nothing is known."""
-        known = self._best.get(low)
-        if known is not None and 0 <= since - known[0] < BEST_EVERY:
-            return known[1]
-        least, launches = inf, self.by_span.get(low)
-        if launches is not None:
-            for launched in launches:
-                if launched.last_step >= since:
-                    least = min(least, launched.mean)
-        least = max(0.0, least)
-        self._best[low] = (since, least)
-        return least
 
     def elsewhere(self, piece: int) -> float:
         """What the other ranges cost: the median of those known; 0.0 where there are none."""

@@ -48,8 +48,6 @@ class Hold:
 class Holds:
     """Which low jobs are held, since when and why; and for how long the low class was held in all, by reason."""
 
-    __slots__ = ("_class_since", "_seconds", "class_reason", "current", "started")
-
     def __init__(self) -> None:
         self.current: dict[JobId, Hold] = {}  # the longest held first
         self.started: list[tuple[JobId, Hold]] = []  # by this event

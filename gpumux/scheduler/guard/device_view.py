@@ -6,7 +6,7 @@ from collections import deque
 from math import inf
 from typing import Final, TypeAlias
 
-from gpumux.scheduler.guard.costs import LaunchKind, LaunchPlan, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import LaunchKind, LaunchPlan, LowCosts
 from gpumux.scheduler.guard.high_job import HighCosts, HighJob
 from gpumux.scheduler.jobs import LowKey, LowPiece, ScheduledJob
 from gpumux.scheduler.windows import Outstanding, Windows
@@ -23,7 +23,6 @@ class LowLaunch:
     ended = 0.0  # 0.0: it is still out
     latest_end = 0.0  # end of any low launch by the time this one was reported done
     due = 0.0  # when it should be over
-    speed = 1.0  # solo seconds of it done in a second
     expected = 0.0  # excess high seconds it was expected to cost
     charged = 0.0  # excess high seconds it was charged so far
     charged_in_step = 0.0  # of these, in the high step that runs
@@ -38,7 +37,6 @@ class LowLaunch:
     weight = 0.0  # its part of that piece's excess, relative to other launches'
     kinds: list[tuple[LowCosts, LaunchKind]] | None = None  # what it is as a launch, beside each high job that ran
     idle_costs: list[HighCosts] | None = None  # of idle high jobs, a step of which may come during it
-    charged_ranges: list[RangeCost] | None = None  # ranges it was charged for before it ended
 
     def __init__(self, launch: Outstanding, key: LowKey) -> None:
         self.key = key
@@ -58,8 +56,6 @@ LowLaunches: TypeAlias = list[LowLaunch]
 class RecentLaunches:
     """The newest low launches that ended."""
 
-    __slots__ = ("last_end", "launches", "open")
-
     def __init__(self) -> None:
         self.launches: deque[LowLaunch] = deque(maxlen=RECENT)
         self.last_end = 0.0
@@ -75,17 +71,10 @@ class RecentLaunches:
         if launch.kinds is not None or (launch.idle_costs is not None and (high_out or launch.met_arrival)):
             self.open.append(launch)
 
-    def end_step(self, out: dict[LaunchId, LowLaunch]) -> bool:
-        """A high step ended. True if the next one may be charged for a launch that was made to find out what it
-        costs."""
-        exploring = False
-        for launch in out.values():
+    def end_step(self, out: dict[LaunchId, LowLaunch]) -> None:
+        """A high step ended."""
+        for launch in (*out.values(), *self.open):
             launch.close_step()
-            exploring = exploring or launch.exploring
-        for launch in self.open:
-            launch.close_step()
-            exploring = exploring or launch.exploring
-        return exploring
 
 
 class RunningPiece:
@@ -113,12 +102,6 @@ class DeviceView:
     The view also keeps what it is made of: `idle_jobs` (all idle high jobs, the longest idle first), `low_launches`
     (those that are out) and `recent` (those that ended lately).
     """
-
-    __slots__ = (
-        "_idle_changes", "_looked_version", "_next_arrival", "_next_look", "_no_pieces", "calm", "free_at", "idle",
-        "idle_jobs", "launch_delay", "launch_overhead", "low_launches", "low_out", "low_until", "low_version", "now",
-        "overrun", "pending", "recent", "running", "version",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.version = 0  # changes with everything that decisions depend on, except for time

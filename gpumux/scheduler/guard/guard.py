@@ -28,15 +28,12 @@ from gpumux.scheduler.guard.collectives import cost_of_exchange
 from gpumux.scheduler.guard.costs import (
     MIN_SAMPLES,
     MOMENTS,
-    NOISE_FLOOR_S,
-    ON_ARRIVAL,
-    WORTH_S,
     LaunchKind,
     LaunchPlan,
     LowCosts,
+    on_arrival,
 )
 from gpumux.scheduler.guard.decisions import (
-    HOLD_ALL,
     MOMENT_LIMITED,
     Decisions,
     Hold,
@@ -48,7 +45,6 @@ from gpumux.scheduler.guard.high_job import (
     HELD_LONG_STEPS,
     KNOWN_RANGES,
     LEARNING_STEPS,
-    LEAST_PRICE,
     AwaitedSteps,
     CostsByProgram,
     Gate,
@@ -76,7 +72,6 @@ from gpumux.types import CollectiveEnded, DeviceInfo, JobId, LaunchId, Priority
 _HIGH: Final = Priority.HIGH
 
 STRETCH: Final = 1.02  # of a low piece's predicted time: when it is taken to end
-OLD_STEPS: Final = 128  # steps after which the cost of a launch elsewhere is no reason to wait for that place
 
 
 class SlowdownGuard:
@@ -144,9 +139,6 @@ class SlowdownGuard:
             if planned is not None:
                 return planned
         decision = self._consider(job, step, piece, 1.0)
-        # Between steps a smaller share would only last longer.
-        if len(self.shares) > 1 and (decision.expected > NOISE_FLOOR_S or decision.hold is not None):
-            decision = self._best_share(decision, piece)
         if only is not None and decision.hold is not None and decision.hold.reason in MOMENT_LIMITED:
             decision.hold.until = next_timed_launch(only, self._plan(only, piece), view)
         return decision
@@ -190,26 +182,6 @@ class SlowdownGuard:
         )  # fmt: skip
         running.planned, running.plan = piece, plan
         return plan
-
-    def _best_share(self, whole: LaunchDecision, piece: LowPiece) -> LaunchDecision:
-        """The decision for the share that gives most low work a second, after its cost; `whole` is that for the whole
-        device."""
-        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in HOLD_ALL:
-            return whole
-        best, most = whole, self._worth(whole, piece)
-        for share in self.shares[1:]:
-            other = self._consider(whole.job, whole.step, piece, share)
-            worth = self._worth(other, piece)
-            if worth > most:
-                best, most = other, worth
-        return best
-
-    def _worth(self, decision: LaunchDecision, piece: LowPiece) -> float:
-        """Low seconds gained by the launch, less its cost; a high second is worth at least two low ones."""
-        if decision.hold is not None:
-            return -inf
-        price = max([LEAST_PRICE, *[running.high.budget.price for running in self.view.running]])
-        return piece.seconds - price * decision.expected - WORTH_S * decision.seconds
 
     def _consider(self, job: ScheduledJob, step: JobStep, piece: LowPiece, share: float) -> LaunchDecision:
         """The decision for a launch on this share now, beside each of the high pieces that run."""
@@ -317,8 +289,7 @@ class SlowdownGuard:
             return "tail", None
         plan = self._plan(running, piece)
         at, moment, _ = kind
-        least = min(low_costs.best(piece.span, high.steps - OLD_STEPS), plan.cost)
-        avoidable = max(0.0, cost.expected - least)
+        avoidable = max(0.0, cost.expected - plan.cost)
         if moment in MOMENTS and (option := plan.at[3 * at + moment]) is not None:
             if option.share != low_costs.share:
                 option = plan.tried[3 * at + moment] or option
@@ -357,9 +328,10 @@ class SlowdownGuard:
             if hold is None:
                 continue
             costs = high.costs
-            if hold.reason == "gap" and costs is not None and high.steps < LEARNING_STEPS and may_explore_now(high):
-                kind = (ON_ARRIVAL, 3, span)
-                if may_explore(high, None, costs.beside(key), kind, None, view.now):
+            new = hold.reason == "gap" and high.steps < LEARNING_STEPS and may_explore_now(high)
+            if new and costs is not None:
+                low_costs, kind = costs.beside(key), on_arrival(span)
+                if may_explore(high, None, low_costs, kind, None, view.now):
                     decision.probed = decision.exploring = high
                     continue
             if latest is None or hold.until > latest.until:  # before that it would be held in any case

@@ -20,10 +20,12 @@ from gpumux.scheduler.guard.costs import (
     EXPLORE_ALWAYS,
     EXPLORE_IF_STUCK,
     EXPLORE_NEVER,
+    START,
     LaunchCost,
     LowCosts,
     LowPlacement,
     RangeCost,
+    on_arrival,
 )
 from gpumux.scheduler.jobs import JobProgram, JobStep, LowKey, ScheduledJob, Span
 from gpumux.types import JobId, StepId
@@ -48,8 +50,6 @@ ENOUGH_SAMPLES: Final = 2  # before an estimate is relied on
 
 class Baseline:
     """Seconds without low work. `value` is 0.0 while nothing is known."""
-
-    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "known", "late", "noise", "samples", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -116,19 +116,6 @@ class InterArrivals:
     one that nearly all exceed. Arrivals are `unpredictable` if they are `at_random`, which the spread of pauses tells,
     or if steps came when none was expected. A job that has been without a step for `longest` is idle for good: that is
     the longest pause seen or, if arrivals are predictable, many usual ones. All are 0.0 while no pause is known."""
-
-    __slots__ = (
-        "_before_steps",
-        "_newest",
-        "_surprised",
-        "at_random",
-        "least",
-        "longest",
-        "short",
-        "sorted",
-        "unpredictable",
-        "usual",
-    )
 
     def __init__(self, before_steps: bool = True) -> None:
         """`before_steps`: the pauses are between steps. A rank's pauses before an exchange end when its peers come, so
@@ -204,8 +191,6 @@ MOSTLY: Final = 0.5  # part of a step's loss: if so much was lost on arrival, th
 class ArrivalTrust:
     """Whether the known pauses are relied on: if `trusted`."""
 
-    __slots__ = ("capped_loss", "mean_loss", "trusted", "violations_left")
-
     def __init__(self) -> None:
         self.violations_left = ALLOWED_ARRIVAL_VIOLATIONS
         self.mean_loss = 0.0  # seconds that steps lose on arrival
@@ -236,8 +221,6 @@ MOST_LOW: Final = 64  # low programs of which a gate remembers what they cost it
 class Gate:
     """What is known of one gate: the gate before `operator` of the program with key `program`. `arrivals`: its pauses,
     from the piece before it to the end of the exchange; `exchange`: what that takes alone once the peers are there."""
-
-    __slots__ = ("_beside", "arrivals", "exchange", "operator", "program")
 
     def __init__(self, program: str, operator: int) -> None:
         self.program, self.operator = program, operator
@@ -290,9 +273,6 @@ HELD_LONG_STEPS: Final = 16  # steps for which low work was held: from then on m
 SPARE_VIOLATIONS: Final = 2.0  # violations left that exploration needs while low work does run
 LEAST_PRICE: Final = 2.0  # low seconds for a high second: below it credit is not short
 LEARNING_STEPS: Final = 200  # in which unknown launches are explored as long as there is credit
-KNOWN_STEPS: Final = 300  # after which only one step in WATCH_EVERY is learned from
-WATCH_AGAIN: Final = 32  # steps that are all learned from after several were slower than known costs explain
-WATCH_EVERY: Final = 4
 UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ and still count as equal
 RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
 USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
@@ -303,17 +283,6 @@ OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second tha
 
 class HighJob:
     """What the guard knows of one high job. Times are seconds."""
-
-    __slots__ = (
-        "arrival_loss", "arrivals", "arrived", "began", "beside_high", "broken_since", "budget",
-        "calibrating",
-        "calibration_tries", "costs", "earliest_arrival", "ended", "excess", "explored_piece", "explored_step",
-        "from_idle", "gate", "gates", "host_wait", "idle_from", "idle_since", "job", "last_solo_step", "late_steps",
-        "over", "parked", "passed", "pause_cost", "pieces", "probed_step", "queued_part", "ranks",
-        "ratio_sum", "ratios", "resumed_at", "shared", "shared_steps", "step_arrivals", "step_costs",
-        "steps", "steps_beside_high", "tail_over", "tried", "trust", "version", "waits_for", "waits_for_step",
-        "watched_until", "watching",
-    )  # fmt: skip
 
     def __init__(self, job: ScheduledJob) -> None:
         self.job = job
@@ -362,13 +331,10 @@ class HighJob:
         self.broken_since = inf  # when the steps in `ratios` began to break the promise; inf: they don't
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.queued_part = 0.0  # part of its steps that come while another one runs
-        self.late_steps = 0  # steps in a row beside low work that lost more than they may
         # Learning:
         self.calibrating = FIRST_SOLO_STEPS if self.ranks == 1 else FIRST_RANKS_STEPS  # steps without low work, wanted
         self.calibration_tries = 0
         self.last_solo_step = 0  # `steps` when there last was one
-        self.watching = True  # launches beside the step that runs are charged, and learned from
-        self.watched_until = KNOWN_STEPS
         self.explored_piece = -9  # `pieces` when an unknown launch was last explored
         self.explored_step = -1  # `steps` when that was
         self.probed_step = -(1 << 30)  # `steps` when a ban was last probed
@@ -499,12 +465,6 @@ class HighJob:
         if known and budget.learned:
             self._update_trust(excess)
         self.steps += 1
-        if shared:
-            self.late_steps = self.late_steps + 1 if excess > budget.limit else 0
-            # Launches then cost more than is known, unless steps without low work are as late.
-            if self.late_steps >= budget.confirmations:
-                self.watched_until = max(self.watched_until, self.steps + WATCH_AGAIN)
-        self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
             budget.end_learning()
             for placement in costs.placements.values():
@@ -591,8 +551,6 @@ class AwaitedSteps:
     """Low jobs for one of whose steps a client waits. `jobs` are these, the longest awaited first, and `waiting` the
     high jobs that get no step before, by low job."""
 
-    __slots__ = ("jobs", "waiting")
-
     def __init__(self) -> None:
         self.jobs: list[ScheduledJob] = []
         self.waiting: dict[JobId, list[HighJob]] = {}
@@ -643,11 +601,6 @@ class HighCosts:
     """What is known of one high program under one cut. `solo_s` are the best estimates of its pieces' seconds without
     low work, and `total` is their sum."""
 
-    __slots__ = (
-        "_beside_high", "bounds", "by_low", "changes", "first", "key", "placements", "solo", "solo_s", "steps", "total",
-        "updated",
-    )  # fmt: skip
-
     def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
         self.key = key
         self.bounds = bounds
@@ -681,7 +634,7 @@ class HighCosts:
     def arrival_cost(self, key: LowKey, span: Span) -> LaunchCost | None:
         """What is known of launches of the low piece during which a step came, or else of any; None: nothing."""
         low_costs = self.beside(key)
-        return low_costs.on_arrival.get(span) or low_costs.lows.get(span)
+        return low_costs.launches.get(on_arrival(span)) or low_costs.lows.get(span)
 
     def never_ran(self, low: str, span: Span) -> bool:
         """Whether no launch of the low piece was ever seen beside the program, on any share."""
@@ -689,7 +642,7 @@ class HighCosts:
         if placement is None:
             return True
         for low_costs in placement.by_share:
-            if span in low_costs.lows or span in low_costs.by_span:  # `lows` alone may be known from another cut
+            if span in low_costs.lows or (len(low_costs.ranges), START, span) in low_costs.launches:
                 return False
         return not placement.of(span).learned
 
@@ -783,7 +736,7 @@ class HighCosts:
             heir = costs.beside(key)
             costs.mark_updated(heir)
             heir.speed = low_costs.speed
-            heir.lows, heir.rate, heir.typical = low_costs.lows.copy(), low_costs.rate, low_costs.typical
+            heir.lows, heir.typical = low_costs.lows.copy(), low_costs.typical
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(low_costs.ranges[old], share) for old, share in parts])
         return costs
@@ -806,7 +759,7 @@ def _inherit(heir: LowCosts, piece: int, parts: list[tuple[RangeCost, float]]) -
         return
     range_cost, total = heir.ranges[piece], sum([share for _, share in sampled])
     main = max(sampled, key=lambda part: part[1])[0]
-    range_cost.count, range_cost.speed = main.count, main.speed
+    range_cost.count = main.count
     range_cost.newest, range_cost.second, range_cost.third = main.newest, main.second, main.third
     range_cost.mean = sum([old.mean * share for old, share in sampled]) / total
     range_cost.deviation = sum([old.deviation * share for old, share in sampled]) / total

@@ -10,11 +10,9 @@ from math import inf, isfinite
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gpumux.scheduler.guard.costs import (
-    FIRST_SPREAD,
     MIN_SAMPLES,
     MOMENTS,
     ON_ARRIVAL,
-    TIMED_SPREAD,
     LaunchCost,
     LowCosts,
     RangeCost,
@@ -98,7 +96,7 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # Lists of numbers in the order of the fields below. A later version of gpumux that measures something else gives its
 # data another VERSION: what an earlier one kept is then not taken up.
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
 MOST_KINDS: Final = 256  # kinds of launches of each, the newest: packing them takes time
 MOST_PIECES: Final = 100_000
@@ -155,9 +153,8 @@ def _keep_low(low: LowCosts) -> Kept:
         low.key.share,
         int(low.placement.explored),
         low.speed,
-        low.rate,
         _keep_mean(low.typical),
-        [[at, cost.speed, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
+        [[at, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
         [[*_bounds(span), *_keep_launch(cost)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
         [[piece, moment, *_bounds(span), *_keep_launch(cost)] for (piece, moment, span), cost in launches],
         [[index, effect] for index, effect in low.effects.items()],
@@ -178,7 +175,7 @@ def _keep_mean(mean: RobustMean) -> Kept:
 
 
 def _keep_launch(cost: LaunchCost) -> Kept:
-    return [cost.peak, cost.upper, cost.worst, cost.rate, cost.seconds, cost.last_peak, *_keep_mean(cost.cost)]
+    return [cost.peak, cost.upper, cost.worst, cost.seconds, cost.last_peak, *_keep_mean(cost)]
 
 
 # ---- And taken up again. Every number is looked at, since a file may be damaged. Costs count as few samples: where the
@@ -234,21 +231,20 @@ def _take_baseline(data: Kept) -> Baseline:
 
 
 def _take_low(high: HighCosts, data: Kept) -> None:
-    program, share, explored, speed, rate, typical, ranges, lows, launches, effects, placed = data
+    program, share, explored, speed, typical, ranges, lows, launches, effects, placed = data
     key = LowKey(_text(program), _number(share, 0.0))
     if not 0.0 < key.share <= 1.0:
         raise ValueError(f"a share of {share}")
     low = high.beside(key)
     low.placement.explored = bool(_count(explored, 0, 1))
-    low.speed, low.rate = _number(speed, 0.0), _number(rate, 0.0)
+    low.speed = _number(speed, 0.0)
     _take_mean(low.typical, typical, 0)
     pieces = len(low.ranges)
-    for at, range_speed, *mean in ranges:
+    for at, *mean in ranges:
         cost: RangeCost = low.ranges[_count(at, 0, pieces - 1)]
         _take_mean(cost, mean, 1)
         if not cost.mean < 1.0:
             raise ValueError(f"a range that loses {cost.mean} of its time")
-        cost.speed = _number(range_speed, 0.0)
         cost.publish()
         low.known += 1
     for first, end, *launch in lows:
@@ -257,9 +253,7 @@ def _take_low(high: HighCosts, data: Kept) -> None:
         raise ValueError("too many kinds of launches of one low program")
     for at, moment, first, end, *launch in launches:
         piece, when, span = _count(at, ON_ARRIVAL, pieces), _count(moment), _span(key.program, first, end)
-        repeats = piece != ON_ARRIVAL and when in MOMENTS
-        index, spread = (3 * piece + when, TIMED_SPREAD) if repeats else (-1, FIRST_SPREAD)
-        low.put((piece, when, span), _take_launch(LaunchCost(spread, index), launch))
+        low.launches[piece, when, span] = _take_launch(LaunchCost(when in MOMENTS), launch)
     for index, effect in effects:
         low.effects[_count(index, 0, 3 * pieces + 2)] = _number(effect, 0.0)
     for first, end, learned, base, worst in placed:
@@ -276,9 +270,8 @@ def _take_mean(mean: RobustMean, data: Kept, least: int) -> None:
 
 
 def _take_launch(cost: LaunchCost, data: Kept) -> LaunchCost:
-    peak, upper, worst, rate, seconds, last_peak, *mean = data
-    _take_mean(cost.cost, mean, 1)
-    cost.mean, cost.count = cost.cost.mean, cost.cost.count
+    peak, upper, worst, seconds, last_peak, *mean = data
+    _take_mean(cost, mean, 1)
     cost.peak, cost.upper, cost.worst = _number(peak, 0.0), _number(upper), _number(worst)
-    cost.rate, cost.seconds, cost.last_peak = _number(rate, 0.0), _number(seconds, 0.0), _number(last_peak)
+    cost.seconds, cost.last_peak = _number(seconds, 0.0), _number(last_peak)
     return cost

@@ -13,7 +13,7 @@ from typing import Final
 from gpumux.scheduler.guard.bans import Ban, Bans, Why
 from gpumux.scheduler.guard.budget import TAIL, SlowdownBudget
 from gpumux.scheduler.guard.collectives import exchange_ended
-from gpumux.scheduler.guard.costs import ON_ARRIVAL, LaunchKind, LowCosts, RangeCost
+from gpumux.scheduler.guard.costs import LEAST_OVERLAP, LaunchKind, LowCosts, RangeCost, on_arrival
 from gpumux.scheduler.guard.decisions import LaunchDecision, LowWindow
 from gpumux.scheduler.guard.device_view import DeviceView, LowLaunch, LowLaunches, RecentLaunches
 from gpumux.scheduler.guard.high_job import OVERLAPPING, CostsByProgram, HighCosts, HighJob
@@ -25,8 +25,7 @@ _HIGH: Final = Priority.HIGH
 
 LEAST_SPEED: Final = 0.05  # of low work beside high work
 BAN_RATIO: Final = 3.0  # times what other ranges cost: a range that costs more is banned
-MOST_OVERRUN_S: Final = 1e-3
-MOST_LAUNCH_DELAY_S: Final = 1e-3
+MOST_LATE_S: Final = 1e-3  # that a low launch is taken to begin or end late
 SMOOTHING: Final = 0.1  # part of the newest sample in launch delay and overhead
 OVERRUN_FADES: Final = 0.996  # for each step of a high job
 ADAPT_EVERY: Final = 16  # steps
@@ -50,8 +49,6 @@ AWAY_S: Final = 10.0  # since its newest step, until low programs are no longer 
 
 class Cutting:
     """The piece length wanted for low programs. `usual_s` is that which the device makes by itself."""
-
-    __slots__ = ("changed", "finest", "high", "until", "usual_s")
 
     def __init__(self, usual_s: float) -> None:
         self.usual_s = usual_s
@@ -130,7 +127,6 @@ class CostLearner:
                 if placement is not None:
                     placement.last_launch_step = running.high.steps
         if decision.exploring is not None:
-            decision.exploring.watching = True
             decision.exploring.explored_piece = decision.exploring.pieces
             decision.exploring.explored_step = decision.exploring.steps
             low.exploring = True
@@ -183,7 +179,7 @@ class CostLearner:
         low.began, low.ended = max(started, low.at), ended
         if not launch.count_before:
             delay = low.began - low.at
-            if delay < MOST_LAUNCH_DELAY_S:
+            if delay < MOST_LATE_S:
                 view.launch_delay += (SMOOTHING if view.launch_delay else 1.0) * (delay - view.launch_delay)
         if low.only_launch:
             late = ended - low.at - low.predicted
@@ -191,14 +187,10 @@ class CostLearner:
                 view.launch_overhead += SMOOTHING * (max(0.0, late) - view.launch_overhead)
         if low.beside_high:
             self.harvested += seconds
-            if ended > low.began:
-                low.speed = low.predicted / (ended - low.began)
             if low.kinds is not None:
+                speed = low.predicted / (ended - low.began) if ended > low.began else 1.0
                 for low_costs, _ in low.kinds:
-                    low_costs.speed += 0.2 * (low.speed - low_costs.speed)
-            if low.charged_ranges is not None:
-                for range_cost in low.charged_ranges:
-                    update_speed(range_cost, low.speed)
+                    low_costs.speed += 0.2 * (speed - low_costs.speed)
         view.recent.add(low, bool(windows.high.launches), any(high.parked for high in view.idle_jobs))
 
     def high_done(self, launch: Outstanding, ended: float, windows: Windows) -> None:
@@ -220,9 +212,6 @@ class CostLearner:
         found: LowLaunches = []
         if view.low_launches or recent.last_end > start:
             found = beside(view.low_launches, recent, start, ended)
-        if not high.watching:  # what low work costs is well known: this step pays for it, and nothing is learned
-            for low in found:
-                low.kinds = low.idle_costs = None
         if recent.open:
             learn_costs(recent, start, high.steps, high.budget)
         if found:
@@ -254,7 +243,7 @@ class CostLearner:
         """A high piece of `seconds` ended that ran beside these low launches."""
         high.shared = True
         baseline = costs.reference(piece, beside_high, high.from_idle)
-        if high.watching and any(low.exploring for low in found):
+        if any(low.exploring for low in found):
             high.tried = True
         if baseline.count:
             excess = seconds - baseline.value
@@ -264,9 +253,8 @@ class CostLearner:
             if (high.from_idle or high.resumed_at) and excess > 0.0:
                 part = relied_on_arrivals(found, high.idle_from, high.arrived)
                 high.arrival_loss += excess * part
-            if high.watching:
-                self._charge(high, costs, piece, excess, found)
-        elif high.watching and not high.calibrating:
+            self._charge(high, costs, piece, excess, found)
+        elif not high.calibrating:
             high.calibrate(1)
 
     def _charge(self, high: HighJob, costs: HighCosts, piece: int, excess: float, found: LowLaunches) -> None:
@@ -274,7 +262,7 @@ class CostLearner:
         if (high.from_idle and piece == 0) or (high.resumed_at and piece == high.resumed_at):
             before, since = split_by_arrival(found, high.arrived)
             if before:
-                self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_OVERRUN_S)
+                self._view.overrun = min(self._view.overrun + overrun(before, high.arrived) / 2, MOST_LATE_S)
                 if not since:
                     charge_arrival(excess, before)
                     return
@@ -292,8 +280,7 @@ class CostLearner:
         high.changed()
         solo_s = high.solo_step()
         self._cutting.step_ended(high, solo_s, ended)
-        if view.recent.end_step(view.low_launches):
-            high.watching = True
+        view.recent.end_step(view.low_launches)
         for costs, other, low, piece in self._to_judge:
             if other is high:
                 judge(self._bans, costs, high, low, piece, ended)
@@ -348,7 +335,7 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
         return  # the program was cut anew
     rate = range_cost.judged_rate
     ratio = 1.0 / (1.0 - rate)
-    speed = max(range_cost.speed, low_costs.speed, LEAST_SPEED)
+    speed = max(low_costs.speed, LEAST_SPEED)
     overlap = min(min(low.step.pieces) / speed, costs.solo_s[piece] * ratio)
     why: Why | None = None
     if ratio > 1.0 + budget.slack:
@@ -387,7 +374,6 @@ def recut_bans(bans: Bans, high: JobId, costs: HighCosts, cuts: Collection[HighC
 UNKNOWN_RATE: Final = 0.05  # added to what each launch is known to cost, so that unknown launches share equally
 DOUBTFUL: Final = 0.5  # of what a step may lose: a launch that seems to cost more needs confirmation
 LEAST_S: Final = 1e-6  # a shorter high piece tells nothing
-LEAST_OVERLAP: Final = 0.25  # of a piece: a charge for a shorter overlap is spread over this much
 
 
 def beside(out: dict[LaunchId, LowLaunch], recent: RecentLaunches, start: float, end: float) -> LowLaunches:
@@ -455,21 +441,7 @@ def _charge(low_costs: LowCosts, launch: LowLaunch, piece: int, least: float, ex
     seconds = launch.overlap
     launch.charged += excess
     launch.charged_in_step += excess
-    rate = excess / max(seconds, least)
-    if low_costs.rate > 0.0:
-        rate /= low_costs.relative_rate(launch.span)
-    range_cost = low_costs.add(piece, rate, min(seconds / (4 * least) + 0.25, 1.0))
-    if launch.ended:
-        update_speed(range_cost, launch.speed)
-    elif launch.charged_ranges:
-        launch.charged_ranges.append(range_cost)
-    else:
-        launch.charged_ranges = [range_cost]
-
-
-def update_speed(range_cost: RangeCost, speed: float) -> None:
-    """Low work ran at `speed` beside the range."""
-    range_cost.speed = range_cost.speed + 0.2 * (speed - range_cost.speed) if range_cost.speed else speed
+    low_costs.add(piece, excess / max(seconds, least), min(seconds / (4 * least) + 0.25, 1.0))
 
 
 def split_by_arrival(found: LowLaunches, arrived: float) -> tuple[LowLaunches, LowLaunches]:
@@ -508,7 +480,7 @@ def learn_costs(recent: RecentLaunches, until: float, step: int, budget: Slowdow
                 _learn(low_costs, kind, launch, step, budget)
         if launch.met_arrival and launch.idle_costs is not None:
             for costs in launch.idle_costs:
-                _learn(costs.beside(launch.key), (ON_ARRIVAL, 3, launch.span), launch, step, budget)
+                _learn(costs.beside(launch.key), on_arrival(launch.span), launch, step, budget)
     recent.open = still
 
 

@@ -13,7 +13,7 @@ import pytest
 from gpumux.daemon.records import MOST_NAMES, MOST_USERS, ProgramNames
 from gpumux.daemon.state import learned
 from gpumux.daemon.state.learned import NAME, LearnedFile
-from gpumux.scheduler.guard.interference import PairSlowdown, RangeSlowdown
+from gpumux.scheduler.guard.interference import VERSION, PairSlowdown, RangeSlowdown
 from gpumux.wire import messages as msg
 from tests.daemon import fakes
 from tests.daemon.fakes import Daemon
@@ -76,7 +76,7 @@ def test_it_is_written_while_the_daemon_runs_and_only_when_something_was_learned
         pass_time(running, learned.SAVE_EVERY_S)
     first = written(file, running)
     version, about, programs, names = msgpack.unpackb(first, strict_map_key=False)
-    assert (version, list(programs), names) == (1, list(kept_of_simulation()), [])
+    assert (version, list(programs), names) == (VERSION, list(kept_of_simulation()), [])
     assert about["name"] == fakes.INFO.name
     running.close()
 
@@ -190,9 +190,9 @@ def about(content: bytes) -> dict:
         lambda content: content[: len(content) // 2],
         lambda content: b"text",
         lambda content: msgpack.packb([1, 2]),
-        lambda content: msgpack.packb([1, about(content), None, None]),
-        lambda content: msgpack.packb([1, about(content), {}, [["aa", float("inf"), "x"]]]),
-        lambda content: msgpack.packb([1, about(content), {}, [["aa", 1]]]),
+        lambda content: msgpack.packb([VERSION, about(content), None, None]),
+        lambda content: msgpack.packb([VERSION, about(content), {}, [["aa", float("inf"), "x"]]]),
+        lambda content: msgpack.packb([VERSION, about(content), {}, [["aa", 1]]]),
         lambda content: b"\x00" * (learned.MAX_BYTES + 1),
         lambda content: content + b"x",
     ],
