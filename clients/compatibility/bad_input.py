@@ -99,9 +99,7 @@ def nan_as_probability(train: Train) -> Any:
     return _probabilities(train, lambda y: y / 0 * 0)
 
 
-@idiom(
-    "a NaN that the model gives to binary_cross_entropy, made of one in the batch, caught by except RuntimeError"
-)
+@idiom("a NaN that the model gives to binary_cross_entropy, made of one in the batch, caught by except RuntimeError")
 def nan_as_input(train: Train) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -851,7 +851,7 @@ class Scheduler:
 
     def interrupted(self) -> tuple[list[JobId], list[Command]]:
         """The jobs to blame when `handle` raised: those that contradict themselves, else the event's, if it has one.
-        And the commands made before, which still count. To go on, end these jobs, by JobDied, then `check_invariants`."""
+        And the commands made before, which count. To go on, end these jobs, by JobDied, then `check_invariants`."""
         state = self._state
         state.changed_jobs.clear()
         commands, state.commands = state.commands, []
