@@ -618,6 +618,8 @@ def plain_class(train: Train) -> Any:
 class _Graph:
     """As torch_geometric.data.Data: a store of tensors that shows itself as attributes, items and pairs."""
 
+    _store: dict[str, Tensor]
+
     def __init__(self, **tensors: Tensor) -> None:
         self.__dict__["_store"] = tensors
 
