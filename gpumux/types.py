@@ -166,13 +166,14 @@ class DeviceInfo:
 class PieceDone(NamedTuple):
     """A launch has ended. `answered`: it ended its step, and the device has sent the step's answer to the client
     itself. `suspended`: seconds between start and end in which it stood still and the device did something else, where
-    a device can do that."""
+    a device can do that. `fault`: it ended a step that failed alone, after which the job's state is as before it."""
 
     launch: LaunchId
     started: float
     ended: float
     answered: bool = False
     suspended: float = 0.0
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)

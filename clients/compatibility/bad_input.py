@@ -99,6 +99,55 @@ def nan_as_probability(train: Train) -> Any:
     return _probabilities(train, lambda y: y / 0 * 0)
 
 
+@idiom("a NaN that the model gives to binary_cross_entropy, made of one in the batch, caught by except RuntimeError")
+def nan_as_input(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = batches_of()
+    batches[2][0][0, 0] = float("nan")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy(model(x), (y % 2).float().unsqueeze(1))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for i, (x, y) in enumerate(batches):
+        try:
+            losses.append(run(x, y).item())
+        except RuntimeError as error:
+            print(f"skipping batch {i}: {error}")
+    return losses, model, optimizer
+
+
+@idiom("an index that the model computes, out of range of a table, caught by except IndexError")
+def computed_index(train: Train) -> Any:
+    model = nn.ModuleDict({"place": nn.Linear(8, 1), "table": nn.Embedding(4, 4), "head": nn.Linear(8, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = batches_of()
+    batches[2][0][0, 0] = 1e6
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        places = model["place"](x).detach().abs().squeeze(1).long()
+        loss = nn.functional.cross_entropy(model["head"](x) + model["table"](places), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses, left_out = [], 0
+    for x, y in batches:
+        try:
+            losses.append(run(x, y).item())
+        except IndexError:
+            left_out += 1
+    return losses, left_out, model
+
+
 @idiom(
     "a label that is out of range after the step has computed it (labels from 1 on: y - 1), caught by except IndexError"
 )

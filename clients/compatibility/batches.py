@@ -613,3 +613,59 @@ def plain_class(train: Train) -> Any:
     batches = [_Pair(x, y) for x, y in _pairs()]
     run = train(step, (batches[0],), model=model, optimizer=optimizer)
     return [run(batch) for batch in batches], model
+
+
+class _Graph:
+    """As torch_geometric.data.Data: a store of tensors that shows itself as attributes, items and pairs."""
+
+    _store: dict[str, Tensor]
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.__dict__["_store"] = tensors
+
+    def __getattr__(self, name: str) -> Tensor:
+        store = self.__dict__.get("_store", {})
+        if name not in store:
+            raise AttributeError(name)
+        found: Tensor = store[name]
+        return found
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        self._store[name] = value
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._store[name]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._store.items()
+
+    def keys(self) -> list[str]:
+        return list(self._store)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.x.size(0)
+
+    def to(self, device: str) -> _Graph:
+        for name, value in self:
+            self._store[name] = value.to(device)
+        return self
+
+
+@idiom("a graph as of torch_geometric: data.to(device), data.x, data.edge_index, data['y'], data.num_nodes")
+def graph_object(train: Train) -> Any:
+    model, optimizer = _classifier()
+
+    def step(data: _Graph) -> Tensor:
+        data = data.to("cpu")
+        optimizer.zero_grad()
+        source, target = data.edge_index
+        logits = model(data.x.index_add(0, target, data.x[source]))
+        loss = nn.functional.cross_entropy(logits, data["y"], reduction="sum") / data.num_nodes
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphs = [_Graph(x=x, y=y, edge_index=torch.randint(0, len(x), (2, 9))) for x, y in _pairs()]
+    run = train(step, (graphs[0],), model=model, optimizer=optimizer)
+    return [run(graph).item() for graph in graphs], model

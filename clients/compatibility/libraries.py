@@ -225,6 +225,28 @@ def accelerate_accumulates(train: Train) -> Any:
         return [run(x, y).item() for x, y in loader], accelerator.unwrap_model(model)
 
 
+@idiom("Accelerate: a prepared schedule, stepped in the step after the optimizer", needs=("accelerate",))
+def accelerate_schedules(train: Train) -> Any:
+    with _accelerator() as accelerator:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            return loss
+
+        batches = batches_of()
+        run = train(step, batches[0], model=model, optimizer=optimizer)
+        losses = [(run(x, y).item(), schedule.get_last_lr()) for x, y in batches]
+        return losses, accelerator.unwrap_model(model)
+
+
 @idiom("torchmetrics: accuracy(preds, y) and MeanMetric on a step's results", needs=("torchmetrics",))
 def torchmetrics(train: Train) -> Any:
     from torchmetrics import MeanMetric

@@ -338,6 +338,7 @@ class Lowered:
     replays: tuple[LeftNumbers, ...] = ()
     replayed: int = 0  # how many numbers they take
     scalars: tuple[int, ...] = ()  # of each of the Program's host scalars, its number in the trace
+    lines: tuple[str, ...] = ()  # the user's line of each of the Program's operators, but for copies after the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +408,7 @@ def lower(
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
-        written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed), build.numbers,
+        written, words, tuple(raw.further), end.anew, tuple(raw.replays), len(replayed), build.numbers, build.lines,
     )  # fmt: skip
 
 
@@ -445,6 +446,7 @@ def _program(
         if exchanges[-1].op == len(out_ops):
             out_ops.append(build.nothing())
     first = len(build.prelude)
+    build.lines = ("",) * first + tuple([op.where for op in ops if op.collective is None])
     layers, found = spans((op.label for op in ops if op.collective is None), first)
     program = Program(
         storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
@@ -579,6 +581,7 @@ class _Build:
         self._table = table
         self._written = written
         self.prelude: list[Op] = []  # copies of constants that the step writes into
+        self.lines: tuple[str, ...] = ()  # the user's line of each operator
         self.storages: list[Storage] = []
         self.views: list[View] = []
         self.consts: list[bytes] = []

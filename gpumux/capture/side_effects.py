@@ -259,6 +259,11 @@ def left_by_another_call(
     left, path = next(found, (None, ""))
     name = source.name_of(tensor, fn) if left is None else left.name + path
     pairs = [] if left is None else list(_pairs(left.name, left.value, left.old))
+    if tensor.layout is not torch.strided:
+        return UnknownTensor(
+            f"{source.user_line()} uses {name}, a tensor laid out as {str(tensor.layout).removeprefix('torch.')}",
+            "keep it dense, .to_dense(), or, of a graph, sum over its edges: out.index_add(0, target, x[origin])",
+        )
     others = [one for one in pairs if (one[1].shape, one[1].dtype) != (one[2].shape, one[2].dtype)]
     mine = [one for one in pairs if one[1] is tensor]
     if left is not None and path and not mine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import sys
@@ -432,6 +433,11 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             "compare in the loop, around the step: before = scaler.get_scale(); job.step(x, y); if scaler.get_scale()"
             " >= before: scheduler.step()"
         )
+    elif whole_number and _steps_environment():
+        remedy = (
+            "act in the loop, with the local model, and give the step what it learns from: job.step(states, actions,"
+            " returns)"
+        )
     elif whole_number:
         remedy += (
             "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
@@ -445,6 +451,15 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
     return DataDependent(
         f"{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)", remedy
     )
+
+
+_ACTS = re.compile(r"\.step\(.*(\.item\(\)|\bint\()|\bactions?\.(item|tolist)\(|sample\(.*\.item\(")
+
+
+def _steps_environment() -> bool:
+    """Whether the line that is run chooses an action by a value: env.step(a.item())."""
+    found = user_frame(sys._getframe(1))
+    return found is not None and _ACTS.search(linecache.getline(found[0], found[1])) is not None
 
 
 def values_checked() -> DataDependent:

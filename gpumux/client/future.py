@@ -6,6 +6,7 @@ import copy
 import math
 import numbers
 import operator
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from gpumux.capture.batch.effects import write_back
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.tracebacks import fold, folded
-from gpumux.errors import BadValue, GpumuxError, JobClosed, NoGraph, UnknownJob, from_code
+from gpumux.errors import BadBatch, BadValue, GpumuxError, JobClosed, JobFailed, NoGraph, UnknownJob, from_code
 from gpumux.notebook import facts_table
 from gpumux.types import GroupPlace, StepTimes
 from gpumux.wire import messages as m
@@ -55,6 +56,8 @@ class StepFuture:
         self._times: StepTimes | None = None
         self._generator: torch.Tensor | None = None  # its state after the step, if the step draws from it
         self._skipped: frozenset[int] = frozenset()  # optimizers whose steps were left out
+        self._undone_at: int | None = None  # the operator that failed, if the step was undone
+        self._counted = False  # whether the job goes on as if the step had been run, though it is not answered
 
     def _finish(self, value: Any, times: StepTimes, generator: torch.Tensor | None = None) -> None:
         self._value, self._times, self._generator, self._done = value, times, generator, True
@@ -391,6 +394,15 @@ def is_answered(future: StepFuture) -> bool:
     return future._answered()
 
 
+def undone_or_counted(future: StepFuture) -> tuple[GpumuxError, int] | None:
+    """The error of a step that was undone, and the operator that failed. None: the step counts, answered or not."""
+    if future._undone_at is None:
+        future._counted = True
+        return None
+    assert future._error is not None
+    return future._error, future._undone_at
+
+
 def generator_after(future: StepFuture) -> torch.Tensor | None:
     """The generator's state after the step, if the step draws from it and was answered without an error."""
     return future._generator
@@ -431,6 +443,10 @@ class _Rerun:
     def __init__(self, program: int, slot: int) -> None:
         self.program = program
         self.slot = slot
+
+
+_UNDONE = frozenset((BadBatch.code, BadValue.code))  # of the daemon's failures, those of steps that were undone
+_OPERATOR = re.compile(r"operator (\d+) \(")  # how the error of an operator begins (device/run/interpreter.py)
 
 
 class Pending:
@@ -517,7 +533,7 @@ class Pending:
             del self.steps[message.step]
             self._remote.programs[step.program].free.add(step.slot)
             if type(step) is _Step:
-                step.future._fail(from_code(message.code, message.message, message.remedy))
+                self._fail_step(step, message)
         elif isinstance(message, m.TransferDone):
             self._remote.on_transfer(message, frames)
         elif isinstance(message, m.JobEnded):
@@ -526,6 +542,19 @@ class Pending:
                 self.fail(self._remote.end_error())
         elif isinstance(message, (SnapshotSaved, SnapshotWanted)):
             self.news.append(message)
+
+    def _fail_step(self, step: _Step, message: m.StepFailed) -> None:
+        """Answer a step that failed, by the user's line where its operator is known."""
+        text, found = message.message, _OPERATOR.match(message.message)
+        if found is not None:
+            lines = step.captured.lowered.lines if step.captured.ranked is None else ()
+            where = "".join(lines[int(found[1]) :][:1])
+            text = f"{where}: {text}" if where else text
+        if message.code in _UNDONE:
+            step.future._undone_at = int(found[1]) if found is not None else 0
+            if step.future._counted:  # its client was interrupted while it waited to learn of this
+                self._remote.ended = m.JobEnded(self._remote.job, JobFailed.code, text, message.remedy)
+        step.future._fail(from_code(message.code, text, message.remedy))
 
     def _refute(self, future: StepFuture, step: int, wrong: str, generator: torch.Tensor | None) -> None:
         """Answer a step in which a check failed."""

@@ -14,13 +14,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
+from gpumux.capture.batch.checks import warn_of_undone
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import client_generator
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
@@ -37,6 +38,7 @@ from gpumux.client.future import (
     future_for,
     generator_after,
     is_answered,
+    undone_or_counted,
     wait_answered,
     with_results,
 )
@@ -44,6 +46,7 @@ from gpumux.client.local_model import LocalModel
 from gpumux.client.progress import Progress
 from gpumux.client.recovery import JobPlace, Recovery, make_recorder
 from gpumux.client.remote import Remote, RemoteProgram
+from gpumux.client.replay import ReplayEntry
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.client.tracebacks import fold, folded
@@ -412,7 +415,9 @@ class Job(Generic[Batch]):
             program, filled = self._remote.programs[number], False
         else:
             program, slot, filled = self._batch_slots.pick(number, choice.tensors)
-        if program.program.generator is None:
+        if program.fails_alone:
+            future = self._see_step(function, choice, program, slot, filled)
+        elif program.program.generator is None:
             with Shield():  # a step that was sent and not counted would leave the local state between two steps
                 future = self._send_step(function, choice, program, slot, filled, None)
         else:
@@ -480,12 +485,46 @@ class Job(Generic[Batch]):
             raise
         return future
 
+    def _see_step(
+        self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool
+    ) -> StepFuture:
+        """Send a step that may fail alone, and wait for it. It counts unless it did. Raises BadBatch and BadValue."""
+        draws = program.program.generator is not None
+        with client_generator.lock if draws else nullcontext():
+            with Shield():
+                state = client_generator.state() if draws else None
+                future, entry = self._post_step(choice, program, slot, filled, state)
+            try:
+                _answered(future)
+            finally:  # also after an interrupt, when the step counts whatever becomes of it
+                with Shield():
+                    undone = undone_or_counted(future)
+                    if undone is None:
+                        self._count_step(function, choice, future)
+                        if (state := generator_after(future)) is not None:
+                            client_generator.set_state(state)
+                    elif entry is not None and (recorder := self._recovery.recorder) is not None:
+                        recorder.log.remove_newest(entry)
+            if undone is not None:
+                error, operator = undone
+                warn_of_undone(program.program, operator, error.message)
+                raise error.with_traceback(None)
+        return future
+
     def _send_step(
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
         """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of the client's
         generator, for a step that draws from it."""
+        future, _ = self._post_step(choice, program, slot, filled, generator)
+        self._count_step(function, choice, future)
+        return future
+
+    def _post_step(
+        self, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool, generator: torch.Tensor | None
+    ) -> tuple[StepFuture, ReplayEntry | None]:
+        """`_send_step` without what counts the step."""
         step, number, recorder = self._next_step, program.number, self._recovery.recorder
         slot = program.free.pop() if slot is None else slot
         future = future_for(choice, program, self._wait, step)
@@ -510,12 +549,15 @@ class Job(Generic[Batch]):
             raise
         self._next_step = step + 1
         self._remote.waits.thread.stepped(step)
+        return future, entry
+
+    def _count_step(self, function: Steppable, choice: Choice, future: StepFuture) -> None:
+        """Make the local state that after the step."""
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
         self._local.advance(choice, future)
         if self._waves is not None:
             self._waves.stepped(self._state)
-        return future
 
     def _take_generator(self, future: StepFuture) -> None:
         """Wait for the step, and take the state in which it left the generator."""

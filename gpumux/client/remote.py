@@ -18,6 +18,7 @@ from gpumux.capture.state import StateTable, byte_view, raw_bytes
 from gpumux.client.session import Loading, Session, Waits
 from gpumux.errors import DaemonGone, GpumuxError, JobFailed, from_code
 from gpumux.program import codec
+from gpumux.program.indices import undo_of
 from gpumux.program.ir import Program, SlotLayout, aligned, slot_layout
 from gpumux.types import GENERATOR_BYTES
 from gpumux.wire import messages as m
@@ -59,6 +60,7 @@ class RemoteProgram:
         self.slots = [self._slot(whole, i * self.layout.nbytes) for i in range(slots)]
         self.copied_in = 0  # bytes copied from batches so far
         self.device_s: float | None = None  # device seconds of the newest answered step
+        self.fails_alone = undo_of(self.program) is not None  # whether a step whose values are refused may be undone
 
     def _slot(self, whole: torch.Tensor, base: int) -> Slot:
         views = self.program.views

@@ -1,8 +1,11 @@
-"""The indices that come with a batch (labels, token numbers), and range checks of them.
+"""The values that operators refuse: indices and probabilities out of range, and what an operator has to raise for.
 
 Some kernels read or write out of bounds when an index is wrong, and none fails before the step has begun. So indices of
 the batch are checked beforehand: by the client before it sends a step (capture/batch/checks.py, which also looks at
 those that the Program computes from the batch), and by the executor, which trusts no client.
+
+Values that the model computes are only known while the step runs. `undo_of` says how a step in which an operator
+refuses such a value can be undone, so that it fails alone.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from typing import Any
 import torch
 
 from gpumux.errors import JobFailed
-from gpumux.program.check import named_arguments
+from gpumux.program.check import named_arguments, written
 from gpumux.program.ir import Op, Program, TensorRef, View
 from gpumux.program.operators import INDEX_ARGS
-from gpumux.program.validate import tensor_refs
+from gpumux.program.validate import op_args, out_views, tensor_refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +187,115 @@ def index_checks(program: Program, written: Set[int]) -> IndexChecks:
             if storage in positions and storage not in written:
                 checks[IndexCheck(use.view, positions[storage], use.low, use.high, use.ignored, op.target)] = None
     return IndexChecks(frozenset(storages & positions.keys()), tuple(checks))
+
+
+# ---- Operators that raise on values
+
+
+_BETWEEN_0_AND_1 = {"aten.binary_cross_entropy.default": ("self", "target")}
+_RAISE = frozenset(
+    ("cholesky", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "_linalg_svd", "linalg_pinv", "linalg_ldl_solve",
+     "floor_divide", "fmod", "remainder", "div", "gcd", "lcm", "binary_cross_entropy",
+     "multinomial", "bernoulli", "bernoulli_", "poisson", "binomial", "normal")
+)  # fmt: skip
+_DIVIDE = frozenset(("floor_divide", "fmod", "remainder", "div", "gcd", "lcm"))
+_WHOLE = frozenset(("uint8", "int8", "int16", "int32", "int64"))
+
+
+def between_0_and_1(op: Op) -> Iterator[int]:
+    """The views of an operator's arguments whose values must be from 0 to 1."""
+    for name in _BETWEEN_0_AND_1.get(op.target, ()):
+        arg = next(value for argument, value, _ in named_arguments(op) if argument.name == name)
+        if isinstance(arg, TensorRef):
+            yield arg.view
+
+
+def raises_on_values(op: Op, views: _Views) -> bool:
+    """Whether an operator raises on some values of its arguments, other than indices. Of divisions, only those of whole
+    numbers by a tensor raise."""
+    name = op.target.split(".")[1]
+    if name not in _RAISE:
+        return False
+    if name not in _DIVIDE:
+        return True
+    refs = list(tensor_refs(op.args[:2]))
+    return len(refs) == 2 and all(views[ref.view].dtype in _WHOLE for ref in refs)
+
+
+# ---- Undoing a step in which an operator raised
+
+
+MOST_UNDO_BYTES = 16 << 20  # of state that is copied at the beginning of each step
+_NO_VALUES = ("aten.bernoulli_.float", "aten.bernoulli.p", "aten.normal.Tensor_float")  # numbers decide if they raise
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How to undo a step that fails at operator `last` or before it. `copied`: the storages of state that are written
+    until then, which are to be copied beforehand."""
+
+    last: int
+    copied: tuple[int, ...]
+
+
+def undo_of(program: Program) -> Undo | None:
+    """None if no operator raises on values that the model's state takes part in, or if its step can't be undone. Client
+    and executor both ask: a client waits for each step that may fail alone."""
+    if program.device != "cpu" or program.kind == "compiled" or program.wave is not None or program.ranks > 1:
+        return None
+    storages, views = program.storages, program.views
+    of_batch = {i for i, storage in enumerate(storages) if storage.kind in ("input", "const")}
+    if program.generator is not None:
+        of_batch.discard(views[program.generator].storage)
+    most: dict[int, int] = {}  # by storage, the largest index that the operator which made it gives
+    seen: set[tuple[int, int, int]] = set()
+    last, changed, copied = -1, frozenset[int](), frozenset[int]()
+    for index, op in enumerate(program.ops):
+        given = {views[ref.view].storage for ref in tensor_refs(op_args(op))}
+        writes = {views[ref.view].storage for ref in tensor_refs(tuple(written(op)))}
+        made = {views[v].storage for v in out_views(op.outs)}
+        may = {views[v].storage for v in between_0_and_1(op)}
+        if raises_on_values(op, views) and op.target not in _NO_VALUES:
+            may |= given
+        for use in index_uses(op, views):
+            storage = views[use.view].storage
+            if most.get(storage, use.high + 1) > use.high and (storage, use.low, use.high) not in seen:
+                may.add(storage)
+            seen.add((storage, use.low, use.high))
+        changed |= {storage for storage in writes if storages[storage].kind == "state"}
+        if may - of_batch:
+            last, copied = index, changed
+        if given <= of_batch and op.random is None:
+            of_batch |= made
+        else:
+            of_batch -= made | writes
+        for storage in made | writes:
+            most.pop(storage, None)
+        most.update(_largest_indices(op, views))
+    if last < 0 or sum(storages[storage].nbytes for storage in copied) > MOST_UNDO_BYTES:
+        return None
+    return Undo(last, tuple(sorted(copied)))
+
+
+_DIMS = {"max_pool2d_with_indices": 2, "adaptive_max_pool2d": 2, "max_pool3d_with_indices": 3, "adaptive_max_pool3d": 3}
+_PLACES = frozenset(("argmax", "argmin", "argsort", "topk", "sort", "max", "min", "kthvalue", "median", "mode"))
+
+
+def _largest_indices(op: Op, views: _Views) -> Iterator[tuple[int, int]]:
+    """(storage, largest index) of an operator's last result, if that holds places in a dimension of its argument."""
+    name = op.target.split(".")[1]
+    if name not in _PLACES and name not in _DIMS and name != "multinomial":
+        return
+    outs = list(out_views(op.outs))
+    if not outs or views[outs[-1]].dtype != "int64":
+        return
+    given: _Arguments = {argument.name: value for argument, value, _ in named_arguments(op)}
+    size = views[given["self"].view].size
+    if name in _DIMS:
+        largest = prod(size[-_DIMS[name] :])
+    elif name == "multinomial":
+        largest = size[-1]
+    else:
+        dim = given.get("dim")
+        largest = prod(size) if dim is None or not size else size[dim]
+    yield views[outs[-1]].storage, largest - 1

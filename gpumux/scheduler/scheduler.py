@@ -628,6 +628,9 @@ def _finish_step(state: SchedulerState, job: ScheduledJob, step: JobStep, event:
     if state.guard is not None:
         state.guard.awaited_steps.answered(job, step.id)
     job.inflight -= 1
+    if event.fault is not None:
+        fail(state, job, step.id, event.fault)
+        return
     job.steps_done += 1
     until = event.ended if event.answered else state.now  # when the client was, or will be, answered
     times = StepTimes(max(0.0, step.started - step.submitted), step.device_s, max(0.0, until - step.submitted))
@@ -679,8 +682,7 @@ def transfer_ended(state: SchedulerState, event: TransferEnded) -> None:
 
 
 def ticked(state: SchedulerState, event: ev.Tick) -> None:
-    """Handle a tick: only the clock moved. Ticks asked for earlier won't come: the daemon keeps only the earliest
-    time."""
+    """Only the clock moved. Other Ticks that were asked for won't come: the daemon keeps only the earliest time."""
     state.wake_at = 0.0
 
 
@@ -848,9 +850,8 @@ class Scheduler:
     # ---- after an exception of `handle`, which is a bug
 
     def interrupted(self) -> tuple[list[JobId], list[Command]]:
-        """The jobs to blame when `handle` raised: those that contradict themselves, else the one that the event was
-        about, if it was about one. And the commands that were made before, which are to be carried out. To go on, end
-        these jobs, by JobDied, then `check_invariants`."""
+        """The jobs to blame when `handle` raised: those that contradict themselves, else the event's, if it has one.
+        And the commands made before, which count. To go on, end these jobs, by JobDied, then `check_invariants`."""
         state = self._state
         state.changed_jobs.clear()
         commands, state.commands = state.commands, []
@@ -989,8 +990,7 @@ class Scheduler:
         return interference.kept(guard.costs, program) if guard is not None else []
 
     def take_up(self, program: str, kept: list[Kept]) -> None:
-        """Begin with what `kept` returned in an earlier daemon on the same device, unless something was learned of the
-        program already. Raises ValueError for other data."""
+        """Begin with what `kept` returned in an earlier daemon on the device, unless something was learned already."""
         guard = self._state.guard
         if guard is not None:
             interference.take_up(guard.costs, program, kept)

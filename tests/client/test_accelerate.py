@@ -83,8 +83,9 @@ def test_accumulated_batches(count: int, batches: int, endpoint: str) -> None:
     assert_same(train(endpoint, **options), train(None, **options), "run")
 
 
-def test_a_schedule_in_the_step(endpoint: str) -> None:
-    options = {"gradient_accumulation_steps": 2, "inside": True}
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_schedule_in_the_step(count: int, endpoint: str) -> None:
+    options = {"gradient_accumulation_steps": count, "inside": True}
     assert_same(train(endpoint, **options), train(None, **options), "run")
 
 

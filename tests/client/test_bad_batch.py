@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -231,6 +232,120 @@ def test_a_matrix_of_the_weights_that_has_no_factor_is_reported(endpoint: str) -
         with pytest.raises(RuntimeError, match=r"linalg\.cholesky: the matrix has no such result") as caught:
             job.step(-torch.ones(1)).item()
         assert isinstance(caught.value, BadValue)
+
+
+def test_values_of_the_model_that_an_operator_refuses_cost_their_step_alone(endpoint: str) -> None:
+    """In the first step, which runs operator by operator, and in later ones, which run as graphs."""
+
+    def train(run_with: Callable[..., Any]) -> tuple[list[Any], list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        batches = [torch.rand(6, 4) for _ in range(16)]
+        for i in (0, 5, 6, 13):
+            batches[i] = batches[i] / 0 * 0
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy(model(x), torch.full((6, 1), 0.3))
+            (loss + 0.1 * nn.functional.dropout(model(x)).sum()).backward()
+            optimizer.step()
+            return loss
+
+        losses: list[Any] = []
+        with run_with(step, model, optimizer, batches[1]) as run:
+            for x in batches:
+                try:
+                    losses.append(run(x).item())
+                except RuntimeError as error:
+                    losses.append("all elements of input should be between 0 and 1" in str(error))
+        return losses, [*model.parameters(), *optimizer.state[model[0].weight].values()], torch.get_rng_state()
+
+    @contextmanager
+    def plainly(step: Callable[..., Any], *_: Any) -> Iterator[Callable[..., Any]]:
+        yield step
+
+    @contextmanager
+    def in_a_daemon(step: Callable[..., Any], model: Any, optimizer: Any, x: Tensor) -> Iterator[Callable[..., Any]]:
+        with client.submit(step, example=(x,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            yield job.step
+            assert job.stats()["steps_failed"] == 4
+
+    with one_thread():
+        losses, state, generator = train(in_a_daemon)
+        expected_losses, expected_state, expected_generator = train(plainly)
+    assert losses == expected_losses
+    assert losses.count(True) == 4
+    assert all(map(torch.equal, state, expected_state))
+    assert torch.equal(generator, expected_generator)
+
+
+def test_state_that_the_failed_step_wrote_is_put_back_and_its_line_is_named(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Embedding(3, 2))
+
+    def step(x: Tensor) -> Tensor:
+        places = (model[2](model[1](model[0](x))).sum() + model[0](x).sum(1)).detach().abs() * 1e-3
+        return model[3](places.long()).sum()
+
+    with (
+        one_thread(),
+        client.submit(step, example=(torch.rand(6, 4),), model=model, rng="own", endpoint=endpoint) as job,
+    ):
+        for _ in range(4):
+            job.step(torch.rand(6, 4)).item()
+        before = job.state_dict()["model"]
+        with pytest.raises(IndexError, match=r"test_bad_batch\.py:\d+.*: operator \d+ \(aten\.embedding") as caught:
+            job.step(torch.eye(6, 4) * 1e7)
+        assert isinstance(caught.value, BadBatch)
+        after = job.state_dict()["model"]
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert "where the plain step first drew random numbers and changed state" in caplog.text
+        job.step(torch.rand(6, 4)).item()
+
+
+def test_a_step_that_is_interrupted_and_fails_ends_the_job(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script goes on as if the step had been run, which can't be taken back."""
+    model = nn.Linear(4, 1)
+    step = lambda x: nn.functional.binary_cross_entropy(model(x).sigmoid(), torch.zeros(2, 1))  # noqa: E731
+    with client.submit(step, example=(torch.rand(2, 4),), model=model, endpoint=endpoint) as job:
+
+        def interrupted(future: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("gpumux.client.job.wait_answered", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                job.step(torch.full((2, 4), float("nan")))
+        with suppress(JobFailed):
+            job.step(torch.rand(2, 4)).item()  # it may be sent before the failure of the other one is read
+        with pytest.raises(JobFailed, match="between 0 and 1"):
+            job.step(torch.rand(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("step", "waits"),
+    [
+        (lambda model, x: nn.functional.binary_cross_entropy(model(x).sigmoid(), x), True),
+        (lambda model, x: nn.functional.binary_cross_entropy_with_logits(model(x), x), False),
+        (lambda model, x: model(x).gather(1, model(x).argmax(1, keepdim=True)).sum(), False),
+        (lambda model, x: model(x).gather(1, model(x).topk(2)[1]).sum(), False),
+        (lambda model, x: x[:, :2].gather(1, model(x).argmax(1, keepdim=True)).sum(), True),
+        (lambda model, x: x.gather(1, model(x).long()).sum(), True),
+        (lambda model, x: x[torch.arange(3), x.argmax(1)].sum() + model(x).sum(), False),
+        (lambda model, x: torch.multinomial(model(x).softmax(1), 1), True),
+        (lambda model, x: nn.functional.dropout(model(x)), False),
+    ],
+)
+def test_only_steps_that_may_fail_by_values_of_the_model_are_waited_for(
+    step: Callable[..., Tensor], waits: bool, endpoint: str
+) -> None:
+    model = nn.Linear(3, 3)
+    with client.submit(lambda x: step(model, x), example=(torch.rand(3, 3),), model=model, endpoint=endpoint) as job:
+        assert [program.fails_alone for program in job._remote.programs.values()] == [waits]
 
 
 def test_steps_on_their_way_are_not_disturbed(endpoint: str) -> None:

@@ -419,3 +419,48 @@ def test_it_is_off_when_asked(daemon: Phoenix):
     with pytest.raises(SnapshotFailed):
         job.close(keep=True)
     job.close()
+
+
+def test_a_step_that_was_undone_is_not_part_of_what_is_run_again(daemon: Phoenix):
+    """Nor is what it drew."""
+
+    def train(run_with: Any) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(SEED)
+        layers = torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1), torch.nn.Sigmoid()
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        batches = torch.rand(24, 6, 4).unbind()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.binary_cross_entropy(model(x), torch.full((6, 1), 0.3))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = []
+        with run_with(step, model, optimizer, batches[0]) as run:
+            for i, x in enumerate(batches):
+                state = torch.get_rng_state()
+                if i in (7, 12, 18):
+                    with pytest.raises(RuntimeError, match="between 0 and 1"):
+                        run(x / 0 * 0)
+                    torch.set_rng_state(state)  # as the job has it
+                if i in (9, 12):
+                    run(None)
+                losses.append(run(x).item())
+        return losses, [p.detach() for p in model.parameters()]
+
+    @contextmanager
+    def plainly(step: Any, *_: Any) -> Iterator[Any]:
+        yield lambda x: step(x) if x is not None else None
+
+    @contextmanager
+    def in_the_daemon(step: Any, model: Any, optimizer: Any, x: torch.Tensor) -> Iterator[Any]:
+        with client.submit(step, example=(x,), model=model, optimizer=optimizer, endpoint=daemon.endpoint) as job:
+            yield lambda x: job.step(x) if x is not None else daemon.kill_executors()
+
+    losses, parameters = train(in_the_daemon)
+    expected = train(plainly)
+    assert losses == expected[0]
+    assert all(map(torch.equal, parameters, expected[1]))

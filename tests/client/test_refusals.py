@@ -961,3 +961,23 @@ def test_the_scale_of_a_scaler_is_compared_in_the_loop(endpoint: str) -> None:
     assert "GradScaler.get_scale reads a tensor's value" in error.message
     assert "in the loop" in error.remedy
     assert "before = scaler.get_scale()" in error.remedy
+
+
+def test_a_sparse_matrix_met_in_the_step_is_refused_as_such(endpoint: str) -> None:
+    model, adjacency = nn.Linear(4, 3), torch.eye(4).to_sparse()
+    with pytest.raises(errors.CaptureError, match=r"uses `adjacency`, a tensor laid out as sparse_coo — keep it dense"):
+        client.submit(
+            lambda x: torch.sparse.mm(adjacency, model(x)), example=(torch.rand(4, 4),), model=model, endpoint=endpoint
+        )
+
+
+def test_an_action_read_in_the_step_is_to_be_chosen_in_the_loop(endpoint: str) -> None:
+    model, taken = nn.Linear(4, 3), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        action = model(x).argmax()
+        taken.append(action.item())
+        return model(x).sum()
+
+    with pytest.raises(errors.DataDependent, match="act in the loop, with the local model"):
+        client.submit(step, example=(torch.rand(4),), model=model, endpoint=endpoint)

@@ -205,6 +205,24 @@ def test_the_time_a_piece_stood_still_is_nobodys_device_time() -> None:
     assert "stood still" not in " ".join(world.scheduler.explain("a"))
 
 
+def test_a_step_that_fails_alone_is_answered_so_and_the_next_one_runs() -> None:
+    world = World()
+    world.job("a", "high", (1e-4, 1e-4))
+    world.step("a", 0)
+    world.step("a", 1)
+    first, second = world.launches
+    assert failed(world.done(first)) == []
+    done = world.done(second, fault=FAULT)
+    assert failed(done) == [(0, FAULT.code)]
+    assert not any(isinstance(c, cmd.FinishStep | cmd.EndJob) for c in done)
+    (job,) = world.scheduler.snapshot()["jobs"]
+    assert (job["steps_done"], job["steps_failed"]) == (0, 1)
+    ended = [c for launch in list(world.launches) for c in world.done(launch)]
+    while world.launches:
+        ended += world.done(next(iter(world.launches)))
+    assert [c.step for c in ended if isinstance(c, cmd.FinishStep)] == [1]
+
+
 def test_negative_times_from_a_device_count_as_nothing() -> None:
     world = World()
     world.job("a")

@@ -205,9 +205,11 @@ class World:
     def end_transfer(self, job: str, transfer: int, fault: Fault | None = None) -> list[cmd.Command]:
         return self.give(TransferEnded(job, transfer, fault))
 
-    def done(self, launch: int, seconds: float = 1e-4, suspended: float = 0.0) -> list[cmd.Command]:
+    def done(
+        self, launch: int, seconds: float = 1e-4, suspended: float = 0.0, fault: Fault | None = None
+    ) -> list[cmd.Command]:
         """The device finishes a launch it has; `seconds` is what it measured, in the last `suspended` of which it stood
-        still."""
+        still. `fault`: of a step that failed alone."""
         piece = self.launches.pop(launch)
         view = self.jobs[piece.job]
         assert view.out[0] == launch, "the test's device broke the order of a job"
@@ -217,7 +219,7 @@ class World:
                 item.done += 1
         started = self.now
         self.now += seconds
-        return self.give(PieceDone(launch, started, self.now, False, suspended), after=0.0)
+        return self.give(PieceDone(launch, started, self.now, False, suspended, fault), after=0.0)
 
     def parked(self) -> list[str]:
         """Jobs that wait for their peers with nothing on the device."""

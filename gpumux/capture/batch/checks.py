@@ -4,13 +4,13 @@ A plain loop may catch the error of such a batch, and go on with the next one. I
 too late for that: the daemon has begun the step, and later steps were sent. So a client runs the part of the Program
 that depends on the batch alone and that an operator with conditions on values needs (labels, targets and
 probabilities, converted, shifted or masked), and checks the conditions on it. Values that the model computes can't be
-checked ahead.
+checked ahead: where an operator fails on those, the executor undoes the step (program/indices.py, undo_of).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 
 from gpumux.errors import BadBatch, BadValue
 from gpumux.program import allowed_ops
-from gpumux.program.check import DTYPES, named_arguments, overload, written
-from gpumux.program.indices import index_uses
+from gpumux.program.check import DTYPES, overload, written
+from gpumux.program.indices import between_0_and_1, index_uses, raises_on_values
 from gpumux.program.ir import ITEM_BYTES, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.validate import op_args, out_views, tensor_refs
 
@@ -33,14 +33,6 @@ _RUN = frozenset(
         allowed_ops.CREATION,
     )
     for name in family.split()
-)  # fmt: skip
-
-# Operators that raise on some values of their arguments. Where all of them come from the batch, the client runs one to
-# find out. Those that draw do so from a generator of their own.
-_RAISE = frozenset(
-    ("cholesky", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "_linalg_svd", "linalg_pinv", "linalg_ldl_solve",
-     "floor_divide", "fmod", "remainder", "div", "gcd", "lcm", "binary_cross_entropy",
-     "multinomial", "bernoulli", "bernoulli_", "poisson", "binomial", "normal")
 )  # fmt: skip
 
 _MOST_BYTES = 4 << 20  # that a check may compute, beside four times the bytes of the batch
@@ -129,7 +121,7 @@ class BatchCheck:
             made = {views[v].storage for v in out_views(op.outs)}
             given = {views[ref.view].storage for ref in tensor_refs(op_args(op))}
             varies = bool(given & varying)
-            if varies and given <= known and op.target.split(".")[1] in _RAISE and _can_raise(op, views):
+            if varies and given <= known and raises_on_values(op, views):
                 last.append(index)
             if given <= known and op.target in _RUN and op.random is None:
                 known |= made
@@ -195,13 +187,7 @@ class BatchCheck:
             try:
                 self._check(action, held, scalars)
             except (BadBatch, BadValue) as error:
-                draws, writes = _first(self._program)
-                done = ["drew random numbers"] * (draws < index) + ["changed state"] * (writes < index)
-                if done:
-                    log.warning(
-                        "%s: the job is as before the call, where the plain step first %s",
-                        error.message, " and ".join(done),
-                    )  # fmt: skip
+                warn_of_undone(self._program, index, error.message)
                 raise
 
     def _check(self, action: _Action, held: dict[int, torch.Tensor], scalars: Sequence[float | int]) -> None:
@@ -282,6 +268,14 @@ class BatchCheck:
                 _window(held[view.storage], view).copy_(tensor)
 
 
+def warn_of_undone(program: Program, failed: int, message: str) -> None:
+    """Warn if the plain step has drawn or changed state before operator `failed`, since the job is as before it."""
+    draws, writes = _first(program)
+    done = ["drew random numbers"] * (draws < failed) + ["changed state"] * (writes < failed)
+    if done:
+        log.warning("%s: the job is as before the call, where the plain step first %s", message, " and ".join(done))
+
+
 def _first(program: Program) -> tuple[int, int]:
     """The first operators that draw, and that write state."""
     none = len(program.ops) + 1
@@ -313,22 +307,5 @@ def _ranges(op: Op, views: tuple[View, ...]) -> Iterator[_Row]:
     for use in index_uses(op, views):
         if not views[use.view].dtype.startswith(("float", "bfloat")):
             yield use.view, use.low, use.high, use.ignored
-    for name in _BETWEEN_0_AND_1.get(op.target, ()):
-        arg = next(value for argument, value, _ in named_arguments(op) if argument.name == name)
-        if isinstance(arg, TensorRef):
-            yield arg.view, 0.0, 1.0, None
-
-
-_BETWEEN_0_AND_1 = {"aten.binary_cross_entropy.default": ("self", "target")}
-_DIVIDE: Callable[[str], bool] = frozenset(("floor_divide", "fmod", "remainder", "div", "gcd", "lcm")).__contains__
-
-
-def _can_raise(op: Op, views: tuple[View, ...]) -> bool:
-    """Of divisions, only those of whole numbers by a tensor raise."""
-    if not _DIVIDE(op.target.split(".")[1]):
-        return True
-    refs = list(tensor_refs(op.args[:2]))
-    return len(refs) == 2 and all(views[ref.view].dtype in _WHOLE for ref in refs)
-
-
-_WHOLE = frozenset(("uint8", "int8", "int16", "int32", "int64"))
+    for view in between_0_and_1(op):
+        yield view, 0.0, 1.0, None

@@ -397,8 +397,9 @@ class Walk:
             self.spaces.append(Entries(lambda key: f"{label}.{key}", space, own=True))
             if _unwalked(cls, _PLAIN_BASES) or whole:
                 self._entries(label, space, list(space))
-            else:
-                self._named_entries(label, space)
+            else:  # the names that a package's wrapper of a schedule uses are known once it has run: too late
+                steps = [k for k, v in space.items() if isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
+                self._entries(label, space, [k for k in space if k in self._names or k in steps])
             self.watches.append(watches.appeared(label, space, self._names))
         names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names or whole)
         if names:

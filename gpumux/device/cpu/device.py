@@ -69,6 +69,7 @@ from gpumux.device.workers.channel import (
     PROFILED,
     RECUT,
     REFUSED,
+    STEP_FAILED,
     TRANSFER,
     TRANSFERRED,
     Channel,
@@ -675,6 +676,14 @@ def answer(executor: ExecutorRecord, schedule: Schedule[Command], tag: int, body
     if tag == FAILED:
         executor.failure = fault(listed(said, 4)[1:])  # reported when the process has ended
         return []
+    if tag == STEP_FAILED:
+        launch, started, ended, suspended, *failure = listed(said, 7)
+        if not isinstance(command, Launch) or command.launch != launch:
+            raise MalformedMessage("the end of a launch that did not run")
+        if not is_possible(number(started), number(ended), number(suspended)):
+            raise MalformedMessage("the end of a launch at an impossible time")
+        schedule.done(job)
+        return [PieceDone(command.launch, started, ended, False, suspended, fault(failure))]
     found = _answered(executor, command, tag, said)
     schedule.done(job)
     return [found]

@@ -1,7 +1,8 @@
 """The process that runs one job: it holds the job's state and programs, and runs one piece at a time.
 
 It blocks in `recv`, carries out commands in order, and answers. It answers a failure of the job's work with FAILED and
-ends, because the job's state is unusable then. A crash needs no answer: the daemon sees the end of the process.
+ends, because the job's state is unusable then; a step that it could undo with STEP_FAILED. A crash needs no answer: the
+daemon sees the end of the process.
 
 Garbage is not collected between steps, since that would delay a step for tens of milliseconds. Objects of a step are
 freed by reference counts alone, so no object that holds a tensor may be part of a cycle
@@ -56,6 +57,7 @@ from gpumux.device.workers.channel import (
     PROFILED,
     RECUT,
     REFUSED,
+    STEP_FAILED,
     TRANSFER,
     TRANSFERRED,
     Channel,
@@ -335,7 +337,14 @@ class Executor:
         ended = monotonic()
         held = self._peak.end() if ended_step else 0
         suspended = waits.seconds() - before if waits is not None else 0.0
-        answered = self._answers.ran(launch, step, submitted, started, ended, suspended, ended_step)
+        fault = loaded.fault if ended_step else None
+        answered = self._answers.ran(
+            launch, step, submitted if fault is None else -1.0, started, ended, suspended, ended_step
+        )
+        if fault is not None:
+            said = [launch, started, ended, suspended, fault.code, fault.message, fault.remedy]
+            self._channel.send(STEP_FAILED, said)
+            return True
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if self._peers is not None and loaded.waits(cut, piece + 1):
             self._gates[step] = loaded, piece + 1
@@ -423,6 +432,7 @@ class Executor:
                 target_s=self._target_s,
                 python_s=self._python_s,
                 progress=self._progress,
+                undoes=not load["fusion"],
             )
             if load["member"] is not None:
                 self._groups[fused].join(place, loaded, data)

@@ -30,14 +30,15 @@ from gpumux import __version__
 from gpumux.device import inductor
 from gpumux.device.cpu.peers import Messages, all_reduce, exchange
 from gpumux.device.run.graph import GraphBuilder, GraphFunction, expressible
-from gpumux.device.run.interpreter import Interpreter, Stopwatch, failed, names
+from gpumux.device.run.interpreter import Interpreter, Stopwatch, failed, lacks_memory, names
 from gpumux.device.run.operands import Context, Frame, Operands, allocate, window
 from gpumux.device.run.randomness import RandomStreams, Replays, begin_from, repeated_slots
 from gpumux.device.run.schema import takes_generator
-from gpumux.errors import ProgramError
+from gpumux.errors import BadBatch, BadValue, GpumuxError, JobFailed, ProgramError
 from gpumux.hostmemory import cpu_name
 from gpumux.program import onednn_lstm
 from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, gated, piece_seconds, units
+from gpumux.program.indices import Undo, undo_of
 from gpumux.program.ir import Collective, Program, View, gates, labels, piece_starts
 from gpumux.program.memory import wave_pieces, wave_plan
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
@@ -151,7 +152,7 @@ class GraphStretch:
         self._dead = tuple(s for s in function.live_in if last[s] < stop)
         self._key = next(_keys)
         self._names = names(context.program, start, stop)
-        self._range = f"operators {start} to {stop - 1}"
+        self._range, self._last = f"operators {start} to {stop - 1}", stop - 1
 
     def run(self, frame: Frame) -> None:
         slot, temps, scalars = frame.slot, frame.temps, frame.scalars
@@ -165,6 +166,7 @@ class GraphStretch:
                 *views, *[scalars[i] for i in self._scalars], *[temps[s] for s in self._live_in], *generators
             )
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+            frame.failed_at = None if lacks_memory(error) else self._last
             raise failed(error, f"one of {self._range} ({self._names})") from error
         if self._live_out:
             for storage, tensor in zip(self._live_out, made, strict=True):
@@ -195,10 +197,12 @@ class GraphPiece:
 
 
 class PieceBuilder:
-    """Builds pieces of one program. `through_python`: by operator, why it can't be in a graph."""
+    """Builds pieces of one program. `through_python`: by operator, why it can't be in a graph. A graph ends at operator
+    `end`, so that it is known whether an operator behind it has run."""
 
-    def __init__(self, context: Context, interpreter: Interpreter) -> None:
+    def __init__(self, context: Context, interpreter: Interpreter, end: int | None = None) -> None:
         self._context = context
+        self._end = len(context.program.ops) if end is None else end
         self._interpreter = interpreter
         self.through_python: dict[str, str] = {}
         self._python = [self._needs_python(index) for index in range(len(context.program.ops))]
@@ -221,7 +225,7 @@ class PieceBuilder:
         return bool(reason)
 
     def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
-        for python, group in itertools.groupby(range(start, stop), key=self._python.__getitem__):
+        for (python, _), group in itertools.groupby(range(start, stop), key=lambda i: (self._python[i], i > self._end)):
             indices = list(group)
             first, end = indices[0], indices[-1] + 1
             yield PythonStretch(self._interpreter, first, end) if python else self._graph(first, end)
@@ -236,16 +240,43 @@ class PieceBuilder:
         return GraphStretch(context, builder.finish(live_out), start, stop)
 
 
+# ---- Undoing a step in which an operator has refused its values.
+
+
+class StepUndo:
+    """Puts state and generator back to where they were when a step began."""
+
+    def __init__(self, undo: Undo, operands: Operands, draws: bool) -> None:
+        self.undo = undo
+        self._state = [operands.base(storage) for storage in undo.copied]
+        self._copies = [torch.empty_like(base) for base in self._state]
+        self._draws, self._generator = draws, torch.empty(0)
+
+    def begin(self) -> None:
+        for copy, base in zip(self._copies, self._state, strict=True):
+            copy.copy_(base)
+        if self._draws:
+            self._generator = torch.default_generator.get_state()
+
+    def run(self) -> None:
+        for copy, base in zip(self._copies, self._state, strict=True):
+            base.copy_(copy)
+        if self._draws:
+            torch.default_generator.set_state(self._generator)
+
+
 # ---- Programs of an executor.
 
 
+_UNDONE = "the job's state is as before the step: look at the values that reach the operator, or leave the batch out"
 SETTLE_STEPS = 8
 FAR = 1.5  # the program is cut again if its pieces are this many times longer or shorter than the target
 
 
 class LoadedProgram:
     """One program bound to its job's buffers. `python_s` is how many seconds longer an operator takes through Python
-    than in a graph; it is subtracted from the measured times."""
+    than in a graph; it is subtracted from the measured times. `undoes`: whether a step may fail alone. Then `fault` is
+    the error of the newest step, whose other pieces are left out, and the state is as before it."""
 
     def __init__(
         self,
@@ -257,8 +288,10 @@ class LoadedProgram:
         target_s: float,
         python_s: float,
         progress: Callable[[int], None],
+        undoes: bool = False,
     ) -> None:
         self.program = program
+        self.fault: GpumuxError | None = None
         self._own_s = self._target_s = self._wanted_s = target_s
         self._python_s = python_s
         self._progress = progress
@@ -268,6 +301,8 @@ class LoadedProgram:
         self._draws = any(op.random is not None or op.stream is not None for op in program.ops)
         self._context = Context(program, self.operands, self._replays, self._streams)
         self._interpreter = Interpreter(self._context, progress)
+        undo = undo_of(program) if undoes else None
+        self._undo = StepUndo(undo, self.operands, self._draws) if undo is not None else None
         self._builder: PieceBuilder | None = None
         self._frame: Frame | None = None
         self._steps = 0  # whole steps run with the newest cut
@@ -321,6 +356,25 @@ class LoadedProgram:
             )
         if frame.generator is not None:
             torch.default_generator.set_state(frame.generator)
+        if self.fault is None:
+            try:
+                self._carry_on(frame, cut, piece, bounds)
+            except JobFailed as error:
+                self.fault = self._undone(frame, error)
+                if self.fault is None:
+                    raise
+        frame.next_piece += 1
+        if frame.next_piece < len(bounds) - 1:
+            if self._sets_generator:
+                frame.generator = torch.default_generator.get_state()
+            return False
+        if self.fault is None:
+            self._finish(frame)
+        self._frame = None
+        return True
+
+    def _carry_on(self, frame: Frame, cut: int, piece: int, bounds: Sequence[int]) -> None:
+        """Run one piece of a step."""
         if cut == 0:
             start, stop = bounds[piece], bounds[piece + 1]
             watch = self._watch if self.newest == 0 else None
@@ -337,13 +391,25 @@ class LoadedProgram:
             self._piece_s[piece].append(self._watch.stop())
         else:
             self._run_piece(frame, cut, piece)
-        frame.next_piece += 1
-        if frame.next_piece < len(bounds) - 1:
-            if self._sets_generator:
-                frame.generator = torch.default_generator.get_state()
-            return False
-        self._finish(frame)
-        return True
+
+    def _undone(self, frame: Frame, error: JobFailed) -> GpumuxError | None:
+        """Undo a step, if an operator has refused its values before more of the state was written than can be put back.
+        Returns the step's error."""
+        undo, failed_at = self._undo, frame.failed_at
+        if undo is None or failed_at is None or failed_at > undo.undo.last:
+            return None
+        undo.run()
+        if self._pieces:  # a graph does not say which of its operators failed: they tell when they run one by one
+            again = self._begin(frame.step, frame.cut, frame.slot_index, frame.scalars)
+            try:
+                self._interpreter.run(again, 0, undo.undo.last + 1)
+            except JobFailed as found:
+                error = found
+            undo.run()
+            self._frame = frame
+        frame.temps.clear()
+        kind = BadBatch if isinstance(error.__cause__, IndexError) else BadValue
+        return kind(error.message, _UNDONE)
 
     def waits(self, cut: int, piece: int) -> bool:
         """Whether this piece of a cut begins with a collective, which `exchange` carries out."""
@@ -450,6 +516,9 @@ class LoadedProgram:
             given = "none" if scalars is None else len(scalars)
             raise ProgramError(f"{given} scalars where the program takes {len(self.program.scalars)}", "send one each")
         operands = self.operands.slot(slot)
+        self.fault = None
+        if self._undo is not None:
+            self._undo.begin()
         self._frame = Frame(operands, slot, scalars, [None] * len(self.program.storages), step, cut)
         if self._draws:
             self._replays.begin()
@@ -466,7 +535,6 @@ class LoadedProgram:
         self.operands.finish(frame.slot, self._context.results(frame))
         if self._draws:
             self._streams.finish()
-        self._frame = None
         if frame.cut == self.newest:
             self._steps += 1
 
@@ -474,7 +542,8 @@ class LoadedProgram:
         bounds = self._boundaries(op_s)
         pieces: list[GraphPiece] = []
         if self._compiled is None:
-            self._builder = self._builder or PieceBuilder(self._context, self._interpreter)
+            end = self._undo.undo.last if self._undo is not None else None
+            self._builder = self._builder or PieceBuilder(self._context, self._interpreter, end)
             pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
         self._bounds.pop(self.newest - 1, None)
         self._gated.pop(self.newest - 1, None)

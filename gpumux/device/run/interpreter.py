@@ -103,9 +103,13 @@ def first_lines(error: BaseException, limit: int = 400) -> str:
     return text[:limit] or type(error).__name__
 
 
+def lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in first_lines(error)
+
+
 def failed(error: BaseException, where: str) -> JobFailed:
     text = first_lines(error)
-    if isinstance(error, MemoryError) or "allocate memory" in text:
+    if lacks_memory(error):
         remedy = "use a smaller batch: it takes more memory than a job of this size may (docs/security.md)"
         return JobFailed(f"{where} failed: {text}", remedy)
     return JobFailed(f"{where} failed: {text}", "check what the step computes on this batch")
@@ -153,6 +157,7 @@ class Interpreter:
                     returned = self._call(frame, index, op, args, kwargs)
                     seconds.append(watch.stop())
             except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+                frame.failed_at = None if lacks_memory(error) else index
                 raise failed(error, f"operator {index} ({op.target})") from error
             self._keep(frame, op, index, returned, verify)
             # Free what is not used again before the next operator allocates.

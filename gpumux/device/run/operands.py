@@ -100,6 +100,10 @@ class Operands:
     def checks(self) -> tuple[IndexCheck, ...]:
         return self._checks.checks
 
+    def base(self, storage: int) -> torch.Tensor:
+        """The bytes of a storage that outlives a step."""
+        return self._bases[storage]
+
     def state(self, slot: int) -> torch.Tensor:
         """The buffer that a state slot is bound to. Raises ProgramError for a slot that the program does not have."""
         for storage, entry in enumerate(self.program.storages):
@@ -176,6 +180,7 @@ class Frame:
     next_piece: int = 0
     met: int = 0  # the newest piece whose collectives have ended
     generator: torch.Tensor | None = None  # its state after the newest piece, while the other wave's step may draw
+    failed_at: int | None = None  # the operator that failed on its values, or the last of those of which one did
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ message's length, and raises MalformedMessage for what the other end does not se
     daemon -> executor      LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                             TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · ANSWER [answer form] +fd ·
                             CUT [program, seconds or None] · JOIN [gang] · LEAVE []
-    executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED
+    executor -> daemon      DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · EXCHANGED ·
+                            STEP_FAILED
     daemon -> checker       CHECK [] +fd
     checker -> daemon       CHECKED · REFUSED
     daemon -> fuser         FUSE [jobs] +fd · PROVE []
@@ -74,7 +75,8 @@ MAX_TEXT = 4000  # characters of a fault's text
     EXCHANGED,
     FUSED,
     PROVEN,
-) = range(20, 31)
+    STEP_FAILED,
+) = range(20, 32)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended

@@ -37,6 +37,7 @@ from gpumux.device.workers.channel import (
     PROFILED,
     RECUT,
     REFUSED,
+    STEP_FAILED,
     TRANSFERRED,
     Channel,
     Descriptors,
@@ -64,8 +65,9 @@ SOUND = {  # of each message, a body that a sound process sends
     TRANSFERRED: [1, "", "", ""],
     PROFILED: [b"{}", "", "", ""],
     EXCHANGED: [1, 1, 1.0, 2.0, [[1, 8, 8]], 0.5],
+    STEP_FAILED: [7, 1.0, 2.0, 0.5, "bad_value", "why", "remedy"],
 }
-ANSWERED_BY = {LOADED: LOAD, TRANSFERRED: COMMANDS[3], PROFILED: COMMANDS[4], REFUSED: LOAD}
+ANSWERED_BY = {LOADED: LOAD, TRANSFERRED: COMMANDS[3], PROFILED: COMMANDS[4], REFUSED: LOAD, STEP_FAILED: LAUNCH}
 
 
 def record(page: mmap.mmap) -> ExecutorRecord:
