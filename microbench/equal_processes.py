@@ -33,6 +33,9 @@ from microbench.equal_jobs import factory
 BATCHES = 50  # of each model, again and again
 LEAST_LOSS = 1e-6  # of smaller ones the difference itself counts
 GIVE_UP_S = 180.0  # until all models run as one
+WAYS = ("alone", "fused", "array")
+PAUSE_S = 0.5
+AMID_S = 0.2  # a process is killed so long after a block began at most
 
 
 def batches(seed: int, batch: int) -> list[tuple[Tensor, Tensor]]:
@@ -146,12 +149,14 @@ class PlainLoops:
 
 
 def until_fused(trainers: Sequence[Trainer], steps: int) -> float:
-    """Blocks of steps until all run as one. Returns seconds. Raises TimeoutError."""
+    """Blocks of steps until all run as one, with pauses in which the fused Program is made, at a low priority. Returns
+    seconds. Raises TimeoutError."""
     began = time.perf_counter()
     while not all(each.fusion is not None and each.fusion["jobs"] == len(trainers) for each in trainers):
         if time.perf_counter() - began > GIVE_UP_S:
             raise TimeoutError(f"they never run as one: {trainers[0].fusion}")
         block(trainers, steps)
+        time.sleep(PAUSE_S)
     return time.perf_counter() - began
 
 
@@ -169,7 +174,8 @@ def throughput(trainers: dict[str, list[Trainer]], turns: int, steps: int, model
                 fused.append(ran / (models * steps))
     over = {
         way: common.figure([a / b for a, b in zip(rates["fused"], rates[way], strict=True)])
-        for way in ("alone", "array")
+        for way in trainers
+        if way != "fused"
     }
     return {
         "steps_per_s": {way: common.figure(of) for way, of in rates.items()},
@@ -189,27 +195,30 @@ def straggling(trainers: Sequence[Trainer], turns: int, steps: int) -> dict[str,
     return {"all_step_s": common.figure(with_it), "one_makes_none_step_s": common.figure(without)}
 
 
-def kills(trainers: list[Trainer], count: int, steps: int, make: Callable[[int], Trainer], plain: PlainLoops) -> float:
+def kills(
+    trainers: list[Trainer], count: int, steps: int, make: Callable[[int], Trainer], plain: PlainLoops
+) -> dict[str, Any]:
     """Kill one at random amid a block, start it again and wait until all run as one; `count` times. Returns how far the
-    others' losses are from the plain loops' at most."""
-    draw, worst = random.Random(0), 0.0
-    for _ in range(count):
-        until_fused(trainers, steps)
+    others' losses are from the plain loops' at most, and seconds until all run as one again."""
+    draw, worst, again_s = random.Random(0), 0.0, []
+    for number in range(count):
+        again_s.append(until_fused(trainers, steps))
         victim = draw.choice(trainers)
         for trainer in trainers:
             trainer.ask(steps)
-        time.sleep(draw.uniform(0.0, 0.2))  # amid the block
+        time.sleep(draw.uniform(0.0, AMID_S))
         victim.process.kill()
         victim.process.wait()
         others = [each for each in trainers if each is not victim]
         for trainer in others:
             trainer.answer()
         worst = max(worst, *(each.off(plain.until(len(each.losses))) for each in others))
+        print(f"killed {number + 1} of {count}: the others are {worst:.1e} off", flush=True)
         trainers[trainers.index(victim)] = fresh = make(victim.seeds[0])
         fresh.hear()
         for trainer in trainers:
             trainer.fusion = None
-    return worst
+    return {"count": count, "off": worst, "until_fused_s": common.figure(again_s)}
 
 
 def measure(args: Any) -> dict[str, Any]:
@@ -221,9 +230,9 @@ def measure(args: Any) -> dict[str, Any]:
         def make(way: str, seeds: Sequence[int]) -> Trainer:
             return Trainer(way, seeds, daemon.endpoint, args.size, args.batch)
 
-        every = range(args.models)
-        trainers = {way: [make(way, [seed]) for seed in every] for way in ("alone", "fused")}
-        trainers["array"] = [make("array", list(every))]
+        every = list(range(args.models))
+        seeds = {way: [every] if way == "array" else [[seed] for seed in every] for way in WAYS if way in args.ways}
+        trainers = {way: [make(way, each) for each in of] for way, of in seeds.items()}
         try:
             for of in trainers.values():
                 for each in of:
@@ -236,8 +245,9 @@ def measure(args: Any) -> dict[str, Any]:
                 way: max(each.off(plain.until(len(each.losses))) for each in of) for way, of in trainers.items()
             }
             if args.kills:
-                off = kills(trainers["fused"], args.kills, args.steps, lambda seed: make("fused", [seed]), plain)
-                result["kills"] = {"count": args.kills, "off": off}
+                result["kills"] = kills(
+                    trainers["fused"], args.kills, args.steps, lambda seed: make("fused", [seed]), plain
+                )
         finally:
             for of in trainers.values():
                 for each in of:
@@ -251,12 +261,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", default="small", help="of the CNN (clients/models/cnn.py)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="fused is always one of them")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100, help="of every model, in each turn")
     parser.add_argument("--straggler", type=int, default=0, metavar="TURNS", help="blocks in which one makes no steps")
     parser.add_argument("--kills", type=int, default=0, help="how often one process is killed")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the daemon")
     args = parser.parse_args(argv)
+    args.ways = {"fused", *args.ways}
     if args.work:
         way, seed, models, endpoint, size, batch = args.work
         work(way, int(seed), int(models), endpoint, size, int(batch))

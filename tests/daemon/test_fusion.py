@@ -88,6 +88,7 @@ class FusingDevice:
         self.launched: Counter[str] = Counter()  # fused, part (on its part of the state), home
         self.refuses = ""
         self.requests: dict[int, bool] = {}
+        self.makes = 0
         self.fail_transfers = False
         self.read: list[tuple[JobId, float]] = []  # what transfers that clients asked for have found, in order
 
@@ -136,6 +137,7 @@ class FusingDevice:
 
     def make_fused(self, request, encoded, jobs):
         assert request not in self.requests
+        self.makes += 1
         if self.refuses == "make":
             self.events.append(dev.FusedProgramRefused(request, Fault("not_fusible", "it draws random numbers", "")))
             return
@@ -546,6 +548,41 @@ def test_a_group_is_formed_again_after_a_write(clients: Clients):
     clients.device.launched.clear()
     clients.together()
     assert clients.device.launched["fused"]
+    for name in "abc":
+        assert clients.read(name) == clients.total[name]
+
+
+def test_a_group_that_is_formed_again_has_the_program_of_the_first(clients: Clients):
+    clients.together()
+    made = clients.device.makes
+    clients.write("b", 100.0)
+    clients.together()
+    assert clients.groups()
+    assert clients.device.makes == made == 1
+    clients.daemon.disconnect("b")
+    clients.ended["b"] = "gone"
+    clients.settle()
+    for _ in range(30):
+        clients.play("ac")
+        clients.daemon.now += RULES.retry_s / 2
+    assert clients.groups()
+    assert clients.device.makes == 2, "that for two is another"
+
+
+def test_the_program_of_one_users_group_is_given_to_no_other_user():
+    clients = Clients("ab")
+    try:
+        clients.together("ab")
+        for name in "cd":
+            clients.open(name, uid=1001)
+        clients.device.launched.clear()
+        for _ in range(30):
+            clients.play("cd")
+            clients.daemon.now += RULES.settle_s / 2
+        assert clients.device.launched["fused"]
+        assert clients.device.makes == 2
+    finally:
+        clients.close()
 
 
 def test_a_member_that_leaves_ends_the_group_and_takes_nothing_along(clients: Clients):

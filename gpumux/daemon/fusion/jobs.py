@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from secrets import token_hex
@@ -61,6 +61,7 @@ from gpumux.types import (
 FUSED = ProgramId(1)  # of a group; its members' own Programs follow
 # Transfers of a group, as the scheduler knows them; the device's are one a member. Copies of one member's state follow.
 _IN, _OUT = TransferId(1), TransferId(2)
+KEPT_BYTES = 64 << 20  # of fused Programs that were proven, for groups that come again
 _MEMBER = 1 << 40  # and below its negative: numbers of transfers of members, which neither clients nor snapshots use
 Carry = Callable[[Command], None]
 
@@ -121,6 +122,7 @@ class _Group:
     gone: bool = False  # nothing of it is left on the device
     released: bool = False  # FusionGroups has forgotten it
     made: dev.FusedProgramMade | None = None
+    proven: bool = False  # it was, for an earlier group
     offer: ev.ProgramOffered | None = None
     data: SharedSegment | None = None
     segments: list[SharedSegment] = field(default_factory=list)
@@ -144,6 +146,11 @@ class _Group:
     lost: str = ""
     at_home: dict[StepId, set[JobId]] = field(default_factory=dict)  # of fused steps that run in their members' places
     home_s: dict[StepId, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> tuple[int, str, int]:
+        """What its fused Program is kept by."""
+        return self.peer.uid, self.key, self.models
 
     def close_segments(self) -> None:
         """Idempotent."""
@@ -177,6 +184,9 @@ class JobFusion:
         self._programs: dict[str, _Program] = {}
         self._by_number: dict[fg.GroupId, _Group] = {}
         self._by_job: dict[JobId, _Group] = {}
+        # Fused Programs that were proven, newest last: by user, key and number of members. A process that made one for a
+        # user ran on that user's Program, so that no other user is given it.
+        self._proven: dict[tuple[int, str, int], dev.FusedProgramMade] = {}
         self._transfers = _MEMBER
         self._needless: set[tuple[JobId, TransferId]] = set()  # members' transfers that are over when they begin
         self._now = -inf  # the newest time that FusionGroups was given
@@ -356,6 +366,7 @@ class JobFusion:
                 self._lose(group, "a member left while its state was moved")
         used = {key for each in self._members.values() for key in each.keys.values()}
         self._programs = {key: known for key, known in self._programs.items() if key in used}
+        self._proven = {name: made for name, made in self._proven.items() if name[1] in used}
 
     # ---- Decisions
 
@@ -383,7 +394,10 @@ class JobFusion:
                 found = self._by_number[group]
                 found.building = True
                 assert self._fuses is not None
-                self._fuses.prove_fused(group)
+                if found.proven:
+                    self._load(found)
+                else:
+                    self._fuses.prove_fused(group)
             case fg.Stack(group, jobs):
                 self._stack(self._by_number[group], jobs)
             case fg.RunFused(group, steps):
@@ -411,8 +425,13 @@ class JobFusion:
         )
         job = JobId(token_hex(16))
         known = self._programs[key]
-        self._by_number[number] = _Group(number, job, SessionId(f"group-{job}"), peer, known, key, models)
-        self._fuses.make_fused(number, known.encoded, models)
+        group = self._by_number[number] = _Group(number, job, SessionId(f"group-{job}"), peer, known, key, models)
+        made = self._proven.get(group.kept)
+        if made is None:
+            self._fuses.make_fused(number, known.encoded, models)
+        else:
+            group.proven = True
+            self.made(replace(made, request=number, proof_bytes=0))
 
     def made(self, event: dev.FusedProgramMade) -> None:
         """The fused Program of a group is there: open its job."""
@@ -430,9 +449,19 @@ class JobFusion:
         self.released.append(ev.JobRequested(group.session, group.job, _spec(group)))
 
     def proven(self, event: dev.FusedProgramProven) -> None:
-        """Load the fused Program."""
+        """The fused Program of a group was proven: load it."""
         group = self._by_number.get(event.request)
-        if group is None or group.closing or group.made is None or group.data is None or self._fuses is None:
+        if group is None or group.closing or group.made is None:
+            return
+        self._proven[group.kept] = group.made
+        while sum(len(made.encoded) for made in self._proven.values()) > KEPT_BYTES:
+            del self._proven[next(iter(self._proven))]
+        self._load(group)
+
+    def _load(self, group: _Group) -> None:
+        """Load a group's fused Program."""
+        assert group.made is not None
+        if group.data is None or self._fuses is None:
             return
         data = SegmentHandle(group.data.fd, group.data.nbytes)
         self._fuses.load_fused(group.job, FUSED, group.made.encoded, group.made.fusion, group.made.state, data)
