@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -42,20 +44,25 @@ def batches(seed: int, batch: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.double(), y) for x, y in islice(digits().batches(batch, seed), BATCHES)]
 
 
-# ---- The process that trains. It reads how many steps to make, a line each, and answers each with a line of JSON.
+# ---- The process that trains. It is sent how many steps to make, and answers with their losses.
+
+# Processes begin as copies of one that has imported all this, which would take longer than the rest of their start.
+PROCESSES = get_context("forkserver")
+PRELOAD = [__spec__.name if __spec__ is not None else __name__, "torch._dynamo"]
 
 
-def work(way: str, seed: int, models: int, endpoint: str, size: str, batch: int) -> None:
+def work(way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, told: Connection) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     take: Callable[[int], Any]
     job: Any
     if way == "array":
-        data = [batches(each, batch) for each in range(models)]
-        job = client.submit_array(factory(size), list(range(models)), data[0][0], endpoint=endpoint, times_file=None)
+        data = [batches(each, batch) for each in seeds]
+        job = client.submit_array(factory(size), list(seeds), data[0][0], endpoint=endpoint, times_file=None)
         stacked = [tuple([each[n][part] for each in data] for part in range(2)) for n in range(BATCHES)]
         take = lambda n: job.step(*stacked[n % BATCHES], per_model=True)  # noqa: E731
     else:
+        (seed,) = seeds
         step, model, optimizer = factory(size)(seed)
         own = batches(seed, batch)
         job = client.submit(
@@ -64,45 +71,49 @@ def work(way: str, seed: int, models: int, endpoint: str, size: str, batch: int)
         )  # fmt: skip
         take = lambda n: job.step(*own[n % BATCHES])  # noqa: E731
     taken = 0
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        futures = []
-        for _ in range(int(line)):
-            futures.append(take(taken))
-            taken += 1
-        losses = [future.result().detach().reshape(-1).tolist() for future in futures]
-        fusion = job.stats()["fusion"]
-        print(json.dumps({"losses": losses, "fusion": fusion}), flush=True)
+    told.send(None)
+    with suppress(EOFError):
+        while True:
+            futures = []
+            for _ in range(told.recv()):
+                futures.append(take(taken))
+                taken += 1
+            losses = [future.result().detach().reshape(-1).tolist() for future in futures]
+            told.send((losses, job.stats()["fusion"]))
     job.close(sync=False)
 
 
 class Trainer:
-    """One such process, and the losses it has told. `models`: their seeds."""
+    """One such process, and the losses it has told. `seeds`: of its models."""
 
     def __init__(self, way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int) -> None:
         self.way, self.seeds = way, seeds
-        words = [way, str(seeds[0]), str(len(seeds)), endpoint, size, str(batch)]
-        command = [sys.executable, "-c", f"from microbench.equal_processes import main; main({['--work', *words]!r})"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._told, theirs = PROCESSES.Pipe()
+        PROCESSES.set_forkserver_preload(PRELOAD)
+        self.process = PROCESSES.Process(target=work, args=(way, seeds, endpoint, size, batch, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
         self.losses: list[list[float]] = []
         self.fusion: dict[str, Any] | None = None
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of {self.way} {self.seeds} has ended ({self.process.wait()})")
-        return json.loads(line)
+        try:
+            return self._told.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise RuntimeError(f"the process of {self.way} {self.seeds} has ended ({self.process.exitcode})") from None
 
     def ask(self, steps: int) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
+        self._told.send(steps)
 
     def answer(self) -> None:
-        told = self.hear()
-        self.losses += told["losses"]
-        self.fusion = told["fusion"]
+        losses, self.fusion = self.hear()
+        self.losses += losses
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._told.close()
 
     def off(self, plain: Sequence[Sequence[float]]) -> float:
         """How far its losses are from the plain loops', relatively. `plain`: by seed."""
@@ -114,10 +125,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-        self.process.wait(60)
+        self._told.close()
+        self.process.join(60)
 
 
 def block(trainers: Sequence[Trainer], steps: int) -> float:
@@ -207,8 +216,7 @@ def kills(
         for trainer in trainers:
             trainer.ask(steps)
         time.sleep(draw.uniform(0.0, AMID_S))
-        victim.process.kill()
-        victim.process.wait()
+        victim.kill()
         others = [each for each in trainers if each is not victim]
         for trainer in others:
             trainer.answer()
@@ -257,7 +265,6 @@ def measure(args: Any) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--work", nargs=6, metavar="WORD", help="be one of the processes that train")
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", default="small", help="of the CNN (clients/models/cnn.py)")
@@ -269,10 +276,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the daemon")
     args = parser.parse_args(argv)
     args.ways = {"fused", *args.ways}
-    if args.work:
-        way, seed, models, endpoint, size, batch = args.work
-        work(way, int(seed), int(models), endpoint, size, int(batch))
-        return 0
     before = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

@@ -215,7 +215,7 @@ class FusingDevice:
                         buffer[:] = view[part]
                     else:
                         view[part] = buffer
-                        if 0 < transfer and not self.jobs[job].members:
+                        if transfer > 0 and not self.jobs[job].members:
                             self.read.append((job, buffer.cast("d")[0]))
         segment.close()
         self.events.append(TransferEnded(job, transfer, fault))

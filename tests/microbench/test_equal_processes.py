@@ -21,3 +21,14 @@ def test_processes_run_as_one_and_one_that_is_killed_costs_the_others_nothing(tm
     assert result["off"]["alone"] == 0.0
     assert max(*result["off"].values(), result["kills"]["off"]) <= 1e-9
     assert result["kills"]["count"] == 1
+
+
+@pytest.mark.extended
+def test_kills_one_after_another_with_snapshots_between_cost_the_others_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = ["--models", "3", "--size", "tiny", "--ways", "fused", "--turns", "1", "--steps", "6", "--kills", "2"]
+    settings = ["fuse_retry_s=0", "snapshot_s=0.5", f"state_dir={tmp_path / 'state'}"]
+    assert equal_processes.main([*arguments, "--set", *settings, "--out", str(out)]) == 0
+    kills = json.loads(out.read_text())["kills"]
+    assert kills["count"] == kills["until_fused_s"]["repeats"] == 2
+    assert kills["off"] <= 1e-9

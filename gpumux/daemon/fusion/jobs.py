@@ -184,8 +184,8 @@ class JobFusion:
         self._programs: dict[str, _Program] = {}
         self._by_number: dict[fg.GroupId, _Group] = {}
         self._by_job: dict[JobId, _Group] = {}
-        # Fused Programs that were proven, newest last: by user, key and number of members. A process that made one for a
-        # user ran on that user's Program, so that no other user is given it.
+        # Fused Programs that were proven, newest last: by user, key and number of members. A process made them of that
+        # user's Program, which may have taken it over, so that no other user is given them.
         self._proven: dict[tuple[int, str, int], dev.FusedProgramMade] = {}
         self._transfers = _MEMBER
         self._needless: set[tuple[JobId, TransferId]] = set()  # members' transfers that are over when they begin

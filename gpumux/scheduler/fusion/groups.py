@@ -4,9 +4,9 @@ The problem: many processes train the same model, and each launch of a small one
 the same Program can run as one launch, if their state lies in one place while they do.
 
 The decision, in its simplest form that is right. The members of a group are fixed from the moment when their state is
-stacked until it is unstacked: a member that leaves, is wanted elsewhere or runs another Program ends the group, at the
-next border of all members' steps, and the others may form a new one. There is at most one group of a kind at a time.
-A kind is a Program, a priority and the users that allow it (`FusionRules.circle`).
+stacked until it is unstacked: a member that leaves, is to be in its own place or runs another Program ends the group,
+at the next border of all members' steps, and the others may form a new one. There is at most one group of a kind at a
+time. A kind is a Program, a priority and the users that allow it (`FusionRules.circle`).
 
 1. *Charging*, then *building*: memory for the stacked state is charged before the fused Program is made and proven.
    The jobs run alone meanwhile.
