@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -32,27 +34,35 @@ from microbench.equal_jobs import factory
 
 BATCHES = 50  # of each model, again and again
 LEAST_LOSS = 1e-6  # of smaller ones the difference itself counts
-GIVE_UP_S = 180.0  # until all models run as one
+GIVE_UP_S = 600.0  # until all models run as one
+WAYS = ("alone", "fused", "array")
+PAUSE_S = 0.5
+AMID_S = 0.2  # a process is killed so long after a block began at most
 
 
 def batches(seed: int, batch: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.double(), y) for x, y in islice(digits().batches(batch, seed), BATCHES)]
 
 
-# ---- The process that trains. It reads how many steps to make, a line each, and answers each with a line of JSON.
+# ---- The process that trains. It is sent how many steps to make, and answers with their losses.
+
+# Processes begin as copies of one that has imported all this, which would take longer than the rest of their start.
+PROCESSES = get_context("forkserver")
+PRELOAD = ["clients.data", "gpumux.client", "microbench.daemon", "microbench.equal_jobs", "torch._dynamo"]
 
 
-def work(way: str, seed: int, models: int, endpoint: str, size: str, batch: int) -> None:
+def work(way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, told: Connection) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     take: Callable[[int], Any]
     job: Any
     if way == "array":
-        data = [batches(each, batch) for each in range(models)]
-        job = client.submit_array(factory(size), list(range(models)), data[0][0], endpoint=endpoint, times_file=None)
+        data = [batches(each, batch) for each in seeds]
+        job = client.submit_array(factory(size), list(seeds), data[0][0], endpoint=endpoint, times_file=None)
         stacked = [tuple([each[n][part] for each in data] for part in range(2)) for n in range(BATCHES)]
         take = lambda n: job.step(*stacked[n % BATCHES], per_model=True)  # noqa: E731
     else:
+        (seed,) = seeds
         step, model, optimizer = factory(size)(seed)
         own = batches(seed, batch)
         job = client.submit(
@@ -61,45 +71,49 @@ def work(way: str, seed: int, models: int, endpoint: str, size: str, batch: int)
         )  # fmt: skip
         take = lambda n: job.step(*own[n % BATCHES])  # noqa: E731
     taken = 0
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        futures = []
-        for _ in range(int(line)):
-            futures.append(take(taken))
-            taken += 1
-        losses = [future.result().detach().reshape(-1).tolist() for future in futures]
-        fusion = job.stats()["fusion"]
-        print(json.dumps({"losses": losses, "fusion": fusion}), flush=True)
+    told.send(None)
+    with suppress(EOFError):
+        while True:
+            futures = []
+            for _ in range(told.recv()):
+                futures.append(take(taken))
+                taken += 1
+            losses = [future.result().detach().reshape(-1).tolist() for future in futures]
+            told.send((losses, job.stats()["fusion"]))
     job.close(sync=False)
 
 
 class Trainer:
-    """One such process, and the losses it has told. `models`: their seeds."""
+    """One such process, and the losses it has told. `seeds`: of its models."""
 
     def __init__(self, way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int) -> None:
         self.way, self.seeds = way, seeds
-        words = [way, str(seeds[0]), str(len(seeds)), endpoint, size, str(batch)]
-        command = [sys.executable, "-c", f"from microbench.equal_processes import main; main({['--work', *words]!r})"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._told, theirs = PROCESSES.Pipe()
+        PROCESSES.set_forkserver_preload(PRELOAD)
+        self.process = PROCESSES.Process(target=work, args=(way, seeds, endpoint, size, batch, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
         self.losses: list[list[float]] = []
         self.fusion: dict[str, Any] | None = None
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of {self.way} {self.seeds} has ended ({self.process.wait()})")
-        return json.loads(line)
+        try:
+            return self._told.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise RuntimeError(f"the process of {self.way} {self.seeds} has ended ({self.process.exitcode})") from None
 
     def ask(self, steps: int) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
+        self._told.send(steps)
 
     def answer(self) -> None:
-        told = self.hear()
-        self.losses += told["losses"]
-        self.fusion = told["fusion"]
+        losses, self.fusion = self.hear()
+        self.losses += losses
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._told.close()
 
     def off(self, plain: Sequence[Sequence[float]]) -> float:
         """How far its losses are from the plain loops', relatively. `plain`: by seed."""
@@ -111,10 +125,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-        self.process.wait(60)
+        self._told.close()
+        self.process.join(60)
 
 
 def block(trainers: Sequence[Trainer], steps: int) -> float:
@@ -146,12 +158,14 @@ class PlainLoops:
 
 
 def until_fused(trainers: Sequence[Trainer], steps: int) -> float:
-    """Blocks of steps until all run as one. Returns seconds. Raises TimeoutError."""
+    """Blocks of steps until all run as one, with pauses in which the fused Program is made, at a low priority. Returns
+    seconds. Raises TimeoutError."""
     began = time.perf_counter()
     while not all(each.fusion is not None and each.fusion["jobs"] == len(trainers) for each in trainers):
         if time.perf_counter() - began > GIVE_UP_S:
             raise TimeoutError(f"they never run as one: {trainers[0].fusion}")
         block(trainers, steps)
+        time.sleep(PAUSE_S)
     return time.perf_counter() - began
 
 
@@ -169,7 +183,8 @@ def throughput(trainers: dict[str, list[Trainer]], turns: int, steps: int, model
                 fused.append(ran / (models * steps))
     over = {
         way: common.figure([a / b for a, b in zip(rates["fused"], rates[way], strict=True)])
-        for way in ("alone", "array")
+        for way in trainers
+        if way != "fused"
     }
     return {
         "steps_per_s": {way: common.figure(of) for way, of in rates.items()},
@@ -189,27 +204,29 @@ def straggling(trainers: Sequence[Trainer], turns: int, steps: int) -> dict[str,
     return {"all_step_s": common.figure(with_it), "one_makes_none_step_s": common.figure(without)}
 
 
-def kills(trainers: list[Trainer], count: int, steps: int, make: Callable[[int], Trainer], plain: PlainLoops) -> float:
+def kills(
+    trainers: list[Trainer], count: int, steps: int, make: Callable[[int], Trainer], plain: PlainLoops
+) -> dict[str, Any]:
     """Kill one at random amid a block, start it again and wait until all run as one; `count` times. Returns how far the
-    others' losses are from the plain loops' at most."""
-    draw, worst = random.Random(0), 0.0
-    for _ in range(count):
-        until_fused(trainers, steps)
+    others' losses are from the plain loops' at most, and seconds until all run as one again."""
+    draw, worst, again_s = random.Random(0), 0.0, []
+    for number in range(count):
+        again_s.append(until_fused(trainers, steps))
         victim = draw.choice(trainers)
         for trainer in trainers:
             trainer.ask(steps)
-        time.sleep(draw.uniform(0.0, 0.2))  # amid the block
-        victim.process.kill()
-        victim.process.wait()
+        time.sleep(draw.uniform(0.0, AMID_S))
+        victim.kill()
         others = [each for each in trainers if each is not victim]
         for trainer in others:
             trainer.answer()
         worst = max(worst, *(each.off(plain.until(len(each.losses))) for each in others))
+        print(f"killed {number + 1} of {count}: the others are {worst:.1e} off", flush=True)
         trainers[trainers.index(victim)] = fresh = make(victim.seeds[0])
         fresh.hear()
         for trainer in trainers:
             trainer.fusion = None
-    return worst
+    return {"count": count, "off": worst, "until_fused_s": common.figure(again_s)}
 
 
 def measure(args: Any) -> dict[str, Any]:
@@ -221,9 +238,9 @@ def measure(args: Any) -> dict[str, Any]:
         def make(way: str, seeds: Sequence[int]) -> Trainer:
             return Trainer(way, seeds, daemon.endpoint, args.size, args.batch)
 
-        every = range(args.models)
-        trainers = {way: [make(way, [seed]) for seed in every] for way in ("alone", "fused")}
-        trainers["array"] = [make("array", list(every))]
+        every = list(range(args.models))
+        seeds = {way: [every] if way == "array" else [[seed] for seed in every] for way in WAYS if way in args.ways}
+        trainers = {way: [make(way, each) for each in of] for way, of in seeds.items()}
         try:
             for of in trainers.values():
                 for each in of:
@@ -236,8 +253,9 @@ def measure(args: Any) -> dict[str, Any]:
                 way: max(each.off(plain.until(len(each.losses))) for each in of) for way, of in trainers.items()
             }
             if args.kills:
-                off = kills(trainers["fused"], args.kills, args.steps, lambda seed: make("fused", [seed]), plain)
-                result["kills"] = {"count": args.kills, "off": off}
+                result["kills"] = kills(
+                    trainers["fused"], args.kills, args.steps, lambda seed: make("fused", [seed]), plain
+                )
         finally:
             for of in trainers.values():
                 for each in of:
@@ -247,20 +265,17 @@ def measure(args: Any) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--work", nargs=6, metavar="WORD", help="be one of the processes that train")
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", default="small", help="of the CNN (clients/models/cnn.py)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="fused is always one of them")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100, help="of every model, in each turn")
     parser.add_argument("--straggler", type=int, default=0, metavar="TURNS", help="blocks in which one makes no steps")
     parser.add_argument("--kills", type=int, default=0, help="how often one process is killed")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the daemon")
     args = parser.parse_args(argv)
-    if args.work:
-        way, seed, models, endpoint, size, batch = args.work
-        work(way, int(seed), int(models), endpoint, size, int(batch))
-        return 0
+    args.ways = {"fused", *args.ways}
     before = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

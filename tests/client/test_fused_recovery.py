@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from gpumux import client
 from gpumux.fuse import replay
 from microbench.kills import Phoenix
+from microbench.soaking import watch
 
 MOST_STEPS = 20_000
 SOON = {"GPUMUX_FUSE_SETTLE_S": "0.5", "GPUMUX_FUSE_RETRY_S": "0", "GPUMUX_SNAPSHOT_S": "3600"}
@@ -115,7 +118,7 @@ def test_a_recovered_job_has_the_bits_of_the_steps_that_ran_as_one(
         pair.until_fused()
         for stragglers in ((), (0,), (), (1,), (1,), (), ()):  # the other's step waits, and runs in the group alone
             pair.turn(*stragglers)
-        had = pair.state()  # which ends the group
+        had = pair.state()
         pair.turn()
         then = pair.state()
         plain = pair.plain_state()
@@ -130,5 +133,31 @@ def test_a_recovered_job_has_the_bits_of_the_steps_that_ran_as_one(
         found = pair.state()
         assert len([line for line in caplog.messages if ALONE in line]) == 2
         assert same(found, plain), "each by itself"
+    finally:
+        pair.close()
+
+
+@pytest.mark.slow
+def test_snapshots_at_different_borders_end_no_group_and_its_executor_may_die_after_them(
+    victim: Phoenix, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(victim.endpoint)
+    try:
+        pair.until_fused()
+        counted, before = pair.fused(), pair.taken[0]
+        for saved in (0, 1, 0):
+            for _ in range(3):
+                pair.turn()
+            assert pair.jobs[saved]._recovery.save()
+            pair.turn()
+        pair.turn()
+        assert pair.fused() - counted == pair.taken[0] - before, "every step ran in the group"
+        then, plain = pair.state(), pair.plain_state()
+        assert not same(then, plain), "or it can't be seen here how they run again"
+        os.kill(watch.executors(victim.process.pid)[-1], signal.SIGKILL)  # the newest is the group's
+        assert same(pair.state(), then)
+        fusion = [job.stats()["fusion"]["steps"] for job in pair.jobs]  # type: ignore[index]
+        assert fusion == [0, 0], "both jobs were opened again"
+        assert not [line for line in caplog.messages if ALONE in line]
     finally:
         pair.close()

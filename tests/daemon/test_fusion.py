@@ -4,6 +4,7 @@ would alone, whichever of them straggles, is read, is paused or dies."""
 from __future__ import annotations
 
 import os
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,7 +88,9 @@ class FusingDevice:
         self.launched: Counter[str] = Counter()  # fused, part (on its part of the state), home
         self.refuses = ""
         self.requests: dict[int, bool] = {}
+        self.makes = 0
         self.fail_transfers = False
+        self.read: list[tuple[JobId, float]] = []  # what transfers that clients asked for have found, in order
 
     def open(self):
         return INFO
@@ -134,6 +137,7 @@ class FusingDevice:
 
     def make_fused(self, request, encoded, jobs):
         assert request not in self.requests
+        self.makes += 1
         if self.refuses == "make":
             self.events.append(dev.FusedProgramRefused(request, Fault("not_fusible", "it draws random numbers", "")))
             return
@@ -211,6 +215,8 @@ class FusingDevice:
                         buffer[:] = view[part]
                     else:
                         view[part] = buffer
+                        if transfer > 0 and not self.jobs[job].members:
+                            self.read.append((job, buffer.cast("d")[0]))
         segment.close()
         self.events.append(TransferEnded(job, transfer, fault))
 
@@ -358,13 +364,32 @@ class Clients:
     def explain(self, name: str) -> str:
         return self.daemon.loop.fusion.explain(self.id(name))
 
-    def read(self, name: str) -> float:
-        """The job's state, as its client reads it; nothing of the group may be needed any more."""
+    def transfer(self, name: str, push: bool) -> int:
+        """Ask for one. Returns its number."""
         self.transfers += 1
-        answer = msg.OpenTransfer(self.daemon.ref(), self.id(name), self.transfers, [0], False)
-        self.daemon.router.arrivals.append(self._incoming(name, answer))
+        opening = msg.OpenTransfer(self.daemon.ref(), self.id(name), self.transfers, [0], push)
+        self.daemon.router.arrivals.append(self._incoming(name, opening))
+        self.hear()
+        return self.transfers
+
+    def read(self, name: str) -> float:
+        """The job's state, as its client reads it."""
+        self.transfer(name, False)
         self.settle_transfer(name)
-        return self.device.jobs[self.id(name)].buffers[0].cast("d")[0]
+        job, found = self.device.read[-1]
+        assert job == self.id(name)
+        return found
+
+    def write(self, name: str, value: float) -> None:
+        """The job's state is this from now on."""
+        number = self.transfer(name, True)
+        segment = self.daemon.loop.context.records.jobs[self.id(name)].transfers[number].segment  # type: ignore[index]
+        assert segment is not None
+        segment.write(0, struct.pack("d", value))
+        filled = msg.FillTransfer(self.daemon.ref(), self.id(name), number, 0)
+        self.daemon.router.arrivals.append(self._incoming(name, filled))
+        self.settle_transfer(name)
+        self.total[name] = value
 
     def settle_transfer(self, name: str) -> None:
         before = len(self.daemon.router.sent)
@@ -421,15 +446,85 @@ def test_a_straggler_costs_the_others_at_most_the_wait(clients: Clients):
     assert clients.device.launched["fused"] == 1
 
 
-def test_state_that_is_read_is_brought_back_and_what_comes_after_waits_for_it(clients: Clients):
+def test_state_that_is_written_is_brought_back_and_what_comes_after_waits_for_it(clients: Clients):
     clients.together()
     clients.step("a")
     clients.step("b")
-    assert clients.read("a") == clients.total["a"], "with the step before it"
+    clients.write("a", 100.0)
+    assert not clients.expected["a"], "the step before it has ended"
     assert clients.groups() == []
     clients.step("c")
     clients.rounds(2)
     for name in "abc":
+        assert clients.read(name) == clients.total[name]
+
+
+def test_a_group_goes_on_over_reads_of_its_members(clients: Clients):
+    """As snapshots of each do, whenever they come."""
+    clients.together()
+    groups = clients.groups()
+    clients.device.launched.clear()
+    wanted = []
+    for turn in range(6):
+        for name in "abc":
+            clients.step(name)
+        name = "abc"[turn % 3]
+        clients.transfer(name, False)
+        wanted.append((clients.id(name), clients.total[name]))
+        for each in "abc":
+            clients.step(each)  # which the read does not see
+        clients.settle()
+    assert clients.device.read == wanted
+    assert clients.device.launched == {"fused": 12}
+    assert clients.groups() == groups
+
+
+def test_a_read_sees_no_step_after_it_even_if_the_group_ends_meanwhile(clients: Clients):
+    """A group has one segment a member, which the state of a later step goes through as well when it ends."""
+    clients.together()
+    before = clients.total["a"]
+    clients.transfer("a", False)
+    clients.finish()  # the group's copy
+    for name in "abc":
+        clients.step(name)
+    in_own_place = [w for w in clients.device.work if not isinstance(w, dev.Launch) and w[0] == clients.id("a")]
+    assert len(in_own_place) == 1
+    clients.device.work.remove(in_own_place[0])
+    clients.daemon.say("b", msg.PauseJob(clients.daemon.ref(), clients.id("b")))
+    while clients.device.work:
+        clients.finish()
+    assert not any(clients.expected.values())
+    clients.device.work.append(in_own_place[0])
+    clients.settle()
+    assert clients.device.read[-1] == (clients.id("a"), before)
+    assert clients.groups() == []
+    for name in "ac":
+        assert clients.read(name) == clients.total[name]
+
+
+@pytest.mark.parametrize("done", range(5))
+@pytest.mark.parametrize("how", ["leaves", "dies", "fails"])
+def test_a_member_that_ends_while_it_is_read_costs_the_others_nothing(clients: Clients, done: int, how: str):
+    clients.together()
+    clients.transfer("b", False)
+    for _ in range(done):
+        if clients.device.work:
+            clients.finish()
+    if how == "leaves":
+        clients.daemon.disconnect("b")
+    elif how == "dies":
+        clients.device.kill(clients.id("b"))
+    else:
+        clients.device.fail_transfers = True
+        if clients.device.work:
+            clients.finish()
+        clients.device.fail_transfers = False
+    if how != "fails":
+        clients.ended["b"] = "gone"
+    clients.settle()
+    names = "ac" if "b" in clients.ended else "abc"
+    clients.rounds(2, names)
+    for name in names:
         assert clients.read(name) == clients.total[name]
 
 
@@ -439,18 +534,55 @@ def test_a_group_that_is_to_end_before_its_state_is_there_ends_all_the_same(clie
     for _ in range(done):
         clients.finish()
     assert clients.read("b") == clients.total["b"]
+    clients.write("b", 100.0)
     clients.settle()
     clients.rounds(2)
     for name in "abc":
         assert clients.read(name) == clients.total[name]
 
 
-def test_a_group_is_formed_again_after_a_read(clients: Clients):
+def test_a_group_is_formed_again_after_a_write(clients: Clients):
     clients.together()
-    clients.read("b")
+    clients.write("b", 100.0)
+    assert clients.groups() == []
     clients.device.launched.clear()
     clients.together()
     assert clients.device.launched["fused"]
+    for name in "abc":
+        assert clients.read(name) == clients.total[name]
+
+
+def test_a_group_that_is_formed_again_has_the_program_of_the_first(clients: Clients):
+    clients.together()
+    made = clients.device.makes
+    clients.write("b", 100.0)
+    clients.together()
+    assert clients.groups()
+    assert clients.device.makes == made == 1
+    clients.daemon.disconnect("b")
+    clients.ended["b"] = "gone"
+    clients.settle()
+    for _ in range(30):
+        clients.play("ac")
+        clients.daemon.now += RULES.retry_s / 2
+    assert clients.groups()
+    assert clients.device.makes == 2, "that for two is another"
+
+
+def test_the_program_of_one_users_group_is_given_to_no_other_user():
+    clients = Clients("ab")
+    try:
+        clients.together("ab")
+        for name in "cd":
+            clients.open(name, uid=1001)
+        clients.device.launched.clear()
+        for _ in range(30):
+            clients.play("cd")
+            clients.daemon.now += RULES.settle_s / 2
+        assert clients.device.launched["fused"]
+        assert clients.device.makes == 2
+    finally:
+        clients.close()
 
 
 def test_a_member_that_leaves_ends_the_group_and_takes_nothing_along(clients: Clients):
@@ -711,7 +843,7 @@ def test_a_groups_memory_is_charged_and_given_back_and_no_client_sees_it():
         assert status["sessions"] == 3
         done = {job["name"]: job["steps_done"] for job in status["jobs"]}
         assert done == {name: clients.next[name] for name in "abc"}
-        clients.read("a")
+        clients.write("a", 100.0)
         clients.settle()
         assert clients.daemon.loop.scheduler.snapshot()["memory"]["free"] == before
     finally:
@@ -751,8 +883,10 @@ def test_whatever_happens_every_step_of_a_job_that_lives_is_its_own(seed: int):
             elif what < 0.95:
                 clients.daemon.now += random.choice((RULES.wait_s / 2, RULES.wait_s, RULES.retry_s))
                 clients.hear()
-            elif what < 0.97:
+            elif what < 0.96:
                 assert clients.read(name) == clients.total[name]
+            elif what < 0.965:
+                clients.write(name, float(random.randint(1, 9)))
             elif what < 0.975 and len(alive) > 2:
                 alive.remove(name)
                 clients.ended[name] = "gone"

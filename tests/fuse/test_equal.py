@@ -276,7 +276,7 @@ class History:
                     self.give(fg.WaitOver())
             for job in list(self.next):
                 self.give(fg.StateWanted(JobId(job), "the end"))
-                assert self.core.at_home(JobId(job))
+                assert self.core.group_id(JobId(job)) is None
         return self.executor
 
     def _unfinished(self) -> bool:

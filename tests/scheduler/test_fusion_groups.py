@@ -283,10 +283,10 @@ def test_a_member_whose_program_changes_is_unstacked_and_runs_by_itself():
 def test_state_that_is_wanted_is_brought_home_and_stays_there():
     device, _ = fused("ab")
     device.give(fg.StateWanted(JobId("a"), "a snapshot is taken"))
-    assert not device.core.at_home(JobId("a")), "a step runs"
+    assert device.core.group_id(JobId("a")) == 1, "a step runs"
     device.end("a")
-    assert device.core.at_home(JobId("a"))
-    assert device.core.at_home(JobId("b"))
+    assert device.core.group_id(JobId("a")) is None
+    assert device.core.group_id(JobId("b")) is None
     device.now += RULES.retry_s
     measured(device, "ab")
     assert kinds(device.log).count("ChargeMemory") == 1
@@ -429,15 +429,20 @@ def test_a_group_that_fails_is_over_and_its_members_run_by_themselves(phase: str
     assert device.core.handle(fg.GroupFailed(1, "again"), device.now) == []
 
 
-def test_a_job_is_idle_when_nothing_of_it_runs_waits_or_is_stacked():
-    device, _ = fused("ab")
-    assert not device.core.idle(JobId("a"))
+def test_a_job_is_settled_when_nothing_of_it_runs_or_waits_wherever_its_state_lies():
+    device, group = fused("ab")
+    assert device.core.group_id(JobId("a")) == group
+    assert not device.core.settled(JobId("a"))
+    device.core.handle(fg.FusedEnded(group, 0.002), device.now)
+    assert device.core.settled(JobId("a"))
+    device.step("a")
+    assert not device.core.settled(JobId("a")), "it waits for the other's step"
     device.open("c")
-    assert device.core.idle(JobId("c"))
+    assert device.core.settled(JobId("c"))
     device.step("c")
-    assert not device.core.idle(JobId("c"))
+    assert not device.core.settled(JobId("c"))
     device.end("c")
-    assert device.core.idle(JobId("c"))
+    assert device.core.settled(JobId("c"))
 
 
 @pytest.mark.parametrize(
@@ -547,7 +552,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def bring_back(self) -> None:
         for job in sorted(self.wanted):
-            if self.device.core.at_home(JobId(job)):
+            if self.device.core.group_id(JobId(job)) is None:
                 self.device.give(fg.StateReturned(JobId(job)))
                 self.wanted.discard(job)
 
@@ -560,7 +565,7 @@ class Histories(RuleBasedStateMachine):
             device.advance(1.0)
         assert not any(device.waiting.values())
         for job in list(device.waiting):
-            assert device.core.at_home(JobId(job)) == (job not in device.stacked)
+            assert (device.core.group_id(JobId(job)) is None) == (job not in device.stacked)
             device.core.explain(JobId(job))
         for job in list(device.waiting):
             device.close(job)

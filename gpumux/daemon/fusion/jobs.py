@@ -10,8 +10,11 @@ No client knows of it, but each is told which of its steps ran in a group, so th
     a member's state    lies in the group from Stack to Unstack. Both are transfers, which the scheduler keeps in order
                         with the steps of the group and of the member, through a segment for each member that is made
                         before the group is
-    transfers, closing  of a member (a client's read, a snapshot): what was submitted before it runs first, then the
-                        group ends, and then it goes on to the scheduler
+    a member is read    (by its client, or for a snapshot): once what was submitted before has run, the group copies the
+                        member's part of the state to the member's own place, as of the border between two of its steps,
+                        and there it is read. The group goes on meanwhile
+    a member's state is written, or it closes: what was submitted before it runs first, then the group ends, and then
+                        the write or the end goes on to the scheduler
     a member dies       the group ends when the step under way has ended; nothing is lost for the others
     the group dies      before any of its steps was answered, its members go on from their own state, which is still
                         there; later, they end with its fault, and their clients recover them as they do otherwise
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from secrets import token_hex
@@ -56,7 +59,9 @@ from gpumux.types import (
 )
 
 FUSED = ProgramId(1)  # of a group; its members' own Programs follow
-_IN, _OUT = TransferId(1), TransferId(2)  # of a group, as the scheduler knows them; the device's are one a member
+# Transfers of a group, as the scheduler knows them; the device's are one a member. Copies of one member's state follow.
+_IN, _OUT = TransferId(1), TransferId(2)
+KEPT_BYTES = 64 << 20  # of fused Programs that were proven, for groups that come again
 _MEMBER = 1 << 40  # and below its negative: numbers of transfers of members, which neither clients nor snapshots use
 Carry = Callable[[Command], None]
 
@@ -74,9 +79,9 @@ class _Program:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A job that may be fused. `keys`: of its programs, equal ones where they may be fused. `held`: events that wait
-    until its state is in its own place, and those after them. `transfer`: the one that is under way. `wants`: what its
-    state is kept in its own place for."""
+    """A job that may be fused. `keys`: of its programs, equal ones where they may be fused. `held`: transfers, or its
+    end, that wait for the steps before them, and events after those. `transfer`: the one that is under way. `wants`:
+    what its state is kept in its own place for."""
 
     record: JobRecord
     keys: dict[ProgramId, str] = field(default_factory=dict)
@@ -117,6 +122,7 @@ class _Group:
     gone: bool = False  # nothing of it is left on the device
     released: bool = False  # FusionGroups has forgotten it
     made: dev.FusedProgramMade | None = None
+    proven: bool = False  # it was, for an earlier group
     offer: ev.ProgramOffered | None = None
     data: SharedSegment | None = None
     segments: list[SharedSegment] = field(default_factory=list)
@@ -130,6 +136,9 @@ class _Group:
     order: list[int] = field(default_factory=list)  # places, as the device numbers their parts of the state
     ending: bool = False  # its state is being brought back
     leaving: dict[int, TransferRecord] = field(default_factory=dict)  # by place, until its state is in its segment
+    # By place, while its state is copied to the member's own place: the transfer there, through the place's segment.
+    copies: dict[int, TransferRecord] = field(default_factory=dict)
+    copying: int | None = None  # the place whose state the device copies to its segment
     transfers: dict[tuple[JobId, TransferId], TransferRecord] = field(default_factory=dict)  # of its members
     steps: dict[StepId, _GroupStep] = field(default_factory=dict)
     last_step: int = 0
@@ -137,6 +146,11 @@ class _Group:
     lost: str = ""
     at_home: dict[StepId, set[JobId]] = field(default_factory=dict)  # of fused steps that run in their members' places
     home_s: dict[StepId, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> tuple[int, str, int]:
+        """What its fused Program is kept by."""
+        return self.peer.uid, self.key, self.models
 
     def close_segments(self) -> None:
         """Idempotent."""
@@ -170,6 +184,9 @@ class JobFusion:
         self._programs: dict[str, _Program] = {}
         self._by_number: dict[fg.GroupId, _Group] = {}
         self._by_job: dict[JobId, _Group] = {}
+        # Fused Programs that were proven, newest last: by user, key and number of members. A process made them of that
+        # user's Program, which may have taken it over, so that no other user is given them.
+        self._proven: dict[tuple[int, str, int], dev.FusedProgramMade] = {}
         self._transfers = _MEMBER
         self._needless: set[tuple[JobId, TransferId]] = set()  # members' transfers that are over when they begin
         self._now = -inf  # the newest time that FusionGroups was given
@@ -289,27 +306,36 @@ class JobFusion:
 
     def _hold(self, member: _Member, event: Event) -> None:
         member.held.append(event)
-        self._want(member, "its state is read or written")
+        if not _is_read(event):
+            self._want(member, _WRITTEN)
         self._advance(member)
 
     def _advance(self, member: _Member) -> None:
-        """Let held events go on as far as they may."""
+        """Let held events go on as far as they may. The scheduler keeps steps in order with a transfer that has gone
+        on; a further transfer waits for its end."""
         job = member.record.id
-        while member.held and member.transfer is None and job in self._members:
+        while member.held and job in self._members:
             event = member.held[0]
-            if not isinstance(event, ev.StepSubmitted) and not self._groups.idle(job):
-                return
-            member.held.popleft()
             if isinstance(event, ev.StepSubmitted):
+                member.held.popleft()
                 self._submit(member, event)
                 continue
+            if member.transfer is not None or not self._groups.settled(job):
+                return
+            number = self._groups.group_id(job)
+            group = None if number is None or self._by_number[number].lost else self._by_number[number]
+            if group is not None and not _is_read(event):
+                return
+            member.held.popleft()
+            if group is not None:
+                self._copy_home(group, job)
             if isinstance(event, ev.TransferRequested):
                 member.transfer = event.transfer
             else:
                 self._forget(job)
             self.released.append(event)
         if not member.held and member.transfer is None:
-            self._unwant(member, "its state is read or written")
+            self._unwant(member, _WRITTEN)
 
     def _want(self, member: _Member, reason: str) -> None:
         first = not member.wants
@@ -340,6 +366,7 @@ class JobFusion:
                 self._lose(group, "a member left while its state was moved")
         used = {key for each in self._members.values() for key in each.keys.values()}
         self._programs = {key: known for key, known in self._programs.items() if key in used}
+        self._proven = {name: made for name, made in self._proven.items() if name[1] in used}
 
     # ---- Decisions
 
@@ -367,7 +394,10 @@ class JobFusion:
                 found = self._by_number[group]
                 found.building = True
                 assert self._fuses is not None
-                self._fuses.prove_fused(group)
+                if found.proven:
+                    self._load(found)
+                else:
+                    self._fuses.prove_fused(group)
             case fg.Stack(group, jobs):
                 self._stack(self._by_number[group], jobs)
             case fg.RunFused(group, steps):
@@ -395,8 +425,13 @@ class JobFusion:
         )
         job = JobId(token_hex(16))
         known = self._programs[key]
-        self._by_number[number] = _Group(number, job, SessionId(f"group-{job}"), peer, known, key, models)
-        self._fuses.make_fused(number, known.encoded, models)
+        group = self._by_number[number] = _Group(number, job, SessionId(f"group-{job}"), peer, known, key, models)
+        made = self._proven.get(group.kept)
+        if made is None:
+            self._fuses.make_fused(number, known.encoded, models)
+        else:
+            group.proven = True
+            self.made(replace(made, request=number, proof_bytes=0))
 
     def made(self, event: dev.FusedProgramMade) -> None:
         """The fused Program of a group is there: open its job."""
@@ -414,9 +449,19 @@ class JobFusion:
         self.released.append(ev.JobRequested(group.session, group.job, _spec(group)))
 
     def proven(self, event: dev.FusedProgramProven) -> None:
-        """Load the fused Program."""
+        """The fused Program of a group was proven: load it."""
         group = self._by_number.get(event.request)
-        if group is None or group.closing or group.made is None or group.data is None or self._fuses is None:
+        if group is None or group.closing or group.made is None:
+            return
+        self._proven[group.kept] = group.made
+        while sum(len(made.encoded) for made in self._proven.values()) > KEPT_BYTES:
+            del self._proven[next(iter(self._proven))]
+        self._load(group)
+
+    def _load(self, group: _Group) -> None:
+        """Load a group's fused Program."""
+        assert group.made is not None
+        if group.data is None or self._fuses is None:
             return
         data = SegmentHandle(group.data.fd, group.data.nbytes)
         self._fuses.load_fused(group.job, FUSED, group.made.encoded, group.made.fusion, group.made.state, data)
@@ -580,9 +625,29 @@ class JobFusion:
 
         group.leaving[place] = self._transfer(self._members[job].record, group, place, push=True, then=home)
 
+    def _copy_home(self, group: _Group, job: JobId) -> None:
+        """Have the member's own place hold its state of now, which a read that is requested next is to find there. Its
+        state in the group stays the newest."""
+        place = group.members.index(job)
+
+        def home(fault: Fault | None) -> None:
+            del group.copies[place]
+            if fault is not None:
+                self._end(job, fault)
+            if place in group.moving and not (group.lost or self._over):  # it ends, and waited for the segment
+                self._move(group, place, push=False)
+
+        self.released.append(ev.TransferRequested(group.job, _copy(place), False))
+        group.copies[place] = self._transfer(self._members[job].record, group, place, push=True, then=home)
+
     def _moved(self, group: _Group, event: TransferEnded) -> None:
         """The device has moved the state of one member."""
         place = int(event.transfer)
+        if place == group.copying:
+            group.copying = None
+            self.released.append(TransferEnded(group.job, _copy(place)))
+            self._at_hand(group, place, group.copies.get(place), event.fault)
+            return
         if place not in group.moving:
             return
         group.moving.discard(place)
@@ -592,16 +657,16 @@ class JobFusion:
             self._lose(group, event.fault.message)
             return
         if not entering:
-            self._left(group, place, event.fault)
+            self._at_hand(group, place, group.leaving.pop(place), event.fault)
         if not group.moving:
             group.filled = True
             self.released.append(TransferEnded(group.job, _IN if entering else _OUT))
 
-    def _left(self, group: _Group, place: int, fault: Fault | None) -> None:
-        """The state of a member is in its segment again, or lost."""
-        record, job = group.leaving.pop(place), group.members[place]
+    def _at_hand(self, group: _Group, place: int, record: TransferRecord | None, fault: Fault | None) -> None:
+        """The state of a member is in its segment, or lost. `record`: the transfer to its own place."""
+        job = group.members[place]
         member = self._members.get(job)
-        if member is None:
+        if member is None or record is None:
             return
         if fault is not None:
             self._end(job, fault)
@@ -853,8 +918,11 @@ class JobFusion:
                 if transfer == _IN:
                     group.stacking = True
                     self._fill(group)
-                else:
+                elif transfer == _OUT:
                     self._empty(group)
+                else:
+                    group.copying = transfer - _copy(0)
+                    self._move(group, group.copying, push=False)
             case ev.UnloadJob():
                 self._device.unload(group.job)
             case ev.EndJob(fault=fault) if fault is not None and not self._over and not group.lost:
@@ -881,14 +949,25 @@ class JobFusion:
         )  # fmt: skip
 
     def _empty(self, group: _Group) -> None:
-        """Copy the state of all that are to have it back out of the group."""
+        """Copy the state of all that are to have it back out of the group. A place whose segment holds an earlier copy
+        follows when that was taken from there."""
         group.moving = set(group.leaving)
-        for place in sorted(group.moving):
+        for place in sorted(group.moving - group.copies.keys()):
             self._move(group, place, push=False)
 
 
 _HIGH = "it is high, and only low jobs are fused"
 _REPLAYED = "its steps run again, after it was recovered"
+_WRITTEN = "its state is written, or it closes"
+
+
+def _is_read(event: Event) -> bool:
+    return isinstance(event, ev.TransferRequested) and not event.into_device
+
+
+def _copy(place: int) -> TransferId:
+    """Of a group, as the scheduler knows it: one member's state is copied to its segment."""
+    return TransferId(_OUT + 1 + place)
 
 
 def _own(place: int) -> ProgramId:

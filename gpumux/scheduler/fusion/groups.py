@@ -4,9 +4,9 @@ The problem: many processes train the same model, and each launch of a small one
 the same Program can run as one launch, if their state lies in one place while they do.
 
 The decision, in its simplest form that is right. The members of a group are fixed from the moment when their state is
-stacked until it is unstacked: a member that leaves, is wanted elsewhere or runs another Program ends the group, at the
-next border of all members' steps, and the others may form a new one. There is at most one group of a kind at a time.
-A kind is a Program, a priority and the users that allow it (`FusionRules.circle`).
+stacked until it is unstacked: a member that leaves, is to be in its own place or runs another Program ends the group,
+at the next border of all members' steps, and the others may form a new one. There is at most one group of a kind at a
+time. A kind is a Program, a priority and the users that allow it (`FusionRules.circle`).
 
 1. *Charging*, then *building*: memory for the stacked state is charged before the fused Program is made and proven.
    The jobs run alone meanwhile.
@@ -126,8 +126,8 @@ class FusedEnded:
 
 @dataclass(frozen=True, slots=True)
 class StateWanted:
-    """The job's state is needed in its own place: for a snapshot, or a pause. It is there once the job is `at_home`,
-    and stays there until StateReturned."""
+    """The job's state is needed in its own place: it is to be written, or the job is paused. It is there once the job's
+    `group_id` is None, and stays there until StateReturned."""
 
     job: JobId
     reason: str
@@ -377,14 +377,15 @@ class FusionGroups:
         """When a held step stops waiting; inf: none does."""
         return min((self._until(group) for group in self._groups.values()), default=inf)
 
-    def at_home(self, job: JobId) -> bool:
-        """Whether the job's state lies in its own place, all commands so far carried out."""
-        return self._jobs[job].group is None
+    def group_id(self, job: JobId) -> GroupId | None:
+        """The group that the job's state lies in, all commands so far carried out; None: in its own place."""
+        group = self._jobs[job].group
+        return None if group is None else group.group
 
-    def idle(self, job: JobId) -> bool:
-        """Whether no step of the job runs or waits, and its state lies in its own place."""
+    def settled(self, job: JobId) -> bool:
+        """Whether no step of the job runs or waits: its state is that between two steps, wherever it lies."""
         found = self._jobs[job]
-        return found.group is None and not found.pending and found.running is _Running.NOTHING
+        return not found.pending and found.running is _Running.NOTHING
 
     def group_of(self, job: JobId) -> tuple[JobId, ...]:
         """The jobs that run as one with this one, itself included; empty: it runs by itself."""
