@@ -372,6 +372,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             return
         for job in list(self._jobs):
             self.unload(job)
+        self.poll()  # those without a process have ended
         waited = 0
         while self._jobs and self._fork_server is not None and self._fork_server.has_children and waited < CLOSE_S * 10:
             waited += not self._epoll.poll(0.1)

@@ -155,22 +155,21 @@ def warm_checker() -> None:
 
 
 def check_programs(settings: dict[str, Any], fds: list[int]) -> None:
-    """Check Programs one after another, in a new fork, until one can't be checked, none has come for `idle_s`, or
-    `most_programs` were. `fds`: the channel's descriptor. Raises EOFError when the daemon has closed the channel."""
+    """Check Programs one after another, in a new fork, until one can't be checked or none has come for `idle_s`. `fds`:
+    the channel's descriptor. Raises EOFError when the daemon has closed the channel."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with socket.socket(fileno=fds[0]) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
-        channel = Channel(sock)
-        for _ in range(settings["most_programs"]):
-            try:
-                _, _, (program,) = channel.receive()
-            except BlockingIOError:
-                return
-            limit_check(settings["cpu_s"], settings["wall_s"])
-            checked = check_program(channel, settings, program)
-            signal.alarm(0)
-            if not checked:
-                return
+    sock = socket.socket(fileno=fds[0])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
+    channel = Channel(sock)
+    checked = True
+    while checked:
+        try:
+            _, _, (program,) = channel.receive()
+        except BlockingIOError:
+            return
+        limit_check(settings["cpu_s"], settings["wall_s"])
+        checked = check_program(channel, settings, program)
+        signal.alarm(0)
 
 
 def limit_check(cpu_s: int, wall_s: int) -> None:

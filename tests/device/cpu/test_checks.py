@@ -18,7 +18,7 @@ from gpumux.device.workers import checks, fork_server_process
 from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel, pair
 from gpumux.device.workers.checks import Check, Checks, digest
 from gpumux.device.workers.confinement import Confined
-from gpumux.device.workers.fork_server_process import check_program, check_programs, limit_check
+from gpumux.device.workers.fork_server_process import check_program, limit_check
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import memory_file
 from gpumux.program.codec import encode
@@ -26,7 +26,6 @@ from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
 from tests.program import samples
 
-UNKNOWN_UID = -1
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
 USER = 1001
 
@@ -117,8 +116,8 @@ class Bench:
         self.server = Server()
         self.epoll = select.epoll()
 
-    def submit(self, job: JobId, encoded: bytes, user: int | None = USER) -> None:
-        self.checks.submit(job, ProgramId(0), encoded, user)
+    def submit(self, job: JobId, encoded: bytes) -> None:
+        self.checks.submit(job, ProgramId(0), encoded, USER)
         self.start()
 
     def start(self) -> None:
@@ -145,21 +144,13 @@ def bench() -> Iterator[Bench]:
         end.close()
 
 
-def test_a_process_checks_programs_of_one_user_alone(bench: Bench) -> None:
-    for job, encoded in ((ONE, b"a"), (ONE, b"b"), (OTHER, b"c")):
-        bench.submit(job, encoded)
+def test_a_process_checks_programs_of_one_job_alone(bench: Bench) -> None:
+    for encoded in (b"a", b"b"):
+        bench.submit(ONE, encoded)
         assert bench.passes(0) == encoded
-    bench.submit(OTHER, b"d", USER + 1)
-    assert bench.passes(1) == b"d"
+    bench.submit(OTHER, b"c")
+    assert bench.passes(1) == b"c"
     assert len(bench.server.ends) == 2
-
-
-@pytest.mark.parametrize("user", [None, UNKNOWN_UID])
-def test_a_process_checks_programs_of_one_job_alone_where_the_user_is_not_known(bench: Bench, user: int | None) -> None:
-    for job, token in ((ONE, 0), (ONE, 0), (OTHER, 1)):
-        bench.submit(job, b"a", user)
-        bench.passes(token)
-    assert bench.checks.forget(ONE) == [0], "no other job has a use for its process"
 
 
 def test_programs_of_one_job_that_come_together_are_checked_side_by_side(bench: Bench) -> None:
@@ -233,9 +224,10 @@ def test_an_answer_that_is_heard_with_the_end_of_its_process_counts(bench: Bench
 
 
 def test_only_so_many_processes_wait_for_another_program(bench: Bench) -> None:
-    for user in range(3):
-        bench.submit(ONE, b"a", user)
-        bench.passes(user)
+    jobs = [JobId(str(i) * 32) for i in range(3)]
+    for token, job in enumerate(jobs):
+        bench.submit(job, job.encode())
+        bench.passes(token)
     with pytest.raises(EOFError):  # the one that has waited longest is told to end
         bench.server.ends[0].receive()
     for end in bench.server.ends[1:]:
@@ -243,11 +235,11 @@ def test_only_so_many_processes_wait_for_another_program(bench: Bench) -> None:
             end.receive()
 
 
-def test_a_job_that_ends_takes_its_check_along_and_leaves_its_users_process(bench: Bench) -> None:
+def test_a_job_that_ends_takes_its_processes_along(bench: Bench) -> None:
     bench.submit(ONE, b"a")
-    bench.submit(OTHER, b"b")
     bench.passes(0)
-    assert bench.checks.forget(ONE) == []
+    bench.submit(OTHER, b"b")
+    assert bench.checks.forget(ONE) == [0]
     assert bench.checks.forget(OTHER) == [1]
     bench.server.read(1)
     with pytest.raises(EOFError):
@@ -256,32 +248,6 @@ def test_a_job_that_ends_takes_its_check_along_and_leaves_its_users_process(benc
     assert bench.checks.running == [1], "it takes a place until it has ended"
     assert bench.checks.exited(1, signal.SIGKILL) == []
     assert bench.checks.footprint(OTHER, ProgramId(0), b"b") is None
-    bench.submit(OTHER, b"c")
-    assert bench.passes(0) == b"c"
-
-
-@pytest.mark.parametrize(("breaks_off", "checked"), [(False, 2), (True, 1)])
-def test_a_process_checks_so_many_programs(breaks_off: bool, checked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch remembers of their operators is freed with it."""
-    seen: list[int] = []
-
-    def check_one(channel: Channel, settings: dict[str, Any], program: int) -> bool:
-        os.close(program)
-        seen.append(program)
-        return not breaks_off
-
-    monkeypatch.setattr(fork_server_process, "check_program", check_one)
-    monkeypatch.setattr(fork_server_process, "limit_check", lambda *_: None)
-    ours, theirs = pair()
-    with ours:
-        for encoded in (b"a", b"b", b"c"):
-            program = memory_file("program", [encoded])
-            Channel(ours).send(CHECK, [], (program,))
-            os.close(program)
-        before = signal.getsignal(signal.SIGALRM)
-        check_programs({"cpu_s": 60, "wall_s": 240, "idle_s": 10, "most_programs": 2}, [theirs.detach()])
-        signal.signal(signal.SIGALRM, before)
-    assert len(seen) == checked
 
 
 @pytest.mark.parametrize(
