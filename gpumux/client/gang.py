@@ -403,6 +403,7 @@ class GangProgram:
         shapes = [torch.empty(v.size, dtype=getattr(torch, v.dtype), device="meta") for v in views]
         self.slots = [_Shapes(shapes)]
         self.copied_in = 0
+        self.fails_alone = False  # ranks would have to undo it together
 
     def laid(self, slot: int, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors of a batch that lies in a slot: its own, because each rank's slot has a part of them."""
