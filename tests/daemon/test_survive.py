@@ -162,9 +162,9 @@ def test_stopped_processes_keep_no_other_job_from_its_steps(tmp_path: Path):
                 assert late not in other.job.done
             other.job.wait(late)
             other.check()
-            with stopped(checker):
-                job.check()
-                LiveJob(theirs, samples.add_one())  # another process checks it
+            os.kill(checker, signal.SIGSTOP)  # for good: it is ended, and another process checks what it was sent
+            job.check()
+            LiveJob(theirs, samples.add_one())
             with stopped(zygote):
                 job.check()
             LiveJob(theirs, samples.sgd_linear(rows=5), new_buffers=[12], binding=[0])

@@ -1,8 +1,9 @@
 """Runs checks of Programs in processes of their own. Their number is bounded; further checks are queued. No torch.
 
-A process checks Programs of one job alone, one after another. The Programs of a job (its first step and the later ones,
-its batch shapes) have most operators in common, and a process computes an operator's shapes once for equal operands. A
-Program that misled a checking process could mislead no check but those of its own job, as if both Programs were one.
+A process checks Programs of one user alone, one after another (of one job, where the user is not known). The Programs
+of a job (its first step and the later ones, its batch shapes) have most operators in common, and a process computes an
+operator's shapes once for equal operands. A Program that misled a checking process could mislead no check but those of
+its own user, as if all were one Program. A user who opens job after job costs no process for each.
 
 The result of a check depends only on the Program's bytes and the daemon's settings. Results of checks that passed are
 therefore cached by a digest of the bytes: the jobs of a sweep have equal Programs, and come at the same moment. Each
@@ -43,7 +44,8 @@ from gpumux.types import Fault, Footprint, JobId, ProgramId
 CPU_S = 60  # limit of a check's CPU time: the largest number of operators that a Program may have takes 6 s
 WALL_S = 240  # limit of a check's wall time, which is longer because checks run at a higher niceness than jobs
 NICE = 10  # checks give way to jobs of the daemon's own niceness
-IDLE_S = 10  # a process that has checked a Program waits this long for another one of its job
+IDLE_S = 10  # a process that has checked a Program waits this long for another one of its user
+MOST_PROGRAMS = 256  # that a process checks: what torch remembers of their operators is freed with it
 MAX_KNOWN = 1024  # cached results
 MAX_KNOWN_OPERATORS = 1 << 20  # operators in all cached results, 8 bytes each
 _log = logging.getLogger(__name__)
@@ -58,17 +60,23 @@ class Check:
     encoded: bytes
     digest: bytes
     user: int | None
-    again: bool = False  # the process that it was sent to first had ended before it read the Program
+    again: bool = False  # a process that had checked other Programs ended while it had this one
+
+    @property
+    def owner(self) -> int | JobId:
+        """The user, or the job where the user is not known, as over a network. A process checks Programs of one."""
+        return self.job if self.user is None or self.user < 0 else self.user
 
 
 @dataclass(slots=True)
 class Checker:
-    """A process that checks Programs of one job. It answers on `channel`, which is None once the process is to end, or
-    has ended. `check`: the one under way."""
+    """A process that checks Programs of one owner. It answers on `channel`, which is None once the process is to end,
+    or has ended. `check`: the one under way."""
 
-    job: JobId
+    owner: int | JobId
     channel: Channel | None
     check: Check | None = None
+    answered: bool = False  # it has checked a Program before
     cancelled: bool = False
 
 
@@ -85,7 +93,7 @@ class Checks:
         self._at_once = at_once
         self._settings: dict[str, Any] = {
             "limits": asdict(limits), "extra_ops": list(extra_ops), "cpu_s": CPU_S, "wall_s": WALL_S,
-            "idle_s": IDLE_S, "nice": NICE, "confinement": confinement,
+            "idle_s": IDLE_S, "most_programs": MOST_PROGRAMS, "nice": NICE, "confinement": confinement,
         }  # fmt: skip
         self._waiting: deque[Check] = deque()
         self._checkers: dict[int, Checker] = {}  # by token; those that wait, in the order in which they began to
@@ -128,19 +136,19 @@ class Checks:
             check = self._waiting.popleft()
             program = memory_file("gpumux-check", [check.encoded])
             try:
-                if not any(self._give(checker, check, program) for checker in self._idle(check.job)):
+                if not any(self._give(checker, check, program) for checker in self._idle(check.owner)):
                     ours, theirs = wire.pair()
                     ours.setblocking(False)
                     epoll.register(ours, select.EPOLLIN)
-                    checker = Checker(check.job, Channel(ours, daemons=True))
+                    checker = Checker(check.owner, Channel(ours, daemons=True))
                     self._give(checker, check, program)  # the process reads it when it runs
                     self._checkers[server.fork("checker", self._settings, (theirs.detach(),))] = checker
             finally:
                 os.close(program)
 
-    def _idle(self, job: JobId) -> list[Checker]:
-        """Processes that wait for another Program of the job."""
-        return [c for c in self._checkers.values() if c.job == job and c.channel is not None and c.check is None]
+    def _idle(self, owner: int | JobId) -> list[Checker]:
+        """Processes that wait for another Program of the owner."""
+        return [c for c in self._checkers.values() if c.owner == owner and c.channel is not None and c.check is None]
 
     def _give(self, checker: Checker, check: Check, program: int) -> bool:
         """Send a Program to a process. Returns False if the process is gone."""
@@ -181,7 +189,7 @@ class Checks:
             answer = _answer(check, tag, body)
         except MalformedMessage as error:
             return self._distrust(checker, error)
-        checker.check = None
+        checker.check, checker.answered = None, True
         self._checkers[token] = self._checkers.pop(token)  # the last to wait
         for waiting in [c for c in self._checkers.values() if c.channel and c.check is None][: -self._at_once]:
             _dismiss(waiting)
@@ -211,7 +219,9 @@ class Checks:
         check = checker.check
         if check is None or checker.cancelled:
             return answers
-        if status == 0 and not check.again:  # it had waited long enough, and ended while this check was on its way
+        # It may have ended of something else, before it read this Program: it had waited long enough, or was stopped or
+        # killed while it waited. A process of its own decides.
+        if checker.answered and not check.again:
             self._waiting.appendleft(replace(check, again=True))
             return []
         return [self._died(check, status)]
@@ -231,7 +241,10 @@ class Checks:
         self._waiting = deque(check for check in self._waiting if check.job != job)
         for key in [key for key in self._passed if key[0] == job]:
             del self._passed[key]
-        doomed = [token for token, checker in self._checkers.items() if checker.job == job]
+        doomed = [
+            token for token, checker in self._checkers.items()
+            if checker.owner == job or (checker.check is not None and checker.check.job == job)
+        ]  # fmt: skip
         for token in doomed:
             self._checkers[token].cancelled = True
             _dismiss(self._checkers[token])

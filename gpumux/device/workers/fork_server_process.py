@@ -155,21 +155,22 @@ def warm_checker() -> None:
 
 
 def check_programs(settings: dict[str, Any], fds: list[int]) -> None:
-    """Check Programs one after another, in a new fork, until one can't be checked or none has come for `idle_s`. `fds`:
-    the channel's descriptor. Raises EOFError when the daemon has closed the channel."""
+    """Check Programs one after another, in a new fork, until one can't be checked, none has come for `idle_s`, or
+    `most_programs` were. `fds`: the channel's descriptor. Raises EOFError when the daemon has closed the channel."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    sock = socket.socket(fileno=fds[0])
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
-    channel = Channel(sock)
-    checked = True
-    while checked:
-        try:
-            _, _, (program,) = channel.receive()
-        except BlockingIOError:
-            return
-        limit_check(settings["cpu_s"], settings["wall_s"])
-        checked = check_program(channel, settings, program)
-        signal.alarm(0)
+    with socket.socket(fileno=fds[0]) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", settings["idle_s"], 0))
+        channel = Channel(sock)
+        for _ in range(settings["most_programs"]):
+            try:
+                _, _, (program,) = channel.receive()
+            except BlockingIOError:
+                return
+            limit_check(settings["cpu_s"], settings["wall_s"])
+            checked = check_program(channel, settings, program)
+            signal.alarm(0)
+            if not checked:
+                return
 
 
 def limit_check(cpu_s: int, wall_s: int) -> None:
@@ -227,7 +228,7 @@ class Child:
 
     token: int
     pid: int
-    foreign: bool  # it runs as another user
+    may_stop: bool  # a signal that stops it does not end it
     output: Output | None  # until it is closed
     stopped: bool = False  # it was stopped, and killed therefore
 
@@ -297,19 +298,19 @@ class ForkServerProcess:
             os.setpgid(pid, pid)  # as the child does: one of both comes before it is killed
         own = settings["confinement"]["user"]
         name = f"gpumux-{kind} {pid}" + (f" (user {own})" if own is not None else "")
-        child = Child(token, pid, own is not None, Output(output, name, monotonic()))
+        child = Child(token, pid, own is None and kind == "executor", Output(output, name, monotonic()))
         self._children[pid], self._pids[token], self._outputs[output] = child, pid, child
         self._poller.register(output, select.POLLIN)
 
     def _look_after_children(self) -> None:
-        """Reap children that have ended, and report them. Kill those of other users that a signal has stopped: their
-        user may send one, and a stopped executor would hold its place on the device for ever. (`gpumux jobs pause` is
-        the way to have a job wait.)"""
+        """Reap children that have ended, and report them. Kill those that a signal has stopped, but the daemon's own
+        user's jobs: a stopped executor would hold its place on the device for ever (`gpumux jobs pause` is the way to
+        have a job wait), and a stopped checker the Programs of its user's other jobs."""
         with suppress(BlockingIOError):
             os.read(self._changed, 4096)
         for child in self._children.values():
             with suppress(ChildProcessError):  # it has ended
-                if child.foreign and os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                if not child.may_stop and os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG) is not None:
                     child.stopped = True
                     kill_group(child.pid)
         with suppress(ChildProcessError):  # there are none

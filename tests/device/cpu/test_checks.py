@@ -18,7 +18,7 @@ from gpumux.device.workers import checks, fork_server_process
 from gpumux.device.workers.channel import CHECK, CHECKED, REFUSED, Channel, pair
 from gpumux.device.workers.checks import Check, Checks, digest
 from gpumux.device.workers.confinement import Confined
-from gpumux.device.workers.fork_server_process import check_program, limit_check
+from gpumux.device.workers.fork_server_process import check_program, check_programs, limit_check
 from gpumux.errors import ProgramError
 from gpumux.hostmemory import memory_file
 from gpumux.program.codec import encode
@@ -26,6 +26,7 @@ from gpumux.program.ir import ProgramLimits
 from gpumux.types import Footprint, JobId, ProgramId
 from tests.program import samples
 
+UNKNOWN_UID = -1
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
 USER = 1001
 
@@ -116,8 +117,8 @@ class Bench:
         self.server = Server()
         self.epoll = select.epoll()
 
-    def submit(self, job: JobId, encoded: bytes) -> None:
-        self.checks.submit(job, ProgramId(0), encoded, USER)
+    def submit(self, job: JobId, encoded: bytes, user: int | None = USER) -> None:
+        self.checks.submit(job, ProgramId(0), encoded, user)
         self.start()
 
     def start(self) -> None:
@@ -144,13 +145,21 @@ def bench() -> Iterator[Bench]:
         end.close()
 
 
-def test_a_process_checks_programs_of_one_job_alone(bench: Bench) -> None:
-    for encoded in (b"a", b"b"):
-        bench.submit(ONE, encoded)
+def test_a_process_checks_programs_of_one_user_alone(bench: Bench) -> None:
+    for job, encoded in ((ONE, b"a"), (ONE, b"b"), (OTHER, b"c")):
+        bench.submit(job, encoded)
         assert bench.passes(0) == encoded
-    bench.submit(OTHER, b"c")
-    assert bench.passes(1) == b"c"
+    bench.submit(OTHER, b"d", USER + 1)
+    assert bench.passes(1) == b"d"
     assert len(bench.server.ends) == 2
+
+
+@pytest.mark.parametrize("user", [None, UNKNOWN_UID])
+def test_a_process_checks_programs_of_one_job_alone_where_the_user_is_not_known(bench: Bench, user: int | None) -> None:
+    for job, token in ((ONE, 0), (ONE, 0), (OTHER, 1)):
+        bench.submit(job, b"a", user)
+        bench.passes(token)
+    assert bench.checks.forget(ONE) == [0], "no other job has a use for its process"
 
 
 def test_programs_of_one_job_that_come_together_are_checked_side_by_side(bench: Bench) -> None:
@@ -173,22 +182,31 @@ def test_the_process_of_a_refused_program_checks_the_next_one(bench: Bench) -> N
     assert bench.passes(0) == b"b"
 
 
-def test_a_program_that_a_process_had_no_time_to_read_goes_to_another(bench: Bench) -> None:
+STOPPED = "was stopped by a signal from outside, and was ended therefore"
+
+
+@pytest.mark.parametrize("status", [0, signal.SIGKILL, STOPPED])
+def test_a_program_whose_process_ended_of_something_else_goes_to_another(bench: Bench, status: int | str) -> None:
+    """The process had waited long enough, or another job of the user's had it stopped."""
     bench.submit(ONE, b"a")
     bench.passes(0)
-    bench.submit(ONE, b"b")  # to the same process, which has waited long enough
-    assert bench.checks.exited(0, 0) == []
+    bench.submit(OTHER, b"b")  # to the same process
+    assert bench.checks.exited(0, status) == []
     bench.start()
     assert bench.passes(1) == b"b"
 
 
-def test_a_program_that_two_processes_did_not_answer_is_refused(bench: Bench) -> None:
+@pytest.mark.parametrize(("status", "how"), [(0, "exited with status 0"), (STOPPED, STOPPED)])
+def test_a_program_that_two_processes_did_not_answer_is_refused(bench: Bench, status: int | str, how: str) -> None:
     bench.submit(ONE, b"a")
-    assert bench.checks.exited(0, 0) == []
+    bench.passes(0)
+    bench.submit(ONE, b"b")
+    assert bench.checks.exited(0, status) == []
     bench.start()
-    (answer,) = bench.checks.exited(1, 0)
+    (answer,) = bench.checks.exited(1, status)
     assert isinstance(answer, ProgramRefused)
-    assert "exited with status 0" in answer.fault.message
+    assert how in answer.fault.message
+    assert bench.checks.running == []
 
 
 def test_a_process_that_died_refuses_its_program(bench: Bench) -> None:
@@ -224,10 +242,9 @@ def test_an_answer_that_is_heard_with_the_end_of_its_process_counts(bench: Bench
 
 
 def test_only_so_many_processes_wait_for_another_program(bench: Bench) -> None:
-    jobs = [JobId(str(i) * 32) for i in range(3)]
-    for token, job in enumerate(jobs):
-        bench.submit(job, job.encode())
-        bench.passes(token)
+    for user in range(3):
+        bench.submit(ONE, b"a", user)
+        bench.passes(user)
     with pytest.raises(EOFError):  # the one that has waited longest is told to end
         bench.server.ends[0].receive()
     for end in bench.server.ends[1:]:
@@ -235,11 +252,11 @@ def test_only_so_many_processes_wait_for_another_program(bench: Bench) -> None:
             end.receive()
 
 
-def test_a_job_that_ends_takes_its_processes_along(bench: Bench) -> None:
+def test_a_job_that_ends_takes_its_check_along_and_leaves_its_users_process(bench: Bench) -> None:
     bench.submit(ONE, b"a")
-    bench.passes(0)
     bench.submit(OTHER, b"b")
-    assert bench.checks.forget(ONE) == [0]
+    bench.passes(0)
+    assert bench.checks.forget(ONE) == []
     assert bench.checks.forget(OTHER) == [1]
     bench.server.read(1)
     with pytest.raises(EOFError):
@@ -248,6 +265,32 @@ def test_a_job_that_ends_takes_its_processes_along(bench: Bench) -> None:
     assert bench.checks.running == [1], "it takes a place until it has ended"
     assert bench.checks.exited(1, signal.SIGKILL) == []
     assert bench.checks.footprint(OTHER, ProgramId(0), b"b") is None
+    bench.submit(OTHER, b"c")
+    assert bench.passes(0) == b"c"
+
+
+@pytest.mark.parametrize(("breaks_off", "checked"), [(False, 2), (True, 1)])
+def test_a_process_checks_so_many_programs(breaks_off: bool, checked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch remembers of their operators is freed with it."""
+    seen: list[int] = []
+
+    def check_one(channel: Channel, settings: dict[str, Any], program: int) -> bool:
+        os.close(program)
+        seen.append(program)
+        return not breaks_off
+
+    monkeypatch.setattr(fork_server_process, "check_program", check_one)
+    monkeypatch.setattr(fork_server_process, "limit_check", lambda *_: None)
+    ours, theirs = pair()
+    with ours:
+        for encoded in (b"a", b"b", b"c"):
+            program = memory_file("program", [encoded])
+            Channel(ours).send(CHECK, [], (program,))
+            os.close(program)
+        before = signal.getsignal(signal.SIGALRM)
+        check_programs({"cpu_s": 60, "wall_s": 240, "idle_s": 10, "most_programs": 2}, [theirs.detach()])
+        signal.signal(signal.SIGALRM, before)
+    assert len(seen) == checked
 
 
 @pytest.mark.parametrize(
