@@ -4,13 +4,15 @@ Each model runs in a process of its own with a daemon of its own: the step is su
 What the daemon takes to get ready after it first answers (it does so whether anything is submitted or not) is waited
 for and shown apart, as `start`. In the same process, the step runs once over fake tensors without gpumux (the baseline:
 `bare`), and is compiled by torch.compile with the backends "eager" and "aot_eager". Caches of fake results are cleared
-before each, so that none profits from another. Loops over an LSTM cell show how the time grows with the number of
+before each, so that none profits from another. gpumux's modules are compiled to bytecode before, as an installation
+has them. Loops over an LSTM cell show how the time grows with the number of
 operators.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import subprocess
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gpumux
 from microbench import common
 from microbench.daemon import running_daemon
 from microbench.walk import descendants
@@ -193,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         what, *rest = args.part
         print(json.dumps(submit_part(args.models[0]) if what == "submit" else compile_part(args.models[0], *rest)))
         return 0
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    compileall.compile_dir(Path(gpumux.__file__).parent, quiet=1)
     facts = common.machine()
     print(common.describe(facts))
     models = {}

@@ -28,16 +28,17 @@ from gpumux.capture.batch.effects import (
     refuse_old_gradient,
     refuse_shared,
 )
-from gpumux.capture.fetching import plain_state, without_fetching
+from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
+from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
-from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
+from gpumux.capture.symbols import ConstantScalars, Evaluator, HyperReader, Number
 from gpumux.capture.tracer import (
     FilledIn,
     RawTrace,
@@ -56,6 +57,7 @@ from gpumux.capture.values.comparison import (
 )
 from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
+from gpumux.capture.watch.reuse import KeptCase, KeptTrace, held, kept_traces, key_of, may_be_kept, same_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op, Program
 from gpumux.program.validate import written_storages
@@ -283,6 +285,8 @@ class Case:
     lifted: frozenset[int] = frozenset()  # those that are symbols
     phases: list[Phase] = field(default_factory=list)
     read: dict[int, bytes] = field(default_factory=dict)  # what its traces read of the job's buffers in Python
+    sought: bool = False  # whether `kept` was searched for
+    kept: KeptCase | None = None  # traces of an earlier step that is equal to this one
 
     def matches(self, key: Any, numbers: Numbers) -> bool:
         if self.key != key or (numbers and self._moved(numbers)):
@@ -492,6 +496,7 @@ class StepFunction:
         self._again: TraceAgain | None = None  # of the present call: a trace that changed what later ones find changed
         self._switches = False  # whether constants that it puts where there were none are replayed, as flags are
         self._kept: dict[Variable, Change] = {}  # of the present call: what traces changed that were made once more
+        self._new: list[tuple[Case, KeptTrace]] = []  # traces that are kept once they are confirmed
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
@@ -558,10 +563,12 @@ class StepFunction:
             self._unconfirmed = None
         try:
             if not alone or (len(alone) == 1 and first_difference(alone[0][0], alone[0][1]()) is None):
+                self._keep()
                 return found
         except (CaptureError, TraceAgain, Moves):
             pass  # raised again, or taken up, by what follows
         self._cases.clear()
+        self._new.clear()
         return capture()
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
@@ -676,12 +683,16 @@ class StepFunction:
                 f" at {', '.join(sorted(guards)[:3])})",
                 "let the number reach an operator instead of a Python decision, or update it less often",
             )
+        raw = self._reused(case, state)
         try:
-            phase = Phase(state.structure, self._trace(case, args, kwargs, state))
+            phase = Phase(state.structure, raw or self._trace(case, args, kwargs, state))
         except BaseException:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
+        if raw is None and self._twice and self._depends_on_code_alone(case) and may_be_kept(phase.raw):
+            began = held(self._table, state.structure)
+            self._new.append((case, KeptTrace(began, case.hyper.read(), phase.raw)))
         if self._tracer.outside is not None:
             self._tracer.outside.note(case.fingerprint)
         case.read |= {buffer: one.data for buffer, one in phase.raw.read_values.items()}
@@ -689,10 +700,8 @@ class StepFunction:
         found = self._program(phase, state)
         if not isinstance(found, KeepMore):
             self._refuse_state_as_batch(batch_key(args, kwargs)[1])  # now that it is known what the step writes
-            self._refuse_old_tensors(case.fingerprint, {place.buffer for place in found.lowered.anew})
-            self._refuse_views(case.fingerprint, {place.buffer for place, _ in phase.raw.moved_data})
-            self._refuse_state_dictionaries(case.fingerprint)
-            self._refuse_arrays(case.fingerprint)
+            anew = {place.buffer for place in found.lowered.anew}
+            refuse_held(self._table, case.fingerprint, anew, {place.buffer for place, _ in phase.raw.moved_data})
             phases.insert(0, phase) if phase.of_numbers else phases.append(phase)
             variants = [one for one in phases if one.of_numbers]
             if len(variants) > 1:
@@ -700,77 +709,43 @@ class StepFunction:
                 self._warn_of_many(len(variants), f"Python decides by a number at {', '.join(places[:3])}")
             for least in variants[MAX_VARIANTS:]:
                 phases.remove(least)
+            if self._unconfirmed is None:
+                self._keep()
         return found
 
-    def _refuse_old_tensors(self, fingerprint: Fingerprint, anew: set[int]) -> None:
-        """Raises CaptureError if a Python variable holds a tensor that the step replaces as a buffer, a gradient or
-        optimizer state: in the plain loop the variable keeps the old tensor, but the job has one place for both."""
-        if not anew:
-            return
-        with without_fetching():
-            followed = {id(tensor) for _, tensor in self._table.written}  # they are replaced where variables hold them
-            tensors = ((name, tensor) for name, tensor in fingerprint.tensors() if id(tensor) not in followed)
-            found = ((name, self._table.lookup(tensor)) for name, tensor in tensors)
-            old = next(((name, place[0]) for name, place in found if place is not None and place[0] in anew), None)
-        if old is not None:
-            raise CaptureError(
-                f"{old[0]} holds the tensor of {self._table.buffers[old[1]].name}, which the step replaces by another:"
-                " later steps would go on to read there what was replaced",
-                "let the step read it where it stands (module.buffer, parameter.grad), write into it in place (copy_),"
-                " or keep a copy in a buffer of a module: .clone()",
-            )
+    # ---- traces of other jobs
 
-    def _refuse_views(self, fingerprint: Fingerprint, moved: set[int]) -> None:
-        """Raises CaptureError if a Python variable holds a view of a tensor whose .data the step sets: in the plain
-        loop the view keeps the old values, but the job has one place for both."""
-        if not moved:
-            return
-        own = {id(tensor) for _, tensor in self._table.tensors}
-        with without_fetching():
-            found = [
-                (name, place[0])
-                for name, tensor in fingerprint.tensors()
-                if id(tensor) not in own and (place := self._table.lookup(tensor)) is not None and place[0] in moved
-            ]
-        if found:
-            name, buffer = found[0]
-            raise CaptureError(
-                f"{name} shares the memory of {self._table.buffers[buffer].name}, whose .data the step sets to other"
-                " memory: later steps would read the new values there",
-                "keep a copy in a buffer of a module: .clone()",
-            )
+    def _depends_on_code_alone(self, case: Case) -> bool:
+        """Whether a trace of this case depends on nothing but the code and what it reads (reuse.py)."""
+        table = self._table
+        of_the_job = self._parts or case.sources or self._switches
+        return not (of_the_job or table.only_read or table.written or table.counters or table.gpu)
 
-    def _refuse_arrays(self, fingerprint: Fingerprint) -> None:
-        """Raises CaptureError if the step reads a numpy array over memory of the job's state, which no step brings up
-        to date."""
-        arrays = list(fingerprint.holding(lambda value: isinstance(value, numpy.ndarray)))
-        for name, array in arrays:
-            address = array.__array_interface__["data"][0]
-            for of, tensor in self._table.tensors:
-                with without_fetching():
-                    storage = tensor.untyped_storage()
-                if array.nbytes and 0 <= address - storage.data_ptr() < storage.nbytes():
-                    raise CaptureError(
-                        f"the step reads {name}, a numpy array over the memory of {of}, which is a copy of what steps"
-                        " in the daemon go on from",
-                        "let the step read the tensor itself, or a copy: .clone().numpy()",
-                    )
+    def _reused(self, case: Case, state: State) -> RawTrace | None:
+        """The trace of an earlier step equal to this one, whose numbers take the same way. None if there is none."""
+        if not self._depends_on_code_alone(case) or self._again is not None:
+            return None
+        if not case.sought:
+            case.sought = True
+            case.kept = kept_traces.find(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table)
+        if case.kept is None:
+            return None
+        env = case.environment(case.numbers, state)
 
-    def _refuse_state_dictionaries(self, fingerprint: Fingerprint) -> None:
-        """Raises CaptureError if the step reads an optimizer's state, or an entry of it, by a Python variable: the
-        daemon's state is in `optimizer.state` alone."""
-        names: dict[int, str] = {}
-        for optimizer in self._table.optimizers:
-            state = plain_state(optimizer.state)
-            names |= {id(entry): "an entry of the optimizer's state" for entry in state.values()}
-            names[id(state)] = "the optimizer's state"
-        held = next(fingerprint.holding(lambda value: isinstance(value, dict) and id(value) in names), None)
-        if held is not None:
-            raise CaptureError(
-                f"the step reads {held[0]}, which is {names[id(held[1])]}, and steps in the daemon leave that variable"
-                " as it is",
-                "let the step read optimizer.state itself: optimizer.state[parameter][...]",
-            )
+        def holds(one: KeptTrace) -> bool:
+            written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
+            return written and Evaluator((), one.trace.guards).run(env) is not None and self._tracer.allows(one.trace)
+
+        found = case.kept.of(held(self._table, state.structure), holds)
+        return None if found is None else replace(found, entry=state.structure)
+
+    def _keep(self) -> None:
+        """Keep the new traces for later jobs."""
+        cases = {id(case): case for case, _ in self._new}.values()
+        for case in cases:
+            found = [one for of, one in self._new if of is case]
+            kept_traces.add(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table, found)
+        self._new.clear()
 
     def _trace(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
         if self._tracer.outside is not None:

@@ -438,6 +438,10 @@ class Tracer:
         """The number of operators in the present trace, or the last one."""
         return len(self._record.ops)
 
+    def allows(self, raw: RawTrace) -> bool:
+        """Whether all operators of a trace of another job may be used in this one."""
+        return all(self._allowed(op.target) for op in raw.record.ops if op.collective is None)
+
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
         host_values: Sequence[Number], fingerprint: Fingerprint, may_change: bool = False, by_device: bool = True,

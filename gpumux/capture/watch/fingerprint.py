@@ -156,6 +156,7 @@ class Fingerprint:
         self.modules = walk.modules
         self.other_optimizers = walk.other_optimizers
         self.spaces = walk.spaces
+        self.names = walk.names
         self.computes_names = walk.computes_names
         self.fields = walk.fields
         self.lists = walk.lists
@@ -224,6 +225,11 @@ class Fingerprint:
         self.watches = [*self.watches[: len(self.watches) - len(self._more)], *watches]
         self._more = watches
         self.lift(self._wanted)
+
+    @property
+    def executed(self) -> Executed:
+        """The code that is known to run in the step."""
+        return dict(self._executed)
 
     def lacks(self, executed: Executed) -> bool:
         """Whether `extend` would add something."""

@@ -132,10 +132,11 @@ def _made_in_python(cls: type) -> bool:
 
 
 def holds_attributes_alone(cls: type) -> bool:
-    """Whether the objects of a class are what their attributes in `__dict__` hold: Python made it and all its bases."""
+    """Whether the objects of a class are what their attributes in `__dict__` hold: Python made it and all its bases,
+    and none has slots."""
     bases = cls.__mro__[:-1]
-    by_python = bool(bases) and _made_in_python(bases[-1])
-    return by_python and all(c.__flags__ & _HEAP_TYPE and "__slots__" not in vars(c) for c in bases)
+    by_python = bool(bases) and _made_in_python(bases[-1]) and any("__dict__" in vars(c) for c in bases)
+    return by_python and all(c.__flags__ & _HEAP_TYPE and not vars(c).get("__slots__") for c in bases)
 
 
 def _of_module(module: types.ModuleType) -> Origin:
@@ -241,6 +242,11 @@ class Walk:
         self.watches += [watches.modes(), watches.precisions()]
         if {"environ", "getenv"} & self._names:
             self.watches.append(watches.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names in the step's code."""
+        return frozenset(self._names)
 
     @property
     def computes_names(self) -> bool:

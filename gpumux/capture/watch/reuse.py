@@ -1,0 +1,364 @@
+"""Traces that later submits of equal code take over: a job submitted again, the models of a sweep or of an array.
+
+A trace depends on the step's code and on what the code can read. So both are described once the trace is made, and a
+later step whose description is equal has the same trace. What is described: the step's functions, with their closures,
+defaults and globals; modules, optimizers and other objects, attribute by attribute; the classes of all of them; and
+what is watched besides (`fingerprint.py`: torch's modes, hooks, flags). Tensors are described by their places in the
+job's state. Where something can't be described, as a file, an object of C or a tensor of no model, the step is traced.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import logging
+import re
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from operator import is_
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional
+
+from gpumux.capture.fetching import without_fetching
+from gpumux.capture.source import Executed
+from gpumux.capture.state import SCALARS, StateTable, has_memory
+from gpumux.capture.structure import Structure
+from gpumux.capture.symbols import Number
+from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, of_code
+from gpumux.capture.watch.watches import kind_of
+
+MOST_VALUES = 400_000  # of one description
+MOST_OPERATORS = 100_000  # in all kept traces
+MOST_ALIKE = 4  # descriptions of steps with the same code and batch
+_PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
+# Objects that are described as themselves: another one is never equal, and they live as long as the process.
+_THEMSELVES = (
+    type, types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, Enum, torch.layout,
+    torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket, logging.Logger, property, classmethod,
+    staticmethod, types.EllipsisType, types.NotImplementedType,
+)  # fmt: skip
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# The namespaces of torch whose functions scripts replace.
+_OF_TORCH = (torch, torch.Tensor, torch.nn.functional)
+# Code that has one of these may read any attribute; code that has one of the others may read more than Python objects.
+_COMPUTED = frozenset(
+    ("getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "locals")
+)
+_WORLD = frozenset(
+    ("open", "read_text", "read_bytes", "fromfile", "load", "environ", "getenv", "time", "perf_counter", "monotonic",
+     "now", "today", "input", "urandom", "id", "hash", "__import__", "import_module", "globals")
+)  # fmt: skip
+_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))  # state and groups are described by their structure
+
+
+class NotComparable(Exception):
+    """Something can't be described. Never raised to users."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """What the description of a step says, as a digest, and the objects that have to be the same ones."""
+
+    said: bytes
+    objects: tuple[Any, ...]
+
+    def equals(self, other: Description) -> bool:
+        return (
+            self.said == other.said
+            and len(self.objects) == len(other.objects)
+            and all(map(is_, self.objects, other.objects))
+        )
+
+
+class _Describer:
+    def __init__(self, fingerprint: Fingerprint, table: StateTable) -> None:
+        self._table = table
+        self._names = fingerprint.names
+        self._computed = not _COMPUTED.isdisjoint(self._names)
+        self._digest = hashlib.blake2b(digest_size=32)
+        self._count = 0
+        self._numbers: dict[int, int] = {}  # id -> number of an object, in the order in which they are met
+        self._alive: list[Any] = []  # so that no id is used twice
+        self._pending: deque[Any] = deque()
+        self._objects: list[Any] = []
+        self._classes: set[type] = set()
+
+    def describe(self, roots: Iterable[Any], fingerprint: Fingerprint) -> Description:
+        defaults = [getattr(optimizer, "defaults", None) for optimizer in self._table.optimizers]
+        for root in roots:
+            self._value(root)
+        for watch in fingerprint.watches:
+            self._say("watch", watch.label)
+            # The numbers of an optimizer are numbers of each step (symbols.py), those in its defaults are never read.
+            kinds = any(watch.home is space for space in defaults if space is not None)
+            for value in watch.read():
+                if kinds and type(value) in (int, float):
+                    self._say("number")
+                else:
+                    self._value(value)
+        while self._pending:
+            self._content(self._pending.popleft())
+        for space in _OF_TORCH:
+            self._objects += [value for value in vars(space).values() if isinstance(value, _FUNCTIONS)]
+        return Description(self._digest.digest(), tuple(self._objects))
+
+    def _say(self, *words: object) -> None:
+        self._count += 1
+        if self._count > MOST_VALUES:
+            raise NotComparable
+        self._digest.update(repr(words).encode())
+
+    def _value(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, numpy.generic):
+            self._say(kind.__name__, repr(value))
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif kind is tuple or kind is torch.Size:
+            self._say("tuple", len(value))
+            for item in value:
+                self._value(item)
+        elif isinstance(value, _THEMSELVES) or _is_function_of_library(value):
+            self._itself(value)
+        elif isinstance(value, contextvars.ContextVar):
+            self._itself(value)
+            self._value(value.get(None))
+        else:
+            known = self._numbers.get(id(value))
+            if known is None:
+                self._numbers[id(value)] = len(self._numbers)
+                self._alive.append(value)
+                self._pending.append(value)
+                self._say("object")
+                self._class(kind)
+            else:
+                self._say("again", known)
+
+    def _itself(self, value: Any) -> None:
+        self._say("itself")
+        self._objects.append(value)
+        if isinstance(value, type) and of_class(value) is not Origin.LIBRARY:
+            self._class(value)
+
+    def _class(self, cls: type) -> None:
+        self._objects.append(cls)
+        for base in cls.__mro__:
+            if base not in self._classes and base is not object:
+                self._classes.add(base)
+                self._objects += vars(base).values()  # a method or a constant of the class may have been replaced
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        place = self._table.place(tensor) if has_memory(tensor) else None
+        if place is None:
+            raise NotComparable
+        self._say("tensor", place, tensor.requires_grad, tensor.device, tensor.is_leaf, tensor.is_inference())
+        self._objects.append(type(tensor))
+        for key, value in vars(tensor).items():
+            self._say(key)
+            self._value(value)
+
+    def _content(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, types.FunctionType):
+            cells = [_content_of(cell) for cell in value.__closure__ or ()]
+            self._values((value.__code__, value.__defaults__, value.__kwdefaults__, *cells))
+            self._entries(value.__dict__)
+        elif isinstance(value, types.MethodType):
+            self._values((value.__func__, value.__self__))
+        elif kind is partial:
+            self._values((value.func, value.args, value.keywords))
+        elif kind is weakref.ref:
+            self._value(value())
+        elif kind is re.Pattern:
+            self._say(value.pattern, value.flags)
+        elif isinstance(value, dict):
+            self._value(getattr(value, "default_factory", None))
+            self._entries(dict(dict.items(value)))
+            self._entries(getattr(value, "__dict__", {}))
+        elif isinstance(value, (list, deque, tuple)):
+            self._values(kind_of(value).__iter__(value))
+            self._entries(getattr(value, "__dict__", {}))
+        elif kind in (set, frozenset):
+            classes = [item for item in value if isinstance(item, type)]
+            if not all(type(item) in _PLAIN for item in value if not isinstance(item, type)):
+                raise NotComparable
+            self._say(sorted(repr(item) for item in value if not isinstance(item, type)))
+            for cls in sorted(classes, key=id):
+                self._itself(cls)
+        elif kind is numpy.ndarray and not value.dtype.hasobject:
+            self._say(value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest())
+        elif holds_attributes_alone(kind):
+            self._attributes(value)
+        else:
+            raise NotComparable
+
+    def _attributes(self, value: Any) -> None:
+        space = object.__getattribute__(value, "__dict__")
+        if isinstance(value, torch.optim.Optimizer):
+            if of_class(type(value)) is not Origin.LIBRARY:
+                raise NotComparable
+            space = {key: item for key, item in space.items() if key not in _OF_OPTIMIZERS}
+        elif not (isinstance(value, torch.nn.Module) or self._computed or of_class(type(value)) is Origin.LIBRARY):
+            space = {key: item for key, item in space.items() if key in self._names}
+        self._entries(space)
+
+    def _entries(self, space: Mapping[Any, Any]) -> None:
+        self._say(len(space))
+        for key, value in space.items():
+            self._value(key)
+            self._value(value)
+
+    def _values(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self._value(value)
+        self._say("end")
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return "no value"
+
+
+def _is_function_of_library(value: Any) -> bool:
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (types.ModuleType, type)) or value.__self__ is None
+    return (
+        isinstance(value, types.FunctionType)
+        and not value.__closure__
+        and of_code(value.__code__, value.__globals__) is Origin.LIBRARY
+    )
+
+
+def described(fn: Any, fingerprint: Fingerprint, table: StateTable) -> Description | None:
+    """The description of a step and of all that its code can read. None if it can't be described."""
+    if not _WORLD.isdisjoint(fingerprint.names) or torch._C._len_torch_function_stack():
+        return None
+    try:
+        with without_fetching():
+            return _Describer(fingerprint, table).describe([fn, *table.models, *table.optimizers], fingerprint)
+    except (NotComparable, KeyError, AttributeError, RecursionError):  # the last three: of odd classes of the user
+        return None
+
+
+# ---- the kept traces
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a trace began with, besides what is described: the buffers of the job, and the structure of its state."""
+
+    buffers: tuple[tuple[str, int], ...]
+    parameters: tuple[str, ...]
+    entry: Structure
+
+
+def held(table: StateTable, entry: Structure) -> Held:
+    return Held(tuple([(one.name, one.nbytes) for one in table.buffers]), tuple(table.param_names), entry)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrace:
+    """`numbers`: the optimizers' hyperparameters at the trace."""
+
+    began: Held
+    numbers: Mapping[str, Number]
+    trace: Any  # a RawTrace
+
+
+@dataclass(slots=True)
+class KeptCase:
+    """The traces of steps with one description. `executed`: the code that was known to run in them."""
+
+    executed: Executed
+    description: Description
+    traces: list[KeptTrace] = field(default_factory=list)
+
+    def of(self, began: Held, holds: Callable[[KeptTrace], bool]) -> Any:
+        """A trace that began so and that holds for the numbers of the step, None if there is none."""
+        return next((one.trace for one in self.traces if one.began == began and holds(one)), None)
+
+    @property
+    def operators(self) -> int:
+        return sum(len(one.trace.record.ops) for one in self.traces)
+
+
+class KeptTraces:
+    """The kept traces of a process. Those used least recently make room."""
+
+    def __init__(self) -> None:
+        self._cases: OrderedDict[Hashable, list[KeptCase]] = OrderedDict()
+
+    def find(self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable) -> KeptCase | None:
+        """The traces of steps equal to this one. `key`: the description of the batch. Extends the fingerprint by the
+        code that ran in them."""
+        at = (_code(fn), key)
+        for case in self._cases.get(at, ()):
+            fingerprint.extend(case.executed)
+            now = described(fn, fingerprint, table)
+            if now is not None and now.equals(case.description):
+                self._cases.move_to_end(at)
+                return case
+        return None
+
+    def add(
+        self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable, traces: Sequence[KeptTrace]
+    ) -> None:
+        """Keep the traces of a step."""
+        description = described(fn, fingerprint, table)
+        if description is None:
+            return
+        at = (_code(fn), key)
+        cases = self._cases.setdefault(at, [])
+        self._cases.move_to_end(at)
+        case = next((one for one in cases if one.description.equals(description)), None)
+        if case is None:
+            case = KeptCase(fingerprint.executed, description)
+            cases.append(case)
+            del cases[:-MOST_ALIKE]
+        case.traces += traces
+        while sum(one.operators for several in self._cases.values() for one in several) > MOST_OPERATORS:
+            self._cases.popitem(last=False)
+
+    def clear(self) -> None:
+        self._cases.clear()
+
+
+def _code(fn: Any) -> types.CodeType | type:
+    code = getattr(fn, "__code__", None)
+    return code if isinstance(code, types.CodeType) else type(fn)
+
+
+kept_traces = KeptTraces()
+
+
+def key_of(batch: Hashable, numbers: Sequence[tuple[int, Any]]) -> Hashable:
+    """The key of a step's batch. `numbers`: (position, value) of those in it."""
+    return batch, tuple([(i, repr(value)) for i, value in numbers])
+
+
+def may_be_kept(trace: Any) -> bool:
+    """Whether a trace names no object of its job, but buffers, parameters and numbers by their places."""
+    alone = not (
+        trace.flags or trace.replaced or trace.moved_data or trace.left or trace.further or trace.on_batch
+        or trace.replays or trace.moved or trace.read_values or trace.ranks is not None
+    )  # fmt: skip
+    return alone and len(trace.record.ops) <= MOST_OPERATORS
+
+
+def same_numbers(now: Mapping[str, Number], then: Mapping[str, Number]) -> bool:
+    """Whether the hyperparameters that may be written into a Program are the same."""
+    return {k: repr(v) for k, v in now.items() if not k.endswith(".lr")} == {
+        k: repr(v) for k, v in then.items() if not k.endswith(".lr")
+    }
