@@ -628,6 +628,8 @@ class StepFunction:
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         table = self._table
+        if not self._executed:  # so that the fingerprint is made once
+            self._executed.update(kept_traces.executed(self.fn, key_of(key, numbers)))
         fingerprint = Fingerprint(
             self.fn, table.models, table.optimizers, table.params, executed=self._executed, identity=table.identity
         )
@@ -690,9 +692,9 @@ class StepFunction:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
-        if raw is None and self._twice and self._depends_on_code_alone(case) and may_be_kept(phase.raw):
+        if raw is None and self._depends_on_code_alone(case) and may_be_kept(phase.raw):
             began = held(self._table, state.structure)
-            self._new.append((case, KeptTrace(began, case.hyper.read(), phase.raw)))
+            self._new.append((case, KeptTrace(began, case.hyper.read(), phase.raw, self._twice)))
         if self._tracer.outside is not None:
             self._tracer.outside.note(case.fingerprint)
         case.read |= {buffer: one.data for buffer, one in phase.raw.read_values.items()}
@@ -718,7 +720,7 @@ class StepFunction:
     def _depends_on_code_alone(self, case: Case) -> bool:
         """Whether a trace of this case depends on nothing but the code and what it reads (reuse.py)."""
         table = self._table
-        of_the_job = self._parts or case.sources or self._switches
+        of_the_job = self._parts or case.sources or self._switches or self._tracer.warned
         return not (of_the_job or table.only_read or table.written or table.counters or table.gpu)
 
     def _reused(self, case: Case, state: State) -> RawTrace | None:
@@ -734,7 +736,9 @@ class StepFunction:
 
         def holds(one: KeptTrace) -> bool:
             written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
-            return written and Evaluator((), one.trace.guards).run(env) is not None and self._tracer.allows(one.trace)
+            trusted = one.confirmed or not self._twice
+            decided = written and trusted and Evaluator((), one.trace.guards).run(env) is not None
+            return decided and self._tracer.allows(one.trace)
 
         found = case.kept.of(held(self._table, state.structure), holds)
         return None if found is None else replace(found, entry=state.structure)

@@ -427,7 +427,7 @@ class Tracer:
         self._allowed = allowed
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
-        self._warned = False  # of objects of the batch that a step changes
+        self.warned = False  # of objects of the batch that a step changes
         self._caches = Caches()
         self._unknown: torch.Tensor | None = None  # of another trace, which the newest trace met
         self._left: list[LeftValue] = []  # of the traces whose tensors still lie in variables
@@ -534,8 +534,8 @@ class Tracer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 on_batch = left_on_batch(leaves, fakes, rec)
-                if not self._warned and puts_into_objects(fakes, (fake_args, fake_kwargs)):
-                    self._warned = True
+                if not self.warned and puts_into_objects(fakes, (fake_args, fake_kwargs)):
+                    self.warned = True
                     log.warning(
                         "%s puts something into an object of its batch: the script's own object stays as it is. Return"
                         " what the script is to have",

@@ -433,3 +433,17 @@ def test_the_same_model_goes_on_in_a_second_job(endpoint: str):
     for _ in range(6):
         plain_step(X, Y)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_models_of_an_array_are_traced_once(traces: list[str]):
+    """A trace that no second one confirmed is for models of arrays alone, of which one is traced twice."""
+    for number in range(4):
+        step, model, optimizer = build(make=torch.optim.AdamW, lr=0.1 * (number + 1), weight_decay=0.1 * number)
+        member = Member("m", step, model, optimizer, max_variants=None, twice=number == 0)
+        before = len(traces)
+        assert member.choose((X, Y), {}).program.lowered.program.ops
+        member.release()
+        assert len(traces) - before == (2, 1, 0, 0)[number]  # without weight decay the step takes another path
+    del traces[:]
+    programs(build(make=torch.optim.AdamW, lr=0.1, weight_decay=0.1))
+    assert traces

@@ -37,7 +37,8 @@ from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, 
 from gpumux.capture.watch.watches import kind_of
 
 MOST_VALUES = 400_000  # of one description
-MOST_OPERATORS = 100_000  # in all kept traces
+MOST_OPERATORS = 20_000  # in all kept traces, about 2 kB each
+MOST_BYTES = 1 << 20  # of a trace's constants
 MOST_ALIKE = 4  # descriptions of steps with the same code and batch
 _PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
 # Objects that are described as themselves: another one is never equal, and they live as long as the process.
@@ -270,11 +271,12 @@ def held(table: StateTable, entry: Structure) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
-    """`numbers`: the optimizers' hyperparameters at the trace."""
+    """`numbers`: the optimizers' hyperparameters at the trace. `confirmed`: whether another trace was the same."""
 
     began: Held
     numbers: Mapping[str, Number]
     trace: Any  # a RawTrace
+    confirmed: bool
 
 
 @dataclass(slots=True)
@@ -299,6 +301,10 @@ class KeptTraces:
 
     def __init__(self) -> None:
         self._cases: OrderedDict[Hashable, list[KeptCase]] = OrderedDict()
+
+    def executed(self, fn: Any, key: Hashable) -> Executed:
+        """The code that ran in the kept traces of steps with this code and batch."""
+        return {i: found for case in self._cases.get((_code(fn), key), ()) for i, found in case.executed.items()}
 
     def find(self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable) -> KeptCase | None:
         """The traces of steps equal to this one. `key`: the description of the batch. Extends the fingerprint by the
@@ -354,7 +360,8 @@ def may_be_kept(trace: Any) -> bool:
         trace.flags or trace.replaced or trace.moved_data or trace.left or trace.further or trace.on_batch
         or trace.replays or trace.moved or trace.read_values or trace.ranks is not None
     )  # fmt: skip
-    return alone and len(trace.record.ops) <= MOST_OPERATORS
+    constants = sum(one.nbytes for one in trace.record.storages if one.kind == "const")
+    return alone and len(trace.record.ops) <= MOST_OPERATORS and constants <= MOST_BYTES
 
 
 def same_numbers(now: Mapping[str, Number], then: Mapping[str, Number]) -> bool:
