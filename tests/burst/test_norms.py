@@ -28,6 +28,7 @@ def test_statistics_over_all_ranks_are_those_of_one_device(name: str, ranks: int
 
 
 @pytest.mark.parametrize("name", ["convolutions", "flat"])
+@pytest.mark.every(2)
 def test_statistics_of_each_rank_are_those_of_distributed_data_parallel(name: str) -> None:
     subject = NORMED[name]
     torch.manual_seed(0)

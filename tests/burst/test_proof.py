@@ -95,6 +95,7 @@ def test_a_rescale_that_is_missing_is_found_where_the_learning_rate_is_zero(monk
 
 
 @pytest.mark.parametrize("change", OF_PROGRAMS)
+@pytest.mark.every(3)
 def test_a_mistake_in_a_ranks_program_is_refused_or_changes_what_is_computed(change: Change) -> None:
     _, gang = compare(VGG, PLACEMENT, 1)
     assert gang.last is not None

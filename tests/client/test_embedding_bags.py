@@ -37,6 +37,7 @@ BAGS: dict[str, tuple[Callable[[], nn.EmbeddingBag], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAGS)
+@pytest.mark.every(3)
 def test_bags_are_trained_as_in_the_plain_loop(name: str, endpoint: str) -> None:
     module, given = BAGS[name]
 

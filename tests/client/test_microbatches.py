@@ -164,6 +164,7 @@ def tokens(steps: int = 3) -> list[tuple[torch.Tensor, ...]]:
     ],
     ids=["mean", "weights", "smoothing", "sum", "weighted smoothing"],
 )
+@pytest.mark.every(2)
 def test_a_language_model_with_labels_to_ignore(options: dict[str, Any], endpoint: str) -> None:
     def make() -> Work:
         model = Small()

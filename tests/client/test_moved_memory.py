@@ -143,6 +143,7 @@ CASES = {name: (None, move) for name, move in MOVES.items()} | {f"a view {name}"
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(3)
 def test_a_step_after_it_is_refused(name: str, endpoint: str) -> None:
     """LocalWrite's remedy, job.load_state(), says so too."""
     view, move = CASES[name]

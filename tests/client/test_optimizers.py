@@ -108,6 +108,7 @@ def work(optimizer: Any, dtype: torch.dtype = torch.float32) -> Work:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.every(2)
 def test_equal_to_the_plain_loop(name: str, endpoint: str) -> None:
     results = check(lambda: work(OPTIMIZERS[name]), endpoint)
     assert results[-1] != results[0]

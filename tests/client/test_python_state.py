@@ -229,6 +229,7 @@ CASES: dict[str, Callable[[], Work]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(2)
 def test_a_change_is_followed(case: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SCALE", "1")
     monkeypatch.setattr(Net, "gain", 1.0)

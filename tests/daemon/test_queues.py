@@ -204,6 +204,7 @@ def test_every_message_is_in_a_flood():
 
 @pytest.mark.usefixtures("_unlogged")
 @pytest.mark.parametrize("kind", FLOODS, ids=lambda kind: kind.__name__)
+@pytest.mark.every(3)
 def test_a_flood_of_one_kind_is_kept_within_bounds(daemon: Daemon, kind: type):
     """The first thousand may fill every queue there is; two thousand more must leave nothing."""
     send(daemon, "s", FLOODS[kind], range(1, 1001))

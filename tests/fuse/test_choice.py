@@ -204,6 +204,7 @@ def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("target", ["native_batch_norm_backward", "addmm", "mm"])
+@pytest.mark.every(2)
 def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytest.MonkeyPatch):
     """An error below float32's rounding is found: Programs are compared in float64."""
     with_times(monkeypatch, by_operator())

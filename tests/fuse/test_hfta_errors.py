@@ -119,6 +119,7 @@ def test_padding_is_each_models_own_row(padding: int):
 
 
 @pytest.mark.parametrize(("norm_first", "dropout"), [(False, 0.1), (True, 0.0)])
+@pytest.mark.every(2)
 def test_an_encoder_layer_adds_what_it_was_given(norm_first: bool, dropout: float):
     """HFTA's encoder layer takes the wrong residual."""
 

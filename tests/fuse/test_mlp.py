@@ -88,6 +88,7 @@ def test_gradients_clipped_over_lists():
 
 @pytest.mark.parametrize("choose", ["fused", "per-model"])
 @pytest.mark.parametrize("per_model", [False, True])
+@pytest.mark.every(2)
 def test_one_batch_for_all_or_one_for_each(choose: str, per_model: bool):
     check(training(mlp, loss=nn.CrossEntropyLoss()), batches(6, 5, classes=4), per_model=per_model, choose=choose)
 

@@ -40,6 +40,7 @@ def factory(config: Config, optimizer: Any = adam) -> Any:
 
 
 @pytest.mark.parametrize("per_model", [False, True])
+@pytest.mark.every(2)
 def test_blocks_of_their_own_run_alone_and_the_rest_together(per_model: bool):
     data = batches(6, 5, classes=4)
     array = check(factory, data, given=configs(4), partial=True, per_model=per_model)

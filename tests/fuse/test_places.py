@@ -157,6 +157,7 @@ def together(group: FusedJobs, jobs: Sequence[Job]) -> list[list[torch.Tensor]]:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_what_a_job_gets_in_its_place_depends_on_no_bit_of_the_others(model: str, optimizer: str, dtype: torch.dtype):
     jobs = [job(seed, model, optimizer, dtype) for seed in range(JOBS)]
     assert len({id(each.program) for each in jobs}) == JOBS

@@ -41,6 +41,7 @@ def listed(parameters: Any, config: Config) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("per_model", [False, True])
+@pytest.mark.every(2)
 def test_a_job_of_several_models_trains_each_as_if_alone(endpoint: str, per_model: bool):
     factory = training(dropping, adam)
     with one_thread(), client.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as array:

@@ -34,6 +34,7 @@ def test_a_disturbed_run_is_measured_beside_its_own_high_jobs(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("part", [part for part in guard_parts.PARTS if part != "nothing"])
+@pytest.mark.every(4)
 def test_every_part_is_an_edit_that_fits_and_changes_something(part: str, tmp_path: Path) -> None:
     sources = [path for path in SCHEDULER.rglob("*.py") if "__compiled__" not in path.parts]
     before = {path: path.read_text() for path in sources}

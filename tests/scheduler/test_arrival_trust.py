@@ -127,6 +127,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("other", "rate"), [("short", 100.0), ("short", 400.0), ("long", 20.0), ("long", 100.0), ("long", 400.0)]
 )
+@pytest.mark.every(2)
 def test_the_promise_holds_where_steps_come_at_random(other: str, rate: float) -> None:
     """Of random gaps two neighbours are nearly always far enough apart for a low piece to end between them."""
     simulation = simulated(high((FULL,) * 5, rate=rate), OTHERS[other])

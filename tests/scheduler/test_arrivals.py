@@ -75,6 +75,7 @@ def sure_to_stay_away(random: Random) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("next_s", [bursts, heavy_tailed, busy_and_quiet])
+@pytest.mark.every(3)
 def test_the_promise_holds_where_steps_come_in_bursts(next_s: Callable[[Random], Iterator[float]]) -> None:
     """A job whose arrivals are not trusted is not taken for idle after 16 usual pauses: bursts are as far apart."""
     mean, most, _ = slowed(next_s, 20, LONG)

@@ -76,6 +76,7 @@ def undisturbed_work_s() -> float:
 
 
 @pytest.mark.parametrize("hiccups", [(0.95,), (0.3, 0.6, 0.9), (0.9, 0.902, 0.904)])
+@pytest.mark.every(3)
 def test_a_noisy_outlier_bans_no_job_for_long(hiccups: tuple[float, ...]) -> None:
     """The device stalls for a moment, for a cause that no job is: everything takes thirty times as long meanwhile."""
     simulation = world(*QUIET)

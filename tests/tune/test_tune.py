@@ -120,6 +120,7 @@ def interrupted(space: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
+@pytest.mark.every(2)
 def test_a_sweep_that_was_ended_goes_on(
     how: str, space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

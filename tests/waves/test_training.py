@@ -116,6 +116,7 @@ def equal(model: nn.Module, opt: Any, reference: WaveReference) -> bool:
     [(convolutions, momentum, None), (convolutions, adamw, 1.0), (Tied, adamw, 0.5), (Tied, sgd, None)],
     ids=["convolutions, momentum", "convolutions, AdamW, clipped", "tied, AdamW, clipped", "tied, SGD"],
 )
+@pytest.mark.every(2)
 def test_twenty_steps_have_the_bits_of_the_reference(endpoint, make, optimizer, clip):
     data = batches(20)
     reference = WaveReference(make, optimizer, loss_of, clip)

@@ -410,6 +410,7 @@ NORMAL_STEPS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("draw", NORMAL_STEPS)
+@pytest.mark.every(3)
 def test_r8_a_normal_number_kept_for_the_next_call_goes_through_the_step(draw: str, endpoint: str) -> None:
     def script(run: Run) -> list[Any]:
         seen: list[Any] = []

@@ -260,6 +260,7 @@ def test_m3_a_signal_handler_that_saves_the_model_while_the_program_waits(
 @pytest.mark.parametrize(
     "end", ["", "sys.exit(0)", pytest.param("raise SystemExit", marks=pytest.mark.extended), "1 / 0"]
 )
+@pytest.mark.every(2)
 def test_l1_the_end_of_the_script(end: str, endpoint: str, tmp_path: Path) -> None:
     saved = tmp_path / "state.pt"
     script = SCRIPT.replace("END", end)

@@ -179,6 +179,7 @@ def _gradient_of(backward: Any, shape: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", UNASKED)
+@pytest.mark.every(3)
 def test_m2_what_asks_no_torch_function(name: str, endpoint: str) -> None:
     def script(s: Script) -> Any:
         out = []

@@ -257,6 +257,7 @@ def test_a_batch_norm_is_refused_unless_one_way_is_chosen(endpoints: list[str]) 
 
 
 @pytest.mark.parametrize("name", ["convolutions", "flat"])
+@pytest.mark.every(2)
 def test_statistics_of_each_rank_are_those_of_distributed_data_parallel(name: str, endpoints: list[str]) -> None:
     """The running statistics are sent from the first rank to the other: an exchange of state alone."""
     subject = NORMED[name]

@@ -61,6 +61,7 @@ optim = torch.optim
     ],
     ids=["sgd", "adamw", "adam-single", "adamw-fused", "adam-fused", "sgd-fused"],
 )
+@pytest.mark.every(3)
 def test_training_with_a_schedule_is_what_it_is_on_the_cpu(
     make_optimizer: Any, tolerance: float, endpoint: str
 ) -> None:

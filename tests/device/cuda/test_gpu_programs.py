@@ -107,6 +107,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.every(3)
 def test_training_is_what_it_is_on_the_cpu(name: str, endpoint: str) -> None:
     make = training(NETS[name])
     want, want_state = plain(make)
@@ -273,6 +274,7 @@ def under_autocast(net: Callable[[], nn.Module], shape: tuple[int, ...], dtype: 
 
 
 @pytest.mark.parametrize("name", CAST_NETS)
+@pytest.mark.every(2)
 def test_training_is_that_of_a_run_that_casts_as_a_gpu_does(name: str, endpoint: str) -> None:
     net, shape, dtype = CAST_NETS[name]
     make = under_autocast(net, shape, dtype)

@@ -35,6 +35,7 @@ def traced(name: str, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every(3)
 def test_every_operator_of_a_workload_is_known_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = traced(name, monkeypatch)
     check(encode(program))

@@ -77,6 +77,7 @@ def flat(features: int) -> dict[str, Callable[[], nn.Module]]:
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(SIZE, SIZE, SIZE)
 @pytest.mark.parametrize("kind", list(spatial(1, 1)))
+@pytest.mark.every(3)
 def test_layers_over_space(kind: str, samples: int, channels: int, space: int):
     if kind == "instance norm":
         space += 1  # torch refuses one value a channel
@@ -88,6 +89,7 @@ def test_layers_over_space(kind: str, samples: int, channels: int, space: int):
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(SIZE, SIZE)
 @pytest.mark.parametrize("kind", list(flat(1)))
+@pytest.mark.every(3)
 def test_layers_of_features(kind: str, samples: int, features: int):
     if "norm" in kind:
         samples += 1

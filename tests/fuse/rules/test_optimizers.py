@@ -53,6 +53,7 @@ def flat() -> nn.Module:
     ("name", "options"), [(name, options) for name, each in EVERY.items() for options in each],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_every_optimizer_trains_each_model_as_if_alone(name: str, options: dict[str, Any]):
     """Without a bias: Muon takes matrices alone."""
     kind = getattr(O, name, None)
