@@ -396,6 +396,13 @@ def test_those_used_least_recently_make_room(traces: list[str], monkeypatch: pyt
     assert traces
 
 
+def test_a_bounded_number_of_steps_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reuse, "MOST_STEPS", 2)
+    for rows in (1, 2, 3):
+        programs(build(), (torch.ones(rows, 4), torch.zeros(rows, 1)))
+    assert len(reuse.kept_traces._cases) == 2
+
+
 def test_a_few_kinds_of_one_step_are_kept(traces: list[str]):
     for power in range(reuse.MOST_ALIKE + 2):
         programs(build(weight=float(power)))

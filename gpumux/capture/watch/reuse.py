@@ -13,6 +13,7 @@ import contextvars
 import hashlib
 import logging
 import re
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -36,9 +37,10 @@ from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, of_code
 from gpumux.capture.watch.watches import kind_of
 
-MOST_VALUES = 400_000  # of one description
+MOST_VALUES = 200_000  # of one description, about 5 us each
 MOST_OPERATORS = 20_000  # in all kept traces, about 2 kB each
-MOST_BYTES = 1 << 20  # of a trace's constants
+MOST_BYTES = 1 << 20  # of a trace's constants, and of an array that is described
+MOST_STEPS = 64  # kinds of code and batch
 MOST_ALIKE = 4  # descriptions of steps with the same code and batch
 _PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
 # Objects that are described as themselves: another one is never equal, and they live as long as the process.
@@ -184,7 +186,7 @@ class _Describer:
             self._say(value.pattern, value.flags)
         elif isinstance(value, dict):
             self._value(getattr(value, "default_factory", None))
-            self._entries(dict(dict.items(value)))
+            self._entries(dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value)))
             self._entries(getattr(value, "__dict__", {}))
         elif isinstance(value, (list, deque, tuple)):
             self._values(kind_of(value).__iter__(value))
@@ -196,7 +198,7 @@ class _Describer:
             self._say(sorted(repr(item) for item in value if not isinstance(item, type)))
             for cls in sorted(classes, key=id):
                 self._itself(cls)
-        elif kind is numpy.ndarray and not value.dtype.hasobject:
+        elif kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= MOST_BYTES:
             self._say(value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest())
         elif holds_attributes_alone(kind):
             self._attributes(value)
@@ -300,21 +302,28 @@ class KeptTraces:
     """The kept traces of a process. Those used least recently make room."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._cases: OrderedDict[Hashable, list[KeptCase]] = OrderedDict()
 
     def executed(self, fn: Any, key: Hashable) -> Executed:
         """The code that ran in the kept traces of steps with this code and batch."""
-        return {i: found for case in self._cases.get((_code(fn), key), ()) for i, found in case.executed.items()}
+        with self._lock:
+            cases = list(self._cases.get((_code(fn), key), ()))
+        return {i: found for case in cases for i, found in case.executed.items()}
 
     def find(self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable) -> KeptCase | None:
         """The traces of steps equal to this one. `key`: the description of the batch. Extends the fingerprint by the
         code that ran in them."""
         at = (_code(fn), key)
-        for case in self._cases.get(at, ()):
+        with self._lock:
+            cases = list(self._cases.get(at, ()))
+        for case in cases:
             fingerprint.extend(case.executed)
             now = described(fn, fingerprint, table)
             if now is not None and now.equals(case.description):
-                self._cases.move_to_end(at)
+                with self._lock:
+                    if at in self._cases:
+                        self._cases.move_to_end(at)
                 return case
         return None
 
@@ -326,16 +335,20 @@ class KeptTraces:
         if description is None:
             return
         at = (_code(fn), key)
-        cases = self._cases.setdefault(at, [])
-        self._cases.move_to_end(at)
-        case = next((one for one in cases if one.description.equals(description)), None)
-        if case is None:
-            case = KeptCase(fingerprint.executed, description)
-            cases.append(case)
-            del cases[:-MOST_ALIKE]
-        case.traces += traces
-        while sum(one.operators for several in self._cases.values() for one in several) > MOST_OPERATORS:
-            self._cases.popitem(last=False)
+        with self._lock:
+            cases = self._cases.setdefault(at, [])
+            self._cases.move_to_end(at)
+            case = next((one for one in cases if one.description.equals(description)), None)
+            if case is None:
+                case = KeptCase(fingerprint.executed, description)
+                cases.append(case)
+                del cases[:-MOST_ALIKE]
+            case.traces += traces
+            while len(self._cases) > MOST_STEPS or self._operators() > MOST_OPERATORS:
+                self._cases.popitem(last=False)
+
+    def _operators(self) -> int:
+        return sum(one.operators for cases in self._cases.values() for one in cases)
 
     def clear(self) -> None:
         self._cases.clear()
