@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +41,8 @@ from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_fro
 from gpumux.capture.symbols import ConstantScalars, Evaluator, HyperReader, Number
 from gpumux.capture.tracer import (
     FilledIn,
+    HostExit,
+    HostResult,
     RawTrace,
     SkippedStep,
     TraceAgain,
@@ -175,6 +177,14 @@ def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
     """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
     old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
     return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
+
+
+def _holds(trace: RawTrace, env: Mapping[str, Number]) -> bool:
+    """Whether a step with these numbers takes the same way, and all formulas of the trace can be computed of them."""
+    exits = [leaf for frozen in trace.optimizers for _, tree in frozen for leaf in frozen_leaves(tree)]
+    wanted = [*trace.record.scalars, *(change[4] for change in trace.groups)]
+    wanted += [each.expr for each in (*exits, *trace.results) if isinstance(each, (HostExit, HostResult))]
+    return Evaluator(wanted, trace.guards).run(env) is not None
 
 
 # ---- Programs, cases and their choice
@@ -737,8 +747,7 @@ class StepFunction:
         def holds(one: KeptTrace) -> bool:
             written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
             trusted = one.confirmed or not self._twice
-            decided = written and trusted and Evaluator((), one.trace.guards).run(env) is not None
-            return decided and self._tracer.allows(one.trace)
+            return written and trusted and _holds(one.trace, env) and self._tracer.allows(one.trace)
 
         found = case.kept.of(held(self._table, state.structure), holds)
         return None if found is None else replace(found, entry=state.structure)

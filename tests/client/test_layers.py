@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gpumux import client
 from gpumux.capture.source import Layers
 from gpumux.capture.step import Choice
+from gpumux.capture.watch.reuse import kept_traces
 from gpumux.cli.main import main
 from gpumux.client.job import Job
 from gpumux.device.sim.spec import A100
@@ -127,6 +129,7 @@ def test_a_step_without_modules_has_no_layers(endpoint: str) -> None:
 def test_nothing_but_the_labels_differs(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_labels = captured_program(endpoint, branching())
     monkeypatch.setattr(Layers, "here", lambda self: None)
+    monkeypatch.setattr(kept_traces, "_cases", OrderedDict())
     without_labels = captured_program(endpoint, branching())
     assert with_labels.spans
     assert not without_labels.spans

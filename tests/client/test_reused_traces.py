@@ -249,6 +249,8 @@ OTHERS: dict[str, Callable[[], Built]] = {
     "more momentum": lambda: build(momentum=0.8),
     "Nesterov's momentum": lambda: build(momentum=0.9, nesterov=True),
     "weight decay": lambda: build(weight_decay=0.1),
+    "a whole learning rate": lambda: build(lr=1),
+    "a whole learning rate with momentum": lambda: build(lr=1, momentum=0.9),
     "maximize": lambda: build(maximize=True),
     "foreach": lambda: build(foreach=True),
     "another optimizer": lambda: build(make=torch.optim.Adam),
