@@ -385,10 +385,26 @@ def lower(
     """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: draw
     from the client's generator (generator.py). `constants`: decides which numbers are written into the Program."""
     end = _Exit(raw, table, keep)
-    record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
     for buffer in end.structure.buffers(table, ALL):
         dropped.pop(buffer, None)
+    numerics = numerics_now("cuda" if table.gpu else device)
+    changed = None if constants is None else constants.numbers_of_each_step
+    given = (
+        end.structure, tuple(end.copies), end.anew, tuple(dropped.items()), device, table.gpu, numerics, changed,
+        clients_generator,
+    )  # fmt: skip
+    if given not in raw.lowered:
+        raw.lowered[given] = _lower(raw, end, dropped, table, device, clients_generator, constants)
+    found: Lowered = raw.lowered[given]
+    return found
+
+
+def _lower(
+    raw: RawTrace, end: _Exit, dropped: dict[int, int], table: StateTable, device: str, clients_generator: bool,
+    constants: ConstantScalars | None,
+) -> Lowered:  # fmt: skip
+    record = raw.record
     tensors = [r.view for r in raw.results if isinstance(r, TensorResult)]
     program, build = _program(record, record.ops, tensors, end.copies, dropped, table, device, constants)
     # Before dead operators are dropped: adding to a gradient reads it, even if the sum is not used.

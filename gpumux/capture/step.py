@@ -749,8 +749,8 @@ class StepFunction:
             trusted = one.confirmed or not self._twice
             return written and trusted and _holds(one.trace, env) and self._tracer.allows(one.trace)
 
-        found = case.kept.of(held(self._table, state.structure), holds)
-        return None if found is None else replace(found, entry=state.structure)
+        found: RawTrace | None = case.kept.of(held(self._table, state.structure), holds)
+        return found
 
     def _keep(self) -> None:
         """Keep the new traces for later jobs."""

@@ -440,6 +440,11 @@ class ConstantScalars:
         names = set(_variables(expr))
         return bool(names) and all(map(self._is_constant, names))
 
+    @property
+    def numbers_of_each_step(self) -> frozenset[str]:
+        """The hyperparameters that were seen to change."""
+        return frozenset(self._changed)
+
     def changed(self, exprs: Iterable[Expr], now: Mapping[str, Number]) -> list[str]:
         """The hyperparameters in `exprs` that have changed since the trace. They are numbers of each step from now
         on."""

@@ -356,6 +356,7 @@ class RawTrace:
     ranks: Any = None  # what a RankSplitter (step.py) made of the step
     after_backward: AfterBackward | None = None  # None: no gradient was computed
     read_values: dict[int, ReadValue] = field(default_factory=dict)  # of the job's buffers, by which Python decided
+    lowered: dict[Any, Any] = field(init=False, default_factory=dict)  # what lower() made of it; no copy has it
 
     def written(self) -> set[int]:
         """The job's buffers that the step writes."""
