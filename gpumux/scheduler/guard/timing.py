@@ -392,7 +392,7 @@ def exposed_part(running: RunningPiece, at: int, until: float, start: float, las
     pause = running.high.arrivals.short
     if running.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
-    ends = step_end(running, at, until)
+    ends = until + sum(running.costs.solo_s[at + 1 :])
     beyond = start + lasts - ends
     if beyond <= 0.0:
         return 1.0
@@ -400,14 +400,6 @@ def exposed_part(running: RunningPiece, at: int, until: float, start: float, las
     if beyond > pause:
         exposed += beyond - pause
     return exposed / lasts if exposed < lasts else 1.0
-
-
-def step_end(running: RunningPiece, at: int, until: float) -> float:
-    """Predicted end of the step, given that its piece `at` ends at `until`."""
-    rest = 0.0
-    for seconds in running.costs.solo_s[at + 1 :]:
-        rest += seconds
-    return until + rest
 
 
 # ---- What a launch costs the pieces of the step that runs.
