@@ -142,7 +142,7 @@ def switched(sources: Path, parts: Iterable[str]) -> None:
             path.write_text("".join(into))
 
 
-DECISIONS = "scheduler/guard/decisions"
+DECISIONS, GUARD = "scheduler/guard/decisions", "scheduler/guard/guard"
 HIGH, LEARN = "scheduler/guard/high_job", "scheduler/guard/learning"
 BUDGET, COSTS, TIMING = "scheduler/guard/budget", "scheduler/guard/costs", "scheduler/guard/timing"
 NEVER = 1 << 40
@@ -165,13 +165,10 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "violations' debt": (constant(BUDGET, DEBT_FACTOR=1.0),),
     "moments": (
         function(COSTS, "LaunchPlan.__init__", "at, tried = [None] * len(at), [None] * len(tried)"),
-        expression(TIMING, "at, next_step, START, until", "at, next_step, FIRST_HALF, until"),
-        expression(TIMING, "len(solo_s), True, START, until", "len(solo_s) - 1, False, SECOND_HALF, until"),
-        expression(TIMING, "at, next_step, AFTER_START, until", "at, next_step, FIRST_HALF, until"),
-        expression(TIMING, "at, next_step, MIDDLE, until", "at, next_step, SECOND_HALF, until"),
-    ),
-    "halves of pieces": (
-        expression(TIMING, "SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF", "FIRST_HALF"),
+        expression(TIMING, "at, next_step, START, until", "at, next_step, LATER, until"),
+        expression(TIMING, "len(solo_s), True, START, until", "len(solo_s) - 1, False, LATER, until"),
+        expression(TIMING, "at, next_step, AFTER_START, until", "at, next_step, LATER, until"),
+        expression(TIMING, "MIDDLE if abs(2 * start - until - began) <= 2 * TIMED_S else LATER", "LATER"),
     ),
     "the middle of pieces": (constant(COSTS, MOMENTS="(START, AFTER_START)"),),
     "effects of moments": (expression(COSTS, "base > NOISE_FLOOR_S and moment in MOMENTS", "False"),),
@@ -191,12 +188,9 @@ PARTS: dict[str, tuple[Edit, ...]] = {
     "finer cuts": (function(LEARN, "Cutting.step_ended", "return"),),
     "finest cuts": (constant(LEARN, FINEST=3.0),),
     "calibration": (constant(HIGH, SOLO_EVERY=NEVER),),
-    "look-ahead: next step": (function(TIMING, "next_step_loss", "return 0.0"),),
     "look-ahead: pauses": (constant(TIMING, MOST_LOOKAHEAD=1),),
     "bans": (function(LEARN, "judge", "return"),),
     "wider window": (function("scheduler/guard/decisions", "LowWindow.adapt", "return"),),
-    "inherited costs": (function(HIGH, "HighCosts.recut", "return HighCosts(self.key, bounds, predicted)"),),
-    "unknown ranges": (expression(HIGH, "not range_cost.count", "False"),),
     "measured speed": (constant(LEARN, LEAST_SPEED=1.0),),
     "overrun": (function(LEARN, "overrun", "return 0.0"),),
     "launch overhead": (expression(LEARN, "SMOOTHING * (max(0.0, late) - view.launch_overhead)", "0.0"),),
@@ -228,6 +222,7 @@ PARTS: dict[str, tuple[Edit, ...]] = {
             "self.deviation += (abs(sample - self.mean) - self.deviation) / min(self.count, MEMORY)", "return",
         ),
     ),
+    "shares": (expression(GUARD, "info.shares", "(1.0,)"),),
     "risk at random": (constant(TIMING, RISK=0.0, UNKNOWN_RISK=0.0, MOST_RISK=0.0),),
 }  # fmt: skip
 

@@ -133,3 +133,18 @@ def test_a_high_job_next_to_a_greedy_one():
     assert cell(README, "a high job's step beside a greedy low one, over alone") == ", ".join(said)
     assert cell(README, "low steps a second in these runs") == ", ".join(f"{low[each]:.1f}" for each in policies)
     assert slowdowns["guarded"] <= 1.10, "promised"
+
+
+def test_what_its_parts_are_worth():
+    whole_guard, *others = result("sim-guard-parts")["parts"]
+    assert whole_guard["part"] == "nothing"
+    section = MULTIPLEXING.split("### What its parts are worth")[1].split("###")[0]
+    table = [[cell.strip() for cell in line.split("|")[2:5]] for line in section.splitlines() if line.startswith("| ")]
+    found = []
+    for part in others:
+        low = [(one["low"], of_all["low"]) for one, of_all in zip(part["rows"], whole_guard["rows"], strict=True)]
+        kept = sum(one for one, _ in low) / sum(of_all for _, of_all in low)
+        less = sum(one < 0.5 * of_all for one, of_all in low if of_all > 0.01)
+        over = sum(row["mean"] > 1.05 or row["p99"] > 1.10 for row in part["rows"])
+        found.append([f"{kept:.2f}", str(less), str(over)])
+    assert table[1:] == found

@@ -202,13 +202,12 @@ def neighbours(state: SchedulerState, high: HighJob) -> list[Neighbour]:
     assert costs is not None
     found = []
     for key, low_costs in sorted(costs.by_low.items(), key=lambda item: -item[1].typical.mean):
-        if not low_costs.known or low_costs.typical.mean <= 0.0:
+        sampled = [(each.mean, piece) for piece, each in enumerate(low_costs.ranges) if each.count]
+        if not sampled or low_costs.typical.mean <= 0.0:
             continue
         low = [j for j in state.jobs.values() if j.priority is Priority.LOW]
         names = [name for j in low for name in _running(state, j, key.program)]
-        worst, piece = max(
-            (range_cost.mean, piece) for piece, range_cost in enumerate(low_costs.ranges) if range_cost.count
-        )
+        worst, piece = max(sampled)
         share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
         where = _range(state, high.job.id, costs, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
@@ -342,13 +341,6 @@ def _tail(state: SchedulerState, hold: Hold) -> str:
     )
 
 
-def _next(state: SchedulerState, hold: Hold) -> str:
-    return (
-        f"it would outlast the step of {_for(state, hold)} that runs, and cost the next one, which may have come by"
-        f" then, more than one step may lose{_limit(state, hold)}"
-    )
-
-
 def _limit(state: SchedulerState, hold: Hold) -> str:
     high = state.guard.high_jobs.get(hold.high_id) if state.guard is not None else None
     return f" ({high.budget.limit * 1e3:.3f} ms)" if high is not None else ""
@@ -369,7 +361,6 @@ _REASONS: dict[str, Callable[[SchedulerState, Hold], str]] = {
         f"{_for(state, hold)} has lost what it may lose on average; it waits for credit beside {_where(state, hold)}"
     ),
     "tail": _tail,
-    "next": _next,
     "gap": _gap,
 }
 

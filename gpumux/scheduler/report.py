@@ -47,7 +47,7 @@ from gpumux.scheduler.verdict import slowdown_figures, verdict
 from gpumux.scheduler.windows import Outstanding
 from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId
 
-LENGTH_LIMITED: Final = frozenset(("tail", "next", "gap", "ban"))  # reasons that a shorter piece may be free of
+LENGTH_LIMITED: Final = frozenset(("tail", "gap", "ban"))  # reasons that a shorter piece may be free of
 
 
 # ---- Low jobs that don't get to run: for how long, and whether the length of their pieces is the reason.

@@ -171,7 +171,7 @@ def gangs(report: Report) -> None:
     assert (apart["guard"], together["guard"]) == ("apart", "together")
     assert apart["slowdown"] > 1.2
     assert together["slowdown"] <= report["max_slowdown"] == 1.1
-    assert together["slowdown_p99"] <= 1.27  # of 50 steps it is the longest
+    assert together["slowdown_p99"] <= 1.33  # of 50 steps it is the longest
     assert together["low"] > 0.2
     assert together["bans"] > 0
     (target,) = report["targets"].values()

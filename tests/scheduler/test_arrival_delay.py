@@ -163,4 +163,3 @@ def test_of_steps_that_come_at_once_the_first_one_found_the_job_idle() -> None:
     assert guard is not None
     track = guard.high_jobs[job]
     assert list(track.ratios)[-3:] == pytest.approx([1.1, 1.0, 1.0])
-    assert track.queued_part == pytest.approx(2 / 8)

@@ -16,9 +16,10 @@ from gpumux.device.sim.spec import A100
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.guard import learning
 from gpumux.scheduler.guard.high_job import HighJob
+from gpumux.simulate import workload as shipped
 from gpumux.simulate.run import Simulation
-from gpumux.simulate.workload import cut_workload
-from gpumux.types import Footprint, JobReleased, ProgramId
+from gpumux.simulate.workload import cut_workload, from_profile
+from gpumux.types import Footprint, JobReleased, Priority, ProgramId
 from tests.scheduler.scenarios import LIGHT, SMALL, WHOLE, chain, explained, held_seconds, high, ident, low, pace, world
 
 REDUCE = Kernel("reduce", 24, 350e-6, 1, 0, 2.2)  # few multiprocessors, but it suffers from company
@@ -317,19 +318,20 @@ def test_ten_low_jobs_share_by_weight_while_one_of_them_is_banned() -> None:
     assert all("too long" not in explained(simulation, f"low{i}") for i in range(9))
 
 
-def test_a_recut_keeps_what_is_known() -> None:
+def test_after_a_recut_what_suffers_is_banned_again() -> None:
     simulation = world(high(SENSITIVE), low((LIGHT,) * 24))
     simulation.run(steps=60)
-    before = bans(simulation)
+    before = {tuple(ban["operators"]) for ban in bans(simulation)}  # type: ignore[arg-type]
     assert before
     simulation.recut("high", (0, 3, 8, 12, 16, 17, 18))
-    simulation.run(steps=64)
-    kept = {tuple(ban["operators"]) for ban in bans(simulation)}  # type: ignore[arg-type]
-    assert kept & {tuple(ban["operators"]) for ban in before}  # type: ignore[arg-type]
-    first, end = min(kept & {tuple(ban["operators"]) for ban in before})  # type: ignore[arg-type]
+    simulation.run(steps=120)
+    again = {tuple(ban["operators"]) for ban in bans(simulation)}  # type: ignore[arg-type]
+    assert again
+    assert min(first for first, _ in again) >= min(first for first, _ in before)
+    first, end = min(again)
     assert f"operator{'s' if end - first > 1 else ''} {first}" in explained(simulation, "high")
     result = simulation.run(steps=400)
-    assert sum(result.job("high").step_seconds[150:]) / len(result.job("high").step_seconds[150:]) <= (
+    assert sum(result.job("high").step_seconds[60:]) / len(result.job("high").step_seconds[60:]) <= (
         1.05 * result.job("high").solo.step_s
     )
 
@@ -449,6 +451,20 @@ def test_of_a_job_that_allows_no_slowdown_and_has_none_no_broken_promise_is_repo
     (job,) = simulation.scheduler.snapshot()["jobs"]
     assert job["guard"]["kept"] is True
     assert job["guard"]["steps_over"] == 0
+
+
+def test_a_slow_launch_late_in_a_step_costs_no_step_behind_it_too_much() -> None:
+    """Operators of 0.9 ms last 7 ms on a quarter of the device, beyond the end of 5 ms steps that come at random. One
+    step in four comes while another runs."""
+    important, other = shipped.find("vgg16-b4-burst"), shipped.find("vgg16-b4")
+    jobs = [
+        from_profile(important, A100, Priority.HIGH, name="high", max_slowdown=1.05, rate=50.0),
+        from_profile(other, A100, Priority.LOW, name="low"),
+    ]
+    result = Simulation(jobs, A100, "guarded", seed=1).run(steps=1500, warmup_steps=300)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    assert result.harvest > 0.01
 
 
 @pytest.mark.parametrize("seconds", [2e-3, 5e-3])

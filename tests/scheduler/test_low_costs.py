@@ -6,7 +6,7 @@ import pytest
 
 from gpumux.scheduler.guard import costs as pairs
 from gpumux.scheduler.guard import high_job as estimates
-from gpumux.scheduler.guard.costs import ON_ARRIVAL, LowCosts
+from gpumux.scheduler.guard.costs import LATER, ON_ARRIVAL, LowCosts
 from gpumux.scheduler.guard.high_job import HighCosts
 from gpumux.scheduler.jobs import LowKey, spans
 
@@ -20,7 +20,7 @@ def model() -> HighCosts:
 
 
 def learn(pair: LowCosts, piece: int, cost: float, span: str = SPAN) -> None:
-    pair.learn((piece, 3, span), cost, cost, 1e-3, 1, 1.0)
+    pair.learn((piece, LATER, span), cost, cost, 1e-3, 1, 1.0)
 
 
 def test_a_step_that_comes_during_a_launch_loses_what_such_steps_did_or_else_what_any_launch_costs(model: HighCosts):

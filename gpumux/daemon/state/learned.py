@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from hashlib import sha256
 from math import inf
 from typing import Any, Final
 
@@ -87,6 +88,7 @@ MOST_RANGES: Final = 64  # of each pair
 MOST_FIGURES: Final = 32  # pairs on the status page
 FEW_SAMPLES: Final = 10
 NOTHING: Final[bytes] = msgpack.packb([])  # kept of a program of which too much is known
+DIGEST: Final = 32  # bytes of a program's digest, which come before what is kept of it
 
 
 class Learned:
@@ -198,9 +200,7 @@ class Learned:
     def _pack(self, program: str, changes: int) -> None:
         self._kept.pop(program, None)
         packed: bytes = msgpack.packb(self._scheduler.kept(program))
-        if len(packed) > MOST_KEPT_BYTES:
-            packed = NOTHING
-        self._kept[program] = changes, packed
+        self._kept[program] = changes, sealed(packed if len(packed) < MOST_KEPT_BYTES - DIGEST else NOTHING)
         while len(self._kept) > MOST_PROGRAMS or self._kept_bytes() > MOST_KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
 
@@ -243,11 +243,19 @@ class Learned:
     def _take_up(self, program: str, packed: bytes) -> bool:
         """Whether the scheduler took it."""
         try:
-            self._scheduler.take_up(program, msgpack.unpackb(packed))
+            content = packed[DIGEST:]
+            if sealed(content) != packed:
+                raise ValueError("its bytes are not those that were written")
+            self._scheduler.take_up(program, msgpack.unpackb(content))
         except Exception as error:  # noqa: BLE001
             log.warning("what was kept of program %s is damaged, and learned again: %s", program[:16], error)
             return False
         return True
+
+
+def sealed(content: bytes) -> bytes:
+    """With its digest, by which damage is found out: the numbers themselves are not looked at."""
+    return sha256(content).digest() + content
 
 
 def _about(device: DeviceInfo) -> dict[str, Any]:

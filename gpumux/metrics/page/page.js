@@ -15,7 +15,6 @@ const REASONS = {
   price: "it waits for a part of the step that it slows less",
   budget: "that job has lost all that it may lose on average",
   tail: "the step that runs may not lose more",
-  next: "it would outlast the step that runs, and delay the next",
   gap: "the next step is expected before it would end",
 };
 

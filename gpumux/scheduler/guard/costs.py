@@ -3,7 +3,7 @@
 `LowCosts` stand for one low program on one share of the device, beside one high program under one cut (`HighCosts` in
 `high_job.py`). They hold what was measured in two ways: for each *range* of the high program's operators (a piece),
 excess high seconds in a second of overlap (`RangeCost`); and for each *kind* of launch, excess high seconds of a whole
-launch (`LaunchCost`). A new cut inherits what its ranges overlap.
+launch (`LaunchCost`). A new cut keeps what launches of each low piece cost anywhere.
 
 The kind of a launch says where in the high step it began. A launch can't be called back, and it costs what it takes
 from the operators it happens to overlap, so the same low piece may cost next to nothing or more than a step may lose.
@@ -85,7 +85,7 @@ class RobustMean:
 
 class RangeCost(RobustMean):
     """What a range of a high program loses in a second beside low work. Forecasts use `rate`, what is expected, and
-    `upper_rate`, what is seldom exceeded; where there is no sample, these are what other ranges lose."""
+    `upper_rate`, what is seldom exceeded; both are 0.0 where there is no sample."""
 
     __slots__ = ("ban", "rate", "upper_rate")
 
@@ -169,17 +169,17 @@ class LaunchCost(RobustMean):
 START: Final = 0  # a launch begins together with a high piece
 AFTER_START: Final = 1  # as soon as the host was told that the piece began
 MIDDLE: Final = 2  # when half of it is over
+LATER: Final = 3  # at any other time
 MOMENTS: Final = (START, AFTER_START, MIDDLE)  # moments that repeat: what a launch costs there it costs again
 ON_ARRIVAL: Final = -1  # stands for the high piece of a launch during which a step came
 
-# A launch as it repeats: the high piece it began beside, or ON_ARRIVAL; its moment, or the half of the piece
-# (timing.FIRST_HALF); and the low piece's span.
+# A launch as it repeats: the high piece it began beside, or ON_ARRIVAL; its moment, or LATER; and the low piece's span.
 LaunchKind: TypeAlias = tuple[int, int, Span]
 
 
 def on_arrival(low: Span) -> LaunchKind:
     """The kind of a launch of the low piece during which a step came."""
-    return ON_ARRIVAL, 3, low
+    return ON_ARRIVAL, LATER, low
 
 
 OPTIMISM: Final = 0.4  # of the expected cost of an untried launch is taken for its cost
@@ -439,16 +439,15 @@ class LowCosts:
 
     __slots__ = (
         "_unconfirmed", "any_ban", "effects", "key", "known", "launches", "lows", "placement", "ranges", "share",
-        "speed", "typical", "updated",
+        "speed", "typical",
     )  # fmt: skip
 
     def __init__(self, key: LowKey, pieces: int, placement: LowPlacement) -> None:
         self.key, self.share = key, key.share
         self.placement = placement  # of all shares
         self.ranges = [RangeCost() for _ in range(pieces)]
-        self.known = 0  # ranges that have a sample
+        self.known = 0  # ranges that have a sample, or had one under an earlier cut
         self.any_ban = False
-        self.updated = False  # it is among HighCosts.updated
         self.speed = key.share  # solo seconds of low work done in a second
         self.launches: dict[LaunchKind, LaunchCost] = {}
         self.lows: dict[Span, LaunchCost] = {}  # of launches of each low piece beside any high piece
@@ -501,11 +500,6 @@ class LowCosts:
             self.placement.learn(kind, self.effects, cost, launched.count, changed)
 
     def elsewhere(self, piece: int) -> float:
-        """What the other ranges cost: the median of those known; 0.0 where there are none."""
+        """What the other ranges cost: the median of those known; inf where there are none."""
         known = sorted([max(0.0, each.mean) for at, each in enumerate(self.ranges) if each.count and at != piece])
-        return known[len(known) // 2] if known else 0.0
-
-    def prior(self) -> float:
-        """What an unknown range may cost: the mean of those known."""
-        known = [each.mean for each in self.ranges if each.count]
-        return max(0.0, sum(known) / len(known)) if known else 0.0
+        return known[len(known) // 2] if known else inf

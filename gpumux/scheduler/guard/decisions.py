@@ -20,11 +20,10 @@ from gpumux.types import JobId
 # price         other ranges give more low work for what the high job may lose
 # budget        the high job has lost what it may lose on average
 # tail          the step that runs may not lose more
-# next          it would outlast that step, and the next one, which may have come by then, may not lose so much
 # gap           it would still run when the high job's next step is expected
-REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "next", "gap")
+REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
 HOLD_ALL: Final = frozenset(("calibration", "learning"))  # these hold every low job, unless they name a high piece
-LOSS_LIMITED: Final = frozenset(("tail", "next", "price", "budget"))  # the high job may not lose more
+LOSS_LIMITED: Final = frozenset(("tail", "price", "budget"))  # the high job may not lose more
 MOMENT_LIMITED: Final = LOSS_LIMITED | {"ban"}  # a launch at another moment of the high step may be free of these
 
 ANY_VERSION: Final = -1  # the low launches that are out make no difference

@@ -61,7 +61,6 @@ from gpumux.scheduler.guard.timing import (
     may_explore_now,
     may_explore_unknown,
     may_probe,
-    next_step_loss,
     next_timed_launch,
     overlap_cost,
 )
@@ -210,8 +209,6 @@ class SlowdownGuard:
             if decision.unknown and not may_explore_unknown(high):
                 return decision.hold_for(high, Hold("learning", high.job.id, piece=running.at))
             refused, ban = self._refused(running, low_costs, piece, cost, kind, next_step)
-            if not refused and next_step_loss(running, low_costs.ranges, view, STRETCH * lasts) > high.budget.limit:
-                refused = "next"
             if not refused:
                 decision.expected = max(decision.expected, cost.expected)
             elif view.low_out or not may_explore(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import ceil, inf
 from typing import Final, TypeAlias
 
@@ -275,8 +274,6 @@ LEAST_PRICE: Final = 2.0  # low seconds for a high second: below it credit is no
 LEARNING_STEPS: Final = 200  # in which unknown launches are explored as long as there is credit
 UNSTEADY: Final = 0.3  # of what a step may lose: by how much pauses may differ and still count as equal
 RARELY: Final = 0.002  # an arrival less probable than this may cost more than a step may lose
-USUALLY: Final = 0.9  # a launch that meets the next step with this probability has that step's loss in its known cost
-QUEUED_STEPS: Final = 64  # steps over which it is averaged how many came while another one ran
 RECENT_STEPS: Final = 256  # steps whose slowdown is reported
 OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
@@ -330,7 +327,6 @@ class HighJob:
         self.tail_over = 0  # those in `ratios` beyond what 99 in 100 are promised
         self.broken_since = inf  # when the steps in `ratios` began to break the promise; inf: they don't
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
-        self.queued_part = 0.0  # part of its steps that come while another one runs
         # Learning:
         self.calibrating = FIRST_SOLO_STEPS if self.ranks == 1 else FIRST_RANKS_STEPS  # steps without low work, wanted
         self.calibration_tries = 0
@@ -360,20 +356,6 @@ class HighJob:
         arrivals = self.arrivals
         steady = OVERLAPPING * (arrivals.usual - arrivals.least) <= UNSTEADY * self.budget.limit
         return arrivals.short if self.from_idle and steady else 0.0
-
-    def may_meet(self, beyond: float) -> float:
-        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, so that the mean
-        cost of such launches does not say what that step loses. 0.0: it meets the next step nearly always or never."""
-        if beyond <= 0.0:
-            return 0.0
-        queued, arrivals = self.queued_part, self.arrivals
-        seconds = beyond
-        if queued <= RARELY and arrivals.sorted:
-            seconds = beyond - arrivals.sorted[0]
-            if seconds <= 0.0:
-                return 0.0
-        chance = queued + (1.0 - queued) * arrivals.chance_within(0, 0.0, beyond)
-        return seconds if RARELY < chance < USUALLY else 0.0
 
     def learns(self, placement: LowPlacement) -> bool:
         """Whether launches of the low program are still explored freely."""
@@ -476,9 +458,6 @@ class HighJob:
                 self.shared_steps += 1
         if beside_high:
             self.steps_beside_high += 1
-        if self.steps > 1:  # of the first one it is not known whether it found the job idle
-            count = self.steps - 1 if self.steps < QUEUED_STEPS else QUEUED_STEPS
-            self.queued_part += ((0.0 if from_idle else 1.0) - self.queued_part) / count
         self.step_costs.pop(step.id, None)
         self.excess, self.arrival_loss, self.shared, self.beside_high, self.tried = 0.0, 0.0, False, False, False
         self.resumed_at = 0
@@ -612,8 +591,7 @@ class HighCosts:
         self.first = Baseline()  # the first piece when the job was idle: nothing hides how long its launch takes
         self.by_low: dict[LowKey, LowCosts] = {}
         self.placements: dict[str, LowPlacement] = {}  # by low program
-        self.updated: list[LowCosts] = []  # those that something was learned of since `fill_unknown`
-        self.changes = 0  # how often something was learned of one of them
+        self.changes = 0  # how often something was learned of low programs
 
     # ---- low programs
 
@@ -645,24 +623,6 @@ class HighCosts:
             if span in low_costs.lows or (len(low_costs.ranges), START, span) in low_costs.launches:
                 return False
         return not placement.of(span).learned
-
-    def mark_updated(self, low_costs: LowCosts) -> None:
-        """Something was learned of the low program."""
-        self.changes += 1
-        if not low_costs.updated:
-            low_costs.updated = True
-            self.updated.append(low_costs)
-
-    def fill_unknown(self) -> None:
-        """Take ranges that a low program never ran beside to cost what others did."""
-        for low_costs in self.updated:
-            low_costs.updated = False
-            if KNOWN_RANGES <= low_costs.known < len(low_costs.ranges):
-                prior = low_costs.prior()
-                for range_cost in low_costs.ranges:
-                    if not range_cost.count:
-                        range_cost.rate = range_cost.upper_rate = prior
-        self.updated.clear()
 
     def _new(self, key: LowKey) -> LowCosts:
         if len(self.by_low) >= MOST_LOW_COSTS:
@@ -729,45 +689,15 @@ class HighCosts:
                         low_costs.publish(piece)
 
     def recut(self, bounds: Bounds, predicted: Sequence[float]) -> HighCosts:
-        """The same program under another cut. What was learned of its operators is kept."""
+        """The same program under another cut. What launches of each low piece cost is kept; what its ranges lose is
+        learned anew."""
         costs = HighCosts(self.key, bounds, predicted)
-        sources = [_overlapping(self.bounds, start, end) for start, end in pairwise(bounds)]
+        costs.changes = 1
         for key, low_costs in self.by_low.items():
             heir = costs.beside(key)
-            costs.mark_updated(heir)
-            heir.speed = low_costs.speed
-            heir.lows, heir.typical = low_costs.lows.copy(), low_costs.typical
-            for piece, parts in enumerate(sources):
-                _inherit(heir, piece, [(low_costs.ranges[old], share) for old, share in parts])
+            heir.known, heir.speed, heir.typical = low_costs.known, low_costs.speed, low_costs.typical
+            heir.lows = low_costs.lows.copy()
         return costs
-
-
-def _overlapping(bounds: Bounds, start: int, end: int) -> list[tuple[int, float]]:
-    """Pieces under `bounds` that share operators with [start, end), and the part of each that does."""
-    found = []
-    for piece, (first, beyond) in enumerate(pairwise(bounds)):
-        common = min(end, beyond) - max(start, first)
-        if common > 0:
-            found.append((piece, common / (beyond - first)))
-    return found
-
-
-def _inherit(heir: LowCosts, piece: int, parts: list[tuple[RangeCost, float]]) -> None:
-    """Give the range what is known of the ranges, under another cut, that it overlaps."""
-    sampled = [(each, share) for each, share in parts if each.count]
-    if not sampled:
-        return
-    range_cost, total = heir.ranges[piece], sum([share for _, share in sampled])
-    main = max(sampled, key=lambda part: part[1])[0]
-    range_cost.count = main.count
-    range_cost.newest, range_cost.second, range_cost.third = main.newest, main.second, main.third
-    range_cost.mean = sum([old.mean * share for old, share in sampled]) / total
-    range_cost.deviation = sum([old.deviation * share for old, share in sampled]) / total
-    # A range that was banned stays so where most of it lies.
-    bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
-    range_cost.ban = bans[0] if bans else None
-    heir.known += 1
-    heir.publish(piece)
 
 
 # ---- The costs of high programs: one HighCosts for each program and cut.

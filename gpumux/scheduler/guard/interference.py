@@ -6,19 +6,10 @@ program as plain data, by content hashes of programs, so that an equal program o
 
 from __future__ import annotations
 
-from math import inf, isfinite
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from gpumux.scheduler.guard.costs import (
-    MIN_SAMPLES,
-    MOMENTS,
-    ON_ARRIVAL,
-    LaunchCost,
-    LowCosts,
-    RangeCost,
-    RobustMean,
-)
-from gpumux.scheduler.guard.high_job import MEDIAN_OF, MOST_CUTS, Baseline, CostsByProgram, HighCosts
+from gpumux.scheduler.guard.costs import MIN_SAMPLES, MOMENTS, LaunchCost, LowCosts, RobustMean
+from gpumux.scheduler.guard.high_job import MEDIAN_OF, Baseline, CostsByProgram, HighCosts
 from gpumux.scheduler.jobs import LowKey, Span, spans
 
 # ---- For people.
@@ -94,13 +85,16 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # ---- As plain data, to be kept.
 #
 # Lists of numbers in the order of the fields below. A later version of gpumux that measures something else gives its
-# data another VERSION: what an earlier one kept is then not taken up.
+# data another VERSION: what an earlier one kept is then not taken up. Whether a file is damaged is found out by whoever
+# reads it.
 
-VERSION: Final = 2
+VERSION: Final = 3
 MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
 MOST_KINDS: Final = 256  # kinds of launches of each, the newest: packing them takes time
-MOST_PIECES: Final = 100_000
-MOST_COUNT: Final = 1 << 40
+MEAN: Final = ("count", "mean", "deviation", "newest", "second", "third")
+LAUNCH: Final = (*MEAN, "peak", "upper", "worst", "seconds", "last_peak")
+BASELINE: Final = ("value", "count", "noise", "late")
+PIECE: Final = ("learned", "base", "worst")
 
 Kept: TypeAlias = "list[Any]"
 
@@ -117,52 +111,92 @@ def kept(costs: CostsByProgram, program: str) -> list[Kept]:
 
 
 def take_up(costs: CostsByProgram, program: str, cuts: list[Kept]) -> None:
-    """Take up what `kept` gave, unless something is known of the program already. Raises ValueError, and takes nothing
-    up, if it is no such data."""
-    try:
-        found = [_take_cut(program, each) for each in cuts]
-    except (TypeError, IndexError, AttributeError) as error:
-        raise ValueError(str(error)) from error
-    if len(found) > MOST_CUTS:
-        raise ValueError(f"{len(found)} cuts of one program")
-    costs.take_up(program, found)
+    """Take up what `kept` gave, unless something is known of the program already."""
+    costs.take_up(program, [_take_cut(program, each) for each in cuts])
 
 
 def _keep_cut(high: HighCosts) -> Kept:
-    lows = [low for low in high.by_low.values() if low.known or low.lows]
+    lows = [low for low in high.by_low.values() if low.typical.count]
     lows = sorted(lows, key=_last_launch)[-MOST_KEPT:]
-    return [
-        list(high.bounds),
-        [_keep_baseline(each) for each in (*high.steps, high.first, *high.solo)],
-        [_keep_low(low) for low in lows],
-    ]
+    baselines = [_numbers(each, BASELINE) for each in (*high.steps, high.first, *high.solo)]
+    return [list(high.bounds), baselines, [_keep_low(low) for low in lows]]
+
+
+def _take_cut(program: str, data: Kept) -> HighCosts:
+    bounds, baselines, lows = data
+    taken = [_take_baseline(each) for each in baselines]
+    high = HighCosts(program, tuple(bounds), [each.value for each in taken[3:]])
+    high.steps, high.first, high.solo = taken[:2], taken[2], taken[3:]
+    for each in lows:
+        _take_low(high, each)
+    high.changes = len(lows)
+    return high
 
 
 def _last_launch(low: LowCosts) -> int:
     return low.placement.last_launch_step
 
 
-def _keep_baseline(baseline: Baseline) -> Kept:
-    return [baseline.value, baseline.count, baseline.noise, baseline.late]
+def _take_baseline(data: Kept) -> Baseline:
+    baseline = Baseline()
+    _set(baseline, BASELINE, data)
+    baseline.known = baseline.count > 1
+    baseline.samples = [baseline.value] * min(baseline.count, MEDIAN_OF)
+    return baseline
 
 
 def _keep_low(low: LowCosts) -> Kept:
-    launches = list(low.launches.items())[-MOST_KINDS:]
+    placement = low.placement
     return [
         low.key.program,
         low.key.share,
-        int(low.placement.explored),
+        placement.explored,
         low.speed,
-        _keep_mean(low.typical),
-        [[at, *_keep_mean(cost)] for at, cost in enumerate(low.ranges) if cost.count],
-        [[*_bounds(span), *_keep_launch(cost)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
-        [[piece, moment, *_bounds(span), *_keep_launch(cost)] for (piece, moment, span), cost in launches],
-        [[index, effect] for index, effect in low.effects.items()],
+        _numbers(low.typical, MEAN),
+        [[at, *_numbers(cost, MEAN)] for at, cost in enumerate(low.ranges) if cost.count],
+        [[*_bounds(span), *_numbers(cost, LAUNCH)] for span, cost in list(low.lows.items())[-MOST_KINDS:]],
         [
-            [*_bounds(span), int(of.learned), of.base, of.worst]
-            for span, of in list(low.placement.pieces.items())[-MOST_KINDS:]
+            [piece, moment, *_bounds(span), *_numbers(cost, LAUNCH)]
+            for (piece, moment, span), cost in list(low.launches.items())[-MOST_KINDS:]
         ],
+        list(low.effects.items()),
+        [[*_bounds(span), *_numbers(of, PIECE)] for span, of in list(placement.pieces.items())[-MOST_KINDS:]],
     ]
+
+
+def _take_low(high: HighCosts, data: Kept) -> None:
+    """Costs count as few samples: where the device is slower or faster than it was, what is measured now soon outweighs
+    them."""
+    program, share, explored, speed, typical, ranges, lows, launches, effects, placed = data
+    low = high.beside(LowKey(program, share))
+    low.placement.explored, low.speed, low.known = explored, speed, len(ranges)
+    _take_mean(low.typical, MEAN, typical)
+    for at, *numbers in ranges:
+        _take_mean(low.ranges[at], MEAN, numbers)
+        low.ranges[at].publish()
+    for first, end, *numbers in lows:
+        cost = low.lows[_span(program, first, end)] = LaunchCost()
+        _take_mean(cost, LAUNCH, numbers)
+    for at, moment, first, end, *numbers in launches:
+        cost = low.launches[at, moment, _span(program, first, end)] = LaunchCost(moment in MOMENTS)
+        _take_mean(cost, LAUNCH, numbers)
+    low.effects.update(effects)
+    for first, end, *numbers in placed:
+        _set(low.placement.of(_span(program, first, end)), PIECE, numbers)
+
+
+def _take_mean(mean: RobustMean, fields: tuple[str, ...], numbers: Kept) -> None:
+    _set(mean, fields, numbers)
+    mean.count = min(mean.count, MIN_SAMPLES)
+
+
+def _numbers(of: object, fields: tuple[str, ...]) -> Kept:
+    return [getattr(of, field) for field in fields]
+
+
+def _set(into: object, fields: tuple[str, ...], numbers: Kept) -> None:
+    for field, number in zip(fields, numbers, strict=True):
+        setattr(into, field, number)
 
 
 def _bounds(span: Span) -> list[int]:
@@ -170,108 +204,5 @@ def _bounds(span: Span) -> list[int]:
     return [int(each) for each in span.partition(" ")[0].split("-")]
 
 
-def _keep_mean(mean: RobustMean) -> Kept:
-    return [mean.count, mean.mean, mean.deviation, mean.newest, mean.second, mean.third]
-
-
-def _keep_launch(cost: LaunchCost) -> Kept:
-    return [cost.peak, cost.upper, cost.worst, cost.seconds, cost.last_peak, *_keep_mean(cost)]
-
-
-# ---- And taken up again. Every number is looked at, since a file may be damaged. Costs count as few samples: where the
-# device is slower or faster than it was, what is measured now soon outweighs them.
-
-
-def _number(value: object, least: float = -inf) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value < least:
-        raise ValueError(f"{value!r} is no number of {least} or more")
-    return float(value)
-
-
-def _count(value: object, least: int = 0, most: int = MOST_COUNT) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{value!r} is no whole number from {least} to {most}")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is no name")
-    return value
-
-
-def _span(program: str, first: object, end: object) -> Span:
-    return spans(program, (_count(first), _count(end)))[0]
-
-
-def _take_cut(program: str, data: Kept) -> HighCosts:
-    bounds, baselines, lows = data
-    found = tuple([_count(each) for each in bounds])
-    pieces = len(found) - 1
-    if not 1 <= pieces <= MOST_PIECES or any(found[at] >= found[at + 1] for at in range(pieces)):
-        raise ValueError("these bounds cut nothing")
-    if len(baselines) != 3 + pieces or len(lows) > MOST_KEPT or pieces * len(lows) > MOST_PIECES:
-        raise ValueError("another number of pieces, or too many low programs")
-    taken = [_take_baseline(each) for each in baselines]
-    high = HighCosts(program, found, [each.value for each in taken[3:]])
-    high.steps, high.first, high.solo = taken[:2], taken[2], taken[3:]
-    for each in lows:
-        _take_low(high, each)
-    return high
-
-
-def _take_baseline(data: Kept) -> Baseline:
-    value, count, noise, late = data
-    baseline = Baseline()
-    baseline.value, baseline.count = _number(value, 0.0), _count(count)
-    baseline.noise, baseline.late = _number(noise, 0.0), _number(late, 0.0)
-    baseline.known = baseline.count > 1
-    baseline.samples = [baseline.value] * min(baseline.count, MEDIAN_OF)
-    return baseline
-
-
-def _take_low(high: HighCosts, data: Kept) -> None:
-    program, share, explored, speed, typical, ranges, lows, launches, effects, placed = data
-    key = LowKey(_text(program), _number(share, 0.0))
-    if not 0.0 < key.share <= 1.0:
-        raise ValueError(f"a share of {share}")
-    low = high.beside(key)
-    low.placement.explored = bool(_count(explored, 0, 1))
-    low.speed = _number(speed, 0.0)
-    _take_mean(low.typical, typical, 0)
-    pieces = len(low.ranges)
-    for at, *mean in ranges:
-        cost: RangeCost = low.ranges[_count(at, 0, pieces - 1)]
-        _take_mean(cost, mean, 1)
-        if not cost.mean < 1.0:
-            raise ValueError(f"a range that loses {cost.mean} of its time")
-        cost.publish()
-        low.known += 1
-    for first, end, *launch in lows:
-        low.lows[_span(key.program, first, end)] = _take_launch(LaunchCost(), launch)
-    if max(len(lows), len(launches), len(placed)) > MOST_KINDS:
-        raise ValueError("too many kinds of launches of one low program")
-    for at, moment, first, end, *launch in launches:
-        piece, when, span = _count(at, ON_ARRIVAL, pieces), _count(moment), _span(key.program, first, end)
-        low.launches[piece, when, span] = _take_launch(LaunchCost(when in MOMENTS), launch)
-    for index, effect in effects:
-        low.effects[_count(index, 0, 3 * pieces + 2)] = _number(effect, 0.0)
-    for first, end, learned, base, worst in placed:
-        of = low.placement.of(_span(key.program, first, end))
-        of.learned, of.base, of.worst = bool(_count(learned, 0, 1)), _number(base, 0.0), _number(worst, 0.0)
-    high.mark_updated(low)
-
-
-def _take_mean(mean: RobustMean, data: Kept, least: int) -> None:
-    count, value, deviation, newest, second, third = data
-    mean.count = min(_count(count, least), MIN_SAMPLES)
-    mean.mean, mean.deviation = _number(value), _number(deviation, 0.0)
-    mean.newest, mean.second, mean.third = _number(newest), _number(second), _number(third)
-
-
-def _take_launch(cost: LaunchCost, data: Kept) -> LaunchCost:
-    peak, upper, worst, seconds, last_peak, *mean = data
-    _take_mean(cost, mean, 1)
-    cost.peak, cost.upper, cost.worst = _number(peak, 0.0), _number(upper), _number(worst)
-    cost.seconds, cost.last_peak = _number(seconds, 0.0), _number(last_peak)
-    return cost
+def _span(program: str, first: int, end: int) -> Span:
+    return spans(program, (first, end))[0]

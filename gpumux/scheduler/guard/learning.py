@@ -287,8 +287,6 @@ class CostLearner:
         self._to_judge = [each for each in self._to_judge if each[1] is not high]
         high.budget.begin_step(solo_s)
         if high.steps % ADAPT_EVERY == 0:
-            assert high.costs is not None
-            high.costs.fill_unknown()
             self._low_window.adapt(high.budget.full)
         view.overrun *= OVERRUN_FADES
         if job.inflight == 1:  # the step that just ended
@@ -341,7 +339,7 @@ def judge(bans: Bans, costs: HighCosts, high: HighJob, low: LowLaunch, piece: in
     if ratio > 1.0 + budget.slack:
         if overlap * rate > budget.limit:
             why = "tail"
-        elif low_costs.known > 1 and rate > BAN_RATIO * low_costs.elsewhere(piece) + budget.slack:
+        elif rate > BAN_RATIO * low_costs.elsewhere(piece) + budget.slack:
             why = "price"
     ban: Ban | None = None
     if why:
@@ -417,8 +415,7 @@ def charge(costs: HighCosts, piece: int, excess: float, found: LowLaunches, budg
     imposed or lifted."""
     least = max(LEAST_OVERLAP * costs.solo_s[piece], LEAST_S)
     beside = [costs.beside(launch.key) for launch in found]
-    for low_costs in beside:
-        costs.mark_updated(low_costs)
+    costs.changes += 1
     if len(found) == 1:
         _charge(beside[0], found[0], piece, least, excess)
     else:

@@ -11,6 +11,7 @@ from gpumux.scheduler.guard.budget import VIOLATION_RATE
 from gpumux.scheduler.guard.costs import (
     AFTER_START,
     EXPLORE_NEVER,
+    LATER,
     MIDDLE,
     MIN_SAMPLES,
     MOMENTS,
@@ -324,13 +325,11 @@ def time_until_bearable(
 
 TIMED_S: Final = 8e-6  # a launch that begins so close to a moment begins at it
 AFTER_START_S: Final = 100e-6  # one that begins no later was made as soon as the high piece was reported to have begun
-FIRST_HALF: Final = 3  # other launches, by the half of the high piece in which they begin
-SECOND_HALF: Final = 4
 
 
 def launch_position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, float]:
     """Where in the high step a launch made now would begin: the piece (one more than there are: at the step's end,
-    before a pause), whether only the next step loses by it, the moment or half of the piece, and the piece's end."""
+    before a pause), whether only the next step loses by it, the moment, and the piece's end."""
     found = running.position
     if found is None:
         found = running.position = _position(running, view)
@@ -355,9 +354,7 @@ def _position(running: RunningPiece, view: DeviceView) -> tuple[int, bool, int, 
         return at, next_step, START, until
     if start - began <= AFTER_START_S and start > began and not next_step:
         return at, next_step, AFTER_START, until
-    if abs(2 * start - until - began) <= 2 * TIMED_S:
-        return at, next_step, MIDDLE, until
-    return at, next_step, SECOND_HALF if 2 * (start - began) >= until - began else FIRST_HALF, until
+    return at, next_step, MIDDLE if abs(2 * start - until - began) <= 2 * TIMED_S else LATER, until
 
 
 def next_timed_launch(running: RunningPiece, plan: LaunchPlan, view: DeviceView) -> float:
@@ -395,7 +392,7 @@ def exposed_part(running: RunningPiece, at: int, until: float, start: float, las
     pause = running.high.arrivals.short
     if running.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
-    ends = step_end(running, at, until)
+    ends = until + sum(running.costs.solo_s[at + 1 :])
     beyond = start + lasts - ends
     if beyond <= 0.0:
         return 1.0
@@ -403,27 +400,6 @@ def exposed_part(running: RunningPiece, at: int, until: float, start: float, las
     if beyond > pause:
         exposed += beyond - pause
     return exposed / lasts if exposed < lasts else 1.0
-
-
-def step_end(running: RunningPiece, at: int, until: float) -> float:
-    """Predicted end of the step, given that its piece `at` ends at `until`."""
-    rest = 0.0
-    for seconds in running.costs.solo_s[at + 1 :]:
-        rest += seconds
-    return until + rest
-
-
-def next_step_loss(running: RunningPiece, ranges: list[RangeCost], view: DeviceView, lasts: float) -> float:
-    """What the next high step may lose by a low launch of `lasts` seconds that begins while this step runs or soon
-    after. 0.0 where such a launch meets the next step nearly always, as its known cost includes that then, or never."""
-    assert running.position is not None
-    at, next_step, _, until = running.position
-    solo_s = running.costs.solo_s
-    if next_step or at == len(solo_s):
-        return 0.0
-    begins, ends = view.free_at, view.free_at + lasts
-    meets = min(running.high.may_meet(ends - step_end(running, at, until)), ends - begins)
-    return overlap_cost(solo_s, ranges, 0, solo_s[0], False, 0.0, meets).upper if meets > 0.0 else 0.0
 
 
 # ---- What a launch costs the pieces of the step that runs.

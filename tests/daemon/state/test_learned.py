@@ -217,12 +217,14 @@ def test_one_damaged_program_costs_no_others(file, caplog):
     take_up(first)
     first.close()
     version, about, programs, names = msgpack.unpackb(file.read(), strict_map_key=False)
-    programs = {"0" * 64: msgpack.packb([["nonsense"]]), **programs}
-    file.write(msgpack.packb([version, about, programs, names]))
+    whole = programs[program]
+    torn = {str(at): whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), 101)}
+    others = {"short": whole[:-1], "none": b"", "nonsense": learned.sealed(msgpack.packb([["nonsense"]])), **torn}
+    file.write(msgpack.packb([version, about, others | programs, names]))
     with caplog.at_level(logging.INFO, "gpumux.daemon"):
         second = daemon(file)
     assert list(second.loop.scheduler.learned()) == [program]
-    assert "1 of 2 programs" in caplog.text
+    assert f"1 of {len(others) + 1} programs" in caplog.text
     second.close()
 
 
