@@ -592,9 +592,17 @@ def match(op: Op) -> OperatorSchema:
 
 def written(op: Op) -> list[Arg]:
     """The arguments that `op` changes."""
-    known = schema(op.target)
-    args = [arg for param, arg in zip(known.positional, op.args, strict=False) if param.written]
-    return args + [arg for name, arg in op.kwargs if known.keyword[name].written]
+    places, names = _written_arguments(op.target)
+    found = [op.args[place] for place in places if place < len(op.args)]
+    return found + [arg for name, arg in op.kwargs if name in names] if names else found
+
+
+@cache
+def _written_arguments(target: str) -> tuple[tuple[int, ...], frozenset[str]]:
+    """The positions and the names of the arguments that an operator changes."""
+    known = schema(target)
+    places = tuple([place for place, param in enumerate(known.positional) if param.written])
+    return places, frozenset(name for name, param in known.keyword.items() if param.written)
 
 
 # Returns for which torch gives an undefined tensor although the schema says a tensor.

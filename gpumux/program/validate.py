@@ -107,10 +107,15 @@ def leaves(arg: Arg) -> Iterator[Arg]:
         yield arg
 
 
-def tensor_refs(args: tuple[Arg, ...]) -> Iterator[TensorRef]:
-    for leaf in leaves(args):
-        if isinstance(leaf, TensorRef):
-            yield leaf
+def tensor_refs(args: tuple[Arg, ...]) -> list[TensorRef]:
+    """The tensors in some arguments, in lists too. A Program has tens of thousands, so this is no generator."""
+    found: list[TensorRef] = []
+    for arg in args:
+        if isinstance(arg, TensorRef):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            found += tensor_refs(arg)
+    return found
 
 
 def op_args(op: Op) -> tuple[Arg, ...]:
