@@ -247,9 +247,10 @@ def test_a_process_that_stands_still_costs_its_peers_time_and_no_training(
     stop_executor(pair[1], signal.SIGSTOP)
     turns(run, 3)
     assert same(run, dropout_adam, undisturbed)
-    (back,) = lines(caplog, "It is back after")
+    back = lines(caplog, "It is back after")  # more than once where the machine is too busy for peers to answer in time
+    assert back
     if confinement.measures()[0].missing:  # else it runs as its job's user, and is ended when it is stopped
-        assert "did not answer within 1 s" in back
+        assert any("did not answer within 1 s" in line for line in back)
 
 
 def test_a_daemon_that_stays_away_ends_the_job_with_an_error(pair: list[Phoenix]) -> None:
