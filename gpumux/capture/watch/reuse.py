@@ -241,7 +241,7 @@ class _Describer:
             self._say(value.pattern, value.flags)
         elif isinstance(value, dict):
             if isinstance(value, defaultdict):
-                self._value(defaultdict.default_factory.__get__(value))
+                self._value(vars(defaultdict)["default_factory"].__get__(value))
             self._entries(dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value)))
             self._entries(_attributes_of(value))
         elif isinstance(value, (list, deque, tuple)):
